@@ -1,0 +1,1057 @@
+"""Calibration: collect statistics and fit what a method needs, evaluate through the cache, train.
+
+python calibrate.py fit   --method sals                     fit the artifacts of a checkpoint (no download)
+python calibrate.py eval  --method dense --method sals      perplexity and retrieval, one table
+python calibrate.py ranks                                   rank of the keys before and after RoPE
+python calibrate.py train --out FOLDER --text DIR ...       train a small Llama from scratch
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import random
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compress import (
+    METHODS,
+    Room,
+    SalsSettings,
+    artifact_path,
+    load_artifact,
+    method_named,
+    model_identity,
+    sals_queries,
+    sals_score_rank,
+    sals_scores,
+    sals_select,
+    settings_from,
+)
+from generate import (
+    Engine,
+    Parser,
+    Progress,
+    Sampling,
+    add_model_options,
+    decode_rows,
+    device_name,
+    human,
+    load,
+    run_command,
+)
+from model import (
+    Llama,
+    ModelConfig,
+    UserError,
+    apply_rope,
+    causal_attention,
+    load_tokenizer,
+    rope_tables,
+    weight_slots,
+)
+
+# ------------------------------------------------------------------------------------------------- plain text
+
+TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+
+
+def held_out(file: Path) -> bool:
+    """One file name in sixteen is never trained on, wherever it is installed: evaluation reads only those."""
+    return zlib.crc32(file.name.encode()) % 16 == 0
+
+
+def text_files(path: Path, held: bool | None = None) -> list[Path]:
+    """The text files under a folder (or the one file), in a fixed order; `held` keeps one side of the split."""
+    if path.is_file():
+        return [path]
+    files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES and f.is_file())
+    files = [f for f in files if held is None or held_out(f) == held]
+    if not files:
+        raise UserError(f"{path}: no text there (looked for {', '.join(TEXT_SUFFIXES)})")
+    return files
+
+
+def standard_library() -> Path:
+    """The text that every machine has: the Python standard library's sources."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
+    """The files' texts in a seeded random order, without repeats, generated tables and site-packages' tests."""
+    files, seen = list(files), set()
+    random.Random(seed).shuffle(files)
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        longest = max(map(len, text.split("\n")), default=0)
+        digest = zlib.crc32(text.encode())
+        if len(text) < 200 or digest in seen or (file.suffix == ".py" and longest > 2000):
+            continue
+        seen.add(digest)
+        yield text
+
+
+# --------------------------------------------------------------------------- retrieval tasks, after RULER (2404.06654)
+
+# Keys are "adjective noun"; variables and code words are names.
+ADJECTIVES, NOUNS, NAMES = (
+    words.split()
+    for words in (
+        """
+amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
+hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
+small snowy tall warm white wild winding wooden
+        """,
+        """
+anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door drum
+feather field fire flower forest garden gate hammer harbor hill house island key lake lamp lantern letter
+meadow mirror mountain needle ocean orchard river road rope ship stone table tower tree valley wheel window
+        """,
+        """
+bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper quartz
+raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
+juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
+        """,
+    )
+)
+KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
+
+
+@dataclass
+class Task:
+    """One question about facts that lie in a text, in this order: the prompt ends where the answer begins."""
+
+    facts: list[str]
+    question: str
+    answer: str
+    references: list[str] = field(default_factory=list)
+
+    def score(self, text: str) -> float:
+        """The share of the references that the answer names (RULER's string match)."""
+        return sum(r in text for r in self.references) / len(self.references)
+
+
+def number(rng: random.Random) -> str:
+    return str(rng.randrange(10000, 100000))
+
+
+def keys(rng: random.Random, n: int) -> list[str]:
+    """n distinct keys that share words with one another: the hard distractors of RULER's multi-key tasks."""
+    side = max(2, math.ceil(math.sqrt(1.5 * n)))
+    pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
+    return rng.sample(pairs, n)
+
+
+def fact(key: str, value: str) -> str:
+    return f"\nThe magic number for {key} is {value}.\n"
+
+
+def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
+    """single (1 fact) and multikey (more): one number is asked for at a time."""
+    pairs = [(key, number(rng)) for key in keys(rng, n_facts)]  # keys come in random order: so do the facts
+    facts = [fact(*pair) for pair in pairs]
+    return [
+        Task(
+            facts,
+            f"What is the magic number for {key}?\nAnswer: The magic number for {key} is",
+            f" {value}.",
+            [value],
+        )
+        for key, value in rng.sample(pairs, n_questions)
+    ]
+
+
+def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
+    """One key with several values, asked for all at once, in the order of the text."""
+    pairs = [(key, number(rng)) for key in keys(rng, n_keys) for _ in range(n_values)]
+    rng.shuffle(pairs)
+    facts = [fact(*pair) for pair in pairs]
+    groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
+    return [
+        Task(
+            facts,
+            f"What are all the magic numbers for {key}?\nAnswer: The magic numbers for {key} are",
+            f" {', '.join(values)}.",
+            values,
+        )
+        for key, values in groups.items()
+    ]
+
+
+def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
+    """Several keys asked for in one question; the answer repeats each key."""
+    pairs = [(key, number(rng)) for key in keys(rng, n_facts)]
+    asked = rng.sample(pairs, n_asked)
+    question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
+    answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
+    return [Task([fact(*pair) for pair in pairs], question, answer, [f"{k} is {v}" for k, v in asked])]
+
+
+def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
+    """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
+    names, tasks = rng.sample(NAMES, n_chains * (n_hops + 1)), []
+    chains = [(number(rng), names[i::n_chains]) for i in range(n_chains)]
+    facts = []
+    for value, chain in chains:
+        facts += [f"\nStore {value} in {chain[0]}.\n"]
+        facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
+    rng.shuffle(facts)
+    for value, chain in chains:
+        question = f"Which variables hold {value}?\nAnswer: The variables that hold {value} are"
+        tasks.append(Task(facts, question, f" {', '.join(chain)}.", chain))
+    return tasks
+
+
+def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
+    """Frequent words: three code words are mentioned far more often than six others; name the three, most
+    frequent first (RULER scores them in any order)."""
+    words = rng.sample(NAMES, 9)
+    counts = [round(n_mentions * share) for share in (0.34, 0.24, 0.17)]
+    counts = [max(c, floor) for c, floor in zip(counts, (5, 4, 3), strict=True)]
+    counts += [max(1, round(n_mentions * 0.25 / 6))] * 6
+    facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
+    rng.shuffle(facts)
+    question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
+    return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
+
+
+def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
+    """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
+    room = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
+    if kind == "single":
+        return tasks_numbers(rng, 1, 1)
+    if kind == "multikey":
+        n = n_facts or rng.randint(2, max(2, min(32, room)))
+        return tasks_numbers(rng, n, 1 if n_facts else min(n, 8))
+    if kind == "multivalue":
+        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, room // 4))), 4)
+    if kind == "multiquery":
+        n = n_facts or rng.randint(4, max(4, min(16, room)))
+        return tasks_multiquery(rng, n, 4)
+    if kind == "variables":
+        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, room // 5))), 4)
+    if kind == "frequent":
+        return tasks_frequent(rng, n_tokens // 100)
+    raise UserError(f"no task {kind!r}; the tasks are: {', '.join(KINDS)}")
+
+
+class Haystack:
+    """Plain text as token ids, and how to lay facts into it without cutting a word.
+
+    tokens: one or several id arrays (sources) with the share of samples drawn from each."""
+
+    def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
+        self.tokenizer, self.tokens = tokenizer, tokens
+        self.shares = shares or [1 / len(tokens)] * len(tokens)
+        self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
+        # [V]: whether a fact may be laid before this token without cutting a word
+        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
+
+    def sample(self, rng: random.Random, n: int) -> np.ndarray:
+        """n consecutive tokens of a random place."""
+        source = rng.choices(self.tokens, self.shares)[0]
+        start = rng.randrange(max(1, len(source) - n))
+        return np.resize(source[start : start + n], n).astype(np.int32)
+
+    def bury(
+        self, rng: random.Random, facts: list[str], n: int, depth: float | None = None
+    ) -> list[np.ndarray]:
+        """Pieces of a text of n tokens with the facts at random places (in their order); odd pieces are facts."""
+        encoded = [self.encode(f) for f in facts]
+        plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
+        starts = np.flatnonzero(self.starts_word[plain])
+        starts = starts if len(starts) else np.zeros(1, np.int64)
+        where = [depth] if depth is not None else [rng.random() for _ in facts]
+        places = sorted(int(starts[int(w * len(starts))]) for w in where)
+        pieces, last = [], 0
+        for place, ids in zip(places, encoded, strict=True):
+            pieces += [plain[last:place], ids]
+            last = place
+        return [*pieces, plain[last:]]
+
+
+def eval_sample(
+    hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts: int = 16, depth: float | None = None
+):
+    """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
+    rng = random.Random(f"{kind}-{seed}")
+    task = make_tasks(kind, rng, n_tokens, n_facts)[0]
+    question = hay.encode(f"\nQuestion: {task.question}")
+    bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
+    pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
+    return np.concatenate([np.array(bos, np.int32), *pieces, question]).tolist(), task
+
+
+# --------------------------------------------------------------------------------------------- fit and statistics
+
+
+def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
+    """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
+    cos, sin = rope_tables(model.config, tokens.shape[-1], tokens.device)
+    x = model.tok_embeddings(tokens)
+    for i, layer in enumerate(model.layers):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
+            see(i, q, k, v)
+            return causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+
+        x = layer(x, attend)
+
+
+def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
+    """[count, length] token ids of consecutive windows of the texts, each led by BOS where the model wants one."""
+    ids: list[int] = []
+    for text in read_texts(files):
+        ids += tokenizer.encode(text, bos=False)
+        if len(ids) >= count * length:
+            break
+    count = min(count, len(ids) // length)
+    if not count:
+        raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}; give more text")
+    tokens = torch.tensor(ids[: count * length]).view(count, length)
+    if tokenizer.add_bos:
+        tokens[:, 0] = tokenizer.bos_id
+    return tokens
+
+
+@torch.inference_mode()
+def key_covariance(model: Llama, tokens: Tensor, label: str) -> dict[str, Tensor]:
+    """Streaming second moments of the keys, in fp64: for each layer the uncentred K^T K of all heads jointly before
+    RoPE ("pre") and after ("post"), [L, Hkv*D, Hkv*D], and their means [L, Hkv*D]."""
+    c, device = model.config, next(model.parameters()).device
+    zeros = {
+        name: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, dtype=torch.float64, device=device)
+        for name in ("pre", "post")
+    }
+    cos, sin = rope_tables(c, tokens.shape[1], device)
+    bar = Progress(label, len(tokens) * c.n_layers)
+
+    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for name, keys in (("pre", k), ("post", apply_rope(k, cos, sin))):
+            rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
+            zeros[name][i].addmm_(rows.T, rows)
+        bar.tick()
+
+    for window in tokens:
+        observe(model, window[None].to(device), see)
+    bar.close()
+    return {name: total / tokens.numel() for name, total in zeros.items()}
+
+
+def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues [..., n] and eigenvectors [..., n, n] (columns), largest first."""
+    values, vectors = torch.linalg.eigh(covariance)
+    return values.flip(-1).clamp(min=0), vectors.flip(-1)
+
+
+def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """U: the leading eigenvectors of each layer's joint pre-RoPE key covariance (SALS sec. 4.2), and all eigenvalues."""
+    values, vectors = eigen(key_covariance(model, tokens, "fit sals")["pre"].cpu())
+    r = max(1, round(max_rank * model.config.kv_dim))
+    tensors = {"eigenvalues": values.float()}
+    for i in range(model.config.n_layers):
+        tensors[f"{i}.basis"] = vectors[i, :, :r].float().contiguous()
+    kept = {
+        s: (values[:, : round(s * model.config.kv_dim)].sum(1) / values.sum(1)).mean() for s in (0.25, 0.125)
+    }
+    return tensors, {
+        "max_rank": str(max_rank),
+        "energy": ", ".join(f"{s:.1%}: {e:.4f}" for s, e in kept.items()),
+    }
+
+
+FITS = {"sals": fit_sals}
+
+
+def run_fit(args: argparse.Namespace) -> None:
+    model, tokenizer = load(args)
+    files = text_files(args.text or standard_library(), None if args.text else False)
+    tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
+    tensors, facts = FITS[args.method](model, tokens, args.max_rank)
+    metadata = (
+        model_identity(model)
+        | facts
+        | {
+            "method": args.method,
+            "text": str(args.text or "Python standard library"),
+            "tokens": str(tokens.numel()),
+        }
+    )
+    path = artifact_path(args.checkpoint, args.method)
+    save_artifact(tensors, path, metadata)
+    print(
+        f"{path}: {human(path.stat().st_size)}, from {tokens.numel()} tokens; energy kept at {facts['energy']}"
+    )
+
+
+def rank_at(values: Tensor, share: float) -> Tensor:
+    """Rank@v (Loki Eq. 2, SALS appendix): the least n whose leading eigenvalues hold `share` of the sum."""
+    return (values.cumsum(-1) / values.sum(-1, keepdim=True) < share).sum(-1) + 1
+
+
+def run_ranks(args: argparse.Namespace) -> None:
+    model, tokenizer = load(args)
+    files = text_files(args.text or standard_library(), None if args.text else False)
+    tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
+    moments = key_covariance(model, tokens, "ranks")
+    ranks = {name: rank_at(eigen(m.cpu())[0], args.energy).tolist() for name, m in moments.items()}
+    width = model.config.kv_dim
+    print(f"Rank@{args.energy:.0%} of the joint keys (of {width} dims), {tokens.numel()} tokens")
+    for i, (pre, post) in enumerate(zip(ranks["pre"], ranks["post"], strict=True)):
+        print(f"layer {i:3}  before RoPE {pre:5} {'#' * max(1, 40 * pre // width)}")
+        print(f"           after  RoPE {post:5} {'=' * max(1, 40 * post // width)}")
+    mean = {name: sum(r) / len(r) for name, r in ranks.items()}
+    print(f"mean       before {mean['pre']:.1f}, after {mean['post']:.1f}")
+    if args.json:
+        print(json.dumps({"energy": args.energy, "width": width, **ranks}))
+    if args.png:
+        plot_ranks(ranks, args.energy, args.png)
+
+
+def plot_ranks(ranks: dict[str, list[int]], energy: float, path: Path) -> None:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise UserError("--png needs matplotlib: pip install matplotlib") from None
+    for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
+        plt.plot(ranks[name], marker="o", label=label)
+    plt.xlabel("layer"), plt.ylabel(f"Rank@{energy:.0%}"), plt.legend(), plt.grid(alpha=0.3)
+    plt.savefig(path, dpi=150, bbox_inches="tight")
+    print(path)
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+@dataclass
+class Candidate:
+    """A method with its settings, written sals:rank=0.125,bits=2 on the command line."""
+
+    label: str
+    method: str
+    options: dict
+
+    @classmethod
+    def parse(cls, text: str) -> "Candidate":
+        method, _, rest = text.partition(":")
+        kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
+        options = {}
+        for pair in filter(None, rest.split(",")):
+            name, _, value = pair.partition("=")
+            kind = kinds.get(name, str)
+            try:
+                options[name] = value.lower() in ("1", "true", "yes") if kind is bool else kind(value)
+            except ValueError:
+                raise UserError(f"--method {text}: {name} must be a {kind.__name__}") from None
+        settings_from(method, options)
+        return cls(text, method, options)
+
+    def engine(self, args: argparse.Namespace, rows: int, capacity: int) -> tuple[Engine, object]:
+        """A fresh engine over freshly loaded weights, since a method may change them."""
+        model, tokenizer = load(args)
+        settings, room = settings_from(self.method, self.options), Room(model, rows, capacity)
+        artifact = load_artifact(args.checkpoint, self.method, model) if METHODS[self.method].fitted else {}
+        return Engine(
+            model, METHODS[self.method].build(model, settings, room, artifact), room, Sampling(), False
+        ), tokenizer
+
+
+@torch.inference_mode()
+def eval_perplexity(
+    engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar
+) -> tuple[float, float, Tensor]:
+    """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
+
+    tokens [B, prefix + n] -> perplexity over the n tokens, mean KL (nats) of `reference` log-probabilities [n, B, V]
+    to this cache's (0 without), and this cache's log-probabilities (fp16, on the CPU)."""
+    tokens = tokens.to(engine.room.device)
+    engine.prefill(tokens[:, :prefix].tolist())
+    loss, kl, kept = 0.0, 0.0, []
+    for i in range(prefix, tokens.shape[1]):
+        log_p = engine.logits.float().log_softmax(-1)  # [B, V]
+        loss -= log_p.gather(1, tokens[:, i : i + 1]).mean().item()
+        if reference is not None:
+            dense = reference[i - prefix].to(log_p)
+            kl += (dense.exp() * (dense - log_p)).sum(-1).mean().item()
+        kept.append(log_p.half().cpu())
+        engine.tokens.copy_(tokens[:, i])
+        engine.step()
+        bar.tick()
+    n = tokens.shape[1] - prefix
+    return math.exp(loss / n), kl / n, torch.stack(kept)
+
+
+@torch.inference_mode()
+def eval_retrieval(
+    engine: Engine, hay: Haystack, kind: str, seeds: list[int], n_tokens: int, n_facts: int
+) -> list[float]:
+    """Scores of one task kind, one row a seed: prefill the text and the question, decode the answer greedily."""
+    samples = [eval_sample(hay, kind, seed, n_tokens, n_facts) for seed in seeds]
+    engine.prefill([ids for ids, _ in samples])
+    room = max(len(hay.encode(task.answer)) for _, task in samples) + 4
+    output = decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]))
+    return [
+        task.score(hay.tokenizer.decode(ids))
+        for (_, task), ids in zip(samples, output.token_ids, strict=True)
+    ]
+
+
+def run_eval(args: argparse.Namespace) -> None:
+    candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
+    if candidates[0].method != "dense":
+        candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
+    tokenizer = load_tokenizer(args.checkpoint)
+    held_files = text_files(standard_library(), held=True)
+    texts = {"python": held_files} | {path.stem: text_files(path) for path in args.text}
+    rows = args.perplexity_rows
+    total = args.prefix + args.continuation
+    chunks = {name: windows(tokenizer, files, total, rows) for name, files in texts.items()} if rows else {}
+    hay_files = text_files(args.haystack) if args.haystack else held_files
+    hay = (
+        Haystack(tokenizer, [np.array(windows(tokenizer, hay_files, 1 << 19, 1)[0])])
+        if args.samples
+        else None
+    )
+
+    steps = len(candidates) * (
+        len(chunks) * args.continuation + len(args.lengths) * len(args.tasks) * args.samples
+    )
+    bar, results, reference = Progress("eval", steps), [], {}
+    for candidate in candidates:
+        row = {"method": candidate.label}
+        for name, tokens in chunks.items():
+            engine, _ = candidate.engine(args, len(tokens), total)
+            ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
+            reference.setdefault(name, log_p)
+            row |= {f"ppl {name}": ppl, f"kl {name}": kl}
+        for length in args.lengths if args.samples else []:
+            engine, _ = candidate.engine(args, min(args.rows, args.samples), length + 96)
+            row["bytes/token"] = sum(c.measured() for c in engine.caches) / (
+                engine.room.rows * engine.room.capacity
+            )
+            row["read/step"] = sum(c.bytes_read(length) for c in engine.caches)
+            for kind in args.tasks:
+                scores = []
+                for first in range(0, args.samples, engine.room.rows):
+                    seeds = [min(first + i, args.samples - 1) for i in range(engine.room.rows)]
+                    scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts)
+                    bar.tick(min(engine.room.rows, args.samples - first))
+                row[f"{kind} {length}"] = 100 * sum(scores[: args.samples]) / args.samples
+        results.append(row)
+    bar.close()
+    print_table(results)
+    if args.csv:
+        header = list(dict.fromkeys(key for row in results for key in row))
+        args.csv.write_text(
+            "\n".join(
+                ",".join(str(row.get(k, "")) for k in header)
+                for row in [dict(zip(header, header, strict=True)), *results]
+            )
+        )
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "command": " ".join(sys.argv),
+                    "seed": 0,
+                    "device": device_name(torch.device(args.device)),
+                    "torch": torch.__version__,
+                    "rows": results,
+                }
+            )
+        )
+
+
+def print_table(rows: list[dict]) -> None:
+    """A plain table, one line a row; retrieval columns are grouped by length."""
+    columns = list(dict.fromkeys(key for row in rows for key in row if key != "method"))
+    width = max(len(row["method"]) for row in rows)
+    for start in range(0, len(columns), 8):
+        part = columns[start : start + 8]
+        print(f"{'':{width}}  " + "  ".join(f"{c:>15}" for c in part))
+        for row in rows:
+            print(f"{row['method']:{width}}  " + "  ".join(f"{row.get(c, float('nan')):15.4g}" for c in part))
+        print()
+
+
+# ------------------------------------------------------------------------------------------ where the mass is lost
+
+
+@torch.inference_mode()
+def overlap_scores(
+    model: Llama, artifact: dict[str, Tensor], settings: SalsSettings, prompts: list[list[int]]
+) -> Tensor:
+    """OS of every layer (SALS sec. 3.2): the share of the last token's true attention mass that the selected
+    tokens hold, averaged over heads and prompts; [L]. Sinks, critical and recent tokens count."""
+    device = next(model.parameters()).device
+    total = torch.zeros(model.config.n_layers)
+
+    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        total[i] += overlap_score(q[0, -1], k[0], artifact[f"{i}.basis"].to(k), settings, model.config)
+
+    for prompt in prompts:
+        observe(model, torch.tensor([prompt], device=device), see)
+    return total / len(prompts)
+
+
+def overlap_score(q: Tensor, k: Tensor, basis: Tensor, settings: SalsSettings, c: ModelConfig) -> float:
+    """OS of one query: q [Hq, D] of the last token and k [S, Hkv, D], both before RoPE."""
+    length = len(k)
+    cos, sin = rope_tables(c, length, k.device)
+    q_rotated = apply_rope(q[None], cos[-1:], sin[-1:])[0].unflatten(0, (c.n_kv_heads, -1))  # [Hkv, G, D]
+    logits = torch.einsum("hgd,shd->hgs", q_rotated, apply_rope(k, cos, sin)) * c.head_dim**-0.5
+    mass = logits.softmax(-1).flatten(0, 1).mean(0)  # [S]
+    basis = basis[:, : sals_score_rank(settings, c)]
+    live = torch.ones(1, length, dtype=torch.bool, device=k.device)
+    queries = sals_queries(q[None], basis, c.n_kv_heads, settings.score)
+    scores = sals_scores(queries, (k.flatten(-2) @ basis)[None], live, settings.score, c.head_dim)
+    x, y, z = settings.budget(length)
+    index, kept = sals_select(scores, torch.tensor([length - 1], device=k.device), x, y, z)
+    recent = torch.arange(max(0, length - z), length, device=k.device)
+    return mass[torch.cat((index[kept], recent))].sum().item()
+
+
+def run_overlap(args: argparse.Namespace) -> None:
+    model, tokenizer = load(args)
+    hay = Haystack(
+        tokenizer, [np.array(windows(tokenizer, text_files(standard_library(), held=True), 1 << 19, 1)[0])]
+    )
+    prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
+    artifact, results = load_artifact(args.checkpoint, "sals", model), {}
+    for text in args.method:
+        candidate = Candidate.parse(text)
+        results[text] = overlap_scores(
+            model, artifact, settings_from("sals", candidate.options), prompts
+        ).tolist()
+    print(
+        f"overlap score a layer: {args.task}, {args.length} tokens, {args.samples} prompts, the last token's queries"
+    )
+    for text, scores in results.items():
+        print(f"{text:40}", " ".join(f"{s:.3f}" for s in scores))
+    if args.json:
+        print(json.dumps(results))
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2
+
+
+def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments, 50 %
+    retrieval."""
+    ids, weights = _training_document(hay, rng, n)
+    ids[0] = hay.tokenizer.bos_id
+    return ids, weights
+
+
+def _training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = rng.random()
+    if draw < 0.4:
+        return hay.sample(rng, n), np.ones(n, np.float32)
+    if draw < 0.5:
+        ids = hay.sample(rng, n)
+        length = rng.randint(8, max(8, min(256, n // 4)))
+        segment = np.array([rng.randrange(3, len(hay.starts_word)) for _ in range(length)], np.int32)
+        weights = np.ones(n, np.float32)
+        for i, place in enumerate(sorted(rng.sample(range(0, n - length, length), rng.randint(2, 3)))):
+            ids[place : place + length] = segment
+            weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
+        return ids, weights
+    kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
+    tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
+    labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
+    rng.shuffle(labels)
+    queues = [iter(group[0].facts) for group in tasks]
+    facts = [next(queues[label]) for label in labels]
+    tail, questions = [], [task for group in tasks for task in group]
+    for task in rng.sample(questions, len(questions)):
+        tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
+        tail.append((hay.encode(task.answer + "\n"), ANSWER_WEIGHT))
+    room = n - sum(len(ids) for ids, _ in tail)
+    pieces = [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, room))] + tail
+    ids = np.concatenate([p for p, _ in pieces])[-n:]
+    weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
+    return ids, weights
+
+
+class TrainingBatches(torch.utils.data.IterableDataset):
+    """Endless (tokens [B, S + 1] int64, weights [B, S] fp32); batch i is the same however many workers there are."""
+
+    def __init__(self, hay: Haystack, batch: int, length: int, first: int, last: int, seed: int):
+        self.hay, self.batch, self.length, self.seed = hay, batch, length, seed
+        self.first, self.last = first, last
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        start, step = (info.id, info.num_workers) if info else (0, 1)
+        for i in range(self.first + start, self.last, step):
+            rng = random.Random(f"{self.seed}-{i}")
+            documents = [training_document(self.hay, rng, self.length + 1) for _ in range(self.batch)]
+            tokens = np.stack([ids for ids, _ in documents]).astype(np.int64)
+            weights = np.stack([w for _, w in documents])[:, 1:]
+            yield torch.from_numpy(tokens), torch.from_numpy(np.ascontiguousarray(weights))
+
+
+@dataclass
+class Stage:
+    """steps batches of batch x length tokens."""
+
+    batch: int
+    length: int
+    steps: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Stage":
+        try:
+            batch, length, steps = map(int, text.split("x"))
+        except ValueError:
+            raise UserError(f"stage {text!r}: write BATCHxLENGTHxSTEPS, such as 64x2048x1000") from None
+        return cls(batch, length, steps)
+
+
+NANO = ModelConfig(
+    dim=256,
+    n_layers=8,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=64,
+    ffn_dim=704,
+    vocab_size=4096,
+    max_positions=32768,
+    rope_theta=500000.0,
+    tied=True,
+)
+NANO_STAGES = ("128x512x4000", "64x2048x2500", "16x8192x6000", "4x32768x300")
+
+
+def initialise(model: Llama, seed: int) -> None:
+    """Normal weights of deviation 0.02, those that write into the residual stream scaled by 1/sqrt(2 layers)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data.fill_(1.0)
+        else:
+            scale = (
+                0.02 / math.sqrt(2 * model.config.n_layers)
+                if name.endswith(("wo.weight", "w2.weight"))
+                else 0.02
+            )
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def weighted_loss(model: Llama, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Mean next-token cross entropy under `weights` [B, S]; tokens [B, S + 1]."""
+    logits = model.output(model(tokens[:, :-1]))
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+    return (loss * weights.flatten()).sum() / weights.sum()
+
+
+def save_checkpoint(model: Llama, folder: Path) -> None:
+    """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
+    c = model.config
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": c.dim,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.ffn_dim,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.max_positions,
+        "rope_theta": c.rope_theta,
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": c.tied,
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in weight_slots(model).items()}
+    save_artifact(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes a safetensors file under a temporary name, then renames: an interrupted run leaves nothing."""
+    partial = path.with_suffix(".partial")
+    try:
+        save_file(tensors, partial, metadata)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def train(
+    model: Llama,
+    hay: Haystack,
+    stages: list[Stage],
+    lr: float,
+    seed: int,
+    workers: int,
+    state: Path | None,
+    minutes: float,
+) -> bool:
+    """AdamW with a cosine schedule over all stages; True when done, False when `minutes` ran out first.
+
+    `state` is a file that holds weights, moments and the step, so that a later run resumes where this one stopped.
+    Trained in fp32 with bf16 autocast; parameters are `model`'s own."""
+    device = next(model.parameters()).device
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    flat = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}],
+        lr=lr,
+        betas=(0.9, 0.95),
+        fused=device.type == "cuda",
+    )
+    total, done, started = sum(s.steps for s in stages), 0, time.time()
+    if state and state.is_file():
+        saved = load_file(state, device=str(device))
+        done = int(saved.pop("step"))
+        for i, p in enumerate([*decay, *flat]):
+            p.data.copy_(saved[f"{i}.weight"])
+            optimizer.state[p] = {
+                "step": torch.tensor(float(done), device=device if p.is_cuda else "cpu"),
+                "exp_avg": saved[f"{i}.m"],
+                "exp_avg_sq": saved[f"{i}.v"],
+            }
+
+    def save_state() -> None:
+        tensors = {"step": torch.tensor(done)}
+        for i, p in enumerate([*decay, *flat]):
+            moments = optimizer.state[p]
+            tensors |= {f"{i}.weight": p.data, f"{i}.m": moments["exp_avg"], f"{i}.v": moments["exp_avg_sq"]}
+        save_artifact(tensors, state, {"format": "pt"})
+
+    loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
+    first = 0
+    for stage in stages:
+        last = first + stage.steps
+        if done < last:
+            batches = TrainingBatches(hay, stage.batch, stage.length, done, last, seed)
+            loader = torch.utils.data.DataLoader(
+                batches, batch_size=None, num_workers=workers, pin_memory=True
+            )
+            running = None
+            for tokens, weights in loader:
+                tokens, weights = tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True)
+                warm = min(1.0, (done + 1) / 200)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done / total)))
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = loss_of(model, tokens, weights)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                done += 1
+                running = loss.detach() if running is None else running.lerp(loss.detach(), 0.02)
+                if done % 100 == 0 or done == last:
+                    print(
+                        f"step {done}/{total}  {stage.batch}x{stage.length}  loss {running.item():.3f}  "
+                        f"{time.time() - started:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    if time.time() - started > 60 * minutes:
+                        if state:
+                            save_state()
+                        return False
+        first = last
+    if state:
+        save_state()
+    return True
+
+
+def tokenize_files(files: list[Path], tokenizer, max_tokens: int, workers: int) -> np.ndarray:
+    """All texts as one array of token ids, each led by BOS; stops after max_tokens."""
+    global _encode
+    _encode = tokenizer.encode  # forked workers inherit it: tokenizers cannot be pickled
+    kind, arrays, total = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32, [], 0
+    with get_context("fork").Pool(workers) as pool:
+        for ids in pool.imap(_encode_text, read_texts(files), chunksize=16):
+            arrays.append(np.array(ids, kind))
+            total += len(ids)
+            if total >= max_tokens:
+                break
+    return np.concatenate(arrays)
+
+
+def _encode_text(text: str) -> list[int]:
+    return _encode(text)
+
+
+def answer_accuracy(model: Llama, hay: Haystack, n_tokens: int, n_samples: int) -> dict[str, float]:
+    """Share of answers that are right in every token when teacher-forced: the quick check after training."""
+    result = {}
+    for kind in KINDS:
+        right = 0
+        for seed in range(n_samples):
+            prompt, task = eval_sample(hay, kind, seed, n_tokens)
+            answer = hay.encode(task.answer + "\n").tolist()
+            tokens = torch.tensor([prompt + answer], device=next(model.parameters()).device)
+            with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16):
+                logits = model.output(model(tokens[:, :-1])[:, -len(answer) :])
+            right += logits[0].argmax(-1).tolist() == answer
+        result[kind] = right / n_samples
+    return result
+
+
+def run_train(args: argparse.Namespace) -> None:
+    tokenizer = load_tokenizer(args.out)
+    paths, shares = [], []
+    for text in args.text:
+        path, _, share = (
+            text.rpartition(":") if text.rpartition(":")[2].replace(".", "").isdigit() else (text, "", 1)
+        )
+        paths.append(Path(path))
+        shares.append(float(share))
+    started = time.time()
+    tokens = [
+        tokenize_files(text_files(p, held=False), tokenizer, args.max_tokens, args.workers) for p in paths
+    ]
+    print(f"tokens per source: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
+    hay = Haystack(tokenizer, tokens, shares)
+    model = Llama(NANO)
+    initialise(model, args.seed)
+    model = model.to(args.device)
+    done = train(
+        model,
+        hay,
+        [Stage.parse(s) for s in args.stages],
+        args.lr,
+        args.seed,
+        args.workers,
+        args.state,
+        args.minutes,
+    )
+    save_checkpoint(model, args.out)
+    for n_tokens in (1024, 8192):
+        print(n_tokens, answer_accuracy(model, hay, n_tokens, 50))
+    for name, t in zip(args.text, tokens, strict=True):
+        n = min(32, len(t) // 2049)
+        chunks = torch.from_numpy(t[: n * 2049].astype(np.int64)).view(n, 2049).to(args.device)
+        with torch.no_grad(), torch.autocast(torch.device(args.device).type, torch.bfloat16):
+            print(
+                name, "ppl", weighted_loss(model, chunks, torch.ones_like(chunks[:, 1:]).float()).exp().item()
+            )
+    print("finished" if done else "not finished: run again with the same --state")
+
+
+# --------------------------------------------------------------------------------------------- the command line
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="fit | eval | ranks | overlap | train")
+
+    def command(name: str, run: Callable, about: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=about, description=about)
+        sub.set_defaults(run=run)
+        return sub
+
+    def text_options(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "--text", type=Path, help="a text file or folder (default: the Python standard library)"
+        )
+        sub.add_argument("--windows", type=int, default=128, help="how many windows of text to read")
+        sub.add_argument("--window", type=int, default=2048, help="tokens in a window")
+
+    p = command("fit", run_fit, "fit what a method needs and store it beside the checkpoint")
+    add_model_options(p)
+    text_options(p)
+    p.add_argument("--method", required=True, choices=FITS, help="the method to fit")
+    p.add_argument(
+        "--max_rank",
+        type=float,
+        default=0.5,
+        help="directions stored, as a share of Hkv*D; any rank up to it can then be chosen at run time",
+    )
+
+    p = command(
+        "eval", run_eval, "perplexity and retrieval, token by token through the cache, dense in the same run"
+    )
+    add_model_options(p)
+    p.add_argument(
+        "--method",
+        action="append",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="a row of the table, such as sals:rank=0.125,bits=2; repeat it",
+    )
+    p.add_argument(
+        "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
+    )
+    p.add_argument(
+        "--perplexity_rows", type=int, default=8, help="texts whose continuation is scored; 0: none"
+    )
+    p.add_argument("--prefix", type=int, default=1024, help="tokens that are prefilled")
+    p.add_argument("--continuation", type=int, default=128, help="tokens that are then decoded and scored")
+    p.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="retrieval tasks, after RULER")
+    p.add_argument(
+        "--lengths", nargs="+", type=int, default=[1024, 2048], help="tokens of a retrieval prompt"
+    )
+    p.add_argument("--samples", type=int, default=20, help="prompts a task and length; 0: none")
+    p.add_argument("--facts", type=int, default=16, help="facts in the multi-key and multi-query tasks")
+    p.add_argument("--rows", type=int, default=10, help="prompts decoded as one batch")
+    p.add_argument("--haystack", type=Path, help="text to hide facts in (default: held-out Python sources)")
+    p.add_argument("--csv", type=Path, help="also write the table to this file")
+
+    p = command("ranks", run_ranks, "rank of the keys before and after RoPE, a layer a line")
+    add_model_options(p)
+    text_options(p)
+    p.add_argument("--energy", type=float, default=0.9, help="share of the energy to keep")
+    p.add_argument("--png", type=Path, help="also draw it (needs matplotlib)")
+
+    p = command("overlap", run_overlap, "share of the attention mass that SALS selects, layer by layer")
+    add_model_options(p)
+    p.add_argument("--method", action="append", default=None, metavar="sals[:SETTING=VALUE,...]")
+    p.add_argument("--task", choices=KINDS, default="multikey")
+    p.add_argument("--length", type=int, default=2048)
+    p.add_argument("--samples", type=int, default=8)
+
+    p = command("train", run_train, "train the embedded model from scratch")
+    p.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
+    p.add_argument(
+        "--text",
+        nargs="+",
+        required=True,
+        metavar="PATH[:SHARE]",
+        help="folders of text, and how much of the plain text to draw from each",
+    )
+    p.add_argument("--stages", nargs="+", default=NANO_STAGES, metavar="BATCHxLENGTHxSTEPS")
+    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--workers", type=int, default=12, help="processes that make batches")
+    p.add_argument("--state", type=Path, help="file that keeps weights and moments, to stop and resume")
+    p.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop (and keep the state) after this time"
+    )
+    p.add_argument("--max_tokens", type=int, default=200_000_000, help="tokens read from each text")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    run_command(lambda: (args := parse_args(sys.argv[1:])).run(args))
+
+
+if __name__ == "__main__":
+    main()

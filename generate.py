@@ -1,0 +1,690 @@
+"""Generate text through a compressed cache.
+
+    python generate.py --method sals                           the embedded model answers questions about demo.txt
+    python generate.py --method sals --help                    every option, with the method's own settings
+    python generate.py --checkpoint FOLDER --prompt "Once upon a time" --max_new_tokens 100
+    python generate.py --random_weights llama-3.1-8b --prompt 32768 --batch_size 8 --method sals --json
+The text goes to stdout, the report to stderr; with --json the last line of stdout is the report as one JSON object.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import platform
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress import (
+    METHODS,
+    Cache,
+    Room,
+    dense_bytes,
+    load_artifact,
+    method_named,
+    random_artifact,
+    settings_from,
+)
+from model import (
+    Llama,
+    StreamDecoder,
+    UserError,
+    chat_style,
+    encode_chat,
+    load_model,
+    load_tokenizer,
+    random_model,
+)
+
+NANO = Path(__file__).parent / "checkpoints" / "nano"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Progress:
+    """A plain progress bar on stderr; silent for whatever takes less than two seconds."""
+
+    def __init__(self, label: str, total: int):
+        self.label, self.total, self.done, self.started, self.shown = label, total, 0, time.time(), 0.0
+
+    def tick(self, n: int = 1) -> None:
+        self.done += n
+        now = time.time()
+        # On a terminal the bar moves in place; in a log file a line every ten seconds is enough.
+        if now - self.started > 2 and now - self.shown > (0.1 if sys.stderr.isatty() else 10):
+            self.shown = now
+            filled = 30 * self.done // self.total
+            left = (now - self.started) / self.done * (self.total - self.done)
+            line = f"{self.label} [{'#' * filled}{'.' * (30 - filled)}] {self.done}/{self.total}, {left:.0f} s left"
+            print(f"\r{line}  " if sys.stderr.isatty() else line, end="", file=sys.stderr, flush=True)
+            if not sys.stderr.isatty():
+                print(file=sys.stderr)
+
+    def close(self) -> None:
+        if self.shown and sys.stderr.isatty():
+            print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------- sampling
+
+
+@dataclass
+class Sampling:
+    """temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """logits [B, V] -> token ids [B]. Fixed shapes and no host sync: it can be part of a CUDA graph."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k:
+            worst = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < worst, -torch.inf)
+        probs = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = probs.sort(descending=True)
+            outside = ordered.cumsum(-1) - ordered >= self.top_p  # the token that crosses top_p stays
+            probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(outside, 0))
+        # The largest of p / Exponential(1) is a draw from p; torch.multinomial would sync with the host.
+        return (probs / torch.empty_like(probs).exponential_(1)).argmax(-1)
+
+
+# ------------------------------------------------------------------------------------------------------ engine
+
+
+class Engine:
+    """A model, its caches, and the decode step over static buffers: tokens [B] int64 and pos [B] int32.
+
+    `tokens` are the next to be written, at `pos`. On CUDA the step is captured once as a CUDA graph, before any
+    prompt is read; the graph is right for every length, because lengths are read on the device."""
+
+    def __init__(self, model: Llama, caches: list[Cache], room: Room, sampling: Sampling, compiled: bool):
+        self.model, self.caches, self.room, self.sampling = model, caches, room, sampling
+        self.tokens = torch.zeros(room.rows, dtype=torch.int64, device=room.device)
+        self.pos = torch.zeros(room.rows, dtype=torch.int32, device=room.device)
+        self.logits = None  # [B, V] of the last step
+        self.step = self._step
+        self.capture_s = 0.0
+        if compiled:
+            self._compile()
+
+    def _step(self) -> None:
+        """Writes `tokens` at `pos`, and replaces them by the next ones."""
+        self.logits = self.model.decode(self.tokens, self.pos, self.caches)
+        self.tokens.copy_(self.sampling(self.logits))
+        self.pos += 1
+
+    def _compile(self) -> None:
+        started = time.time()
+        step = torch.compile(self._step, dynamic=False)
+        if self.room.device.type == "cuda":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    step()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            self.step = graph.replay
+        else:
+            step()
+            self.step = step
+        # What warm-up wrote lies beyond every row's length, and prefill or decode overwrite it.
+        self.tokens.zero_()
+        self.pos.zero_()
+        self.capture_s = time.time() - started
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Reads one prompt a row; afterwards `tokens` holds each row's first new token."""
+        bar = Progress("prefill", len(prompts) * len(self.model.layers))
+        hooks = [layer.attention.register_forward_hook(lambda *_: bar.tick()) for layer in self.model.layers]
+        logits = []
+        for row, prompt in enumerate(prompts):
+            ids = torch.tensor(prompt, device=self.room.device)
+            logits.append(self.model.prefill(ids, row, self.caches))
+            self.pos[row] = len(prompt)
+        for hook in hooks:
+            hook.remove()
+        bar.close()
+        self.logits = torch.stack(logits)
+        self.tokens.copy_(self.sampling(self.logits))
+
+    def feed(self, ids: list[int]) -> None:
+        """Reads more of the prompt, the same for every row, token by token through the cache."""
+        for token in ids:
+            self.tokens.fill_(token)
+            self.step()
+
+    def synchronize(self) -> None:
+        if self.room.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass
+class Output:
+    """What was generated in each row, and the seconds it took."""
+
+    token_ids: list[list[int]]
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+    steps: int = 0
+    answers: list[str] = field(default_factory=list)
+
+
+def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable[[list[int]], bool], emit=None) -> Output:
+    """Generates until every row has stopped or has max_new_tokens; a stop token is not part of the output.
+
+    emit(row, token) is called for each token. On CUDA tokens are read back 16 steps at a time, so that the host
+    never waits within a step."""
+    rows = engine.room.rows
+    output, stopped = Output([[] for _ in range(rows)]), [False] * rows
+    stride = 16 if engine.room.device.type == "cuda" else 1
+    engine.synchronize()
+    started, made = time.time(), 0
+    while made < max_new_tokens and not all(stopped):
+        block = []
+        for _ in range(min(stride, max_new_tokens - made)):
+            block.append(engine.tokens.clone())
+            made += 1
+            if made < max_new_tokens:
+                engine.step()
+        for tokens in torch.stack(block).tolist():
+            for row, token in enumerate(tokens):
+                if not stopped[row]:
+                    stopped[row] = stops([*output.token_ids[row][-16:], token])
+                    if not stopped[row]:
+                        output.token_ids[row].append(token)
+                        if emit:
+                            emit(row, token)
+        if made <= stride:
+            output.first_token_s = time.time() - started
+    output.decode_s, output.steps = time.time() - started, made - 1
+    return output
+
+
+# --------------------------------------------------------------------------------------------- the command line
+
+
+def parse_prompt(text: str, tokenizer, vocab_size: int, seed: int) -> list[int]:
+    """TEXT, @file, - (stdin), or INTEGER: that many random token ids."""
+    if text.isdigit():
+        if not int(text):
+            raise UserError("--prompt 0: an empty prompt; give at least one token")
+        rng = random.Random(seed)
+        return [rng.randrange(3, vocab_size) for _ in range(int(text))]
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        path = Path(text[1:])
+        if not path.is_file():
+            raise UserError(f"--prompt {text}: there is no such file")
+        text = path.read_text(encoding="utf-8")
+    if not text:
+        raise UserError("the prompt is empty; give some text, @file, - or a number of tokens")
+    if tokenizer is None:
+        raise UserError("random weights have no tokenizer; give --prompt INTEGER")
+    return tokenizer.encode(text)
+
+
+def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, model: Llama) -> int:
+    """The cache's capacity in tokens. Raises UserError where prompt and new tokens do not fit."""
+    c, longest = model.config, max(map(len, prompts)) + extra
+    for ids in prompts:
+        bad = next((i for i in ids if not 0 <= i < c.vocab_size), None)
+        if bad is not None:
+            raise UserError(
+                f"token id {bad} is outside the model's vocabulary of {c.vocab_size}; "
+                "the tokenizer belongs to another model"
+            )
+    if capacity and longest > capacity:
+        raise UserError(
+            f"prompt and new tokens need {longest} positions, the cache has {capacity}; raise --context"
+        )
+    capacity = capacity or longest
+    if capacity > c.max_positions:
+        raise UserError(
+            f"{capacity} positions are more than the model's {c.max_positions}; "
+            "shorten the prompt or --max_new_tokens"
+        )
+    if c.sliding_window and capacity > c.sliding_window:
+        raise UserError(
+            f"this model attends a sliding window of {c.sliding_window} tokens, which is not supported "
+            f"beyond it; shorten prompt and --max_new_tokens to {c.sliding_window}"
+        )
+    return capacity
+
+
+def load(args: argparse.Namespace) -> tuple[Llama, object]:
+    """The model and its tokenizer (None with random weights)."""
+    device = torch.device(args.device)
+    dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if args.random_weights:
+        return random_model(args.random_weights, device, dtype, args.seed), None
+    if not args.checkpoint.is_dir():
+        raise UserError(f"{args.checkpoint}: there is no such folder; give a Hugging Face checkpoint folder")
+    return load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+
+
+def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[str, Tensor]:
+    """The tensors that `calibrate.py fit` made for this method and model."""
+    if not METHODS[method].fitted:
+        return {}
+    if args.random_weights:
+        return random_artifact(method, model)
+    return load_artifact(args.checkpoint, method, model)
+
+
+def build_engine(model: Llama, method: str, options: dict, args, rows: int, capacity: int) -> Engine:
+    settings, room = settings_from(method, options), Room(model, rows, capacity)
+    caches = METHODS[method].build(model, settings, room, artifact_for(method, model, args))
+    if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
+        print(
+            f"note: the budget of {sum(settings.budget(capacity))} tokens covers the whole context of {capacity}: "
+            "every token is attended, as in dense attention",
+            file=sys.stderr,
+        )
+    compiled = room.device.type == "cuda" if args.compile is None else args.compile
+    return Engine(model, caches, room, Sampling(args.temperature, args.top_k, args.top_p), compiled)
+
+
+def run_prompts(
+    engine: Engine, prompts: list[list[int]], asks: list[str], args, tokenizer, emit=None
+) -> Output:
+    """Prefills the prompts, then generates: once, or after each of `asks`, one answer after another."""
+    torch.manual_seed(args.seed)
+    engine.synchronize()
+    started = time.time()
+    engine.prefill(prompts)
+    engine.synchronize()
+    prefill_s = time.time() - started
+    stop_ids = set() if args.ignore_eos or tokenizer is None else tokenizer.stop_ids
+    stop_text = args.stop or ("\n" if asks else None)
+
+    def stops(recent: list[int]) -> bool:
+        if recent[-1] in stop_ids:
+            return True
+        return bool(stop_text) and stop_text in tokenizer.decode(recent)
+
+    if not asks:
+        output = decode_rows(engine, args.max_new_tokens, stops, emit)
+    else:
+        output = Output([[] for _ in prompts])
+        for ask in asks:
+            engine.feed(tokenizer.encode_continuation("\n" + ask))
+            part = decode_rows(engine, args.max_new_tokens, stops)
+            output.token_ids = [a + b for a, b in zip(output.token_ids, part.token_ids, strict=True)]
+            output.answers.append(tokenizer.decode(part.token_ids[0]).strip())
+            output.decode_s, output.steps = output.decode_s + part.decode_s, output.steps + part.steps
+            output.first_token_s = output.first_token_s or part.first_token_s
+            if emit:
+                emit(ask, output.answers[-1])
+    output.prefill_s = prefill_s
+    output.first_token_s += prefill_s
+    return output
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that CUDA's allocator held, or this process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy, counting what is read and what is written."""
+    source = torch.ones(1 << (28 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.time()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.time() - started)
+    return 2 * source.nbytes / best
+
+
+def report(
+    engine: Engine, method: str, options: dict, prompts: list[list[int]], output: Output, args, tokenizer
+) -> dict:
+    """The run in figures: counts are per row, bytes are those of the whole cache."""
+    room, model = engine.room, engine.model
+    lengths = [len(p) + len(t) for p, t in zip(prompts, output.token_ids, strict=True)]
+    read = sum(cache.bytes_read(n) for cache in engine.caches for n in lengths)
+    weights = sum(p.nbytes for p in model.parameters()) - (
+        0 if model.config.tied else model.tok_embeddings.weight.nbytes
+    )
+    per_step = output.decode_s / max(1, output.steps)
+    return {
+        "method": method,
+        "settings": dataclasses.asdict(settings_from(method, options)),
+        "model": args.random_weights or str(args.checkpoint),
+        "device": device_name(room.device),
+        "dtype": str(room.dtype).removeprefix("torch."),
+        "prompt_tokens": [len(p) for p in prompts],
+        "new_tokens": [len(t) for t in output.token_ids],
+        "token_ids": output.token_ids,
+        "text": [tokenizer.decode(t) if tokenizer else "" for t in output.token_ids],
+        "prefill_s": round(output.prefill_s, 4),
+        "first_token_s": round(output.first_token_s, 4),
+        "decode_tokens_per_s": round(room.rows / per_step, 2) if output.steps else None,
+        "cache_bytes_measured": sum(cache.measured() for cache in engine.caches),
+        "cache_bytes_formula": sum(cache.formula() for cache in engine.caches),
+        "cache_bytes_dense": dense_bytes(room) * len(engine.caches),
+        "cache_tokens": room.rows * room.capacity,
+        "bytes_read_per_step": read,
+        "bandwidth_share": round((weights + read) / per_step / measure_bandwidth(room.device), 4)
+        if output.steps
+        else None,
+        "peak_memory_bytes": peak_memory(room.device),
+        "capture_s": round(engine.capture_s, 3),
+        "seed": args.seed,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({torch.get_num_threads()} threads)"
+    )
+
+
+def human(n: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            break
+        n /= 1000
+    else:
+        unit = "GB"
+    return f"{n:.4g} {unit}"
+
+
+def print_report(r: dict) -> None:
+    per_token = {k: r[f"cache_bytes_{k}"] / r["cache_tokens"] for k in ("measured", "formula", "dense")}
+    lines = [
+        f"{r['method']} on {r['model']}, {r['dtype']}, {r['device']}",
+        f"tokens       {sum(r['prompt_tokens'])} read, {sum(r['new_tokens'])} made, in {len(r['prompt_tokens'])} row(s)",
+        f"time         prefill {r['prefill_s']:.2f} s, first token after {r['first_token_s']:.2f} s, "
+        f"decode {r['decode_tokens_per_s']} tokens/s",
+        f"cache        {human(r['cache_bytes_measured'])} measured, {human(r['cache_bytes_dense'])} dense "
+        f"({r['cache_bytes_measured'] / r['cache_bytes_dense']:.1%})",
+        f"per token    {per_token['measured']:.0f} B measured, {per_token['formula']:.0f} B by formula, "
+        f"{per_token['dense']:.0f} B dense (all layers)",
+        f"each step    reads {human(r['bytes_read_per_step'])} of cache; weights and cache at "
+        f"{r['bandwidth_share'] or 0:.1%} of the measured memory bandwidth",
+        f"peak memory  {human(r['peak_memory_bytes'])}",
+    ]
+    print("\n" + "\n".join(lines), file=sys.stderr)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; see --help")
+
+
+def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
+    """One option for each field of the method's settings dataclass."""
+    settings = method_named(method).settings
+    group = parser.add_argument_group(f"settings of --method {method}", settings.__doc__)
+    for f in dataclasses.fields(settings):
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        default = "" if f.type is bool else f" (default {f.default})"
+        group.add_argument(
+            f"--{f.name}",
+            default=argparse.SUPPRESS,
+            choices=f.metadata["choices"],
+            help=f.metadata["help"] + default,
+            **kind,
+        )
+
+
+def chosen_settings(args: argparse.Namespace, method: str) -> dict:
+    return {
+        f.name: getattr(args, f.name)
+        for f in dataclasses.fields(METHODS[method].settings)
+        if hasattr(args, f.name)
+    }
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=NANO,
+        help="a Hugging Face folder: config.json, *.safetensors, tokenizer (default: the embedded model)",
+    )
+    parser.add_argument(
+        "--random_weights", metavar="SHAPE", help="a published shape with random weights, to measure speed"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on the CPU, bf16 on a GPU"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as one JSON object, the last line of stdout"
+    )
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    about = "\n".join(f"  {name:10} {m.about}" for name, m in METHODS.items())
+    parser = Parser(
+        description=__doc__.split("\n\n")[0] + "\n\nmethods:\n" + about,
+        epilog=__doc__.split("\n\n")[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--method", default="dense", help="what the cache stores; its settings appear below")
+    add_model_options(parser)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT|@FILE|-|N",
+        help="text, a file, stdin, or N random tokens; repeat it for a batch of prompts of any lengths "
+        "(default: demo.txt of the checkpoint, with the questions at its end)",
+    )
+    parser.add_argument(
+        "--ask",
+        action="append",
+        metavar="TEXT",
+        help="a question to feed after the prompt through the cache; repeat it for several, one by one",
+    )
+    parser.add_argument(
+        "--stop", metavar="TEXT", help="stop where this text appears (default with --ask: a line end)"
+    )
+    parser.add_argument("--batch_size", type=int, help="rows; the prompts are repeated to fill them")
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument(
+        "--context", type=int, help="capacity of the cache in tokens (default: what the prompts need)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top_k", type=int, default=0, help="sample among the k likeliest tokens; 0: all")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, help="sample among the tokens that hold this probability"
+    )
+    parser.add_argument("--ignore_eos", action="store_true", help="always make max_new_tokens tokens")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the decode step; on CUDA it becomes one CUDA graph (default: on CUDA)",
+    )
+    parser.add_argument("--interactive", action="store_true", help="read one turn a line from the terminal")
+    parser.add_argument("--chat", action="store_true", help="wrap prompts in the model's chat template")
+    method = next((b for a, b in itertools.pairwise(argv) if a == "--method"), None)
+    method = method or next((a.split("=", 1)[1] for a in argv if a.startswith("--method=")), "dense")
+    add_settings(parser, method)
+    args = parser.parse_args(argv)
+    if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0 or args.max_new_tokens < 1:
+        raise UserError(
+            "--temperature and --top_k must be at least 0, --top_p in (0, 1], --max_new_tokens at least 1"
+        )
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
+    return args
+
+
+def demo_prompt(checkpoint: Path) -> tuple[str, list[str]]:
+    """The checkpoint's demo.txt: the document, and the questions at its end (each from "Question:" on)."""
+    path = checkpoint / "demo.txt"
+    if not path.is_file():
+        raise UserError("give a --prompt: this checkpoint has no demo.txt")
+    document, *asks = path.read_text(encoding="utf-8").split("\nQuestion:")
+    return document, [f"Question:{ask}".rstrip("\n") for ask in asks]
+
+
+def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[list[list[int]], list[str]]:
+    """Token ids of every row's prompt, and the questions to ask after it."""
+    asks = args.ask or []
+    if args.prompt is None and args.random_weights:
+        raise UserError("random weights have no demo; give --prompt INTEGER")
+    if args.prompt is None:
+        document, demo_asks = demo_prompt(args.checkpoint)
+        prompts, asks = [tokenizer.encode(document)], asks or demo_asks
+    elif args.chat:
+        style = chat_style({"model_type": model.config.family}, tokenizer)
+        prompts = [encode_chat(tokenizer, style, [{"role": "user", "content": text}]) for text in args.prompt]
+    else:
+        prompts = [
+            parse_prompt(p, tokenizer, model.config.vocab_size, args.seed + i)
+            for i, p in enumerate(args.prompt)
+        ]
+    if asks and tokenizer is None:
+        raise UserError("--ask needs a tokenizer, and random weights have none")
+    rows = args.batch_size or len(prompts)
+    if rows < len(prompts):
+        raise UserError(f"--batch_size {rows} is less than the {len(prompts)} prompts given")
+    return [prompts[i % len(prompts)] for i in range(rows)], asks
+
+
+def streamer(tokenizer, rows: int) -> Callable[[int, int], None] | None:
+    """Prints a single row's text as it is made."""
+    if tokenizer is None or rows > 1:
+        return None
+    stream = StreamDecoder(tokenizer, continues=True)
+    return lambda row, token: print(stream.push(token), end="", flush=True)
+
+
+def print_answers(asks: list[str], answers: list[str], method: str, dense: list[str] | None) -> None:
+    for i, ask in enumerate(asks):
+        print(ask.split("\n")[0])
+        print(f"  {method + ':':10} {answers[i]}")
+        if dense is not None:
+            print(f"  {'dense:':10} {dense[i]}")
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    model, tokenizer = load(args)
+    if args.interactive:
+        return run_interactive(args, model, tokenizer)
+    prompts, asks = read_prompts(args, model, tokenizer)
+    asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
+    capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model)
+
+    dense = None
+    if asks and args.method != "dense" and not args.json:
+        # Dense goes first: building a method's caches may change the weights.
+        engine = build_engine(model, "dense", {}, args, len(prompts), capacity)
+        dense = run_prompts(engine, prompts, asks, args, tokenizer).answers
+        del engine
+    options = chosen_settings(args, args.method)
+    engine = build_engine(model, args.method, options, args, len(prompts), capacity)
+    emit = None if asks or args.json else streamer(tokenizer, len(prompts))
+    output = run_prompts(engine, prompts, asks, args, tokenizer, emit)
+    figures = report(engine, args.method, options, prompts, output, args, tokenizer)
+    if asks:
+        print_answers(asks, output.answers, args.method, dense)
+    elif emit:
+        print()
+    elif tokenizer:
+        for i, text in enumerate(figures["text"]):
+            print(f"[row {i}] {text}")
+    print_report(figures)
+    if args.json:
+        print(json.dumps(figures, separators=(",", ":")))
+
+
+def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
+    """One turn a line; the conversation stays in the cache. With --chat each turn wears the model's template."""
+    if tokenizer is None:
+        raise UserError("--interactive needs a tokenizer, and random weights have none")
+    capacity = args.context or min(4096, model.config.max_positions)
+    engine = build_engine(model, args.method, chosen_settings(args, args.method), args, 1, capacity)
+    style = chat_style({"model_type": model.config.family}, tokenizer) if args.chat else None
+    history, seen, ids = [], [], []
+    torch.manual_seed(args.seed)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if not line:
+            continue
+        history.append({"role": "user", "content": line})
+        if style:
+            ids = encode_chat(tokenizer, style, history)
+        else:
+            ids = tokenizer.encode(line) if not seen else ids + tokenizer.encode_continuation("\n" + line)
+        if len(ids) + args.max_new_tokens > capacity:
+            raise UserError(
+                f"the conversation fills the cache of {capacity} tokens; start again with more --context"
+            )
+        # Feed only what the cache does not hold yet; a template that rewrites the past starts over.
+        if seen and ids[: len(seen)] == seen:
+            engine.feed(ids[len(seen) :])
+        else:
+            engine.prefill([ids])
+        emit = streamer(tokenizer, 1)
+        output = decode_rows(
+            engine, args.max_new_tokens, lambda recent: recent[-1] in tokenizer.stop_ids, emit
+        )
+        print()
+        made = output.token_ids[0]
+        history.append({"role": "assistant", "content": tokenizer.decode(made, continues=True)})
+        # The last token made may not be in the cache yet: rewind to what is certainly there.
+        seen = ids
+        engine.pos.fill_(len(seen))
+        ids = ids + made
+
+
+def run_command(run: Callable[[], None]) -> None:
+    """Runs a command; the user's mistakes end in one line on stderr and exit code 2."""
+    try:
+        run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        print(
+            f"error: not enough memory ({str(error).splitlines()[0]}); use fewer or shorter rows",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def main() -> None:
+    run_command(lambda: run_generate(parse_args(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,786 @@
+"""A Llama in one file: configuration, the network, checkpoints, tokenizers, chat prompts.
+
+Layouts, used everywhere in this project:
+    B    rows of a batch                  S    tokens of one row (prompt or cache)
+    Hq   query heads                      Hkv  key/value heads,  G = Hq / Hkv
+    D    head dim                         dim  model width
+    q    [..., Hq, D]    k, v [..., Hkv, D]    query head h reads key/value head h // G
+RoPE is half-split (the Hugging Face order): pair c of a head is its dims c and c + D/2. Its tables are fp32.
+
+One seam: Attention computes q, k, v BEFORE RoPE and hands them to `attend`, which is a cache's prefill, a
+cache's decode, or plain causal attention in training. What a method stores, and how, is the cache's business.
+"""
+
+import base64
+import codecs
+import hashlib
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: its one line says what is wrong and what to do. Ends with exit code 2."""
+
+
+# ---------------------------------------------------------------------------------------------- configuration
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a Llama-like model, read from a Hugging Face config.json or from the table SHAPES."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None
+    norm_eps: float = 1e-5
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    family: str = "llama"
+
+    @property
+    def group(self) -> int:
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def kv_dim(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        """Reads folder/config.json. Raises UserError for anything that this file cannot compute exactly."""
+        path = folder / "config.json"
+        if not path.is_file():
+            raise UserError(f"{folder}: no config.json there; give the folder of a Hugging Face download")
+        try:
+            hf = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_hf(hf)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: not a usable config ({type(error).__name__}: {error})") from None
+
+    @classmethod
+    def from_hf(cls, hf: dict) -> "ModelConfig":
+        family = hf.get("model_type")
+        if family not in FAMILIES:
+            raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+        if hf.get("hidden_act", "silu") != "silu":
+            raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; only silu (SwiGLU) is")
+        if hf.get("quantization_config"):
+            raise UserError("quantised checkpoints are not supported; give the bf16, fp16 or fp32 one")
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ROPE_SCALINGS:
+            raise UserError(f"RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_SCALINGS)}")
+        if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise UserError("partial_rotary_factor below 1 is not supported: every head dim must be rotated")
+        n_heads = hf["num_attention_heads"]
+        n_kv_heads = hf.get("num_key_value_heads") or n_heads
+        if n_heads % n_kv_heads:
+            raise UserError(f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly")
+        bias = hf.get("attention_bias", False)
+        windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window", False)
+        return cls(
+            dim=hf["hidden_size"],
+            n_layers=hf["num_hidden_layers"],
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // n_heads,
+            ffn_dim=hf["intermediate_size"],
+            vocab_size=hf["vocab_size"],
+            max_positions=hf.get("max_position_embeddings", 2048),
+            rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
+            rope_scaling=None if kind == "default" else {**rope, "rope_type": kind},
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            tied=hf.get("tie_word_embeddings", False),
+            qkv_bias=bias or family == "qwen2",
+            out_bias=bias and family != "qwen2",
+            mlp_bias=hf.get("mlp_bias", False),
+            qk_norm=family == "qwen3",
+            sliding_window=hf.get("sliding_window") if windowed else None,
+            family=family,
+        )
+
+
+# Published shapes, for benchmarks without weights (--random_weights NAME).
+LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES = {
+    "llama-2-7b": ModelConfig(4096, 32, 32, 32, 128, 11008, 32000, 4096),
+    "llama-2-13b": ModelConfig(5120, 40, 40, 40, 128, 13824, 32000, 4096),
+    "llama-3.1-8b": ModelConfig(4096, 32, 32, 8, 128, 14336, 128256, 131072, 500000.0, LLAMA31_ROPE),
+    "llama-3.1-70b": ModelConfig(8192, 80, 64, 8, 128, 28672, 128256, 131072, 500000.0, LLAMA31_ROPE),
+    "mistral-7b": ModelConfig(4096, 32, 32, 8, 128, 14336, 32000, 32768, 1000000.0, family="mistral"),
+    "qwen2.5-7b": ModelConfig(
+        3584, 28, 28, 4, 128, 18944, 152064, 131072, 1000000.0, qkv_bias=True, norm_eps=1e-6, family="qwen2"
+    ),
+}
+
+
+# ----------------------------------------------------------------------------------------------------- RoPE
+
+
+def scale_linear(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
+    return inv_freq / rope["factor"], 1.0
+
+
+def scale_llama3(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
+    """Llama 3.1: slow pairs are slowed by `factor`, fast pairs kept, the pairs between blended."""
+    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * inv_freq / rope["factor"] + blend * inv_freq, 1.0
+
+
+def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): blends by wavelength, and scales cos and sin to keep the logits' spread."""
+    half, factor = config.head_dim // 2, rope["factor"]
+    original = rope.get("original_max_position_embeddings") or config.max_positions
+
+    def pair_of(turns: float) -> float:  # the pair that makes `turns` full turns over the original context
+        return (
+            config.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        )
+
+    low, high = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    ramp = ((torch.arange(half, dtype=inv_freq.dtype) - low) / max(high - low, 1e-3)).clamp(0, 1)
+
+    def mscale(m: float) -> float:
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    scale = rope.get("attention_factor")
+    if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        scale = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, scale or mscale(1.0)
+
+
+ROPE_SCALINGS = {"default": None, "linear": scale_linear, "llama3": scale_llama3, "yarn": scale_yarn}
+
+
+def rope_tables(config: ModelConfig, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position and pair: two fp32 tables [n_positions, D/2]."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    inv_freq, scale = config.rope_theta**-exponent, 1.0
+    if config.rope_scaling:
+        inv_freq, scale = ROPE_SCALINGS[config.rope_scaling["rope_type"]](
+            inv_freq, config.rope_scaling, config
+        )
+    # Rounded to fp32 as in the training code of the models; the angles themselves are exact products.
+    angles = torch.outer(torch.arange(n_positions, dtype=torch.float64), inv_freq.float().double())
+    return (angles.cos() * scale).float().to(device), (angles.sin() * scale).float().to(device)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [..., S, H, D] by cos, sin [..., S, D/2] in fp32; returns x's dtype."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Exact causal attention. q [..., S, Hq, D], k and v [..., S, Hkv, D], after RoPE; returns [..., S, Hq, D]."""
+    q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[-3] != k.shape[-3])
+    return out.transpose(-2, -3)
+
+
+# -------------------------------------------------------------------------------------------------- the network
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        # A method may append rows to wqkv at load time; what they compute reaches `attend` as further arguments.
+        self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
+        self.head_dim = c.head_dim
+        self.wqkv = nn.Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
+        self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, attend) -> Tensor:
+        q, k, v, *folded = self.wqkv(x).split(self.widths, dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [..., H, D]
+        return self.wo(attend(self.q_norm(q), self.k_norm(k), v, *folded).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
+        self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w13(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(c.dim, c.norm_eps)
+        self.attention = Attention(c)
+        self.ffn_norm = nn.RMSNorm(c.dim, c.norm_eps)
+        self.feed_forward = FeedForward(c)
+
+    def forward(self, x: Tensor, attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), attend)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """The network. Rows of a batch are independent: each has its own length, and no cache holds padding."""
+
+    MLP_CHUNK = 8192  # tokens of a prompt that pass the MLP at once: bounds its [tokens, 2 * ffn_dim] buffer
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.fingerprint = "random"  # names the weights; an artifact of other weights is refused
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Training and reference pass: tokens [B, S] -> normalised hidden states [B, S, dim]; logits are `output`
+        of them."""
+        cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, attend)
+        return self.norm(x)
+
+    def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
+        """Runs one prompt (tokens [S]) and writes row `row` of every cache; returns the last token's logits [V].
+
+        Layer by layer over the whole prompt: at any time one layer's full K and V exist, never all of them."""
+        x = self.tok_embeddings(tokens)  # [S, dim]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x += layer.attention(layer.attention_norm(x), lambda *qkv, c=cache: c.prefill(row, *qkv))
+            for chunk in x.split(self.MLP_CHUNK):
+                chunk += layer.feed_forward(layer.ffn_norm(chunk))
+        return self.output(self.norm(x[-1]))
+
+    def decode(self, tokens: Tensor, pos: Tensor, caches: list) -> Tensor:
+        """One token for every row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
+        x = self.tok_embeddings(tokens)  # [B, dim]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, lambda *qkv, c=cache: c.decode(pos, *qkv))
+        return self.output(self.norm(x))
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def weight_slots(model: Llama) -> dict[str, Tensor]:
+    """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one)."""
+    config, slots = model.config, {"model.embed_tokens.weight": model.tok_embeddings.weight}
+    slots["model.norm.weight"] = model.norm.weight
+    if not config.tied:
+        slots["lm_head.weight"] = model.output.weight
+    for i, layer in enumerate(model.layers):
+        attention, mlp, prefix = layer.attention, layer.feed_forward, f"model.layers.{i}"
+        slots[f"{prefix}.input_layernorm.weight"] = layer.attention_norm.weight
+        slots[f"{prefix}.post_attention_layernorm.weight"] = layer.ffn_norm.weight
+        if config.qk_norm:
+            slots[f"{prefix}.self_attn.q_norm.weight"] = attention.q_norm.weight
+            slots[f"{prefix}.self_attn.k_norm.weight"] = attention.k_norm.weight
+        linears = {"self_attn.o_proj": attention.wo, "mlp.down_proj": mlp.w2}
+        fused = {
+            attention.wqkv: (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], attention.widths),
+            mlp.w13: (["mlp.gate_proj", "mlp.up_proj"], [config.ffn_dim] * 2),
+        }
+        if config.family == "phi3":
+            linears |= {"self_attn.qkv_proj": attention.wqkv, "mlp.gate_up_proj": mlp.w13}
+            fused = {}
+        for name, linear in linears.items():
+            for kind, parameter in linear.named_parameters():
+                slots[f"{prefix}.{name}.{kind}"] = parameter
+        for linear, (names, widths) in fused.items():
+            for kind, parameter in linear.named_parameters():
+                for name, part in zip(names, parameter.split(widths), strict=True):
+                    slots[f"{prefix}.{name}.{kind}"] = part
+    return slots
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder, single or sharded. Raises UserError where one is missing."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise UserError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+    try:
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (ValueError, KeyError, AttributeError):
+        raise UserError(f"{index}: not a usable index; download it again") from None
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file}: this shard of the checkpoint is missing; download it again")
+    return files
+
+
+def fingerprint(files: list[Path]) -> str:
+    """A hash of the sizes and of 64 evenly spread 4 KiB blocks of the files: cheap, and new for new weights."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as stream:
+            for i in range(64):
+                stream.seek(max(0, size - 4096) * i // 63)
+                digest.update(stream.read(4096))
+    return digest.hexdigest()[:16]
+
+
+def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
+    """The network with uninitialised weights, allocated once, on its device and in its dtype."""
+    with torch.device("meta"):
+        model = Llama(config).to(dtype)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    if config.tied:
+        model.output.weight = model.tok_embeddings.weight
+    return model
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
+    """Loads a Hugging Face folder: tensor by tensor into the final weights, so no second copy is ever held.
+
+    Raises UserError for a missing, truncated or foreign file, and for tensors that disagree with config.json."""
+    model = empty_model(ModelConfig.from_folder(folder), device, dtype)
+    files, slots = weight_files(folder), weight_slots(model)
+    tied_copy = {"lm_head.weight"} if model.config.tied else set()
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.offset_keys():
+                    if name in tied_copy or name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    slot, shape = slots.pop(name, None), tensors.get_slice(name).get_shape()
+                    if slot is None:
+                        raise UserError(
+                            f"{file}: tensor {name} has no place in a {model.config.family} model "
+                            "of this config.json; the two do not belong together"
+                        )
+                    if list(slot.shape) != shape:
+                        raise UserError(
+                            f"{file}: tensor {name} is {shape}, but config.json asks for "
+                            f"{list(slot.shape)}; the two do not belong together"
+                        )
+                    slot.copy_(tensors.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{file}: truncated or not a safetensors file ({error}); download it again"
+            ) from None
+    if slots:
+        raise UserError(f"{folder}: {len(slots)} tensors are missing, the first is {next(iter(slots))}")
+    model.fingerprint = fingerprint(files)
+    return model
+
+
+def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Llama:
+    """A model of a published shape with random weights: for benchmarks, where only the shape matters."""
+    if name not in SHAPES:
+        raise UserError(f"no shape {name!r}; the shapes are: {', '.join(SHAPES)}")
+    model = empty_model(SHAPES[name], device, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name_, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name_.endswith("bias") else 1.0)
+        else:
+            parameter.normal_(0, 0.02, generator=generator)
+    model.fingerprint = f"random-{name}-{seed}"
+    return model
+
+
+# --------------------------------------------------------------------------------------------------- tokenizers
+# sentencepiece (Llama 2, Mistral, Phi-3), tiktoken (Llama 3), byte-level BPE (Hugging Face, Qwen)
+
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+LLAMA3_SPECIAL = [
+    f"<|{name}|>"
+    for name in (
+        "begin_of_text",
+        "end_of_text",
+        "reserved_special_token_0",
+        "reserved_special_token_1",
+        "finetune_right_pad_id",
+        "step_id",
+        "start_header_id",
+        "end_header_id",
+        "eom_id",
+        "eot_id",
+        "python_tag",
+        *(f"reserved_special_token_{i}" for i in range(2, 247)),
+    )
+]
+STOP_TOKENS = (
+    "</s>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|end|>",
+)
+
+Segment = tuple[str, bool]  # some text, and whether it is the name of a special token
+
+
+@dataclass
+class Tokenizer:
+    """Turns text into token ids and back; made by `load_tokenizer`."""
+
+    encode_text: Callable[[str], list[int]]  # plain text only: it never yields a special token
+    pieces: list[bytes]  # what each id stands for; b"" for special tokens and the padding of the embedding
+    special_tokens: dict[str, int]
+    bos_id: int | None = None
+    add_bos: bool = False  # do this model's prompts start with BOS?
+    drop_space: bool = False  # sentencepiece puts a space before a text; decoding drops it again
+    vocab_size: int = 0  # ids that the tokenizer knows; the model's embedding may have more
+    stop_ids: set[int] = field(default_factory=set)
+    strip_after: set[int] = field(default_factory=set)  # special tokens that swallow the blanks after them
+    chat_template: str = ""  # the model's own Jinja, read only to guess the chat style
+
+    def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        bos: put BOS first if this model's prompts start with it and the text does not already.
+        allow_special: read names such as <|eot_id|> in the text as those tokens; never for a user's text.
+        """
+        segments = [(text, False)]
+        if allow_special and self.special_tokens:
+            longest_first = sorted(self.special_tokens, key=len, reverse=True)
+            parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+            segments = [(part, i % 2 == 1) for i, part in enumerate(parts)]
+        return self.encode_segments(segments, bos)
+
+    def encode_segments(self, segments: list[Segment], bos: bool = True) -> list[int]:
+        """Token ids of text and special tokens in turn; UserError for a special token that is not there."""
+        ids: list[int] = []
+        for text, is_special in segments:
+            if not is_special:
+                # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                ids += self.encode_text(text.lstrip() if ids and ids[-1] in self.strip_after else text)
+            elif text in self.special_tokens:
+                ids.append(self.special_tokens[text])
+            else:
+                raise UserError(f"the tokenizer has no token {text}: choose the chat style of this model")
+        if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of text that goes on from earlier text: without BOS, and without sentencepiece's first space."""
+        if not self.drop_space:
+            return self.encode_text(text)
+        return self.encode_text("\n" + text)[len(self.encode_text("\n")) :]
+
+    def decode(self, ids: Iterable[int], continues: bool = False) -> str:
+        """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
+
+        continues: the ids go on from earlier ones, so decode(a) + decode(b, continues=True) == decode(a + b).
+        """
+        stream = StreamDecoder(self, continues)
+        return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
+
+
+class StreamDecoder:
+    """Decodes token by token and never cuts a character; the pieces join to what `Tokenizer.decode` gives."""
+
+    def __init__(self, tokenizer: Tokenizer, continues: bool = False):
+        self.pieces = tokenizer.pieces
+        self.drop_space = tokenizer.drop_space and not continues
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes: "" in the middle of a character."""
+        if not 0 <= token_id < len(self.pieces):
+            raise UserError(f"token id {token_id} is outside the vocabulary of {len(self.pieces)} ids")
+        piece = self.pieces[token_id]
+        if self.drop_space and piece:
+            piece, self.drop_space = piece.removeprefix(b" "), False
+        return self.utf8.decode(piece)
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD where it stops in the middle of a character, else ""."""
+        return self.utf8.decode(b"", final=True)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load a checkpoint folder's tokenizer.model, else its tokenizer.json, else its vocab.json + merges.txt.
+
+    Added tokens, stop ids and whether to add BOS also come from the *config.json files beside it.
+    UserError if the files are missing, damaged, or of a kind that is not supported.
+    """
+    folder = Path(folder)
+    settings, config, generation, added = (
+        read_json(folder / f"{name}.json")
+        for name in ("tokenizer_config", "config", "generation_config", "added_tokens")
+    )
+    added = {i: {"content": name, "special": True} for name, i in added.items()}
+    added |= {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
+    try:
+        if (path := folder / "tokenizer.model").exists():
+            tokenizer = load_tokenizer_model(path.read_bytes())
+        elif (path := folder / "tokenizer.json").exists():
+            data = read_json(path)
+            tokenizer = load_tokenizer_json(data)
+            added |= {token["id"]: token for token in data.get("added_tokens", [])}
+        elif (folder / "vocab.json").exists() and (path := folder / "merges.txt").exists():
+            lines = path.read_text(encoding="utf-8").split("\n")
+            first = lines[0].startswith("#version")  # other lines with # are merges
+            is_gpt2 = "GPT2" in str(settings.get("tokenizer_class"))
+            tokenizer = load_bpe(
+                read_json(folder / "vocab.json"),
+                [line for line in lines[first:] if line],
+                [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT],
+                nfc=not is_gpt2,
+            )
+        else:
+            raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a valid tokenizer file; download it again ({error!r})") from error
+
+    for i, token in added.items():
+        tokenizer.special_tokens[token["content"]] = i
+        tokenizer.pieces += [b""] * (i + 1 - len(tokenizer.pieces))
+        tokenizer.pieces[i] = b"" if token.get("special") else token["content"].encode()
+        if token.get("rstrip"):
+            tokenizer.strip_after.add(i)
+    tokenizer.vocab_size = len(tokenizer.pieces)
+    tokenizer.pieces += [b""] * (config.get("vocab_size", 0) - tokenizer.vocab_size)
+
+    special = tokenizer.special_tokens
+    bos, eos = (
+        token["content"] if isinstance(token, dict) else token
+        for token in (settings.get("bos_token"), settings.get("eos_token"))
+    )
+    tokenizer.bos_id = special.get(bos) if tokenizer.bos_id is None else tokenizer.bos_id
+    if settings.get("add_bos_token") is not None:
+        tokenizer.add_bos = settings["add_bos_token"]
+    tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
+    for ids in (config.get("eos_token_id"), generation.get("eos_token_id")):
+        tokenizer.stop_ids |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    jinja = folder / "chat_template.jinja"
+    template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
+    tokenizer.chat_template = str(template or "")
+    return tokenizer
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON; download it again ({error})") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: not a JSON object; download it again")
+    return data
+
+
+def load_tokenizer_model(data: bytes) -> Tokenizer:
+    """The contents of a tokenizer.model: lines of "base64 rank" (Llama 3), else a sentencepiece model."""
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", data):
+        lines = [line.split() for line in data.splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        if list(ranks.values()) != list(range(len(lines))):
+            raise ValueError("its ranks are not 0, 1, 2, ...")
+        special = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
+        encode = bpe_encoder(ranks, list(ranks.values()), [LLAMA3_SPLIT])
+        return Tokenizer(encode, [*ranks] + [b""] * len(special), special, len(ranks), add_bos=True)
+
+    if not data:  # sentencepiece would load this as a model without pieces
+        raise ValueError("empty file")
+    from sentencepiece import SentencePieceProcessor
+
+    sp = SentencePieceProcessor(model_proto=data)
+    names = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
+    pieces = [name.replace("▁", " ").encode() for name in names]
+    special = {}
+    for i, name in enumerate(names):
+        if sp.is_byte(i):
+            pieces[i] = bytes([int(name[3:5], 16)])  # "<0x0A>"
+        elif sp.is_unknown(i):
+            pieces[i] = " ⁇ ".encode()
+        elif sp.is_control(i):
+            pieces[i], special[name] = b"", i
+    adds_space = sp.encode("a", out_type=str)[0].startswith("▁")
+    bos_id = None if sp.bos_id() < 0 else sp.bos_id()
+    return Tokenizer(sp.encode, pieces, special, bos_id, add_bos=True, drop_space=adds_space)
+
+
+def load_tokenizer_json(data: dict) -> Tokenizer:
+    """The contents of a Hugging Face tokenizer.json with a byte-level BPE; UserError for another kind."""
+
+    def steps(name: str, inner: str) -> list[dict]:
+        return data[name].get(inner, [data[name]]) if data.get(name) else []
+
+    splits, model = steps("pre_tokenizer", "pretokenizers"), data["model"]
+    if model.get("type", "BPE") != "BPE" or "ByteLevel" not in [step["type"] for step in splits]:
+        raise UserError("tokenizer.json holds no byte-level BPE: put the model's tokenizer.model beside it")
+    patterns = []
+    for step in splits:
+        if step["type"] == "ByteLevel":
+            patterns += [GPT2_SPLIT] if step.get("use_regex", True) else []
+        elif step["type"] == "Digits":
+            patterns.append(r"\p{N}" if step["individual_digits"] else r"\p{N}+")
+        elif step["type"] == "Split" and (step["behavior"] == "Isolated" or step["invert"]):
+            patterns.append(step["pattern"].get("Regex") or re.escape(step["pattern"]["String"]))
+        else:
+            raise UserError(f"tokenizer.json: the pre_tokenizer {step['type']} is not supported")
+    normalizers = [step["type"] for step in steps("normalizer", "normalizers")]
+    if set(normalizers) - {"NFC"}:
+        raise UserError(f"tokenizer.json: the normalizer {', '.join(normalizers)} is not supported")
+
+    tokenizer = load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], nfc=bool(normalizers))
+    for step in steps("post_processor", "processors"):
+        if step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
+            bos = step["single"][0]["SpecialToken"]["id"]
+            tokenizer.bos_id, tokenizer.add_bos = step["special_tokens"][bos]["ids"][0], True
+    return tokenizer
+
+
+def load_bpe(vocab: dict[str, int], merges: list, patterns: list[str], nfc: bool) -> Tokenizer:
+    """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first."""
+    # GPT-2 writes every byte as a printable character
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    byte_of = {chr(byte): byte for byte in plain}
+    byte_of |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*plain}))}
+    pieces = [b""] * (max(vocab.values()) + 1)
+    for word, i in vocab.items():
+        if byte_of.keys() >= set(word):  # all but special tokens
+            pieces[i] = bytes(byte_of[c] for c in word)
+    # tiktoken merges in the order of rank, and ids need not follow the order of the merges
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+    ids = [vocab[word] for word in dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])]
+    ranks = {pieces[i]: rank for rank, i in enumerate(ids)}
+    return Tokenizer(bpe_encoder(ranks, ids, patterns, nfc), pieces, {})
+
+
+def bpe_encoder(ranks: dict[bytes, int], ids: list[int], patterns: list[str], nfc: bool = False) -> Callable:
+    """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank."""
+    import regex  # tiktoken depends on it
+    import tiktoken
+
+    # tiktoken drops what its pattern does not match, so match that too
+    *before, last = [f"{pattern}|(?:(?!{pattern})[\\s\\S])++" for pattern in patterns]
+    bpe = tiktoken.Encoding("bpe", pat_str=last, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(text: str) -> list[int]:
+        text = unicodedata.normalize("NFC", text) if nfc else text
+        # Meta's tokenizer cuts too: a million blanks in a row overflow the stack of tiktoken's regex
+        parts = [text[i : i + 400_000] for i in range(0, len(text), 400_000)]
+        for pattern in before:
+            parts = [match.group() for part in parts for match in regex.finditer(pattern, part)]
+        return [ids[rank] for part in parts for rank in bpe.encode_ordinary(part)]
+
+    return encode
+
+
+# --------------------------------------------------------------------------------------------------- chat prompts
+
+CHAT_MARKERS = {  # what gives a style away, in the model's own template or among its special tokens
+    "llama-3": "<|start_header_id|>",
+    "qwen": "<|im_start|>",
+    "phi-3": "<|end|>",
+    "llama-2": "<<SYS>>",
+    "mistral": "[INST]",
+}
+CHAT_MESSAGES = {  # how a message starts and ends, in the styles that mark each message
+    "llama-3": (["<|start_header_id|>", "{role}", "<|end_header_id|>", "\n\n{content}"], ["<|eot_id|>"]),
+    "qwen": (["<|im_start|>", "{role}\n{content}"], ["<|im_end|>", "\n"]),
+    "phi-3": (["<|{role}|>", "\n{content}"], ["<|end|>", "\n"]),
+}
+
+
+def chat_style(config: dict, tokenizer: Tokenizer) -> str:
+    """Guess a model's chat style; UserError if none fits. `config` is the contents of its config.json."""
+    evidence = tokenizer.chat_template or " ".join(tokenizer.special_tokens)
+    if not tokenizer.chat_template and config.get("model_type") == "mistral":
+        evidence += "[INST]"
+    if not {"[INST]", "<|im_sep|>"} & tokenizer.special_tokens.keys():  # of other formats: Mistral 0.3, Phi-4
+        for style, marker in CHAT_MARKERS.items():
+            if marker in evidence:
+                return style
+    raise UserError(f"no chat style fits this model: name one of {', '.join(CHAT_MARKERS)}, or do not chat")
+
+
+def render_chat(style: str, messages: list[dict[str, str]]) -> list[Segment]:
+    """The prompt for the next answer, in segments, so that what a message says is never a special token.
+
+    messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
+    """
+    if style not in CHAT_MARKERS:
+        raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_MARKERS)}")
+    has_system = [message["role"] for message in messages[:1]] == ["system"]
+    roles = [message["role"] for message in messages[has_system:]]
+    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
+        raise UserError("a chat is a system message or none, then user and assistant in turn, user last")
+    if style in ("llama-2", "llama-3"):
+        messages = [message | {"content": message["content"].strip()} for message in messages]
+
+    if style in CHAT_MESSAGES:
+        start, end = CHAT_MESSAGES[style]
+        segments = [("<|begin_of_text|>", True)] if style == "llama-3" else []
+        for message in [*messages, {"role": "assistant", "content": ""}]:
+            segments += [(part.format(**message), part.startswith("<|")) for part in start + end]
+        return segments[: -len(end)]
+
+    is_llama = style == "llama-2"
+    texts = [message["content"] for message in messages]
+    if has_system:
+        system = f"<<SYS>>\n{texts[0]}\n<</SYS>>" if is_llama else texts[0]
+        texts = [f"{system}\n\n{texts[1]}", *texts[2:]]
+    segments = [("<s>", True)]
+    for user, answer in zip(texts[::2], texts[1::2], strict=False):
+        segments += [(f"[INST] {user} [/INST] {answer}" + " " * is_llama, False), ("</s>", True)]
+        segments += [("<s>", True)] * is_llama  # Llama 2 makes every turn a sequence of its own
+    return [*segments, (f"[INST] {texts[-1]} [/INST]", False)]
+
+
+def encode_chat(tokenizer: Tokenizer, style: str, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of the prompt that `render_chat` makes, BOS included where the model wants it."""
+    return tokenizer.encode_segments(render_chat(style, messages))
