@@ -944,7 +944,7 @@ def run_train(args: argparse.Namespace) -> None:
         args.minutes,
     )
     save_checkpoint(model, args.out)
-    for n_tokens in (1024, 8192):
+    for n_tokens in (1024, 8192) if torch.cuda.is_available() else (512,):
         print(n_tokens, answer_accuracy(model, hay, n_tokens, 50))
     for name, t in zip(args.text, tokens, strict=True):
         n = min(32, len(t) // 2049)

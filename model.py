@@ -207,10 +207,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Exact causal attention. q [..., S, Hq, D], k and v [..., S, Hkv, D], after RoPE; returns [..., S, Hq, D]."""
-    q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[-3] != k.shape[-3])
-    return out.transpose(-2, -3)
+    """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
+    heads = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]  # [B, H, S, D]: flash wants 4 dims
+    out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=q.shape[-2] != k.shape[-2])
+    return out.transpose(1, 2).reshape(q.shape)
 
 
 # -------------------------------------------------------------------------------------------------- the network
