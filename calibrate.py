@@ -899,61 +899,35 @@ def _encode_text(text: str) -> list[int]:
     return _encode(text)
 
 
-def answer_accuracy(model: Llama, hay: Haystack, n_tokens: int, n_samples: int) -> dict[str, float]:
-    """Share of answers that are right in every token when teacher-forced: the quick check after training."""
-    result = {}
-    for kind in KINDS:
-        right = 0
-        for seed in range(n_samples):
-            prompt, task = eval_sample(hay, kind, seed, n_tokens)
-            answer = hay.encode(task.answer + "\n").tolist()
-            tokens = torch.tensor([prompt + answer], device=next(model.parameters()).device)
-            with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16):
-                logits = model.output(model(tokens[:, :-1])[:, -len(answer) :])
-            right += logits[0].argmax(-1).tolist() == answer
-        result[kind] = right / n_samples
-    return result
-
-
 def run_train(args: argparse.Namespace) -> None:
+    stages = [Stage.parse(text) for text in args.stages]
+    sources = [text.rpartition(":") if ":" in text else (text, ":", "1") for text in args.text]
     tokenizer = load_tokenizer(args.out)
-    paths, shares = [], []
-    for text in args.text:
-        path, _, share = (
-            text.rpartition(":") if text.rpartition(":")[2].replace(".", "").isdigit() else (text, "", 1)
-        )
-        paths.append(Path(path))
-        shares.append(float(share))
     started = time.time()
     tokens = [
-        tokenize_files(text_files(p, held=False), tokenizer, args.max_tokens, args.workers) for p in paths
+        tokenize_files(text_files(Path(path), held=False), tokenizer, args.max_tokens, args.workers)
+        for path, _, _ in sources
     ]
-    print(f"tokens per source: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
-    hay = Haystack(tokenizer, tokens, shares)
+    print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
+    hay = Haystack(tokenizer, tokens, [float(share) for _, _, share in sources])
     model = Llama(NANO)
     initialise(model, args.seed)
     model = model.to(args.device)
-    done = train(
-        model,
-        hay,
-        [Stage.parse(s) for s in args.stages],
-        args.lr,
-        args.seed,
-        args.workers,
-        args.state,
-        args.minutes,
-    )
+    done = train(model, hay, stages, args.lr, args.seed, args.workers, args.state, args.minutes)
     save_checkpoint(model, args.out)
-    for n_tokens in (1024, 8192) if torch.cuda.is_available() else (512,):
-        print(n_tokens, answer_accuracy(model, hay, n_tokens, 50))
-    for name, t in zip(args.text, tokens, strict=True):
-        n = min(32, len(t) // 2049)
-        chunks = torch.from_numpy(t[: n * 2049].astype(np.int64)).view(n, 2049).to(args.device)
-        with torch.no_grad(), torch.autocast(torch.device(args.device).type, torch.bfloat16):
-            print(
-                name, "ppl", weighted_loss(model, chunks, torch.ones_like(chunks[:, 1:]).float()).exp().item()
-            )
-    print("finished" if done else "not finished: run again with the same --state")
+    for text, ids in zip(args.text, tokens, strict=True):
+        print(f"training perplexity of {text}: {full_perplexity(model, ids, 2048, 32):.3f}")
+    print("finished" if done else "not finished: run the same command again with the same --state")
+
+
+@torch.no_grad()
+def full_perplexity(model: Llama, ids: np.ndarray, length: int, count: int) -> float:
+    """Perplexity of the first `count` windows of `length` tokens, by full forward passes."""
+    device = next(model.parameters()).device
+    count = min(count, len(ids) // (length + 1))
+    tokens = torch.from_numpy(ids[: count * (length + 1)].astype(np.int64)).view(count, -1).to(device)
+    losses = [weighted_loss(model, t[None], torch.ones_like(t[None, 1:]).float()) for t in tokens]
+    return torch.stack(losses).mean().exp().item()
 
 
 # --------------------------------------------------------------------------------------------- the command line

@@ -380,7 +380,10 @@ def report(
         "prompt_tokens": [len(p) for p in prompts],
         "new_tokens": [len(t) for t in output.token_ids],
         "token_ids": output.token_ids,
-        "text": [tokenizer.decode(t) if tokenizer else "" for t in output.token_ids],
+        "text": [
+            tokenizer.decode(t, after=p) if tokenizer else ""
+            for p, t in zip(prompts, output.token_ids, strict=True)
+        ],
         "prefill_s": round(output.prefill_s, 4),
         "first_token_s": round(output.first_token_s, 4),
         "decode_tokens_per_s": round(room.rows / per_step, 2) if output.steps else None,
@@ -418,21 +421,25 @@ def human(n: float) -> str:
 
 
 def print_report(r: dict) -> None:
-    per_token = {k: r[f"cache_bytes_{k}"] / r["cache_tokens"] for k in ("measured", "formula", "dense")}
-    lines = [
-        f"{r['method']} on {r['model']}, {r['dtype']}, {r['device']}",
-        f"tokens       {sum(r['prompt_tokens'])} read, {sum(r['new_tokens'])} made, in {len(r['prompt_tokens'])} row(s)",
-        f"time         prefill {r['prefill_s']:.2f} s, first token after {r['first_token_s']:.2f} s, "
-        f"decode {r['decode_tokens_per_s']} tokens/s",
-        f"cache        {human(r['cache_bytes_measured'])} measured, {human(r['cache_bytes_dense'])} dense "
-        f"({r['cache_bytes_measured'] / r['cache_bytes_dense']:.1%})",
-        f"per token    {per_token['measured']:.0f} B measured, {per_token['formula']:.0f} B by formula, "
-        f"{per_token['dense']:.0f} B dense (all layers)",
-        f"each step    reads {human(r['bytes_read_per_step'])} of cache; weights and cache at "
-        f"{r['bandwidth_share'] or 0:.1%} of the measured memory bandwidth",
-        f"peak memory  {human(r['peak_memory_bytes'])}",
-    ]
-    print("\n" + "\n".join(lines), file=sys.stderr)
+    tokens, rows = r["cache_tokens"], len(r["prompt_tokens"])
+    measured, formula, dense = (r[f"cache_bytes_{kind}"] for kind in ("measured", "formula", "dense"))
+    share = (
+        ""
+        if r["bandwidth_share"] is None
+        else f", {r['bandwidth_share']:.1%} of the memory bandwidth measured"
+    )
+    print(
+        f"""
+{r["method"]} on {r["model"]}, {r["dtype"]}, {r["device"]}
+tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {rows} row(s)
+time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s
+decode       {r["decode_tokens_per_s"]} tokens/s{share}
+cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
+per token    {measured / tokens:.0f} B measured, {formula / tokens:.0f} B by formula, {dense / tokens:.0f} B dense
+each step    reads {human(r["bytes_read_per_step"])} of cache
+peak memory  {human(r["peak_memory_bytes"])}""",
+        file=sys.stderr,
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -512,7 +519,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--stop", metavar="TEXT", help="stop where this text appears (default with --ask: a line end)"
     )
     parser.add_argument("--batch_size", type=int, help="rows; the prompts are repeated to fill them")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=100)
     parser.add_argument(
         "--context", type=int, help="capacity of the cache in tokens (default: what the prompts need)"
     )
@@ -575,11 +582,9 @@ def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[lis
     return [prompts[i % len(prompts)] for i in range(rows)], asks
 
 
-def streamer(tokenizer, rows: int) -> Callable[[int, int], None] | None:
-    """Prints a single row's text as it is made."""
-    if tokenizer is None or rows > 1:
-        return None
-    stream = StreamDecoder(tokenizer, continues=True)
+def streamer(tokenizer, after: list[int]) -> Callable[[int, int], None]:
+    """Prints a single row's text as it is made; `after` are the ids that it continues."""
+    stream = StreamDecoder(tokenizer, after)
     return lambda row, token: print(stream.push(token), end="", flush=True)
 
 
@@ -607,7 +612,8 @@ def run_generate(args: argparse.Namespace) -> None:
         del engine
     options = chosen_settings(args, args.method)
     engine = build_engine(model, args.method, options, args, len(prompts), capacity)
-    emit = None if asks or args.json else streamer(tokenizer, len(prompts))
+    stream = tokenizer is not None and len(prompts) == 1 and not asks and not args.json
+    emit = streamer(tokenizer, prompts[0]) if stream else None
     output = run_prompts(engine, prompts, asks, args, tokenizer, emit)
     figures = report(engine, args.method, options, prompts, output, args, tokenizer)
     if asks:
@@ -652,13 +658,13 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
             engine.feed(ids[len(seen) :])
         else:
             engine.prefill([ids])
-        emit = streamer(tokenizer, 1)
+        emit = streamer(tokenizer, () if style else ids)
         output = decode_rows(
             engine, args.max_new_tokens, lambda recent: recent[-1] in tokenizer.stop_ids, emit
         )
         print()
         made = output.token_ids[0]
-        history.append({"role": "assistant", "content": tokenizer.decode(made, continues=True)})
+        history.append({"role": "assistant", "content": tokenizer.decode(made)})
         # The last token made may not be in the cache yet: rewind to what is certainly there.
         seen = ids
         engine.pos.fill_(len(seen))

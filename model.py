@@ -208,7 +208,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
-    heads = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]  # [B, H, S, D]: flash wants 4 dims
+    heads = [
+        t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)
+    ]  # [B, H, S, D]: flash wants 4 dims
     out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=q.shape[-2] != k.shape[-2])
     return out.transpose(1, 2).reshape(q.shape)
 
@@ -430,7 +432,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int 
 
 
 # --------------------------------------------------------------------------------------------------- tokenizers
-# sentencepiece (Llama 2, Mistral, Phi-3), tiktoken (Llama 3), byte-level BPE (Hugging Face, Qwen)
+# Kinds: sentencepiece (Llama 2, Mistral, Phi-3), tiktoken (Llama 3), byte-level BPE (Hugging Face, Qwen)
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -513,26 +515,26 @@ class Tokenizer:
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of text that goes on from earlier text: without BOS, and without sentencepiece's first space."""
+        """Token ids of text that goes on from earlier text: without BOS, without sentencepiece's first space."""
         if not self.drop_space:
             return self.encode_text(text)
         return self.encode_text("\n" + text)[len(self.encode_text("\n")) :]
 
-    def decode(self, ids: Iterable[int], continues: bool = False) -> str:
+    def decode(self, ids: Iterable[int], after: Iterable[int] = ()) -> str:
         """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
 
-        continues: the ids go on from earlier ones, so decode(a) + decode(b, continues=True) == decode(a + b).
+        after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b).
         """
-        stream = StreamDecoder(self, continues)
+        stream = StreamDecoder(self, after)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
 
 
 class StreamDecoder:
     """Decodes token by token and never cuts a character; the pieces join to what `Tokenizer.decode` gives."""
 
-    def __init__(self, tokenizer: Tokenizer, continues: bool = False):
+    def __init__(self, tokenizer: Tokenizer, after: Iterable[int] = ()):
         self.pieces = tokenizer.pieces
-        self.drop_space = tokenizer.drop_space and not continues
+        self.drop_space = tokenizer.drop_space and not any(self.pieces[token_id] for token_id in after)
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
@@ -644,7 +646,7 @@ def load_tokenizer_model(data: bytes) -> Tokenizer:
         if sp.is_byte(i):
             pieces[i] = bytes([int(name[3:5], 16)])  # "<0x0A>"
         elif sp.is_unknown(i):
-            pieces[i] = " ⁇ ".encode()
+            pieces[i] = sp.decode([i]).encode()  # each model has its own sign for it
         elif sp.is_control(i):
             pieces[i], special[name] = b"", i
     adds_space = sp.encode("a", out_type=str)[0].startswith("▁")
@@ -720,7 +722,8 @@ def bpe_encoder(ranks: dict[bytes, int], ids: list[int], patterns: list[str], nf
     return encode
 
 
-# --------------------------------------------------------------------------------------------------- chat prompts
+# -------------------------------------------------------------------------------------------------- chat prompts
+# Chat: the prompts that instruction-tuned models were trained on
 
 CHAT_MARKERS = {  # what gives a style away, in the model's own template or among its special tokens
     "llama-3": "<|start_header_id|>",

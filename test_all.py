@@ -4,10 +4,17 @@ They assert mathematics and behaviour on the CPU in minutes. Tests that need a G
 tokenizers) skip where there is none. Errors are scale-free: rms of the difference over rms of the reference.
 """
 
+import base64
 import dataclasses
+import functools
 import json
+import math
+import os
+import random
+import shutil
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +24,49 @@ from safetensors.torch import load_file, save_file
 
 import calibrate
 import generate
+import model as model_file
 from calibrate import (
-    KINDS, Haystack, Stage, eigen, eval_sample, fit_sals, key_covariance, make_tasks, rank_at, save_artifact,
-    save_checkpoint, train, training_document, windows,
+    KINDS,
+    Haystack,
+    Stage,
+    eigen,
+    eval_sample,
+    fit_sals,
+    key_covariance,
+    make_tasks,
+    rank_at,
+    save_artifact,
+    save_checkpoint,
+    train,
+    training_document,
 )
 from compress import (
-    METHODS, DenseCache, Room, SalsCache, SalsSettings, artifact_path, build_sals, dequantize, load_artifact,
-    model_identity, quantize, sals_queries, sals_scores, sals_select, settings_from,
+    METHODS,
+    DenseCache,
+    Room,
+    SalsCache,
+    SalsSettings,
+    artifact_path,
+    dequantize,
+    load_artifact,
+    model_identity,
+    quantize,
+    sals_queries,
+    sals_scores,
+    sals_select,
+    settings_from,
 )
 from generate import Engine, Sampling, decode_rows
 from model import (
-    SHAPES, Llama, ModelConfig, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables,
+    SHAPES,
+    Llama,
+    ModelConfig,
+    StreamDecoder,
+    UserError,
+    apply_rope,
+    load_model,
+    load_tokenizer,
+    rope_tables,
     weight_slots,
 )
 
@@ -43,12 +82,18 @@ def error(result, reference) -> float:
     """rms(result - reference) / rms(reference), in fp64; NaN anywhere is an infinite error."""
     result, reference = torch.as_tensor(result).double(), torch.as_tensor(reference).double()
     value = ((result - reference).square().mean() / reference.square().mean()).sqrt().item()
-    return value if value == value else float("inf")
+    return float("inf") if math.isnan(value) else value
 
 
 def tiny_config(group: int = 2, head_dim: int = 16, **changes) -> ModelConfig:
     config = ModelConfig(
-        dim=48, n_layers=4, n_heads=8, n_kv_heads=8 // group, head_dim=head_dim, ffn_dim=64, vocab_size=96,
+        dim=48,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=8 // group,
+        head_dim=head_dim,
+        ffn_dim=64,
+        vocab_size=96,
         max_positions=512,
     )
     return dataclasses.replace(config, **changes)
@@ -59,14 +104,17 @@ def tiny_model(seed: int = 0, **changes) -> Llama:
     torch.manual_seed(seed)
     model = Llama(tiny_config(**changes)).eval().requires_grad_(False)
     for name, p in model.named_parameters():
-        p.copy_(torch.randn_like(p) * (0.3 if p.ndim > 1 else 0.1) + (1.0 if p.ndim == 1 and "norm" in name else 0.0))
+        p.copy_(
+            torch.randn_like(p) * (0.3 if p.ndim > 1 else 0.1)
+            + (1.0 if p.ndim == 1 and "norm" in name else 0.0)
+        )
     model.fingerprint = f"tiny-{seed}"
     return model
 
 
 def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q.float()
+    return torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q.float().contiguous()
 
 
 def bases(model: Llama) -> dict[str, torch.Tensor]:
@@ -81,7 +129,13 @@ SPARSE = {"rank": 0.5, "bits": 4, "sinks": 4, "critical": 20, "recent": 8}
 def make_engine(model: Llama, method: str, rows: int, capacity: int, **options) -> Engine:
     room = Room(model, rows, capacity)
     artifact = bases(model) if METHODS[method].fitted else {}
-    return Engine(model, METHODS[method].build(model, settings_from(method, options), room, artifact), room, Sampling(), False)
+    return Engine(
+        model,
+        METHODS[method].build(model, settings_from(method, options), room, artifact),
+        room,
+        Sampling(),
+        False,
+    )
 
 
 def logits_through(engine: Engine, prompts: list[list[int]], continuation: list[list[int]]) -> torch.Tensor:
@@ -104,13 +158,18 @@ def random_ids(n: int, seed: int = 0, vocab: int = 96) -> list[int]:
 
 def hf_model(family: str):
     transformers = pytest.importorskip("transformers")
-    shape = dict(
-        hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=80,
-        vocab_size=96, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"intermediate_size": 80, "vocab_size": 96, "max_position_embeddings": 256}
+    shape |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    }
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     kinds = {
         "llama-2": ("Llama", {"num_key_value_heads": 4}),
@@ -135,8 +194,20 @@ def hf_model(family: str):
     return model
 
 
-FAMILIES = ["llama-2", "llama-3", "llama-3.1", "llama-3.2-tied", "llama-linear", "llama-bias", "yi-yarn", "mistral",
-            "qwen2", "qwen2-yarn", "qwen3", "phi3"]
+FAMILIES = [
+    "llama-2",
+    "llama-3",
+    "llama-3.1",
+    "llama-3.2-tied",
+    "llama-linear",
+    "llama-bias",
+    "yi-yarn",
+    "mistral",
+    "qwen2",
+    "qwen2-yarn",
+    "qwen3",
+    "phi3",
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -169,8 +240,14 @@ def test_rope_is_half_split_and_relative():
 
 
 def test_named_shapes_have_published_parameter_counts():
-    billions = {"llama-2-7b": 6.738, "llama-2-13b": 13.016, "llama-3.1-8b": 8.030, "llama-3.1-70b": 70.554,
-                "mistral-7b": 7.242, "qwen2.5-7b": 7.616}
+    billions = {
+        "llama-2-7b": 6.738,
+        "llama-2-13b": 13.016,
+        "llama-3.1-8b": 8.030,
+        "llama-3.1-70b": 70.554,
+        "mistral-7b": 7.242,
+        "qwen2.5-7b": 7.616,
+    }
     for name, count in billions.items():
         with torch.device("meta"):
             model = Llama(SHAPES[name])
@@ -212,16 +289,27 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window):
             assert error(got, reference) < 1e-5
 
 
-@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", SPARSE), ("sals", SPARSE | {"score": "sum"}),
-                                            ("sals", SPARSE | {"window": "half", "fold": False})])
+@pytest.mark.parametrize(
+    "method,options",
+    [
+        ("dense", {}),
+        ("sals", SPARSE),
+        ("sals", SPARSE | {"score": "sum"}),
+        ("sals", SPARSE | {"bits": 16}),
+        ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
+        ("sals", SPARSE | {"window": "half", "fold": False}),
+    ],
+)
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
     prompts = [random_ids(n, n) for n in (1, 47, 90)]
     more = [random_ids(15, 100 + n) for n in (1, 47, 90)]
     together = logits_through(make_engine(tiny_model(), method, 3, 110, **options), prompts, more)
     for row in range(3):
-        alone = logits_through(make_engine(tiny_model(), method, 1, 110, **options), [prompts[row]], [more[row]])
+        alone = logits_through(
+            make_engine(tiny_model(), method, 1, 110, **options), [prompts[row]], [more[row]]
+        )
         # A sum in another order may move one value across a rounding boundary of the quantiser.
-        assert error(together[:, row], alone[:, 0]) < (1e-5 if method == "dense" else 1e-3)
+        assert error(together[:, row], alone[:, 0]) < (1e-2 if options.get("bits") == 4 else 1e-5)
 
 
 @pytest.mark.parametrize("method,options", [("dense", {}), ("sals", FULL)])
@@ -229,10 +317,12 @@ def test_prefill_then_decode_equals_decode_all_the_way(method, options):
     ids = random_ids(70)
     late = logits_through(make_engine(tiny_model(), method, 1, 80, **options), [ids[:60]], [ids[60:]])
     early = logits_through(make_engine(tiny_model(), method, 1, 80, **options), [ids[:1]], [ids[1:]])
-    assert error(late, early[-len(late):]) < 1e-5
+    assert error(late, early[-len(late) :]) < 1e-5
 
 
-@pytest.mark.parametrize("options", [SPARSE, SPARSE | {"bits": 2}, SPARSE | {"bits": 16}, SPARSE | {"window": "half"}])
+@pytest.mark.parametrize(
+    "options", [SPARSE, SPARSE | {"bits": 2}, SPARSE | {"bits": 16}, SPARSE | {"window": "half"}]
+)
 @pytest.mark.parametrize("n", [3, 8, 50])
 def test_sals_prefill_writes_what_decode_writes(options, n):
     model = tiny_model()
@@ -250,7 +340,16 @@ def test_sals_prefill_writes_what_decode_writes(options, n):
 def test_sals_drops_exactly_one_token_past_the_budget():
     """Full rank, so that only selection differs from dense: nothing is lost up to x + y + z tokens, one token after."""
     model = tiny_model()
-    budget = {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 2, "critical": 20, "recent": 8, "skip": "", "keep": 0.0}
+    budget = {
+        "rank": 1.0,
+        "score_rank": 1.0,
+        "bits": 16,
+        "sinks": 2,
+        "critical": 20,
+        "recent": 8,
+        "skip": "",
+        "keep": 0.0,
+    }
     cache = SalsCache(Room(model, 1, 64), SalsSettings(**budget), orthonormal(64), True)
     dense = DenseCache(Room(model, 1, 64))
     q, k, v = torch.randn(40, 8, 16), torch.randn(40, 4, 16), torch.randn(40, 4, 16)
@@ -268,8 +367,17 @@ def test_sals_drops_exactly_one_token_past_the_budget():
 # ----------------------------------------------------------------------------------------------------- the ledger
 
 
-@pytest.mark.parametrize("options", [{}, {"rank": 0.125, "bits": 2}, {"window": "half"}, {"skip_as": "dense"},
-                                     {"bits": 16, "keep": 0.25}, {"skip": ""}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rank": 0.125, "bits": 2},
+        {"window": "half"},
+        {"skip_as": "dense"},
+        {"bits": 16, "keep": 0.25},
+        {"skip": ""},
+    ],
+)
 @pytest.mark.parametrize("group", [1, 4])
 def test_measured_bytes_equal_the_formula(options, group):
     model = tiny_model(group=group, head_dim=32)
@@ -342,7 +450,9 @@ def test_sals_fit_is_orthonormal_optimal_and_joint_beats_per_head():
         for r in (8, 16, 32):
             kept = (basis[:, :r].T @ covariance[i] @ basis[:, :r]).trace()
             assert abs(kept / values[:r].sum() - 1) < 1e-5
-            per_head = sum(eigen(covariance[i][h : h + 16, h : h + 16])[0][: r // 4].sum() for h in range(0, 64, 16))
+            per_head = sum(
+                eigen(covariance[i][h : h + 16, h : h + 16])[0][: r // 4].sum() for h in range(0, 64, 16)
+            )
             assert kept >= per_head * (1 - 1e-9)  # Lemma 1
             other = orthonormal(64, r)[:, :r].double()
             assert kept >= (other.T @ covariance[i] @ other).trace()
@@ -355,7 +465,9 @@ def test_sals_sum_scores_equal_the_sum_of_all_heads_logits():
     scores = sals_scores(sals_queries(q, basis, 4, "sum"), latent, live, "sum", 16)
     truth = torch.einsum("bhd,bshd->bs", q, k.repeat_interleave(2, dim=2))
     assert error(scores, truth) < 1e-5
-    swapped = q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)  # the order of heads within a group is of no matter
+    swapped = (
+        q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)
+    )  # the order of heads within a group is of no matter
     for rule in ("sum", "softmax"):
         a, b = (sals_scores(sals_queries(x, basis, 4, rule), latent, live, rule, 16) for x in (q, swapped))
         assert error(a, b) < 1e-5
@@ -403,7 +515,9 @@ def test_folded_projections_equal_unfolded(score, qkv_bias):
     runs = []
     for fold in (True, False):
         model = tiny_model(qkv_bias=qkv_bias)
-        runs.append(logits_through(make_engine(model, "sals", 1, 64, **SPARSE, score=score, fold=fold), prompts, more))
+        runs.append(
+            logits_through(make_engine(model, "sals", 1, 64, **SPARSE, score=score, fold=fold), prompts, more)
+        )
         rows = model.layers[2].attention.wqkv.weight.shape[0]
         assert rows == 256 + fold * (32 + (16 if score == "sum" else 0))
     assert error(runs[0], runs[1]) < 1e-4
@@ -468,7 +582,9 @@ def test_the_same_seed_gives_the_same_sample():
 
 
 @needs_cuda
-@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", SPARSE), ("sals", SPARSE | {"score": "sum"})])
+@pytest.mark.parametrize(
+    "method,options", [("dense", {}), ("sals", SPARSE), ("sals", SPARSE | {"score": "sum"})]
+)
 def test_graph_replay_equals_eager(method, options):
     prompts, tokens = [random_ids(n, n) for n in (5, 31, 60)], []
     for compiled in (False, True):
@@ -480,3 +596,1094 @@ def test_graph_replay_equals_eager(method, options):
         engine.prefill(prompts)
         tokens.append(decode_rows(engine, 300, lambda ids: False).token_ids)
     assert tokens[0] == tokens[1]
+
+
+# ---------------------------------------------------------------------------------------------------- tokenizers
+
+LLAMA2, LLAMA3, QWEN, STORIES = "tokenizers/llama2", "tokenizers/llama3", "tokenizers/qwen2.5", "stories260k"
+TEXTS = [
+    "",
+    "Hello, world!",
+    " leading and  double   spaces ",
+    "\n\n\ttabs\r\nand lines\n",
+    "def f(x):\n    return x**2  # ü",
+    "0 12 345 6789 3.14159 1e-10 ²½",
+    "I'll don't WE'RE it's",
+    "naïve café Ångström Straße İstanbul",
+    "你好，世界。こんにちは 안녕하세요",
+    "Привет мир مرحبا नमस्ते",
+    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 end",
+    "zero\u200bwidth \u00a0 nbsp \u3000 wide",
+    "<|eot_id|> </s> <s> <|im_end|> [INST]",
+    "a" * 1000,
+    "\x00\x01\x7f",
+    "\U0001f9ffx\U00020000",
+]
+
+
+def folder_of(name):
+    if not (REAL / name).exists():
+        pytest.skip(f"no {REAL / name}")
+    return REAL / name
+
+
+@functools.cache
+def real(name):
+    return load_tokenizer(folder_of(name))
+
+
+def sentencepiece_of(name):
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
+
+
+def write_tiktoken(folder, merges):
+    """A tokenizer.model like Llama 3's of the 256 bytes and a few merges."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [bytes([byte]) for byte in range(256)] + [word.encode() for word in merges]
+    lines = [base64.b64encode(word) + b" %d\n" % rank for rank, word in enumerate(words)]
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    return folder
+
+
+GPT2_BYTES = [chr(b) for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174] + [
+    chr(256 + i) for i in range(68)
+]
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
+
+
+def tokenizer_json(vocab=None, merges=(), pre_tokenizer=BYTE_LEVEL, added=(), **parts):
+    """The contents of a tokenizer.json; by default of single bytes."""
+    vocab = vocab or {word: i for i, word in enumerate(GPT2_BYTES + ["".join(m.split()) for m in merges])}
+    return {
+        "version": "1.0",
+        "added_tokens": list(added),
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": {"type": "BPE", "vocab": vocab, "merges": list(merges)} | parts.pop("model", {}),
+    } | parts
+
+
+def write_json(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, contents in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(contents), encoding="utf-8")
+    return folder
+
+
+def qwen_files():
+    folder = folder_of(QWEN)
+    merges = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    return json.loads((folder / "vocab.json").read_text(encoding="utf-8")), [line for line in merges if line]
+
+
+# ---- ids that are known
+
+
+def test_llama3_vector_and_special_tokens():
+    tokenizer = real(LLAMA3)
+    assert tokenizer.encode("This is a test sentence.<|end_of_text|>", allow_special=True) == [
+        128000,
+        2028,
+        374,
+        264,
+        1296,
+        11914,
+        13,
+        128001,
+    ]
+    assert tokenizer.encode("This", bos=False) == [2028]
+    assert tokenizer.vocab_size == 128256 and tokenizer.bos_id == 128000
+    assert tokenizer.stop_ids == {128001, 128008, 128009}
+    names = {
+        128003: "reserved_special_token_1",
+        128004: "finetune_right_pad_id",
+        128005: "step_id",
+        128006: "start_header_id",
+        128007: "end_header_id",
+        128008: "eom_id",
+        128009: "eot_id",
+        128010: "python_tag",
+        128011: "reserved_special_token_2",
+        128255: "reserved_special_token_246",
+    }
+    assert {f"<|{name}|>": i for i, name in names.items()}.items() <= tokenizer.special_tokens.items()
+    assert len(tokenizer.special_tokens) == 256
+
+
+def test_stories_golden_text_and_join():
+    tokenizer = real(STORIES)
+    golden = json.loads((folder_of(STORIES) / "golden.json").read_text(encoding="utf-8"))
+    ids, text = golden["greedy_ids"], golden["greedy_text"]
+    assert tokenizer.encode(golden["prompt"]) == golden["prompt_ids"]
+    assert tokenizer.decode(ids) == tokenizer.decode(ids[1:]) == text
+    for cut in range(len(ids)):
+        assert tokenizer.decode(ids[:cut]) + tokenizer.decode(ids[cut:], after=ids[:cut]) == text
+    assert tokenizer.stop_ids == {1, 2}  # 1 is BOS: the next story
+
+
+# ---- round trips and oracles
+
+
+@pytest.mark.parametrize("name", [LLAMA2, LLAMA3, QWEN])
+def test_round_trip(name):
+    tokenizer = real(name)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
+
+
+@pytest.mark.parametrize("name", [LLAMA2, STORIES])
+def test_sentencepiece_oracle(name):
+    tokenizer, oracle = real(name), sentencepiece_of(name)
+    for text in TEXTS:
+        ids = oracle.encode(text)
+        assert tokenizer.encode(text, bos=False) == ids and tokenizer.encode(text) == [1, *ids]
+        assert tokenizer.decode(ids) == oracle.decode(ids)
+    spaces = [i for i in range(259, oracle.vocab_size()) if oracle.id_to_piece(i).startswith("▁▁")]
+    words = [0, 1, 2, *(i for i in range(259, oracle.vocab_size()) if i not in spaces)]
+    rng = random.Random(0)
+    for _ in range(300):
+        ids = [words[-1], *rng.choices(words, k=6)]
+        assert tokenizer.decode(ids) == oracle.decode(ids)
+
+
+def test_qwen_against_transformers():
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers = pytest.importorskip("transformers")
+    try:
+        oracle = transformers.AutoTokenizer.from_pretrained(folder_of(QWEN))
+    except (OSError, ValueError) as error:
+        pytest.skip(f"transformers cannot load the files: {error}")
+    tokenizer = real(QWEN)
+    texts = [*TEXTS, "e\u0301 u\u0308 \u1100\u1161", Path(json.__file__).read_text(encoding="utf-8")]
+    texts += [path.read_text(encoding="utf-8")[:100_000] for path in sorted((REAL / "text").rglob("*.txt"))]
+    for text in texts:
+        expected = oracle.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert tokenizer.encode(text) == expected  # and no BOS
+    chat = "<|im_start|>user\nHi<|im_end|>\n<tool_call>"
+    assert tokenizer.encode(chat, allow_special=True) == oracle.encode(chat, add_special_tokens=False)
+    assert tokenizer.vocab_size == len(oracle)
+    assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
+
+
+def test_qwen_composes_characters():
+    assert real(QWEN).encode("e\u0301") == real(QWEN).encode("é") != real(LLAMA3).encode("e\u0301")
+    assert real(LLAMA3).decode(real(LLAMA3).encode("e\u0301")) == "e\u0301"
+
+
+def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
+    vocab, merges = qwen_files()
+    split = SPLIT | {"pattern": {"Regex": model_file.QWEN2_SPLIT}}
+    splits = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
+    parts = {
+        "pre_tokenizer": splits,
+        "normalizer": {"type": "NFC"},
+        "added": [{"id": 151645, "content": "<|im_end|>", "special": True, "rstrip": False}],
+    }
+    texts = [*TEXTS, "e\u0301", Path(json.__file__).read_text(encoding="utf-8")]
+    expected = [real(QWEN).encode(text) for text in texts]
+    write_json(tmp_path / "strings", tokenizer=tokenizer_json(vocab, merges, **parts))
+    tokenizer = load_tokenizer(tmp_path / "strings")
+    assert [tokenizer.encode(text) for text in texts] == expected
+    assert tokenizer.stop_ids == {151645} and tokenizer.vocab_size == 151646
+
+    # pairs instead of strings, and ids that run against the order of the merges
+    backwards = {word: len(vocab) - 1 - i for word, i in vocab.items()}
+    pairs = [merge.split(" ") for merge in merges]
+    write_json(tmp_path / "pairs", tokenizer=tokenizer_json(backwards, pairs, **parts))
+    tokenizer = load_tokenizer(tmp_path / "pairs")
+    assert [[len(vocab) - 1 - i for i in tokenizer.encode(text)] for text in texts] == expected
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == [
+        unicodedata.normalize("NFC", text) for text in texts
+    ]
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [BYTE_LEVEL],
+        [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],  # SmolLM
+        [SPLIT, {"type": "Digits", "individual_digits": False}, BYTE_LEVEL | {"use_regex": False}],
+        [BYTE_LEVEL | {"use_regex": False}],
+    ],
+    ids=["gpt2", "digits", "gaps", "whole"],
+)
+def test_tokenizer_json_splits_like_hugging_face(tmp_path, splits):
+    oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
+    merges = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
+    data = tokenizer_json(merges=merges, pre_tokenizer={"type": "Sequence", "pretokenizers": splits})
+    write_json(tmp_path, tokenizer=data)
+    tokenizer, oracle = load_tokenizer(tmp_path), oracle_of(str(tmp_path / "tokenizer.json"))
+    for text in [*TEXTS, "the  the 12 1212 12.12 a..!! the", "12", " 12 "]:
+        assert tokenizer.encode(text) == oracle.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_vocab_and_merges(tmp_path):
+    words = ["##", "ab", "12", "abab", "<a b>"]  # the last is no byte-level word
+    write_json(tmp_path, vocab={word: i for i, word in enumerate([*GPT2_BYTES, *words])})
+    for header in ("#version: 0.2\n", ""):
+        (tmp_path / "merges.txt").write_text(header + "# #\na b\n1 2\nab ab\n", encoding="utf-8")
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.encode("##ababab") == [256, 259, 257]
+        assert len(tokenizer.encode("12")) == 2  # Qwen's digits stand alone
+        assert tokenizer.decode([257, 260]) == "ab"
+    write_json(tmp_path, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})
+    assert load_tokenizer(tmp_path).encode("12") == [258]
+
+
+def test_sentencepiece_without_bos_and_prefix(tmp_path):
+    import sentencepiece
+
+    sentences, options = iter(["hello there", "hello world"]), {"vocab_size": 20, "hard_vocab_limit": False}
+    with (tmp_path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences,
+            model_writer=file,
+            bos_id=-1,
+            add_dummy_prefix=False,
+            minloglevel=2,
+            **options,
+        )
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.bos_id is None and None not in tokenizer.encode("hello")
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    space = tokenizer.pieces.index(b" ")
+    assert tokenizer.decode([space, *tokenizer.encode("hello")]) == " hello"
+
+
+def test_folders_do_not_share_a_vocabulary(tmp_path, monkeypatch):
+    ids = []
+    for name, merge in (("one", "ab"), ("two", "bc")):
+        monkeypatch.chdir(write_tiktoken(tmp_path / name, [merge]))
+        ids.append(load_tokenizer(Path(".")).encode("abc", bos=False))
+    assert ids == [[256, ord("c")], [ord("a"), 256]]
+
+
+def test_long_and_broken_text(tmp_path):
+    tokenizer = load_tokenizer(write_tiktoken(tmp_path, ["  "]))
+    assert len(tokenizer.encode(" " * 1_200_000, bos=False)) == 600_000
+    names = [tokenizer] + ([real(LLAMA2)] if REAL.exists() else [])
+    for each in names:
+        assert each.decode(each.encode("a\udc80b")) == "a\ufffdb"
+
+
+# ---- decoding
+
+
+@pytest.mark.parametrize("name", [LLAMA2, LLAMA3, QWEN, STORIES])
+def test_stream_decoder(name):
+    tokenizer = real(name)
+    for text in [*TEXTS, "👩‍👩‍👧‍👦你好🧿" * 5]:
+        ids = tokenizer.encode(text)
+        stream = StreamDecoder(tokenizer)
+        pieces = [stream.push(i) for i in ids]
+        assert not any("\ufffd" in piece for piece in pieces) and stream.flush() == ""
+        assert "".join(pieces) == tokenizer.decode(ids)
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(20)]
+        stream = StreamDecoder(tokenizer)
+        assert "".join([stream.push(i) for i in ids]) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
+    tokenizer = load_tokenizer(write_tiktoken(tmp_path, []))
+    stream = StreamDecoder(tokenizer)
+    assert [stream.push(i) for i in "a你b".encode()] == ["a", "", "", "你", "b"]
+    assert [stream.push(i) for i in "👍".encode()[:3]] == ["", "", ""] and stream.flush() == "\ufffd"
+
+
+def test_ids_outside_the_vocabulary_and_padding(tmp_path):
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+        shutil.copy(folder_of(QWEN) / name, tmp_path)
+    write_json(tmp_path, config={"vocab_size": 151936})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 151665 and tokenizer.decode([13048, 151935, 151643]) == "Hi"
+    for bad in (151936, -1):
+        with pytest.raises(UserError, match=f"{bad} is outside"):
+            tokenizer.decode([13048, bad])
+
+
+# ---- BOS, stop ids, added tokens
+
+
+def test_bos_is_added_as_the_files_say(tmp_path):
+    bos = {"id": 256, "content": "<s>", "special": True}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
+    }
+    steps = {"type": "Sequence", "processors": [BYTE_LEVEL, template]}
+    plain, bosed = tokenizer_json(added=[bos]), tokenizer_json(added=[bos], post_processor=steps)
+    for name, data, settings, expected in [
+        ("plain", plain, {"bos_token": "<s>"}, [0]),
+        ("template", bosed, {}, [256, 0]),
+        ("off", bosed, {"add_bos_token": False}, [0]),
+        ("null", bosed, {"add_bos_token": None}, [256, 0]),
+        ("on", plain, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, [256, 0]),
+    ]:
+        tokenizer = load_tokenizer(write_json(tmp_path / name, tokenizer=data, tokenizer_config=settings))
+        assert tokenizer.bos_id == 256 and tokenizer.encode("!") == expected, name
+        assert tokenizer.encode("!", bos=False) == [0]
+        assert tokenizer.encode("<s>!", allow_special=True) == [256, 0]  # never twice
+    assert real(QWEN).bos_id is None and real(QWEN).encode("Hi") == [13048]
+
+
+def test_stop_ids_come_from_every_file(tmp_path):
+    names = ["<end>", "<|eom_id|>", "<x>"]
+    added = [{"id": 256 + i, "content": name, "special": True} for i, name in enumerate(names)]
+    write_json(
+        tmp_path,
+        tokenizer=tokenizer_json(added=added),
+        config={"eos_token_id": 7},
+        tokenizer_config={"eos_token": {"content": "<end>"}},
+        generation_config={"eos_token_id": [3, 4]},
+    )
+    assert load_tokenizer(tmp_path).stop_ids == {3, 4, 7, 256, 257}
+    write_json(tmp_path, config={"eos_token_id": None}, generation_config={}, tokenizer_config={})
+    assert load_tokenizer(tmp_path).stop_ids == {257}
+
+
+@pytest.mark.parametrize(
+    "name, token", [(LLAMA2, "</s>"), (LLAMA3, "<|eot_id|>"), (QWEN, "<|im_end|>"), (STORIES, "<s>")]
+)
+def test_special_tokens_in_text_are_text(name, token):
+    tokenizer = real(name)
+    special, text = tokenizer.special_tokens[token], f"say {token} now"
+    plain = tokenizer.encode(text, bos=False)
+    assert special not in plain and tokenizer.decode(plain) == text
+    parsed = tokenizer.encode(text, bos=False, allow_special=True)
+    assert parsed == [*tokenizer.encode("say ", bos=False), special, *tokenizer.encode(" now", bos=False)]
+
+
+def test_longest_special_token_wins(tmp_path):
+    added = [{"id": 256 + i, "content": "x" * (i + 1), "special": True} for i in range(2)]
+    write_json(tmp_path, tokenizer=tokenizer_json(added=added))
+    assert load_tokenizer(tmp_path).encode("xxx!", allow_special=True) == [257, 256, 0]
+
+
+def phi3_folder(folder, **tokenizer_config):
+    """Llama 2's tokenizer.model with the added tokens of Phi-3."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(folder_of(LLAMA2) / "tokenizer.model", folder)
+    names = {32000: "endoftext", 32001: "assistant", 32006: "system", 32007: "end", 32010: "user"}
+    tokens = {
+        i: {"content": f"<|{name}|>", "special": True, "rstrip": i > 32000} for i, name in names.items()
+    }
+    return write_json(
+        folder,
+        config={"vocab_size": 32064, "model_type": "phi3"},
+        tokenizer_config={"added_tokens_decoder": tokens} | tokenizer_config,
+    )
+
+
+def test_added_tokens_above_sentencepiece(tmp_path):
+    tokenizer, plain = load_tokenizer(phi3_folder(tmp_path, add_bos_token=False)), real(LLAMA2)
+    assert tokenizer.vocab_size == 32011 and tokenizer.stop_ids == {2, 32000, 32007}
+    assert tokenizer.decode([32010, 15043, 32007, 32063]) == "Hello"
+    with pytest.raises(UserError, match="32064"):
+        tokenizer.decode([32064])
+    hello = plain.encode("Hello", bos=False)
+    chat = model_file.encode_chat(tokenizer, "phi-3", [{"role": "user", "content": "Hello"}])
+    assert chat == [32010, *hello, 32007, 32001]  # Phi-3's tokens swallow the line breaks after them
+    assert tokenizer.encode("<|user|>\nHello<|end|>\n<|assistant|>\n", allow_special=True) == chat
+    (tmp_path / "tokenizer_config.json").unlink()
+    write_json(tmp_path, added_tokens={"<|end|>": 32007})
+    assert load_tokenizer(tmp_path).encode("Hello<|end|>", allow_special=True) == [1, *hello, 32007]
+
+
+# ---- chat
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+CHAT = [SYSTEM, USER, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": " Why? "}]
+PROMPTS = {
+    "llama-2": (
+        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Why? [/INST]",
+        "<s>[INST] Hi [/INST]",
+    ),
+    "llama-3": (
+        (
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\nHello.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        ),
+        (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        ),
+    ),
+    "mistral": ("<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]", "<s>[INST] Hi [/INST]"),
+    "qwen": (
+        (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n"
+            "<|im_start|>assistant\n"
+        ),
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "phi-3": (
+        (
+            "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n"
+            "<|user|>\n Why? <|end|>\n<|assistant|>\n"
+        ),
+        "<|user|>\nHi<|end|>\n<|assistant|>\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("style", PROMPTS)
+def test_chat_prompts(style):
+    for messages, expected in zip((CHAT, [USER]), PROMPTS[style], strict=True):
+        assert "".join(text for text, _ in model_file.render_chat(style, messages)) == expected
+    text = "{role} {content} <|eot_id|> <|im_end|> <|end|> </s>"
+    segments = model_file.render_chat(style, [{"role": "user", "content": text}])
+    assert [is_special for part, is_special in segments if text in part] == [False]
+
+
+def test_chat_ids():
+    assert set(PROMPTS) == set(model_file.CHAT_MARKERS)
+    llama2, llama3, qwen = real(LLAMA2), real(LLAMA3), real(QWEN)
+    sp = sentencepiece_of(LLAMA2)
+    first = sp.encode("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. ")
+    assert model_file.encode_chat(llama2, "llama-2", CHAT) == [
+        1,
+        *first,
+        2,
+        1,
+        *sp.encode("[INST] Why? [/INST]"),
+    ]
+    answered = sp.encode("[INST] Hi [/INST] Hello.")
+    assert model_file.encode_chat(llama2, "mistral", CHAT[1:]) == [
+        1,
+        *answered,
+        2,
+        *sp.encode("[INST]  Why?  [/INST]"),
+    ]
+    assert model_file.encode_chat(llama3, "llama-3", [USER]) == [
+        128000,
+        128006,
+        882,
+        128007,
+        271,
+        13347,
+        128009,
+        128006,
+        78191,
+        128007,
+        271,
+    ]
+    assert model_file.encode_chat(qwen, "qwen", [USER]) == [
+        151644,
+        872,
+        198,
+        13048,
+        151645,
+        198,
+        151644,
+        77091,
+        198,
+    ]
+    for tokenizer, style in ((llama3, "llama-3"), (qwen, "qwen")):
+        ids = model_file.encode_chat(tokenizer, style, CHAT)
+        assert tokenizer.encode(PROMPTS[style][0], allow_special=True) == ids
+        attack = model_file.encode_chat(
+            tokenizer, style, [USER | {"content": "".join(tokenizer.special_tokens)}]
+        )
+        specials = set(tokenizer.special_tokens.values())
+        plain = model_file.encode_chat(tokenizer, style, [USER])
+        assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
+    with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
+        model_file.encode_chat(llama3, "qwen", [USER])
+
+
+def test_chat_style(tmp_path):
+    def guess(template="", special=(), config=None):
+        tokenizer = model_file.Tokenizer(list, [], dict.fromkeys(special, 0), chat_template=template)
+        return model_file.chat_style(config or {}, tokenizer)
+
+    assert (
+        model_file.chat_style({}, real(LLAMA3)) == "llama-3"
+        and model_file.chat_style({}, real(QWEN)) == "qwen"
+    )
+    assert guess(special=["<|user|>", "<|end|>"]) == "phi-3"
+    assert guess("{{ '<s>[INST] <<SYS>>' }}", ["<s>"]) == "llama-2"
+    assert guess("{{ '<s>[INST] ' }}", ["<s>"]) == guess(config={"model_type": "mistral"}) == "mistral"
+    for args in [
+        ("", ["<s>", "</s>"]),  # a base model
+        ("{{ '<|user|>' }}", ["</s>"], {"model_type": "mistral"}),  # Zephyr
+        ("{{ '<｜User｜>' }}", ["<|start_header_id|>"]),  # DeepSeek-R1 in Llama 3's clothes
+        ("{{ '[INST]' }}", ["[INST]"]),
+        ("<|im_start|><|im_sep|>", ["<|im_start|>", "<|im_sep|>"]),
+    ]:
+        with pytest.raises(UserError, match="name one of llama-3"):
+            guess(*args)
+    write_json(tmp_path, tokenizer=tokenizer_json())
+    (tmp_path / "chat_template.jinja").write_text("[INST] <<SYS>>", encoding="utf-8")
+    assert model_file.chat_style({}, load_tokenizer(tmp_path)) == "llama-2"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], [SYSTEM], [USER, USER], CHAT[:3], [USER, SYSTEM, USER], [USER | {"role": "tool"}], [CHAT[2], USER]],
+)
+def test_chat_needs_turns(messages):
+    for style in PROMPTS:
+        with pytest.raises(UserError, match="user last"):
+            model_file.render_chat(style, messages)
+    with pytest.raises(UserError, match="unknown chat style alpaca: choose one of llama-3"):
+        model_file.render_chat("alpaca", [USER])
+
+
+# ---- bad files
+
+NO_FILES = "no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt"
+DAMAGED = ": not a valid tokenizer file; download it again"
+MODEL, JSON = "tokenizer.model" + DAMAGED, "tokenizer.json" + DAMAGED
+NOT_BYTES = "put the model's tokenizer.model beside it"
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, NO_FILES),
+        ({"vocab.json": "{}"}, NO_FILES),
+        ({"merges.txt": "a b"}, NO_FILES),
+        ({"tokenizer.model": ""}, MODEL),
+        ({"tokenizer.model": "version https://git-lfs.github.com/spec/v1\noid sha256:12\n"}, MODEL),
+        ({"tokenizer.model": "YWI= 0\nYW?M= 1\n"}, MODEL),  # not base64
+        ({"tokenizer.model": "YWI= 0\nYWM=\n"}, MODEL),  # cut off
+        ({"tokenizer.model": "YWI= 0\nYWM= 2\n"}, MODEL),  # a rank is missing
+        ({"tokenizer.model": "YWI= 0\nYWI= 1\n"}, MODEL),  # a word twice
+        ({"vocab.json": "{}", "merges.txt": "a b"}, "merges.txt" + DAMAGED),
+        ({"tokenizer.json": json.dumps(tokenizer_json())[:-9]}, "tokenizer.json: not valid JSON; download"),
+        ({"tokenizer.json": "[]"}, "tokenizer.json: not a JSON object; download it again"),
+        ({"tokenizer.json": "{}"}, JSON),
+        ({"tokenizer.json": tokenizer_json(), "generation_config.json": "{"}, "config.json: not valid JSON"),
+        ({"tokenizer.json": tokenizer_json({"a": 0})}, JSON),  # lacks bytes
+        ({"tokenizer.json": tokenizer_json(model={"merges": ["a b"]})}, JSON),  # lacks "ab"
+        ({"tokenizer.json": tokenizer_json(model={"type": "Unigram"})}, NOT_BYTES),
+        ({"tokenizer.json": tokenizer_json(model={"byte_fallback": True}, pre_tokenizer=None)}, NOT_BYTES),
+        ({"tokenizer.json": tokenizer_json(pre_tokenizer={"type": "Metaspace"})}, NOT_BYTES),
+        (
+            {
+                "tokenizer.json": tokenizer_json(
+                    pre_tokenizer={"pretokenizers": [{"type": "Metaspace"}, BYTE_LEVEL]}
+                )
+            },
+            "the pre_tokenizer Metaspace is not supported",
+        ),
+        (
+            {
+                "tokenizer.json": tokenizer_json(
+                    pre_tokenizer={"pretokenizers": [SPLIT | {"behavior": "MergedWithNext"}, BYTE_LEVEL]}
+                )
+            },
+            "the pre_tokenizer Split is not supported",
+        ),
+        (
+            {
+                "tokenizer.json": tokenizer_json(
+                    normalizer={"normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+                )
+            },
+            "the normalizer NFC, Lowercase is not supported",
+        ),
+    ],
+)
+def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
+    for name, contents in files.items():
+        contents = contents if isinstance(contents, str) else json.dumps(contents)
+        (tmp_path / name).write_text(contents, encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        load_tokenizer(tmp_path)
+    assert message in str(error.value) and "\n" not in str(error.value) and not any(capfd.readouterr())
+
+
+def test_truncated_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes((folder_of(LLAMA2) / "tokenizer.model").read_bytes()[:200_000])
+    with pytest.raises(UserError, match=MODEL):
+        load_tokenizer(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------- golden texts
+
+
+@needs_real
+@pytest.mark.parametrize("method,options", [("dense", []), ("sals", FULL)])
+def test_stories260k_gives_its_golden_text(method, options):
+    golden = json.loads((REAL / "stories260k" / "golden.json").read_text())
+    model, tokenizer = (
+        load_model(REAL / "stories260k", CPU, torch.float32),
+        load_tokenizer(REAL / "stories260k"),
+    )
+    prompt = tokenizer.encode(golden["prompt"])
+    assert prompt == golden["prompt_ids"]
+    engine = make_engine(model, method, 1, 256, **dict(options))
+    engine.prefill([prompt])
+    new = len(golden["greedy_ids"]) - len(prompt)
+    ids = prompt + decode_rows(engine, new, lambda ids: False).token_ids[0]
+    assert ids == golden["greedy_ids"]
+    assert tokenizer.decode(ids) == golden["greedy_text"]
+
+
+@pytest.fixture(scope="module")
+def nano_haystack():
+    tokenizer = load_tokenizer(NANO)
+    text = "\n".join(p.read_text() for p in sorted(ROOT.glob("*.py"))[:3])
+    return Haystack(tokenizer, [np.array(tokenizer.encode(text))])
+
+
+@pytest.mark.parametrize(
+    "method,options", [("dense", {}), ("sals", {}), ("sals", {"rank": 0.125, "bits": 2})]
+)
+def test_nano_retrieves_through_the_cache(method, options, nano_haystack):
+    model = load_model(NANO, CPU, torch.float32)
+    artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
+    room = Room(model, 4, 1600)
+    engine = Engine(
+        model,
+        METHODS[method].build(model, settings_from(method, options), room, artifact),
+        room,
+        Sampling(),
+        False,
+    )
+    scores = calibrate.eval_retrieval(engine, nano_haystack, "single", [0, 1, 2, 3], 1500, 16)
+    assert sum(scores) >= 3
+    if method == "dense":
+        assert sum(calibrate.eval_retrieval(engine, nano_haystack, "multikey", [0, 1, 2, 3], 1500, 16)) >= 3
+
+
+# ------------------------------------------------------------------------------------- tasks, calibration, training
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
+    tokenizer = nano_haystack.tokenizer
+    for seed in range(3):
+        ids, task = eval_sample(nano_haystack, kind, seed, 900)
+        assert len(ids) == 900 and ids[0] == tokenizer.bos_id
+        text = tokenizer.decode(ids)
+        assert all(fact in text for fact in task.facts)
+        assert text.endswith(task.question)
+        assert task.score(task.answer) == 1.0 and task.score("nothing") == 0.0
+        assert (ids, task) == eval_sample(nano_haystack, kind, seed, 900)
+        places = [text.index(fact) for fact in dict.fromkeys(task.facts)]
+        assert kind == "frequent" or places == sorted(places)  # facts lie in the order that the task gives
+
+
+def test_needle_depth_is_where_it_was_asked(nano_haystack):
+    for depth in (0.0, 0.5, 0.99):
+        ids, task = eval_sample(nano_haystack, "single", 0, 1000, depth=depth)
+        text = nano_haystack.tokenizer.decode(ids)
+        assert abs(text.index(task.facts[0]) / len(text) - depth) < 0.1
+
+
+def test_frequent_words_are_the_most_frequent():
+    for seed in range(5):
+        task = make_tasks("frequent", random.Random(seed), 2000)[0]
+        counts = {w: sum(w in f for f in task.facts) for w in {f.split()[-1][:-1] for f in task.facts}}
+        ordered = sorted(counts, key=lambda w: -counts[w])
+        assert ordered[:3] == task.references and counts[ordered[2]] > counts[ordered[3]]
+
+
+def test_training_documents_have_length_weights_and_bos(nano_haystack):
+    rng, answers = random.Random(0), 0
+    for _ in range(40):
+        ids, weights = training_document(nano_haystack, rng, 513)
+        assert len(ids) == len(weights) == 513 and ids[0] == nano_haystack.tokenizer.bos_id
+        answers += (weights == calibrate.ANSWER_WEIGHT).any()
+    assert 10 <= answers <= 30  # about half of the documents ask something
+
+
+def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
+    config = tiny_config(vocab_size=4096, tied=True)
+    stages = [Stage(4, 64, 12), Stage(2, 128, 6)]
+
+    def losses(minutes_first: float) -> tuple[dict, float]:
+        state = tmp_path / f"{minutes_first}.safetensors"
+        model = Llama(config)
+        calibrate.initialise(model, 0)
+        done = train(model, nano_haystack, stages, 5e-3, 0, 0, state, minutes_first)
+        if not done:
+            model = Llama(config)
+            done = train(model, nano_haystack, stages, 5e-3, 0, 0, state, math.inf)
+        tokens, weights = next(iter(calibrate.TrainingBatches(nano_haystack, 4, 64, 0, 1, 0)))
+        with torch.no_grad():
+            return load_file(state), calibrate.weighted_loss(model, tokens, weights).item()
+
+    (whole, loss), (resumed, _) = losses(math.inf), losses(0.0)
+    assert loss < math.log(4096) - 0.1
+    assert whole["step"] == resumed["step"] == 18
+    for name, tensor in whole.items():
+        assert torch.allclose(tensor, resumed[name], atol=1e-6), name
+
+
+def test_rank_at_counts_the_leading_eigenvalues():
+    values = torch.tensor([[5.0, 3.0, 1.0, 1.0], [10.0, 0.0, 0.0, 0.0]])
+    assert rank_at(values, 0.5).tolist() == [1, 1] and rank_at(values, 0.8).tolist() == [2, 1]
+    assert rank_at(values, 0.9).tolist() == [3, 1] and rank_at(values, 1.0).tolist() == [4, 1]
+
+
+def test_overlap_of_everything_is_one_and_of_more_is_more():
+    model = tiny_model()
+    prompts = [random_ids(60), random_ids(60, 1)]
+    last = None
+    for critical in (4, 20, 60):
+        settings = SalsSettings(rank=1.0, score_rank=1.0, sinks=2, critical=critical, recent=4)
+        score = calibrate.overlap_scores(model, bases(model), settings, prompts)
+        assert last is None or (score >= last - 1e-6).all()
+        last = score
+    assert torch.allclose(last, torch.ones(4), atol=1e-5)
+
+
+def test_an_interrupted_artifact_leaves_nothing(tmp_path, monkeypatch):
+    def broken(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "save_file", broken)
+    with pytest.raises(KeyboardInterrupt):
+        save_artifact({"a": torch.zeros(2)}, tmp_path / "sals.safetensors", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def run_main(main, argv: list[str], monkeypatch, capsys) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command run in this process."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def tiny_checkpoint(folder: Path, **changes) -> Path:
+    """A folder with a random model that nano's tokenizer fits, calibrated for SALS."""
+    model = tiny_model(vocab_size=4096, tied=True, **changes)
+    save_checkpoint(model, folder)
+    shutil.copy(NANO / "tokenizer.model", folder)
+    model = load_model(folder, CPU, torch.float32)
+    save_artifact(bases(model), artifact_path(folder, "sals"), model_identity(model))
+    return folder
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def drop_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def foreign_artifact(folder: Path) -> None:
+    save_artifact(bases(tiny_model()), artifact_path(folder, "sals"), model_identity(tiny_model()))
+
+
+DAMAGE = {
+    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not a usable config"),
+    "config lacks a field": (
+        lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+        "not a usable config",
+    ),
+    "architecture": (lambda f: edit_json(f / "config.json", model_type="gpt2"), "'gpt2' is not supported"),
+    "RoPE type": (
+        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "longrope"}),
+        "'longrope'",
+    ),
+    "activation": (lambda f: edit_json(f / "config.json", hidden_act="gelu"), "only silu"),
+    "quantised": (lambda f: edit_json(f / "config.json", quantization_config={"bits": 4}), "quantised"),
+    "shape disagrees": (
+        lambda f: edit_json(f / "config.json", intermediate_size=63),
+        "do not belong together",
+    ),
+    "layers disagree": (lambda f: edit_json(f / "config.json", num_hidden_layers=9), "tensors are missing"),
+    "fewer layers": (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "do not belong together"),
+    "heads disagree": (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "cannot share"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "truncated weights": (lambda f: truncate(f / "model.safetensors"), "download it again"),
+    "missing tensor": (drop_tensor, "tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
+    "missing shard": (lose_a_shard, "shard"),
+    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "no tokenizer.model"),
+    "damaged tokenizer": (
+        lambda f: (f / "tokenizer.model").write_bytes(b"nonsense"),
+        "not a valid tokenizer",
+    ),
+    "no artifact": (lambda f: artifact_path(f, "sals").unlink(), "calibrate.py fit"),
+    "truncated artifact": (lambda f: truncate(artifact_path(f, "sals")), "make it again"),
+    "artifact of another model": (foreign_artifact, "fitted to another model"),
+    "sliding window": (
+        lambda f: edit_json(f / "config.json", model_type="mistral", sliding_window=8),
+        "sliding window",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello there", "--max_new_tokens", 20]
+    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
+    assert code == 0 and out
+    spoil, message = DAMAGE[damage]
+    spoil(folder)
+    before = sorted(folder.iterdir())
+    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+    assert code == 2 and out == "" and message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert sorted(folder.iterdir()) == before
+
+
+BAD_OPTIONS = {
+    "unknown method": (["--method", "magic"], "unknown method 'magic'; the methods are: dense, sals"),
+    "setting of another method": (["--rank", "0.5"], "--rank"),
+    "bad choice": (["--method", "sals", "--bits", "3"], "--bits"),
+    "empty prompt": (["--prompt", ""], "empty"),
+    "empty number": (["--prompt", "0"], "empty"),
+    "no such file": (["--prompt", "@nowhere.txt"], "no such file"),
+    "prompt too long": (["--prompt", "600"], "more than the model's 512"),
+    "cache too small": (["--prompt", "60", "--context", "40"], "raise --context"),
+    "no such folder": (["--checkpoint", "nowhere"], "no such folder"),
+    "no such shape": (["--random_weights", "llama-9"], "the shapes are"),
+    "no demo": ([], "no demo.txt"),
+    "rank too large": (["--method", "sals", "--rank", "1.5", "--prompt", "5"], "1 to 64"),
+    "rank beyond the artifact": (["--method", "sals", "--rank", "0.9", "--prompt", "5"], "--max_rank"),
+    "no recent tokens": (["--method", "sals", "--recent", "0", "--prompt", "5"], "recent >= 1"),
+    "bad layer list": (["--method", "sals", "--skip", "first", "--prompt", "5"], "layer numbers"),
+    "bad sampling": (["--top_p", "0", "--prompt", "5"], "--top_p"),
+    "batch smaller than prompts": (
+        ["--prompt", "5", "--prompt", "6", "--batch_size", "1"],
+        "less than the 2 prompts",
+    ),
+    "no chat template": (["--chat", "--prompt", "hi"], "chat style"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    model = load_model(folder, CPU, torch.float32)
+    half = {name: basis[:, :32].contiguous() for name, basis in bases(model).items()}
+    save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_bad_options_end_in_one_line(case, checkpoint, monkeypatch, capsys):
+    options, message = BAD_OPTIONS[case]
+    options = options if "--checkpoint" in options else ["--checkpoint", checkpoint, *options]
+    code, out, err = run_main(generate.main, options, monkeypatch, capsys)
+    assert code == 2 and out == "" and message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_asked_for_but_absent(checkpoint, monkeypatch, capsys):
+    code, _, err = run_main(
+        generate.main, ["--checkpoint", checkpoint, "--device", "cuda"], monkeypatch, capsys
+    )
+    assert code == 2 and "--device cpu" in err
+
+
+def test_a_token_id_outside_the_model_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    shutil.copytree(checkpoint, tmp_path / "small", dirs_exist_ok=True)
+    save_checkpoint(
+        tiny_model(vocab_size=100), tmp_path / "small"
+    )  # fewer embeddings than nano's tokenizer has ids
+    argv = ["--checkpoint", tmp_path / "small", "--prompt", "hello"]
+    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
+    assert code == 2 and "outside the model's vocabulary of 100" in err, folder
+
+
+def test_a_budget_beyond_the_context_says_so_and_equals_dense(tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    texts = []
+    for argv in (
+        ["--method", "dense"],
+        ["--method", "sals", "--rank", "1", "--score_rank", "1", "--bits", "16"],
+    ):
+        argv += ["--checkpoint", folder, "--prompt", "40", "--max_new_tokens", "10"]
+        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+        texts.append(out)
+        assert code == 0 and ("every token is attended" in err) == ("sals" in argv)
+    assert texts[0] == texts[1]
+
+
+def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
+    argv = [
+        "--checkpoint",
+        checkpoint,
+        "--method",
+        "sals",
+        "--rank",
+        "0.25",
+        "--prompt",
+        "30",
+        "--prompt",
+        "7",
+        "--batch_size",
+        "3",
+        "--max_new_tokens",
+        "9",
+        "--recent",
+        "4",
+        "--json",
+        "--ignore_eos",
+    ]
+    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0
+    assert report["prompt_tokens"] == [30, 7, 30] and report["new_tokens"] == [9, 9, 9]
+    assert [len(ids) for ids in report["token_ids"]] == [9, 9, 9] and report["token_ids"][0] != report[
+        "token_ids"
+    ][1]
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"] < report["cache_bytes_dense"]
+    assert report["settings"]["rank"] == 0.25 and report["seed"] == 0
+    keys = (
+        "method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s first_token_s "
+        "decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense bytes_read_per_step "
+        "bandwidth_share peak_memory_bytes capture_s seed versions"
+    )
+    assert set(keys.split()) <= set(report)
+
+
+def test_prompts_from_text_file_and_stdin_agree(checkpoint, tmp_path, monkeypatch, capsys):
+    import io
+
+    (tmp_path / "prompt.txt").write_text("some words\nand more")
+    outputs = set()
+    for prompt in ("some words\nand more", f"@{tmp_path / 'prompt.txt'}", "-"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("some words\nand more"))
+        argv = ["--checkpoint", checkpoint, "--prompt", prompt, "--max_new_tokens", "12"]
+        outputs.add(run_main(generate.main, argv, monkeypatch, capsys)[:2])
+    assert len(outputs) == 1 and outputs.pop()[0] == 0
+
+
+def test_help_names_every_setting_with_the_papers_symbol(monkeypatch, capsys):
+    code, out, _ = run_main(generate.main, ["--method", "sals", "--help"], monkeypatch, capsys)
+    assert code == 0
+    for f in dataclasses.fields(SalsSettings):
+        assert f"--{f.name}" in out
+    assert "d_r" in out and "r*/r" in out and "x:" in out
+
+
+def test_interactive_keeps_the_conversation(checkpoint, monkeypatch, capsys):
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
+    argv = ["--checkpoint", checkpoint, "--interactive", "--max_new_tokens", "5", "--context", "64"]
+    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
+    assert code == 0 and out.count("> ") == 3
+
+
+def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    artifact_path(folder, "sals").unlink()
+    argv = ["fit", "--checkpoint", folder, "--method", "sals", "--windows", "4", "--window", "64"]
+    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+    assert code == 0 and "energy kept" in out
+    model = load_model(folder, CPU, torch.float32)
+    tensors = load_artifact(folder, "sals", model)
+    assert tensors["0.basis"].shape == (64, 32) and tensors["eigenvalues"].shape == (4, 64)
+    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello", "--max_new_tokens", "3"]
+    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
+
+
+def test_eval_prints_dense_first_and_json(checkpoint, tmp_path, monkeypatch, capsys):
+    argv = [
+        "eval",
+        "--checkpoint",
+        checkpoint,
+        "--method",
+        "sals:rank=0.25,bits=2",
+        "--samples",
+        "2",
+        "--rows",
+        "2",
+        "--lengths",
+        "200",
+        "--perplexity_rows",
+        "2",
+        "--prefix",
+        "40",
+        "--continuation",
+        "8",
+        "--json",
+        "--csv",
+        tmp_path / "table.csv",
+        "--tasks",
+        "single",
+        "multikey",
+        "--facts",
+        "4",
+    ]
+    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert code == 0 and [row["method"] for row in rows] == ["dense", "sals:rank=0.25,bits=2"]
+    assert rows[0]["kl python"] == 0 < rows[1]["kl python"]
+    assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
+    assert (tmp_path / "table.csv").read_text().count("\n") == 2
+
+
+def test_perplexity_through_the_cache_equals_a_full_forward(checkpoint):
+    model = load_model(checkpoint, CPU, torch.float32)
+    tokens = torch.randint(3, 4096, (2, 50))
+    engine = make_engine(model, "dense", 2, 50)
+    bar = generate.Progress("test", 10)
+    ppl, _, _ = calibrate.eval_perplexity(engine, tokens, 40, None, bar)
+    log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
+    reference = (-log_p.gather(-1, tokens[:, 40:, None]).mean()).exp()
+    assert abs(ppl / reference - 1) < 1e-4
+
+
+def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
+    cases = [
+        (
+            ["fit", "--checkpoint", checkpoint, "--method", "sals", "--text", tmp_path / "none"],
+            "no text there",
+        ),
+        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=x"], "rank must be a float"),
+        (["eval", "--checkpoint", checkpoint, "--method", "magic"], "the methods are"),
+        (
+            ["eval", "--checkpoint", checkpoint, "--method", "sals:depth=3"],
+            "--depth is not a setting of sals",
+        ),
+        (["train", "--out", checkpoint, "--text", checkpoint, "--stages", "8x8"], "BATCHxLENGTHxSTEPS"),
+        (["fly"], "invalid choice"),
+    ]
+    for argv, message in cases:
+        code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+        assert code == 2 and message in err and err.count("\n") == 1, argv
+
+
+def test_nothing_imports_triton_or_transformers_at_start():
+    code = "import generate, calibrate, sys; assert not {'triton', 'transformers'} & set(sys.modules)"
+    if "triton" in torch.__dict__.get("__all__", []):
+        pytest.skip("this torch imports triton by itself")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
