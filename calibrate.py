@@ -76,7 +76,7 @@ def held_out(file: Path) -> bool:
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
-    """The text files under a folder (or the one file), in a fixed order; `held` keeps one side of the split."""
+    """The text files under a folder (or the one file), in order; `held` keeps one side of the split."""
     if path.is_file():
         return [path]
     files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES and f.is_file())
@@ -92,7 +92,7 @@ def standard_library() -> Path:
 
 
 def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
-    """The files' texts in a seeded random order, without repeats, generated tables and site-packages' tests."""
+    """The files' texts in a seeded random order, without repeats and generated tables."""
     files, seen = list(files), set()
     random.Random(seed).shuffle(files)
     for file in files:
@@ -105,7 +105,7 @@ def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
         yield text
 
 
-# --------------------------------------------------------------------------- retrieval tasks, after RULER (2404.06654)
+# ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
 
 # Keys are "adjective noun"; variables and code words are names.
 ADJECTIVES, NOUNS, NAMES = (
@@ -270,7 +270,7 @@ class Haystack:
     def bury(
         self, rng: random.Random, facts: list[str], n: int, depth: float | None = None
     ) -> list[np.ndarray]:
-        """Pieces of a text of n tokens with the facts at random places (in their order); odd pieces are facts."""
+        """Pieces of a text of n tokens, the facts at random places in their order; odd pieces are facts."""
         encoded = [self.encode(f) for f in facts]
         plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
         starts = np.flatnonzero(self.starts_word[plain])
@@ -296,7 +296,7 @@ def eval_sample(
     return np.concatenate([np.array(bos, np.int32), *pieces, question]).tolist(), task
 
 
-# --------------------------------------------------------------------------------------------- fit and statistics
+# ----------------------------------------------------------------------------------------- fit and statistics
 
 
 def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
@@ -313,7 +313,7 @@ def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Te
 
 
 def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
-    """[count, length] token ids of consecutive windows of the texts, each led by BOS where the model wants one."""
+    """Token ids [count, length] of consecutive windows of the texts, each led by BOS if the model wants it."""
     ids: list[int] = []
     for text in read_texts(files):
         ids += tokenizer.encode(text, bos=False)
@@ -330,8 +330,8 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
 
 @torch.inference_mode()
 def key_covariance(model: Llama, tokens: Tensor, label: str) -> dict[str, Tensor]:
-    """Streaming second moments of the keys, in fp64: for each layer the uncentred K^T K of all heads jointly before
-    RoPE ("pre") and after ("post"), [L, Hkv*D, Hkv*D], and their means [L, Hkv*D]."""
+    """Streaming second moments of the keys, in fp64: for each layer the uncentred K^T K of all heads jointly
+    before RoPE ("pre") and after ("post"), [L, Hkv*D, Hkv*D], and their means [L, Hkv*D]."""
     c, device = model.config, next(model.parameters()).device
     zeros = {
         name: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, dtype=torch.float64, device=device)
@@ -359,7 +359,7 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """U: the leading eigenvectors of each layer's joint pre-RoPE key covariance (SALS sec. 4.2), and all eigenvalues."""
+    """U: the leading eigenvectors of each layer's joint pre-RoPE key covariance (SALS sec. 4.2)."""
     values, vectors = eigen(key_covariance(model, tokens, "fit sals")["pre"].cpu())
     r = max(1, round(max_rank * model.config.kv_dim))
     tensors = {"eigenvalues": values.float()}
@@ -393,9 +393,7 @@ def run_fit(args: argparse.Namespace) -> None:
     )
     path = artifact_path(args.checkpoint, args.method)
     save_artifact(tensors, path, metadata)
-    print(
-        f"{path}: {human(path.stat().st_size)}, from {tokens.numel()} tokens; energy kept at {facts['energy']}"
-    )
+    print(f"{path}: {human(path.stat().st_size)}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
 
 
 def rank_at(values: Tensor, share: float) -> Tensor:
@@ -460,14 +458,13 @@ class Candidate:
         settings_from(method, options)
         return cls(text, method, options)
 
-    def engine(self, args: argparse.Namespace, rows: int, capacity: int) -> tuple[Engine, object]:
+    def engine(self, args: argparse.Namespace, rows: int, capacity: int) -> Engine:
         """A fresh engine over freshly loaded weights, since a method may change them."""
-        model, tokenizer = load(args)
-        settings, room = settings_from(self.method, self.options), Room(model, rows, capacity)
-        artifact = load_artifact(args.checkpoint, self.method, model) if METHODS[self.method].fitted else {}
-        return Engine(
-            model, METHODS[self.method].build(model, settings, room, artifact), room, Sampling(), False
-        ), tokenizer
+        model, _ = load(args)
+        method, room = METHODS[self.method], Room(model, rows, capacity)
+        artifact = load_artifact(args.checkpoint, self.method, model) if method.fitted else {}
+        caches = method.build(model, settings_from(self.method, self.options), room, artifact)
+        return Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
 
 
 @torch.inference_mode()
@@ -476,8 +473,8 @@ def eval_perplexity(
 ) -> tuple[float, float, Tensor]:
     """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
 
-    tokens [B, prefix + n] -> perplexity over the n tokens, mean KL (nats) of `reference` log-probabilities [n, B, V]
-    to this cache's (0 without), and this cache's log-probabilities (fp16, on the CPU)."""
+    tokens [B, prefix + n] -> perplexity over the n tokens, mean KL (nats) of `reference` log-probabilities
+    [n, B, V] to this cache's (0 without), and this cache's log-probabilities (fp16, on the CPU)."""
     tokens = tokens.to(engine.room.device)
     engine.prefill(tokens[:, :prefix].tolist())
     loss, kl, kept = 0.0, 0.0, []
@@ -499,7 +496,7 @@ def eval_perplexity(
 def eval_retrieval(
     engine: Engine, hay: Haystack, kind: str, seeds: list[int], n_tokens: int, n_facts: int
 ) -> list[float]:
-    """Scores of one task kind, one row a seed: prefill the text and the question, decode the answer greedily."""
+    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily."""
     samples = [eval_sample(hay, kind, seed, n_tokens, n_facts) for seed in seeds]
     engine.prefill([ids for ids, _ in samples])
     room = max(len(hay.encode(task.answer)) for _, task in samples) + 4
@@ -522,9 +519,7 @@ def run_eval(args: argparse.Namespace) -> None:
     chunks = {name: windows(tokenizer, files, total, rows) for name, files in texts.items()} if rows else {}
     hay_files = text_files(args.haystack) if args.haystack else held_files
     hay = (
-        Haystack(tokenizer, [np.array(windows(tokenizer, hay_files, 1 << 19, 1)[0])])
-        if args.samples
-        else None
+        Haystack(tokenizer, [windows(tokenizer, hay_files, 1 << 19, 1)[0].numpy()]) if args.samples else None
     )
 
     steps = len(candidates) * (
@@ -534,12 +529,12 @@ def run_eval(args: argparse.Namespace) -> None:
     for candidate in candidates:
         row = {"method": candidate.label}
         for name, tokens in chunks.items():
-            engine, _ = candidate.engine(args, len(tokens), total)
+            engine = candidate.engine(args, len(tokens), total)
             ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
             reference.setdefault(name, log_p)
             row |= {f"ppl {name}": ppl, f"kl {name}": kl}
         for length in args.lengths if args.samples else []:
-            engine, _ = candidate.engine(args, min(args.rows, args.samples), length + 96)
+            engine = candidate.engine(args, min(args.rows, args.samples), length + 96)
             row["bytes/token"] = sum(c.measured() for c in engine.caches) / (
                 engine.room.rows * engine.room.capacity
             )
@@ -588,7 +583,7 @@ def print_table(rows: list[dict]) -> None:
         print()
 
 
-# ------------------------------------------------------------------------------------------ where the mass is lost
+# ------------------------------------------------------------------------------------- where the mass is lost
 
 
 @torch.inference_mode()
@@ -628,7 +623,7 @@ def overlap_score(q: Tensor, k: Tensor, basis: Tensor, settings: SalsSettings, c
 def run_overlap(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
     hay = Haystack(
-        tokenizer, [np.array(windows(tokenizer, text_files(standard_library(), held=True), 1 << 19, 1)[0])]
+        tokenizer, [windows(tokenizer, text_files(standard_library(), held=True), 1 << 19, 1)[0].numpy()]
     )
     prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
     artifact, results = load_artifact(args.checkpoint, "sals", model), {}
@@ -637,9 +632,7 @@ def run_overlap(args: argparse.Namespace) -> None:
         results[text] = overlap_scores(
             model, artifact, settings_from("sals", candidate.options), prompts
         ).tolist()
-    print(
-        f"overlap score a layer: {args.task}, {args.length} tokens, {args.samples} prompts, the last token's queries"
-    )
+    print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
     for text, scores in results.items():
         print(f"{text:40}", " ".join(f"{s:.3f}" for s in scores))
     if args.json:
@@ -652,8 +645,8 @@ ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2
 
 
 def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments, 50 %
-    retrieval."""
+    """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments,
+    50 % retrieval."""
     ids, weights = _training_document(hay, rng, n)
     ids[0] = hay.tokenizer.bos_id
     return ids, weights
@@ -690,7 +683,7 @@ def _training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nd
 
 
 class TrainingBatches(torch.utils.data.IterableDataset):
-    """Endless (tokens [B, S + 1] int64, weights [B, S] fp32); batch i is the same however many workers there are."""
+    """(tokens [B, S + 1] int64, weights [B, S] fp32); batch i is the same for any number of workers."""
 
     def __init__(self, hay: Haystack, batch: int, length: int, first: int, last: int, seed: int):
         self.hay, self.batch, self.length, self.seed = hay, batch, length, seed
@@ -740,7 +733,7 @@ NANO_STAGES = ("128x512x4000", "64x2048x2500", "16x8192x6000", "4x32768x300")
 
 
 def initialise(model: Llama, seed: int) -> None:
-    """Normal weights of deviation 0.02, those that write into the residual stream scaled by 1/sqrt(2 layers)."""
+    """Normal weights of deviation 0.02; those that write into the residual stream over sqrt(2 layers)."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -811,8 +804,8 @@ def train(
 ) -> bool:
     """AdamW with a cosine schedule over all stages; True when done, False when `minutes` ran out first.
 
-    `state` is a file that holds weights, moments and the step, so that a later run resumes where this one stopped.
-    Trained in fp32 with bf16 autocast; parameters are `model`'s own."""
+    `state` is a file that holds weights, moments and the step, so that a later run resumes where this one
+    stopped. Trained in fp32 with bf16 autocast; parameters are `model`'s own."""
     device = next(model.parameters()).device
     decay = [p for p in model.parameters() if p.ndim > 1]
     flat = [p for p in model.parameters() if p.ndim == 1]
@@ -930,7 +923,7 @@ def full_perplexity(model: Llama, ids: np.ndarray, length: int, count: int) -> f
     return torch.stack(losses).mean().exp().item()
 
 
-# --------------------------------------------------------------------------------------------- the command line
+# ------------------------------------------------------------------------------------------- the command line
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

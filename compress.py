@@ -1,9 +1,9 @@
 """Every cache: its settings, its mathematics, what it stores. A method is one block of this file.
 
 A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFORE RoPE and has three calls:
-    prefill(row, q, k, v)     a whole prompt: q [S, Hq, D], k and v [S, Hkv, D]  ->  attention output [S, Hq, D]
-    decode(pos, q, k, v)      one token a row at positions pos [B]: q [B, Hq, D] ->  attention output [B, Hq, D]
-    formula(), bytes_read()   the byte ledger: what the method says it stores and reads
+    prefill(row, q, k, v)   a whole prompt, q [S, Hq, D], k and v [S, Hkv, D] -> attention output [S, Hq, D]
+    decode(pos, q, k, v)    one token a row at positions pos [B], q [B, Hq, D] -> attention output [B, Hq, D]
+    formula(), bytes_read() the byte ledger: what the method says it stores and reads
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
@@ -35,7 +35,7 @@ def setting(default, text: str, choices: tuple | None = None):
 
 
 class Room:
-    """What all caches of a run share: the model's shape, B rows of `capacity` tokens, RoPE tables, device, dtype."""
+    """What all caches of a run share: the model's shape, B rows of `capacity` tokens, RoPE, device, dtype."""
 
     def __init__(self, model: Llama, rows: int, capacity: int):
         self.config, self.rows, self.capacity = model.config, rows, capacity
@@ -66,7 +66,7 @@ class Cache(nn.Module):
         return sum(b.untyped_storage().nbytes() for b in self.buffers())
 
     def formula(self) -> int:
-        """Bytes that the method's formula gives for the same rows and capacity; a test holds measured() to it."""
+        """Bytes that the method's formula gives for the same rows and capacity; tests hold measured() to it."""
         raise NotImplementedError
 
     def bytes_read(self, length: int) -> int:
@@ -77,12 +77,12 @@ class Cache(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
     """One query a row: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] bool -> [B, Hq, D].
 
-    The G query heads of a group stand as G queries over their one key/value head, so K and V are never repeated."""
+    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, None, None]).flatten(1, 2)
 
 
-# ----------------------------------------------------------------------------------------------------- dense
+# ------------------------------------------------------------------------------------------------------ dense
 
 
 @dataclass
@@ -129,11 +129,11 @@ def build_dense(
     return [DenseCache(room) for _ in model.layers]
 
 
-# ------------------------------------------------------------------------------- grouped quantisation (KIVI, SALS)
+# -------------------------------------------------------------------------- grouped quantisation (KIVI, SALS)
 
 
 def quantize(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Asymmetric codes of groups of channels within each token (KIVI's value scheme, arXiv 2402.02750, sec. 3).
+    """Asymmetric codes of groups of channels within each token (KIVI's value scheme, arXiv 2402.02750).
 
     x [..., D] -> codes [..., D * bits / 8] uint8 and (minimum, scale) [..., D / group, 2] fp16.
     Byte j holds channels j, j + n, j + 2n, ... (n = D * bits / 8) from its lowest bits up: unpacking gives
@@ -192,7 +192,7 @@ class Values(nn.Module):
         return dequantize(self.codes[where], self.low_scale[where], self.bits, self.group, self.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------ SALS
+# ------------------------------------------------------------------------------------------------------- SALS
 
 
 @dataclass
@@ -239,8 +239,9 @@ class SalsSettings:
 def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
     """Queries in the latent space: q [B, Hq, D] before RoPE, basis U_r* [Hkv*D, r*] -> [B, heads, r*].
 
-    sum (paper, sec. 4.3): one query for all heads, q~ = U^T sum over each group of q; then q~ . k~ equals the sum of
-    all heads' pre-RoPE logits. softmax (ours): one query a head, q~_h = q_h U_h, over the same latent rows."""
+    sum (paper, sec. 4.3): one query for all heads, q~ = U^T sum over each group of q; then q~ . k~ equals
+    the sum of all heads' pre-RoPE logits. softmax (ours): one query a head, q~_h = q_h U_h, over the same
+    latent rows."""
     grouped = q.unflatten(1, (n_kv_heads, -1))  # [B, Hkv, G, D]
     if rule == "sum":
         return grouped.sum(2).flatten(1)[:, None] @ basis
@@ -250,8 +251,8 @@ def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor
 def sals_scores(queries: Tensor, latent: Tensor, live: Tensor, rule: str, head_dim: int) -> Tensor:
     """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
 
-    sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax: each head's logits become attention weights over the live tokens
-    before they are summed, so that one loud head cannot decide for all."""
+    sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax: each head's logits become attention
+    weights over the live tokens before they are summed, so that one loud head cannot decide for all."""
     logits = (queries @ latent.transpose(1, 2)).float()  # [B, heads, S]
     if rule == "softmax":
         logits = (logits * head_dim**-0.5).masked_fill(~live[:, None], -torch.inf).softmax(-1)
@@ -261,7 +262,7 @@ def sals_scores(queries: Tensor, latent: Tensor, live: Tensor, rule: str, head_d
 def sals_select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> tuple[Tensor, Tensor]:
     """C without the recent window: x sinks and the y best of the tokens between sinks and window.
 
-    scores [B, S], pos [B] -> indices [B, x + y] and which of them count (short rows have fewer) [B, x + y] bool."""
+    scores [B, S], pos [B] -> indices [B, x + y], and which of them count (short rows have fewer)."""
     places = torch.arange(scores.shape[1], device=scores.device)
     oldest_recent = pos[:, None] - z + 1  # [B, 1]
     candidates = scores.masked_fill((places < x) | (places >= oldest_recent), -torch.inf)
@@ -273,8 +274,8 @@ def sals_select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> tuple[Te
 class SalsCache(Cache):
     """Joint latent of the pre-RoPE keys, quantised values, and a ring of the z most recent tokens.
 
-    Every token is written to the latent and value stores at once; the ring holds the last z exactly (or at rank 1/2).
-    `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token."""
+    Every token is written to the latent and value stores at once; the ring holds the last z exactly (or at
+    rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token."""
 
     def __init__(self, room: Room, settings: SalsSettings, basis: Tensor, sparse: bool):
         super().__init__(room)
@@ -345,14 +346,14 @@ class SalsCache(Cache):
         return sals_select(scores, pos, self.x, self.y, self.z)
 
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, rotated at the original positions."""
+        """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
         where = (self.room.row_ids[:, None], index)
         k = (self.latent[where] @ self.basis.T).unflatten(-1, (self.config.n_kv_heads, -1))
         return self.rope(k, index), self.values.read(where)
 
     def read_ring(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K, V [B, z, Hkv, D] of the recent window and which slots hold a token; slot s holds the latest position
-        that is s modulo z."""
+        """K, V [B, z, Hkv, D] of the recent window and which slots hold a token; slot s holds the latest
+        position that is s modulo z."""
         slots = torch.arange(self.z, device=pos.device)
         position = pos[:, None] - (pos[:, None] - slots) % self.z  # [B, z], negative where still empty
         k = (
@@ -364,7 +365,7 @@ class SalsCache(Cache):
         return k, self.ring_values.read((slice(None),)), position >= 0
 
     def token_bytes(self) -> int:
-        """Bytes of one compressed token: latent + codes + (minimum, scale); 0.28 or 0.156 of dense at the defaults."""
+        """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
         return self.r * self.room.dtype.itemsize + self.values.row_bytes
 
     def ring_bytes(self) -> int:
@@ -403,7 +404,7 @@ def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
 def sals_fold(attention: Attention, config: ModelConfig, basis: Tensor, r_score: int | None) -> None:
     """Appends W_k U_r, and for the sum rule (sum over each group of W_q) U_r*, to the rows of wqkv.
 
-    Both are exact, because everything up to the latent is linear: biases fold the same way. basis [Hkv*D, r]."""
+    Exact, since everything up to the latent is linear; biases fold the same way. basis [Hkv*D, r]."""
     linear = attention.wqkv
     parameters = {"weight": linear.weight, "bias": linear.bias}
     widths = [basis.shape[1]] + ([r_score] if r_score else [])
@@ -423,7 +424,7 @@ def sals_fold(attention: Attention, config: ModelConfig, basis: Tensor, r_score:
 
 
 def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    """One cache a layer; with `fold`, the model's wqkv grows by the latent rows (visible in Attention.widths)."""
+    """One cache a layer; with `fold`, the latent's rows are appended to the model's wqkv."""
     c = model.config
     try:
         skipped = {int(i) % c.n_layers for i in settings.skip.split(",") if i.strip()}
@@ -458,7 +459,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
     return caches
 
 
-# ------------------------------------------------------------------------------------------- calibration artifacts
+# -------------------------------------------------------------------------------------- calibration artifacts
 
 
 def artifact_path(folder: Path, method: str) -> Path:
@@ -505,12 +506,12 @@ def random_artifact(method: str, model: Llama) -> dict[str, Tensor]:
     return {f"{i}.basis": basis for i in range(c.n_layers)}
 
 
-# --------------------------------------------------------------------------------------------------- the table
+# -------------------------------------------------------------------------------------------------- the table
 
 
 @dataclass
 class Method:
-    """A row of METHODS: its settings, how its caches are built, and whether `calibrate.py fit` must run before."""
+    """A row of METHODS: its settings, how its caches are built, whether `calibrate.py fit` must run first."""
 
     settings: type
     build: Callable[..., list[Cache]]
@@ -531,7 +532,7 @@ def method_named(name: str) -> Method:
 
 
 def settings_from(method: str, options: dict) -> object:
-    """The method's settings with `options` (name -> value) in place of its defaults; unknown names are refused."""
+    """The method's settings with `options` (name -> value) over its defaults; unknown names are refused."""
     known = {f.name: f for f in dataclasses.fields(method_named(method).settings)}
     for name, value in options.items():
         if name not in known:

@@ -1,10 +1,10 @@
 """Generate text through a compressed cache.
 
-    python generate.py --method sals                           the embedded model answers questions about demo.txt
-    python generate.py --method sals --help                    every option, with the method's own settings
+    python generate.py --method sals                 the embedded model answers questions about demo.txt
+    python generate.py --method sals --help          every option, with the method's own settings
     python generate.py --checkpoint FOLDER --prompt "Once upon a time" --max_new_tokens 100
     python generate.py --random_weights llama-3.1-8b --prompt 32768 --batch_size 8 --method sals --json
-The text goes to stdout, the report to stderr; with --json the last line of stdout is the report as one JSON object.
+Text goes to stdout, the report to stderr; with --json the last line of stdout is the report as one JSON object.
 """
 
 import argparse
@@ -62,7 +62,8 @@ class Progress:
             self.shown = now
             filled = 30 * self.done // self.total
             left = (now - self.started) / self.done * (self.total - self.done)
-            line = f"{self.label} [{'#' * filled}{'.' * (30 - filled)}] {self.done}/{self.total}, {left:.0f} s left"
+            bar = "#" * filled + "." * (30 - filled)
+            line = f"{self.label} [{bar}] {self.done}/{self.total}, {left:.0f} s left"
             print(f"\r{line}  " if sys.stderr.isatty() else line, end="", file=sys.stderr, flush=True)
             if not sys.stderr.isatty():
                 print(file=sys.stderr)
@@ -72,7 +73,7 @@ class Progress:
             print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------- sampling
+# --------------------------------------------------------------------------------------------------- sampling
 
 
 @dataclass
@@ -100,24 +101,38 @@ class Sampling:
         return (probs / torch.empty_like(probs).exponential_(1)).argmax(-1)
 
 
-# ------------------------------------------------------------------------------------------------------ engine
+# ----------------------------------------------------------------------------------------------------- engine
 
 
 class Engine:
     """A model, its caches, and the decode step over static buffers: tokens [B] int64 and pos [B] int32.
 
-    `tokens` are the next to be written, at `pos`. On CUDA the step is captured once as a CUDA graph, before any
-    prompt is read; the graph is right for every length, because lengths are read on the device."""
+    `tokens` are the next to be written, at `pos`. On CUDA the step is captured once as a CUDA graph, before
+    any prompt is read; the graph is right for every length, because lengths are read on the device."""
 
-    def __init__(self, model: Llama, caches: list[Cache], room: Room, sampling: Sampling, compiled: bool):
+    def __init__(
+        self,
+        model: Llama,
+        caches: list[Cache],
+        room: Room,
+        sampling: Sampling,
+        compiled: bool = False,
+        graphed: bool = False,
+    ):
         self.model, self.caches, self.room, self.sampling = model, caches, room, sampling
         self.tokens = torch.zeros(room.rows, dtype=torch.int64, device=room.device)
         self.pos = torch.zeros(room.rows, dtype=torch.int32, device=room.device)
         self.logits = None  # [B, V] of the last step
-        self.step = self._step
-        self.capture_s = 0.0
-        if compiled:
-            self._compile()
+        started = time.time()
+        self.step = torch.compile(self._step, dynamic=False) if compiled else self._step
+        if graphed:
+            self.step = self._capture(self.step)
+        elif compiled:
+            self.step()
+        # What warm-up wrote lies beyond every row's length: prefill and decode overwrite it.
+        self.tokens.zero_()
+        self.pos.zero_()
+        self.capture_s = time.time() - started if compiled or graphed else 0.0
 
     def _step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
@@ -125,27 +140,18 @@ class Engine:
         self.tokens.copy_(self.sampling(self.logits))
         self.pos += 1
 
-    def _compile(self) -> None:
-        started = time.time()
-        step = torch.compile(self._step, dynamic=False)
-        if self.room.device.type == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    step()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+    def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The step as one CUDA graph; warmed up on a side stream first, as capture requires."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
                 step()
-            self.step = graph.replay
-        else:
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             step()
-            self.step = step
-        # What warm-up wrote lies beyond every row's length, and prefill or decode overwrite it.
-        self.tokens.zero_()
-        self.pos.zero_()
-        self.capture_s = time.time() - started
+        return graph.replay
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Reads one prompt a row; afterwards `tokens` holds each row's first new token."""
@@ -188,8 +194,8 @@ class Output:
 def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable[[list[int]], bool], emit=None) -> Output:
     """Generates until every row has stopped or has max_new_tokens; a stop token is not part of the output.
 
-    emit(row, token) is called for each token. On CUDA tokens are read back 16 steps at a time, so that the host
-    never waits within a step."""
+    emit(row, token) is called for each token. On CUDA tokens are read back 16 steps at a time, so that the
+    host never waits within a step."""
     rows = engine.room.rows
     output, stopped = Output([[] for _ in range(rows)]), [False] * rows
     stride = 16 if engine.room.device.type == "cuda" else 1
@@ -216,7 +222,7 @@ def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable[[list[int]]
     return output
 
 
-# --------------------------------------------------------------------------------------------- the command line
+# ------------------------------------------------------------------------------------------- the command line
 
 
 def parse_prompt(text: str, tokenizer, vocab_size: int, seed: int) -> list[int]:
@@ -293,12 +299,14 @@ def build_engine(model: Llama, method: str, options: dict, args, rows: int, capa
     caches = METHODS[method].build(model, settings, room, artifact_for(method, model, args))
     if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
         print(
-            f"note: the budget of {sum(settings.budget(capacity))} tokens covers the whole context of {capacity}: "
+            f"note: the budget of {sum(settings.budget(capacity))} tokens covers the context of {capacity}: "
             "every token is attended, as in dense attention",
             file=sys.stderr,
         )
-    compiled = room.device.type == "cuda" if args.compile is None else args.compile
-    return Engine(model, caches, room, Sampling(args.temperature, args.top_k, args.top_p), compiled)
+    graphed = room.device.type == "cuda"
+    compiled = graphed if args.compile is None else args.compile
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    return Engine(model, caches, room, sampling, compiled, graphed)
 
 
 def run_prompts(
@@ -435,7 +443,7 @@ tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {ro
 time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s
 decode       {r["decode_tokens_per_s"]} tokens/s{share}
 cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
-per token    {measured / tokens:.0f} B measured, {formula / tokens:.0f} B by formula, {dense / tokens:.0f} B dense
+per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {dense / tokens:.0f} B dense
 each step    reads {human(r["bytes_read_per_step"])} of cache
 peak memory  {human(r["peak_memory_bytes"])}""",
         file=sys.stderr,
@@ -629,7 +637,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
-    """One turn a line; the conversation stays in the cache. With --chat each turn wears the model's template."""
+    """One turn a line; the conversation stays in the cache. --chat wraps each turn in the model's template."""
     if tokenizer is None:
         raise UserError("--interactive needs a tokenizer, and random weights have none")
     capacity = args.context or min(4096, model.config.max_positions)

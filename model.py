@@ -31,7 +31,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: its one line says what is wrong and what to do. Ends with exit code 2."""
+    """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -143,7 +143,7 @@ SHAPES = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------- RoPE
+# ------------------------------------------------------------------------------------------------------- RoPE
 
 
 def scale_linear(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
@@ -215,13 +215,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2).reshape(q.shape)
 
 
-# -------------------------------------------------------------------------------------------------- the network
+# ------------------------------------------------------------------------------------------------ the network
 
 
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        # A method may append rows to wqkv at load time; what they compute reaches `attend` as further arguments.
+        # A method may append rows to wqkv at load time: `attend` gets their results as further arguments.
         self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
         self.wqkv = nn.Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
@@ -276,8 +276,7 @@ class Llama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Training and reference pass: tokens [B, S] -> normalised hidden states [B, S, dim]; logits are `output`
-        of them."""
+        """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -289,9 +288,10 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
-        """Runs one prompt (tokens [S]) and writes row `row` of every cache; returns the last token's logits [V].
+        """Runs one prompt, tokens [S], and writes row `row` of every cache; returns the last logits [V].
 
-        Layer by layer over the whole prompt: at any time one layer's full K and V exist, never all of them."""
+
+        Layer by layer over the whole prompt: one layer's full K and V exist at a time, never all."""
         x = self.tok_embeddings(tokens)  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x += layer.attention(layer.attention_norm(x), lambda *qkv, c=cache: c.prefill(row, *qkv))
@@ -300,14 +300,14 @@ class Llama(nn.Module):
         return self.output(self.norm(x[-1]))
 
     def decode(self, tokens: Tensor, pos: Tensor, caches: list) -> Tensor:
-        """One token for every row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
+        """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
         x = self.tok_embeddings(tokens)  # [B, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, lambda *qkv, c=cache: c.decode(pos, *qkv))
         return self.output(self.norm(x))
 
 
-# -------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------------ checkpoints
 
 
 def weight_slots(model: Llama) -> dict[str, Tensor]:
@@ -342,7 +342,7 @@ def weight_slots(model: Llama) -> dict[str, Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, single or sharded. Raises UserError where one is missing."""
+    """The safetensors files of a folder, single or sharded. Raises UserError where one is missing."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -359,7 +359,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(files: list[Path]) -> str:
-    """A hash of the sizes and of 64 evenly spread 4 KiB blocks of the files: cheap, and new for new weights."""
+    """A hash of the sizes and of 64 spread 4 KiB blocks of the files: cheap, and new for new weights."""
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -384,7 +384,7 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     """Loads a Hugging Face folder: tensor by tensor into the final weights, so no second copy is ever held.
 
-    Raises UserError for a missing, truncated or foreign file, and for tensors that disagree with config.json."""
+    Raises UserError for a missing, truncated or foreign file, and where tensors disagree with config.json."""
     model = empty_model(ModelConfig.from_folder(folder), device, dtype)
     files, slots = weight_files(folder), weight_slots(model)
     tied_copy = {"lm_head.weight"} if model.config.tied else set()
@@ -431,7 +431,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int 
     return model
 
 
-# --------------------------------------------------------------------------------------------------- tokenizers
+# ------------------------------------------------------------------------------------------------- tokenizers
 # Kinds: sentencepiece (Llama 2, Mistral, Phi-3), tiktoken (Llama 3), byte-level BPE (Hugging Face, Qwen)
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -515,7 +515,7 @@ class Tokenizer:
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of text that goes on from earlier text: without BOS, without sentencepiece's first space."""
+        """Token ids of text that goes on from earlier text: no BOS, no first space of sentencepiece."""
         if not self.drop_space:
             return self.encode_text(text)
         return self.encode_text("\n" + text)[len(self.encode_text("\n")) :]
@@ -722,7 +722,7 @@ def bpe_encoder(ranks: dict[bytes, int], ids: list[int], patterns: list[str], nf
     return encode
 
 
-# -------------------------------------------------------------------------------------------------- chat prompts
+# ----------------------------------------------------------------------------------------------- chat prompts
 # Chat: the prompts that instruction-tuned models were trained on
 
 CHAT_MARKERS = {  # what gives a style away, in the model's own template or among its special tokens

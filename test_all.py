@@ -1,7 +1,8 @@
 """All tests. Run with: pytest -q test_all.py
 
-They assert mathematics and behaviour on the CPU in minutes. Tests that need a GPU or ../shared (real checkpoints and
-tokenizers) skip where there is none. Errors are scale-free: rms of the difference over rms of the reference.
+They assert mathematics and behaviour on the CPU in minutes. Tests that need a GPU or ../shared (real
+checkpoints and tokenizers) skip where there is none. Errors are scale-free: rms of the difference over rms
+of the reference.
 """
 
 import base64
@@ -134,12 +135,11 @@ def make_engine(model: Llama, method: str, rows: int, capacity: int, **options) 
         METHODS[method].build(model, settings_from(method, options), room, artifact),
         room,
         Sampling(),
-        False,
     )
 
 
 def logits_through(engine: Engine, prompts: list[list[int]], continuation: list[list[int]]) -> torch.Tensor:
-    """Logits [1 + n, B, V] after the prompts and after each teacher-forced token (continuation: one list a row)."""
+    """Logits [1 + n, B, V] after the prompts and after each teacher-forced token (one list a row)."""
     engine.prefill(prompts)
     logits = [engine.logits]
     for tokens in zip(*continuation, strict=True):
@@ -153,7 +153,7 @@ def random_ids(n: int, seed: int = 0, vocab: int = 96) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, n).tolist()
 
 
-# ------------------------------------------------------------------------------------------- model and checkpoints
+# -------------------------------------------------------------------------------------- model and checkpoints
 
 
 def hf_model(family: str):
@@ -267,7 +267,7 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
     assert load_model(tmp_path, CPU, torch.float32).fingerprint != first
 
 
-# --------------------------------------------------------------------------------------------- the exactness ladder
+# --------------------------------------------------------------------------------------- the exactness ladder
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -338,7 +338,7 @@ def test_sals_prefill_writes_what_decode_writes(options, n):
 
 
 def test_sals_drops_exactly_one_token_past_the_budget():
-    """Full rank, so that only selection differs from dense: nothing is lost up to x + y + z tokens, one token after."""
+    """At full rank only selection differs from dense: nothing is lost up to x + y + z tokens, then one is."""
     model = tiny_model()
     budget = {
         "rank": 1.0,
@@ -364,7 +364,7 @@ def test_sals_drops_exactly_one_token_past_the_budget():
         assert (difference < 1e-5) == (n + 1 <= 30), n
 
 
-# ----------------------------------------------------------------------------------------------------- the ledger
+# ------------------------------------------------------------------------------------------------- the ledger
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_bytes_of_the_paper():
         assert cache.bytes_read(length) == expected
 
 
-# --------------------------------------------------------------------------------------------------- quantisation
+# ----------------------------------------------------------------------------------------------- quantisation
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -436,7 +436,7 @@ def test_packing_round_trips_every_code(bits):
     assert torch.equal(dequantize(*quantize(x, bits, 64), bits, 64, torch.float32), x)
 
 
-# ------------------------------------------------------------------------------------------------ SALS invariants
+# -------------------------------------------------------------------------------------------- SALS invariants
 
 
 def test_sals_fit_is_orthonormal_optimal_and_joint_beats_per_head():
@@ -543,7 +543,7 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time():
     assert len(seen) == 4
 
 
-# ------------------------------------------------------------------------------------------- sampling and the engine
+# ------------------------------------------------------------------------------------ sampling and the engine
 
 
 def test_greedy_top_k_and_top_p():
@@ -586,19 +586,36 @@ def test_the_same_seed_gives_the_same_sample():
     "method,options", [("dense", {}), ("sals", SPARSE), ("sals", SPARSE | {"score": "sum"})]
 )
 def test_graph_replay_equals_eager(method, options):
+    """One graph over 300 steps of a ragged batch, across the budget's edge at 32 tokens."""
     prompts, tokens = [random_ids(n, n) for n in (5, 31, 60)], []
-    for compiled in (False, True):
+    for graphed in (False, True):
         model = tiny_model().cuda()
         room = Room(model, 3, 400)
         artifact = bases(model) if METHODS[method].fitted else {}
         caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), compiled)
+        engine = Engine(model, caches, room, Sampling(), graphed=graphed)
         engine.prefill(prompts)
         tokens.append(decode_rows(engine, 300, lambda ids: False).token_ids)
     assert tokens[0] == tokens[1]
 
 
-# ---------------------------------------------------------------------------------------------------- tokenizers
+@needs_cuda
+@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", {}), ("sals", {"score": "sum"})])
+def test_compiled_graph_gives_nanos_greedy_tokens(method, options, nano_haystack):
+    prompts = [eval_sample(nano_haystack, "multikey", seed, n)[0] for seed, n in ((0, 700), (1, 1500))]
+    tokens = []
+    for compiled in (False, True):
+        model = load_model(NANO, torch.device("cuda"), torch.float32)
+        artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
+        room = Room(model, 2, 1600)
+        caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
+        engine = Engine(model, caches, room, Sampling(), compiled=compiled, graphed=compiled)
+        engine.prefill(prompts)
+        tokens.append(decode_rows(engine, 8, lambda ids: False).token_ids)
+    assert tokens[0] == tokens[1]
+
+
+# ------------------------------------------------------------------------------------------------- tokenizers
 
 LLAMA2, LLAMA3, QWEN, STORIES = "tokenizers/llama2", "tokenizers/llama3", "tokenizers/qwen2.5", "stories260k"
 TEXTS = [
@@ -1213,7 +1230,7 @@ def test_truncated_sentencepiece_model(tmp_path):
         load_tokenizer(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------- golden texts
+# ----------------------------------------------------------------------------------------------- golden texts
 
 
 @needs_real
@@ -1253,7 +1270,6 @@ def test_nano_retrieves_through_the_cache(method, options, nano_haystack):
         METHODS[method].build(model, settings_from(method, options), room, artifact),
         room,
         Sampling(),
-        False,
     )
     scores = calibrate.eval_retrieval(engine, nano_haystack, "single", [0, 1, 2, 3], 1500, 16)
     assert sum(scores) >= 3
@@ -1261,7 +1277,7 @@ def test_nano_retrieves_through_the_cache(method, options, nano_haystack):
         assert sum(calibrate.eval_retrieval(engine, nano_haystack, "multikey", [0, 1, 2, 3], 1500, 16)) >= 3
 
 
-# ------------------------------------------------------------------------------------- tasks, calibration, training
+# ------------------------------------------------------------------------------- tasks, calibration, training
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1355,7 +1371,7 @@ def test_an_interrupted_artifact_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------------ the command line
+# ------------------------------------------------------------------------------------------- the command line
 
 
 def run_main(main, argv: list[str], monkeypatch, capsys) -> tuple[int, str, str]:
