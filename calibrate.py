@@ -312,17 +312,23 @@ def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Te
         x = layer(x, attend)
 
 
-def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
-    """Token ids [count, length] of consecutive windows of the texts, each led by BOS if the model wants it."""
+def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
+    """Up to `most` token ids of the texts, one text after another."""
     ids: list[int] = []
     for text in read_texts(files):
         ids += tokenizer.encode(text, bos=False)
-        if len(ids) >= count * length:
+        if len(ids) >= most:
             break
-    count = min(count, len(ids) // length)
+    return np.array(ids[:most])
+
+
+def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
+    """Token ids [count, length] of consecutive windows of the texts, each led by BOS if the model wants it."""
+    ids = text_ids(tokenizer, files, count * length)
+    count = len(ids) // length
     if not count:
         raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}; give more text")
-    tokens = torch.tensor(ids[: count * length]).view(count, length)
+    tokens = torch.from_numpy(ids[: count * length]).view(count, length)
     if tokenizer.add_bos:
         tokens[:, 0] = tokenizer.bos_id
     return tokens
@@ -518,9 +524,7 @@ def run_eval(args: argparse.Namespace) -> None:
     total = args.prefix + args.continuation
     chunks = {name: windows(tokenizer, files, total, rows) for name, files in texts.items()} if rows else {}
     hay_files = text_files(args.haystack) if args.haystack else held_files
-    hay = (
-        Haystack(tokenizer, [windows(tokenizer, hay_files, 1 << 19, 1)[0].numpy()]) if args.samples else None
-    )
+    hay = Haystack(tokenizer, [text_ids(tokenizer, hay_files, 1 << 19)]) if args.samples else None
 
     steps = len(candidates) * (
         len(chunks) * args.continuation + len(args.lengths) * len(args.tasks) * args.samples
@@ -622,9 +626,7 @@ def overlap_score(q: Tensor, k: Tensor, basis: Tensor, settings: SalsSettings, c
 
 def run_overlap(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
-    hay = Haystack(
-        tokenizer, [windows(tokenizer, text_files(standard_library(), held=True), 1 << 19, 1)[0].numpy()]
-    )
+    hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(standard_library(), held=True), 1 << 19)])
     prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
     artifact, results = load_artifact(args.checkpoint, "sals", model), {}
     for text in args.method:

@@ -122,7 +122,8 @@ class Engine:
         self.model, self.caches, self.room, self.sampling = model, caches, room, sampling
         self.tokens = torch.zeros(room.rows, dtype=torch.int64, device=room.device)
         self.pos = torch.zeros(room.rows, dtype=torch.int32, device=room.device)
-        self.logits = None  # [B, V] of the last step
+        shape = (room.rows, model.config.vocab_size)
+        self.logits = torch.zeros(shape, dtype=room.dtype, device=room.device)  # of the last step
         started = time.time()
         self.step = torch.compile(self._step, dynamic=False) if compiled else self._step
         if graphed:
@@ -136,7 +137,7 @@ class Engine:
 
     def _step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
-        self.logits = self.model.decode(self.tokens, self.pos, self.caches)
+        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches))
         self.tokens.copy_(self.sampling(self.logits))
         self.pos += 1
 
@@ -157,15 +158,13 @@ class Engine:
         """Reads one prompt a row; afterwards `tokens` holds each row's first new token."""
         bar = Progress("prefill", len(prompts) * len(self.model.layers))
         hooks = [layer.attention.register_forward_hook(lambda *_: bar.tick()) for layer in self.model.layers]
-        logits = []
         for row, prompt in enumerate(prompts):
             ids = torch.tensor(prompt, device=self.room.device)
-            logits.append(self.model.prefill(ids, row, self.caches))
+            self.logits[row] = self.model.prefill(ids, row, self.caches)
             self.pos[row] = len(prompt)
         for hook in hooks:
             hook.remove()
         bar.close()
-        self.logits = torch.stack(logits)
         self.tokens.copy_(self.sampling(self.logits))
 
     def feed(self, ids: list[int]) -> None:

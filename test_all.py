@@ -141,11 +141,11 @@ def make_engine(model: Llama, method: str, rows: int, capacity: int, **options) 
 def logits_through(engine: Engine, prompts: list[list[int]], continuation: list[list[int]]) -> torch.Tensor:
     """Logits [1 + n, B, V] after the prompts and after each teacher-forced token (one list a row)."""
     engine.prefill(prompts)
-    logits = [engine.logits]
+    logits = [engine.logits.clone()]
     for tokens in zip(*continuation, strict=True):
         engine.tokens.copy_(torch.tensor(tokens))
         engine.step()
-        logits.append(engine.logits)
+        logits.append(engine.logits.clone())
     return torch.stack(logits)
 
 
@@ -595,7 +595,7 @@ def test_graph_replay_equals_eager(method, options):
         caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
         engine = Engine(model, caches, room, Sampling(), graphed=graphed)
         engine.prefill(prompts)
-        tokens.append(decode_rows(engine, 300, lambda ids: False).token_ids)
+        tokens.append((decode_rows(engine, 300, lambda ids: False).token_ids, engine.logits.tolist()))
     assert tokens[0] == tokens[1]
 
 
