@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import random
+import re
 import sys
 import sysconfig
 import time
@@ -454,7 +455,7 @@ class Candidate:
         method, _, rest = text.partition(":")
         kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
         options = {}
-        for pair in filter(None, rest.split(",")):
+        for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
             name, _, value = pair.partition("=")
             kind = kinds.get(name, str)
             try:
