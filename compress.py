@@ -208,7 +208,7 @@ class SalsSettings:
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
     keep: float = setting(
-        0.0, "scale x : y : z so that they keep this share of the cache's capacity (0: off)"
+        0.0, "share of the cache's capacity that is attended in all: sets y so that x + y + z is this share"
     )
     score: str = setting(
         "softmax",
@@ -230,9 +230,11 @@ class SalsSettings:
         """(x, y, z) in tokens for a cache of this capacity."""
         x, y, z = self.sinks, self.critical, self.recent
         if self.keep:
-            total = max(8, round(self.keep * capacity))
-            x, z = round(total * x / (x + y + z)), round(total * z / (x + y + z))
-            y = total - x - z
+            y = round(self.keep * capacity) - x - z
+            if y < 0:
+                raise UserError(
+                    f"--keep {self.keep} of {capacity} tokens is fewer than the {x} sinks and {z} recent tokens"
+                )
         return min(x, capacity), min(y, capacity), min(z, capacity)
 
 

@@ -374,7 +374,7 @@ def test_sals_drops_exactly_one_token_past_the_budget():
         {"rank": 0.125, "bits": 2},
         {"window": "half"},
         {"skip_as": "dense"},
-        {"bits": 16, "keep": 0.25},
+        {"bits": 16, "keep": 0.5},
         {"skip": ""},
     ],
 )
@@ -385,6 +385,13 @@ def test_measured_bytes_equal_the_formula(options, group):
         engine = make_engine(model, method, 3, 200, **chosen)
         for cache in engine.caches:
             assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
+
+
+def test_keep_is_the_share_of_tokens_attended():
+    assert SalsSettings(keep=0.125).budget(4096) == (16, 432, 64)  # the paper's setting on LongBench
+    assert sum(SalsSettings(keep=0.25).budget(8192)) == 2048
+    with pytest.raises(UserError, match="fewer than"):
+        SalsSettings(keep=0.01).budget(1000)
 
 
 def test_bytes_of_the_paper():
