@@ -7,6 +7,7 @@ python calibrate.py train --out FOLDER --text DIR ...       train a small Llama 
 """
 
 import argparse
+import csv
 import dataclasses
 import itertools
 import json
@@ -324,7 +325,7 @@ def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
 
 
 def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
-    """Token ids [count, length] of consecutive windows of the texts, each led by BOS if the model wants it."""
+    """Token ids [count, length] of consecutive windows of the texts, led by BOS if the model wants it."""
     ids = text_ids(tokenizer, files, count * length)
     count = len(ids) // length
     if not count:
@@ -501,10 +502,21 @@ def eval_perplexity(
 
 @torch.inference_mode()
 def eval_retrieval(
-    engine: Engine, hay: Haystack, kind: str, seeds: list[int], n_tokens: int, n_facts: int
+    engine: Engine,
+    hay: Haystack,
+    kind: str,
+    seeds: list[int],
+    n_tokens: int,
+    n_facts: int,
+    depths: list[float],
 ) -> list[float]:
-    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily."""
-    samples = [eval_sample(hay, kind, seed, n_tokens, n_facts) for seed in seeds]
+    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily.
+
+    depths: where the fact of each `single` lies, from 0 (the start) to 1; other kinds lie at random."""
+    places = depths if kind == "single" else [None] * len(seeds)
+    samples = [
+        eval_sample(hay, kind, seed, n_tokens, n_facts, d) for seed, d in zip(seeds, places, strict=True)
+    ]
     engine.prefill([ids for ids, _ in samples])
     room = max(len(hay.encode(task.answer)) for _, task in samples) + 4
     output = decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]))
@@ -514,77 +526,91 @@ def eval_retrieval(
     ]
 
 
+def perplexity_row(
+    candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar: Progress
+) -> dict:
+    """Perplexity and KL columns; the first candidate, dense, fills `reference`."""
+    row = {}
+    for name, tokens in texts.items():
+        engine = candidate.engine(args, len(tokens), args.prefix + args.continuation)
+        ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
+        reference.setdefault(name, log_p)
+        row |= {f"ppl {name}": ppl, f"kl {name}": kl}
+    return row
+
+
+def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
+    """Bytes per token, bytes read per step (longest prompt), per cent right for each length and task.
+
+    `single` also has its score for each fifth of the depth, under "depth LENGTH" (in the JSON only)."""
+    row = {"bytes/token": 0.0, "read/step": 0}
+    for length in args.lengths:
+        engine = candidate.engine(args, min(args.rows, args.samples), length + 96)
+        rows = engine.room.rows
+        row["bytes/token"] = sum(c.measured() for c in engine.caches) / (rows * engine.room.capacity)
+        row["read/step"] = sum(c.bytes_read(length) for c in engine.caches)
+        for kind in args.tasks:
+            scores = []
+            for first in range(0, args.samples, rows):
+                seeds = [
+                    min(first + i, args.samples - 1) for i in range(rows)
+                ]  # the last batch may repeat one
+                depths = [(seed + 0.5) / args.samples for seed in seeds]
+                scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
+                bar.tick(min(rows, args.samples - first))
+            scores = np.array(scores[: args.samples])
+            row[f"{kind} {length}"] = 100 * float(scores.mean())
+            if kind == "single":
+                row[f"depth {length}"] = [
+                    100 * float(part.mean()) for part in np.array_split(scores, 5) if len(part)
+                ]
+    return row
+
+
 def run_eval(args: argparse.Namespace) -> None:
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
     if candidates[0].method != "dense":
         candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
     tokenizer = load_tokenizer(args.checkpoint)
-    held_files = text_files(standard_library(), held=True)
-    texts = {"python": held_files} | {path.stem: text_files(path) for path in args.text}
+    held = text_files(standard_library(), held=True)
+    texts = {"python": held} | {path.stem: text_files(path) for path in args.text}
+    length = args.prefix + args.continuation
     rows = args.perplexity_rows
-    total = args.prefix + args.continuation
-    chunks = {name: windows(tokenizer, files, total, rows) for name, files in texts.items()} if rows else {}
-    hay_files = text_files(args.haystack) if args.haystack else held_files
-    hay = Haystack(tokenizer, [text_ids(tokenizer, hay_files, 1 << 19)]) if args.samples else None
+    texts = {name: windows(tokenizer, files, length, rows) for name, files in texts.items()} if rows else {}
+    hay_files = text_files(args.haystack) if args.haystack else held
+    hay = Haystack(tokenizer, [text_ids(tokenizer, hay_files, 1 << 19)])
 
-    steps = len(candidates) * (
-        len(chunks) * args.continuation + len(args.lengths) * len(args.tasks) * args.samples
-    )
-    bar, results, reference = Progress("eval", steps), [], {}
+    prompts = len(args.lengths) * len(args.tasks) * args.samples
+    bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
+    results, reference = [], {}
     for candidate in candidates:
-        row = {"method": candidate.label}
-        for name, tokens in chunks.items():
-            engine = candidate.engine(args, len(tokens), total)
-            ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
-            reference.setdefault(name, log_p)
-            row |= {f"ppl {name}": ppl, f"kl {name}": kl}
-        for length in args.lengths if args.samples else []:
-            engine = candidate.engine(args, min(args.rows, args.samples), length + 96)
-            row["bytes/token"] = sum(c.measured() for c in engine.caches) / (
-                engine.room.rows * engine.room.capacity
-            )
-            row["read/step"] = sum(c.bytes_read(length) for c in engine.caches)
-            for kind in args.tasks:
-                scores = []
-                for first in range(0, args.samples, engine.room.rows):
-                    seeds = [min(first + i, args.samples - 1) for i in range(engine.room.rows)]
-                    scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts)
-                    bar.tick(min(engine.room.rows, args.samples - first))
-                row[f"{kind} {length}"] = 100 * sum(scores[: args.samples]) / args.samples
-        results.append(row)
+        row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
+        results.append(row | (retrieval_row(candidate, args, hay, bar) if args.samples else {}))
     bar.close()
-    print_table(results)
+    columns = [key for key in results[0] if not key.startswith("depth")]
+    print_table(results, columns[1:])
     if args.csv:
-        header = list(dict.fromkeys(key for row in results for key in row))
-        args.csv.write_text(
-            "\n".join(
-                ",".join(str(row.get(k, "")) for k in header)
-                for row in [dict(zip(header, header, strict=True)), *results]
-            )
-        )
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(results)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "command": " ".join(sys.argv),
-                    "seed": 0,
-                    "device": device_name(torch.device(args.device)),
-                    "torch": torch.__version__,
-                    "rows": results,
-                }
-            )
-        )
+        facts = {
+            "command": " ".join(sys.argv),
+            "seeds": f"0 to {args.samples - 1}",
+            "torch": torch.__version__,
+        }
+        print(json.dumps(facts | {"device": device_name(torch.device(args.device)), "rows": results}))
 
 
-def print_table(rows: list[dict]) -> None:
-    """A plain table, one line a row; retrieval columns are grouped by length."""
-    columns = list(dict.fromkeys(key for row in rows for key in row if key != "method"))
+def print_table(rows: list[dict], columns: list[str]) -> None:
+    """A plain table, one line a row, eight columns at a time."""
     width = max(len(row["method"]) for row in rows)
     for start in range(0, len(columns), 8):
         part = columns[start : start + 8]
         print(f"{'':{width}}  " + "  ".join(f"{c:>15}" for c in part))
         for row in rows:
-            print(f"{row['method']:{width}}  " + "  ".join(f"{row.get(c, float('nan')):15.4g}" for c in part))
+            print(f"{row['method']:{width}}  " + "  ".join(f"{row[c]:15.4g}" for c in part))
         print()
 
 

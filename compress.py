@@ -58,7 +58,7 @@ class Cache(nn.Module):
         return torch.zeros(self.room.rows, *shape, dtype=dtype or self.room.dtype, device=self.room.device)
 
     def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """Rotates x [..., H, D] at positions [...] (or a slice of positions for the first dim)."""
+        """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
         return apply_rope(x, self.room.cos[positions], self.room.sin[positions])
 
     def measured(self) -> int:
@@ -66,7 +66,7 @@ class Cache(nn.Module):
         return sum(b.untyped_storage().nbytes() for b in self.buffers())
 
     def formula(self) -> int:
-        """Bytes that the method's formula gives for the same rows and capacity; tests hold measured() to it."""
+        """Bytes that the method's formula gives for these rows and capacity; tests hold measured() to it."""
         raise NotImplementedError
 
     def bytes_read(self, length: int) -> int:
@@ -107,8 +107,8 @@ class DenseCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rows = self.room.row_ids
-        self.k[rows, :, pos], self.v[rows, :, pos] = self.rope(k[:, None], pos[:, None])[:, 0], v
-        q = self.rope(q[:, None], pos[:, None])[:, 0]
+        self.k[rows, :, pos], self.v[rows, :, pos] = self.rope(k, pos), v
+        q = self.rope(q, pos)
         return attend(q, self.k, self.v, self.room.positions <= pos[:, None])
 
     def formula(self) -> int:
@@ -233,7 +233,7 @@ class SalsSettings:
             y = round(self.keep * capacity) - x - z
             if y < 0:
                 raise UserError(
-                    f"--keep {self.keep} of {capacity} tokens is fewer than the {x} sinks and {z} recent tokens"
+                    f"--keep {self.keep} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
                 )
         return min(x, capacity), min(y, capacity), min(z, capacity)
 
@@ -316,8 +316,8 @@ class SalsCache(Cache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rows = self.room.row_ids
         q_rotated, k_rotated = (
-            self.rope(q[:, None], pos[:, None])[:, 0],
-            self.rope(k[:, None], pos[:, None])[:, 0],
+            self.rope(q, pos),
+            self.rope(k, pos),
         )
         self.latent[rows, pos] = folded[0] if folded else k.flatten(1) @ self.basis
         self.values.write((rows, pos), v)

@@ -4,13 +4,14 @@
     python generate.py --method sals --help          every option, with the method's own settings
     python generate.py --checkpoint FOLDER --prompt "Once upon a time" --max_new_tokens 100
     python generate.py --random_weights llama-3.1-8b --prompt 32768 --batch_size 8 --method sals --json
-Text goes to stdout, the report to stderr; with --json the last line of stdout is the report as one JSON object.
+Text goes to stdout, the report to stderr; --json adds the report as one JSON object, stdout's last line.
 """
 
 import argparse
 import dataclasses
 import itertools
 import json
+import os
 import platform
 import random
 import resource
@@ -49,16 +50,23 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Progress:
-    """A plain progress bar on stderr; silent for whatever takes less than two seconds."""
+    """A plain progress bar on stderr; silent for less than two seconds, and within another bar."""
+
+    outer = None
 
     def __init__(self, label: str, total: int):
         self.label, self.total, self.done, self.started, self.shown = label, total, 0, time.time(), 0.0
+        Progress.outer = Progress.outer or self
 
     def tick(self, n: int = 1) -> None:
         self.done += n
         now = time.time()
         # On a terminal the bar moves in place; in a log file a line every ten seconds is enough.
-        if now - self.started > 2 and now - self.shown > (0.1 if sys.stderr.isatty() else 10):
+        if (
+            self is Progress.outer
+            and now - self.started > 2
+            and now - self.shown > (0.1 if sys.stderr.isatty() else 10)
+        ):
             self.shown = now
             filled = 30 * self.done // self.total
             left = (now - self.started) / self.done * (self.total - self.done)
@@ -69,6 +77,8 @@ class Progress:
                 print(file=sys.stderr)
 
     def close(self) -> None:
+        if self is Progress.outer:
+            Progress.outer = None
         if self.shown and sys.stderr.isatty():
             print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
 
@@ -275,7 +285,12 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, mo
 
 def load(args: argparse.Namespace) -> tuple[Llama, object]:
     """The model and its tokenizer (None with random weights)."""
-    device = torch.device(args.device)
+    try:
+        device = torch.device(args.device)
+    except RuntimeError:
+        raise UserError(f"--device {args.device}: not a device; use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
     dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if args.random_weights:
         return random_model(args.random_weights, device, dtype, args.seed), None
@@ -293,9 +308,35 @@ def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[st
     return load_artifact(args.checkpoint, method, model)
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(
+    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], room: Room
+) -> None:
+    """Raises UserError, with what would fit, where the caches would not; plans them on the meta device."""
+    with torch.device("meta"):
+        shadow = Llama(model.config).to(room.dtype)
+    plan = Room(shadow, room.rows, room.capacity)
+    needed = sum(cache.formula() for cache in METHODS[method].build(shadow, settings, plan, artifact))
+    free = free_memory(room.device)
+    if needed > free:
+        rows, tokens = int(room.rows * free / needed), int(room.capacity * free / needed)
+        raise UserError(
+            f"not enough memory: the {method} cache of {room.rows} rows x {room.capacity} tokens needs "
+            f"{human(needed)}, {human(free)} are free; {rows} rows, or {tokens} tokens a row, would fit"
+        )
+
+
 def build_engine(model: Llama, method: str, options: dict, args, rows: int, capacity: int) -> Engine:
     settings, room = settings_from(method, options), Room(model, rows, capacity)
-    caches = METHODS[method].build(model, settings, room, artifact_for(method, model, args))
+    artifact = artifact_for(method, model, args)
+    check_memory(model, method, settings, artifact, room)
+    caches = METHODS[method].build(model, settings, room, artifact)
     if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
         print(
             f"note: the budget of {sum(settings.budget(capacity))} tokens covers the context of {capacity}: "
@@ -551,8 +592,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise UserError(
             "--temperature and --top_k must be at least 0, --top_p in (0, 1], --max_new_tokens at least 1"
         )
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
     return args
 
 
@@ -636,7 +675,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
-    """One turn a line; the conversation stays in the cache. --chat wraps each turn in the model's template."""
+    """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
     if tokenizer is None:
         raise UserError("--interactive needs a tokenizer, and random weights have none")
     capacity = args.context or min(4096, model.config.max_positions)

@@ -1278,10 +1278,14 @@ def test_nano_retrieves_through_the_cache(method, options, nano_haystack):
         room,
         Sampling(),
     )
-    scores = calibrate.eval_retrieval(engine, nano_haystack, "single", [0, 1, 2, 3], 1500, 16)
+    scores = calibrate.eval_retrieval(
+        engine, nano_haystack, "single", [0, 1, 2, 3], 1500, 16, [0.1, 0.3, 0.6, 0.9]
+    )
     assert sum(scores) >= 3
     if method == "dense":
-        assert sum(calibrate.eval_retrieval(engine, nano_haystack, "multikey", [0, 1, 2, 3], 1500, 16)) >= 3
+        assert (
+            sum(calibrate.eval_retrieval(engine, nano_haystack, "multikey", [0, 1, 2, 3], 1500, 16, [])) >= 3
+        )
 
 
 # ------------------------------------------------------------------------------- tasks, calibration, training
@@ -1503,6 +1507,7 @@ BAD_OPTIONS = {
         ["--prompt", "5", "--prompt", "6", "--batch_size", "1"],
         "less than the 2 prompts",
     ),
+    "no device": (["--device", "abacus", "--prompt", "5"], "not a device"),
     "no chat template": (["--chat", "--prompt", "hi"], "chat style"),
 }
 
@@ -1542,6 +1547,25 @@ def test_a_token_id_outside_the_model_is_refused(checkpoint, tmp_path, monkeypat
     argv = ["--checkpoint", tmp_path / "small", "--prompt", "hello"]
     code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
     assert code == 2 and "outside the model's vocabulary of 100" in err, folder
+
+
+def test_too_little_memory_says_what_would_fit(checkpoint, monkeypatch, capsys):
+    model = load_model(checkpoint, CPU, torch.float32)
+    one_row = sum(cache.formula() for cache in make_engine(model, "dense", 1, 60).caches)
+    monkeypatch.setattr(generate, "free_memory", lambda device: int(2.5 * one_row))
+    argv = [
+        "--checkpoint",
+        checkpoint,
+        "--prompt",
+        "50",
+        "--max_new_tokens",
+        "10",
+        "--ignore_eos",
+        "--batch_size",
+    ]
+    assert run_main(generate.main, [*argv, 2], monkeypatch, capsys)[0] == 0
+    code, out, err = run_main(generate.main, [*argv, 4], monkeypatch, capsys)
+    assert code == 2 and out == "" and "2 rows, or 37 tokens a row, would fit" in err
 
 
 def test_a_budget_beyond_the_context_says_so_and_equals_dense(tmp_path, monkeypatch, capsys):
@@ -1671,7 +1695,8 @@ def test_eval_prints_dense_first_and_json(checkpoint, tmp_path, monkeypatch, cap
     assert code == 0 and [row["method"] for row in rows] == ["dense", "sals:rank=0.25,bits=2"]
     assert rows[0]["kl python"] == 0 < rows[1]["kl python"]
     assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
-    assert (tmp_path / "table.csv").read_text().count("\n") == 2
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
+    assert len(rows[0]["depth 200"]) == 2  # two samples fill two of the five fifths
 
 
 def test_perplexity_through_the_cache_equals_a_full_forward(checkpoint):
@@ -1710,3 +1735,18 @@ def test_nothing_imports_triton_or_transformers_at_start():
     if "triton" in torch.__dict__.get("__all__", []):
         pytest.skip("this torch imports triton by itself")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_readmes_first_command_prints_what_the_readme_shows():
+    readme = (ROOT / "README.md").read_text()
+    assert "python generate.py --method sals" in readme
+    run = subprocess.run(
+        [sys.executable, "generate.py", "--method", "sals"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    shown = readme.split("```\nQuestion:")[1].split("```")[0]
+    assert "Question:" + shown in run.stdout
