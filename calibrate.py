@@ -32,12 +32,15 @@ from torch import Tensor
 
 from compress import (
     METHODS,
+    LokiSettings,
     Room,
     SalsSettings,
     artifact_path,
+    build_loki,
     load_artifact,
     method_named,
     model_identity,
+    rank_at,
     sals_queries,
     sals_score_rank,
     sals_scores,
@@ -336,28 +339,42 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
     return tokens
 
 
+@dataclass
+class KeyMoments:
+    """Second moment K^T K / N [L, Hkv*D, Hkv*D] and mean [L, Hkv*D] of all heads' keys jointly, fp64."""
+
+    second: Tensor
+    mean: Tensor
+
+    def centred_heads(self, c: ModelConfig) -> Tensor:
+        """The covariance of each KV head alone, about its mean: [L, Hkv, D, D]."""
+        centred = self.second - self.mean[:, :, None] * self.mean[:, None, :]
+        blocks = centred.unflatten(2, (c.n_kv_heads, -1)).unflatten(1, (c.n_kv_heads, -1))
+        return torch.stack([blocks[:, h, :, h] for h in range(c.n_kv_heads)], dim=1)
+
+
 @torch.inference_mode()
-def key_covariance(model: Llama, tokens: Tensor, label: str) -> dict[str, Tensor]:
-    """Streaming second moments of the keys, in fp64: for each layer the uncentred K^T K of all heads jointly
-    before RoPE ("pre") and after ("post"), [L, Hkv*D, Hkv*D], and their means [L, Hkv*D]."""
+def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
+    """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
     c, device = model.config, next(model.parameters()).device
-    zeros = {
-        name: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, dtype=torch.float64, device=device)
-        for name in ("pre", "post")
-    }
+    shape = {"dtype": torch.float64, "device": device}
+    second = {n: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, **shape) for n in ("pre", "post")}
+    mean = {n: torch.zeros(c.n_layers, c.kv_dim, **shape) for n in ("pre", "post")}
     cos, sin = rope_tables(c, tokens.shape[1], device)
     bar = Progress(label, len(tokens) * c.n_layers)
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         for name, keys in (("pre", k), ("post", apply_rope(k, cos, sin))):
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
-            zeros[name][i].addmm_(rows.T, rows)
+            second[name][i].addmm_(rows.T, rows)
+            mean[name][i] += rows.sum(0)
         bar.tick()
 
     for window in tokens:
         observe(model, window[None].to(device), see)
     bar.close()
-    return {name: total / tokens.numel() for name, total in zeros.items()}
+    n = tokens.numel()
+    return {name: KeyMoments((second[name] / n).cpu(), (mean[name] / n).cpu()) for name in second}
 
 
 def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -368,7 +385,7 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> tuple[dict[str, Tensor], dict[str, str]]:
     """U: the leading eigenvectors of each layer's joint pre-RoPE key covariance (SALS sec. 4.2)."""
-    values, vectors = eigen(key_covariance(model, tokens, "fit sals")["pre"].cpu())
+    values, vectors = eigen(key_moments(model, tokens, "fit sals")["pre"].second)
     r = max(1, round(max_rank * model.config.kv_dim))
     tensors = {"eigenvalues": values.float()}
     for i in range(model.config.n_layers):
@@ -382,7 +399,30 @@ def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> tuple[dict[str, T
     }
 
 
-FITS = {"sals": fit_sals}
+def fit_loki(model: Llama, tokens: Tensor, max_rank: float) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
+
+    Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
+    tensors, perplexity = {}, {}
+    for name, moments in key_moments(model, tokens, "fit loki").items():
+        values, vectors = eigen(moments.centred_heads(model.config))
+        tensors[f"{name}.eigenvalues"] = values.float()
+        tensors[f"{name}.basis"] = vectors.float().contiguous()
+    trial = tokens[-4:]
+    prefix = trial.shape[1] - trial.shape[1] // 8
+    for name in ("pre", "post"):
+        room = Room(model, len(trial), trial.shape[1])
+        engine = Engine(model, build_loki(model, LokiSettings(basis=name), room, tensors), room, Sampling())
+        perplexity[name] = eval_perplexity(engine, trial, prefix, None, Progress("trial", trial.shape[1]))[0]
+    tensors["better"] = torch.tensor(int(perplexity["post"] <= perplexity["pre"]))
+    quarter = model.config.head_dim // 4
+    values = tensors["post.eigenvalues"]
+    kept = (values[..., :quarter].sum(-1) / values.sum(-1)).mean()
+    facts = {"energy": f"{0.25:.1%}: {kept:.4f}"}
+    return tensors, facts | {f"perplexity_{name}": f"{p:.4f}" for name, p in perplexity.items()}
+
+
+FITS = {"sals": fit_sals, "loki": fit_loki}
 
 
 def run_fit(args: argparse.Namespace) -> None:
@@ -404,17 +444,12 @@ def run_fit(args: argparse.Namespace) -> None:
     print(f"{path}: {human(path.stat().st_size)}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
 
 
-def rank_at(values: Tensor, share: float) -> Tensor:
-    """Rank@v (Loki Eq. 2, SALS appendix): the least n whose leading eigenvalues hold `share` of the sum."""
-    return (values.cumsum(-1) / values.sum(-1, keepdim=True) < share).sum(-1) + 1
-
-
 def run_ranks(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
     files = text_files(args.text or standard_library(), None if args.text else False)
     tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
-    moments = key_covariance(model, tokens, "ranks")
-    ranks = {name: rank_at(eigen(m.cpu())[0], args.energy).tolist() for name, m in moments.items()}
+    moments = key_moments(model, tokens, "ranks")
+    ranks = {name: rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
     width = model.config.kv_dim
     print(f"Rank@{args.energy:.0%} of the joint keys (of {width} dims), {tokens.numel()} tokens")
     for i, (pre, post) in enumerate(zip(ranks["pre"], ranks["post"], strict=True)):
@@ -519,7 +554,7 @@ def eval_retrieval(
     ]
     engine.prefill([ids for ids, _ in samples])
     room = max(len(hay.encode(task.answer)) for _, task in samples) + 4
-    output = decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]))
+    output = decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]), stride=16)
     return [
         task.score(hay.tokenizer.decode(ids))
         for (_, task), ids in zip(samples, output.token_ids, strict=True)

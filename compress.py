@@ -253,8 +253,8 @@ def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor
 def sals_scores(queries: Tensor, latent: Tensor, live: Tensor, rule: str, head_dim: int) -> Tensor:
     """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
 
-    sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax: each head's logits become attention
-    weights over the live tokens before they are summed, so that one loud head cannot decide for all."""
+    sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours): each head's logits become attention weights over
+    the live tokens before they are summed, so that one loud head cannot decide for all."""
     logits = (queries @ latent.transpose(1, 2)).float()  # [B, heads, S]
     if rule == "softmax":
         logits = (logits * head_dim**-0.5).masked_fill(~live[:, None], -torch.inf).softmax(-1)
@@ -315,13 +315,9 @@ class SalsCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rows = self.room.row_ids
-        q_rotated, k_rotated = (
-            self.rope(q, pos),
-            self.rope(k, pos),
-        )
         self.latent[rows, pos] = folded[0] if folded else k.flatten(1) @ self.basis
         self.values.write((rows, pos), v)
-        self.write_ring((rows, pos % self.z), k, k_rotated, v)
+        self.write_ring((rows, pos % self.z), k, self.rope(k, pos), v)
 
         if self.sparse:
             index, live = self.select(pos, q, *folded[1:])
@@ -330,19 +326,16 @@ class SalsCache(Cache):
             live = index <= pos[:, None] - self.z
         k_old, v_old = self.reconstruct(index)
         k_new, v_new, ring_live = self.read_ring(pos)
-        k_all, v_all = (
-            torch.cat((k_old, k_new), 1).transpose(1, 2),
-            torch.cat((v_old, v_new), 1).transpose(1, 2),
-        )
-        return attend(q_rotated, k_all, v_all, torch.cat((live, ring_live), 1))
+        k_all = torch.cat((k_old, k_new), 1).transpose(1, 2)  # [B, Hkv, n + z, D]
+        v_all = torch.cat((v_old, v_new), 1).transpose(1, 2)
+        return attend(self.rope(q, pos), k_all, v_all, torch.cat((live, ring_live), 1))
 
     def select(self, pos: Tensor, q: Tensor, *folded: Tensor) -> tuple[Tensor, Tensor]:
         c, rule = self.config, self.settings.score
-        queries = (
-            folded[0][:, None]
-            if folded
-            else sals_queries(q, self.basis[:, : self.r_score], c.n_kv_heads, rule)
-        )
+        if folded:
+            queries = folded[0][:, None]  # [B, 1, r*]
+        else:
+            queries = sals_queries(q, self.basis[:, : self.r_score], c.n_kv_heads, rule)
         live = self.room.positions <= pos[:, None]
         scores = sals_scores(queries, self.latent[..., : self.r_score], live, rule, c.head_dim)
         return sals_select(scores, pos, self.x, self.y, self.z)
@@ -358,13 +351,11 @@ class SalsCache(Cache):
         position that is s modulo z."""
         slots = torch.arange(self.z, device=pos.device)
         position = pos[:, None] - (pos[:, None] - slots) % self.z  # [B, z], negative where still empty
-        k = (
-            (self.ring_latent @ self.half_basis.T).unflatten(-1, (self.config.n_kv_heads, -1))
-            if self.half
-            else None
-        )
-        k = self.rope(k, position.clamp(min=0)) if self.half else self.ring_k
-        return k, self.ring_values.read((slice(None),)), position >= 0
+        v = self.ring_values.read((slice(None),))
+        if not self.half:
+            return self.ring_k, v, position >= 0
+        k = (self.ring_latent @ self.half_basis.T).unflatten(-1, (self.config.n_kv_heads, -1))
+        return self.rope(k, position.clamp(min=0)), v, position >= 0
 
     def token_bytes(self) -> int:
         """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
@@ -391,8 +382,7 @@ def sals_rank(settings: SalsSettings, config: ModelConfig) -> int:
     r = round(settings.rank * config.kv_dim)
     if not 1 <= r <= config.kv_dim:
         raise UserError(
-            f"--rank {settings.rank} gives r = {r}; this model's keys allow 1 to {config.kv_dim} "
-            f"(a share of at most 1)"
+            f"--rank {settings.rank} gives r = {r}; the keys allow 1 to {config.kv_dim}, a share of at most 1"
         )
     return r
 
@@ -461,6 +451,117 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
     return caches
 
 
+# ------------------------------------------------------------------------------------------------------- Loki
+
+
+@dataclass
+class LokiSettings:
+    """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
+
+    k: float = setting(
+        0.25, "k_f: tokens each query head attends, as a share of the length; above 1: a count"
+    )
+    d: float = setting(0.25, "d_f: leading principal components that scoring reads, as a share of D")
+    explained: float = setting(
+        0.0, "instead of d: per layer the Rank@v that explains this share (App. B.2; 0: off)"
+    )
+    basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
+    sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
+    recent: int = setting(0, "last tokens that are always among the k (the paper: none)")
+    reduced: bool = setting(
+        False, "PCAAttn (App. E): cache and attend d components of every token, no selection"
+    )
+
+
+class LokiCache(Cache):
+    """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V.
+
+    The leading d components score all tokens; each query head attends its own k best, exactly. Since P is a
+    rotation, full logits are unchanged (Lemma 4.1) and no second copy of the keys is kept."""
+
+    def __init__(self, room: Room, settings: LokiSettings, basis: Tensor, d: int):
+        super().__init__(room)
+        c, self.settings, self.d = room.config, settings, d
+        self.width = d if settings.reduced else c.head_dim  # components that are cached
+        self.basis = basis.to(room.device, room.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
+        self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, self.width))
+        self.register_buffer("v", self.store(c.n_kv_heads, room.capacity, c.head_dim))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [..., H, D] after RoPE -> the same in the basis of its KV head, [..., Hkv, H / Hkv, width]."""
+        grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
+        return grouped @ self.basis[..., : self.width]
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        span = slice(0, q.shape[0])
+        q, k = self.rope(q, span), self.rope(k, span)
+        self.k[row, :, span] = self.rotate(k)[:, :, 0].transpose(0, 1)
+        self.v[row, :, span] = v.transpose(0, 1)
+        return causal_attention(q, k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        rows = self.room.row_ids
+        self.k[rows, :, pos], self.v[rows, :, pos] = self.rotate(self.rope(k, pos))[:, :, 0], v
+        q = self.rotate(self.rope(q, pos))  # [B, Hkv, G, width]
+        if self.settings.reduced:  # the scale stays that of the full head dim
+            live = (self.room.positions <= pos[:, None])[:, None, None]
+            scale = self.config.head_dim**-0.5
+            return F.scaled_dot_product_attention(q, self.k, self.v, live, scale=scale).flatten(1, 2)
+        index, live = self.select(pos, q)  # [B, Hkv, G, k]
+        kv_heads = torch.arange(self.config.n_kv_heads, device=pos.device)[:, None, None]
+        where = (rows[:, None, None, None], kv_heads, index)
+        logits = torch.einsum("bhgd,bhgkd->bhgk", q, self.k[where]).float() * self.config.head_dim**-0.5
+        weights = logits.masked_fill(~live, -torch.inf).softmax(-1).to(v.dtype)
+        return torch.einsum("bhgk,bhgkd->bhgd", weights, self.v[where]).flatten(1, 2)
+
+    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
+
+        q [B, Hkv, G, D] -> indices [B, Hkv, G, k] and which of them count, since short rows have fewer."""
+        places, length = self.room.positions, (pos + 1)[:, None, None, None]
+        scores = (q[..., : self.d] @ self.k[..., : self.d].transpose(-1, -2)).float()  # [B, Hkv, G, S]
+        forced = (places < self.settings.sinks) | (places >= length - self.settings.recent)
+        scores = scores.masked_fill(forced, torch.inf).masked_fill(places >= length, -torch.inf)
+        index = scores.topk(loki_count(self.settings.k, self.room.capacity), dim=-1).indices
+        ranks = torch.arange(index.shape[-1], device=pos.device)
+        wanted = (self.settings.k * length).long() if self.settings.k <= 1 else length
+        return index, ranks < wanted.clamp(min=1).minimum(length)
+
+    def formula(self) -> int:
+        return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
+
+    def bytes_read(self, length: int) -> int:
+        """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
+        c, size = self.config, self.room.dtype.itemsize
+        if self.settings.reduced:
+            return length * c.n_kv_heads * (self.width + c.head_dim) * size
+        chosen = min(length, c.group * loki_count(self.settings.k, length))
+        return (length * self.d + chosen * 2 * c.head_dim) * c.n_kv_heads * size
+
+
+def loki_count(k: float, length: int) -> int:
+    """Tokens attended out of `length`: floor(k_f * length) but at least 1, or the count k."""
+    return max(1, min(length, int(k * length) if k <= 1 else int(k)))
+
+
+def rank_at(values: Tensor, share: float) -> Tensor:
+    """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold `share` of their sum."""
+    return (values.cumsum(-1) / values.sum(-1, keepdim=True) < share).sum(-1) + 1
+
+
+def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+    if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
+        raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
+    kind = ("pre", "post")[int(artifact["better"])] if settings.basis == "auto" else settings.basis
+    caches = []
+    for i in range(len(model.layers)):
+        d = max(1, round(settings.d * model.config.head_dim))
+        if settings.explained:
+            d = int(rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained).max())
+        caches.append(LokiCache(room, settings, artifact[f"{kind}.basis"][i], d))
+    return caches
+
+
 # -------------------------------------------------------------------------------------- calibration artifacts
 
 
@@ -504,7 +605,15 @@ def random_artifact(method: str, model: Llama) -> dict[str, Tensor]:
     """Orthonormal bases of no meaning in the place of fitted ones, for benchmarks with random weights."""
     c = model.config
     generator = torch.Generator().manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(c.kv_dim, c.kv_dim // 2, generator=generator)).Q
+
+    def orthonormal(n: int, r: int) -> Tensor:
+        return torch.linalg.qr(torch.randn(n, r, generator=generator)).Q
+
+    if method == "loki":
+        basis = orthonormal(c.head_dim, c.head_dim).expand(c.n_layers, c.n_kv_heads, -1, -1)
+        values = torch.ones(c.n_layers, c.n_kv_heads, c.head_dim)
+        return {"post.basis": basis, "post.eigenvalues": values, "better": torch.tensor(1)}
+    basis = orthonormal(c.kv_dim, c.kv_dim // 2)
     return {f"{i}.basis": basis for i in range(c.n_layers)}
 
 
@@ -524,6 +633,9 @@ class Method:
 METHODS = {
     "dense": Method(DenseSettings, build_dense, False, "the full cache"),
     "sals": Method(SalsSettings, build_sals, True, "sparse attention over a joint latent of the keys"),
+    "loki": Method(
+        LokiSettings, build_loki, True, "top-k attention, scored on principal components of the keys"
+    ),
 }
 
 

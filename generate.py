@@ -197,17 +197,19 @@ class Output:
     first_token_s: float = 0.0
     decode_s: float = 0.0
     steps: int = 0
-    answers: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)  # one for each --ask
+    stop_token: int | None = None  # of the last row that stopped
 
 
-def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable[[list[int]], bool], emit=None) -> Output:
+def decode_rows(
+    engine: Engine, max_new_tokens: int, stops: Callable[[list[int]], bool], emit=None, stride: int = 1
+) -> Output:
     """Generates until every row has stopped or has max_new_tokens; a stop token is not part of the output.
 
-    emit(row, token) is called for each token. On CUDA tokens are read back 16 steps at a time, so that the
-    host never waits within a step."""
+    emit(row, token) is called for each token. stride: steps between two looks at the tokens: more than 1
+    spares the device the wait for the host, but leaves tokens after the stop in the cache."""
     rows = engine.room.rows
     output, stopped = Output([[] for _ in range(rows)]), [False] * rows
-    stride = 16 if engine.room.device.type == "cuda" else 1
     engine.synchronize()
     started, made = time.time(), 0
     while made < max_new_tokens and not all(stopped):
@@ -218,13 +220,14 @@ def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable[[list[int]]
             if made < max_new_tokens:
                 engine.step()
         for tokens in torch.stack(block).tolist():
-            for row, token in enumerate(tokens):
-                if not stopped[row]:
-                    stopped[row] = stops([*output.token_ids[row][-16:], token])
-                    if not stopped[row]:
-                        output.token_ids[row].append(token)
-                        if emit:
-                            emit(row, token)
+            for row in (row for row in range(rows) if not stopped[row]):
+                stopped[row] = stops([*output.token_ids[row][-16:], tokens[row]])
+                if stopped[row]:
+                    output.stop_token = tokens[row]
+                    continue
+                output.token_ids[row].append(tokens[row])
+                if emit:
+                    emit(row, tokens[row])
         if made <= stride:
             output.first_token_s = time.time() - started
     output.decode_s, output.steps = time.time() - started, made - 1
@@ -368,7 +371,8 @@ def run_prompts(
         return bool(stop_text) and stop_text in tokenizer.decode(recent)
 
     if not asks:
-        output = decode_rows(engine, args.max_new_tokens, stops, emit)
+        stride = 16 if engine.room.device.type == "cuda" else 1
+        output = decode_rows(engine, args.max_new_tokens, stops, emit, stride)
     else:
         output = Output([[] for _ in prompts])
         for ask in asks:
@@ -620,9 +624,9 @@ def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[lis
             parse_prompt(p, tokenizer, model.config.vocab_size, args.seed + i)
             for i, p in enumerate(args.prompt)
         ]
-    if asks and tokenizer is None:
-        raise UserError("--ask needs a tokenizer, and random weights have none")
     rows = args.batch_size or len(prompts)
+    if asks and (tokenizer is None or rows > 1):
+        raise UserError("--ask takes one prompt, one row and a model with a tokenizer")
     if rows < len(prompts):
         raise UserError(f"--batch_size {rows} is less than the {len(prompts)} prompts given")
     return [prompts[i % len(prompts)] for i in range(rows)], asks
@@ -681,7 +685,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     capacity = args.context or min(4096, model.config.max_positions)
     engine = build_engine(model, args.method, chosen_settings(args, args.method), args, 1, capacity)
     style = chat_style({"model_type": model.config.family}, tokenizer) if args.chat else None
-    history, seen, ids = [], [], []
+    history, cached = [], []  # messages so far, and the token ids that lie in the cache
     torch.manual_seed(args.seed)
     while True:
         try:
@@ -693,16 +697,17 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
         history.append({"role": "user", "content": line})
         if style:
             ids = encode_chat(tokenizer, style, history)
+        elif cached:
+            ids = cached + tokenizer.encode_continuation("\n" + line)
         else:
-            ids = tokenizer.encode(line) if not seen else ids + tokenizer.encode_continuation("\n" + line)
+            ids = tokenizer.encode(line)
         if len(ids) + args.max_new_tokens > capacity:
             raise UserError(
                 f"the conversation fills the cache of {capacity} tokens; start again with more --context"
             )
-        # Feed only what the cache does not hold yet; a template that rewrites the past starts over.
-        if seen and ids[: len(seen)] == seen:
-            engine.feed(ids[len(seen) :])
-        else:
+        if cached and ids[: len(cached)] == cached:
+            engine.feed(ids[len(cached) :])
+        else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
         emit = streamer(tokenizer, () if style else ids)
         output = decode_rows(
@@ -711,10 +716,8 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
         print()
         made = output.token_ids[0]
         history.append({"role": "assistant", "content": tokenizer.decode(made)})
-        # The last token made may not be in the cache yet: rewind to what is certainly there.
-        seen = ids
-        engine.pos.fill_(len(seen))
-        ids = ids + made
+        # The last token made may not have been written yet, so the position says what the cache holds.
+        cached = [*ids, *made, output.stop_token][: int(engine.pos[0])]
 
 
 def run_command(run: Callable[[], None]) -> None:

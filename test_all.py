@@ -33,7 +33,7 @@ from calibrate import (
     eigen,
     eval_sample,
     fit_sals,
-    key_covariance,
+    key_moments,
     make_tasks,
     rank_at,
     save_artifact,
@@ -44,12 +44,15 @@ from calibrate import (
 from compress import (
     METHODS,
     DenseCache,
+    LokiCache,
+    LokiSettings,
     Room,
     SalsCache,
     SalsSettings,
     artifact_path,
     dequantize,
     load_artifact,
+    loki_count,
     model_identity,
     quantize,
     sals_queries,
@@ -123,13 +126,27 @@ def bases(model: Llama) -> dict[str, torch.Tensor]:
     return {f"{i}.basis": orthonormal(model.config.kv_dim, i) for i in range(model.config.n_layers)}
 
 
+def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
+    """An artifact without fitting: any rotation is exact at full rank."""
+    c = model.config
+    if method == "loki":
+        rotations = [orthonormal(c.head_dim, i) for i in range(c.n_layers * c.n_kv_heads)]
+        basis = torch.stack(rotations).unflatten(0, (c.n_layers, c.n_kv_heads))
+        return {
+            "post.basis": basis,
+            "post.eigenvalues": torch.ones(basis.shape[:-1]),
+            "better": torch.tensor(1),
+        }
+    return bases(model) if METHODS[method].fitted else {}
+
+
 FULL = {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 4, "critical": 400, "recent": 8}
 SPARSE = {"rank": 0.5, "bits": 4, "sinks": 4, "critical": 20, "recent": 8}
 
 
 def make_engine(model: Llama, method: str, rows: int, capacity: int, **options) -> Engine:
     room = Room(model, rows, capacity)
-    artifact = bases(model) if METHODS[method].fitted else {}
+    artifact = artifact_of(method, model)
     return Engine(
         model,
         METHODS[method].build(model, settings_from(method, options), room, artifact),
@@ -298,6 +315,9 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window):
         ("sals", SPARSE | {"bits": 16}),
         ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
         ("sals", SPARSE | {"window": "half", "fold": False}),
+        ("loki", {"k": 0.3, "d": 0.5}),
+        ("loki", {"k": 12, "d": 0.25, "sinks": 2, "recent": 4}),
+        ("loki", {"d": 0.5, "reduced": True}),
     ],
 )
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
@@ -312,7 +332,10 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
         assert error(together[:, row], alone[:, 0]) < (1e-2 if options.get("bits") == 4 else 1e-5)
 
 
-@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", FULL)])
+@pytest.mark.parametrize(
+    "method,options",
+    [("dense", {}), ("sals", FULL), ("loki", {"k": 1.0}), ("loki", {"d": 1.0, "reduced": True})],
+)
 def test_prefill_then_decode_equals_decode_all_the_way(method, options):
     ids = random_ids(70)
     late = logits_through(make_engine(tiny_model(), method, 1, 80, **options), [ids[:60]], [ids[60:]])
@@ -381,7 +404,8 @@ def test_sals_drops_exactly_one_token_past_the_budget():
 @pytest.mark.parametrize("group", [1, 4])
 def test_measured_bytes_equal_the_formula(options, group):
     model = tiny_model(group=group, head_dim=32)
-    for method, chosen in (("dense", {}), ("sals", options)):
+    loki = [("loki", {}), ("loki", {"reduced": True, "d": 0.25})]
+    for method, chosen in [("dense", {}), ("sals", options), *loki]:
         engine = make_engine(model, method, 3, 200, **chosen)
         for cache in engine.caches:
             assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
@@ -450,7 +474,7 @@ def test_sals_fit_is_orthonormal_optimal_and_joint_beats_per_head():
     model = tiny_model(group=2)
     tokens = torch.randint(0, 96, (6, 64), generator=torch.Generator().manual_seed(0))
     tensors, _ = fit_sals(model, tokens, 1.0)
-    covariance = key_covariance(model, tokens, "test")["pre"]
+    covariance = key_moments(model, tokens, "test")["pre"].second
     for i in range(4):
         basis, values = tensors[f"{i}.basis"].double(), tensors["eigenvalues"][i].double()
         assert error(basis.T @ basis, torch.eye(64)) < 1e-5
@@ -550,6 +574,104 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time():
     assert len(seen) == 4
 
 
+# ------------------------------------------------------------------------------------------- Loki invariants
+
+
+def loki_cache(group: int = 2, **options) -> tuple[LokiCache, DenseCache, tuple]:
+    """A Loki and a dense cache that read the same 40 tokens, and the next step's (pos, q, k, v)."""
+    model = tiny_model(group=group)
+    room, settings = Room(model, 1, 41), LokiSettings(**options)
+    heads = 8 // group
+    basis = torch.stack([orthonormal(16, h) for h in range(heads)])
+    caches = LokiCache(room, settings, basis, max(1, round(settings.d * 16))), DenseCache(room)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(41, 8, 16), torch.randn(41, heads, 16) * 2, torch.randn(41, heads, 16)
+    for cache in caches:
+        cache.prefill(0, q[:40], k[:40], v[:40])
+    return *caches, (torch.tensor([40], dtype=torch.int32), q[40:], k[40:], v[40:])
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(
+    "options", [{"k": 1.0, "d": 0.25}, {"k": 500, "d": 0.5}, {"reduced": True, "d": 1.0}]
+)
+def test_loki_with_every_token_or_component_is_dense(group, options):
+    loki, dense, step = loki_cache(group, **options)
+    assert error(loki.decode(*step), dense.decode(*step)) < 1e-5
+
+
+def test_loki_with_all_components_is_exact_top_k():
+    loki, dense, step = loki_cache(k=9, d=1.0)
+    got = loki.decode(*step)
+    pos, q, _, _ = step
+    dense.decode(*step)
+    logits = torch.einsum("hgd,hsd->hgs", dense.rope(q, pos)[0].unflatten(0, (4, 2)), dense.k[0]) / 4
+    index = logits.topk(9, dim=-1).indices
+    chosen, live = loki.select(pos, loki.rotate(loki.rope(q, pos)))
+    assert live.all() and torch.equal(chosen[0].sort(-1).values, index.sort(-1).values)
+    masked = torch.full_like(logits, -torch.inf).scatter(-1, index, logits.gather(-1, index))
+    assert error(got[0], (masked.softmax(-1) @ dense.v[0]).flatten(0, 1)) < 1e-5
+    # Mixture identity: full attention is m * (attention on the chosen) + (1 - m) * (attention on the rest).
+    weights = logits.softmax(-1)
+    m = weights.gather(-1, index).sum(-1, keepdim=True)
+    rest = logits.scatter(-1, index, -torch.inf).softmax(-1) @ dense.v[0]
+    mixed = m * got[0].unflatten(0, (4, 2)) + (1 - m) * rest
+    assert error(mixed, weights @ dense.v[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "length,k,count", [(1, 0.25, 1), (3, 0.25, 1), (8, 0.25, 2), (39, 0.25, 9), (40, 7, 7)]
+)
+def test_loki_attends_floor_of_k_but_at_least_one(length, k, count):
+    loki, _, (_, q, _, _) = loki_cache(k=k)
+    _, live = loki.select(torch.tensor([length - 1]), loki.rotate(q))
+    assert (live.sum(-1) == count).all() and loki_count(k, length) == count
+
+
+def test_loki_is_blind_to_a_shift_of_all_keys_and_to_their_order():
+    """Subtracting a vector from all post-RoPE keys, or reordering the cached tokens, changes nothing."""
+    loki, _, step = loki_cache(k=10, d=0.5)
+    pos, q, _, _ = step
+    truth = loki.decode(*step)
+    index, _ = loki.select(pos, loki.rotate(loki.rope(q, pos)))
+    loki.k -= torch.randn(4, 1, 16)
+    shifted, _ = loki.select(pos, loki.rotate(loki.rope(q, pos)))
+    assert torch.equal(index.sort(-1).values, shifted.sort(-1).values)
+    loki, _, step = loki_cache(k=10, d=0.5)
+    order = torch.randperm(40)
+    loki.k[:, :, :40], loki.v[:, :, :40] = loki.k[:, :, order], loki.v[:, :, order]
+    assert error(loki.decode(*step), truth) < 1e-5
+
+
+def test_loki_sinks_and_recent_count_in_the_budget():
+    loki, _, (pos, q, _, _) = loki_cache(k=8, d=0.5, sinks=2, recent=3)
+    index, live = loki.select(pos, loki.rotate(q))
+    assert live.all() and index.shape[-1] == 8
+    assert all({0, 1, 38, 39, 40} <= set(head.tolist()) for head in index.flatten(0, 2))
+
+
+def test_loki_fit_is_a_centred_pca_of_each_head():
+    model = tiny_model(vocab_size=96)
+    tokens = torch.randint(0, 96, (8, 64), generator=torch.Generator().manual_seed(0))
+    tensors, facts = calibrate.fit_loki(model, tokens, 0.5)
+    seen = []
+    for window in tokens:
+        calibrate.observe(model, window[None], lambda i, q, k, v: seen.append((i, k[0])))
+    keys = torch.cat([k for i, k in seen if i == 2])[:, 1].double()  # layer 2, head 1, before RoPE
+    centred = keys - keys.mean(0)
+    basis, values = tensors["pre.basis"][2, 1].double(), tensors["pre.eigenvalues"][2, 1].double()
+    assert error(basis.T @ basis, torch.eye(16)) < 1e-5
+    for d in (1, 4, 12):  # Eckart-Young: the residual is the tail of the eigenvalues
+        residual = (centred - centred @ basis[:, :d] @ basis[:, :d].T).square().sum(1).mean()
+        assert abs(residual / values[d:].sum() - 1) < 1e-4
+    worse = "pre" if tensors["better"] else "post"
+    better = "post" if tensors["better"] else "pre"
+    assert float(facts[f"perplexity_{better}"]) <= float(facts[f"perplexity_{worse}"])
+    moved = keys @ orthonormal(16, 5).double() * 3 + 7  # Rank@v is blind to rotation, scale and shift
+    again = eigen((moved - moved.mean(0)).T @ (moved - moved.mean(0)) / len(moved))[0]
+    assert torch.equal(rank_at(again, 0.8), rank_at(values, 0.8))
+
+
 # ------------------------------------------------------------------------------------ sampling and the engine
 
 
@@ -590,7 +712,8 @@ def test_the_same_seed_gives_the_same_sample():
 
 @needs_cuda
 @pytest.mark.parametrize(
-    "method,options", [("dense", {}), ("sals", SPARSE), ("sals", SPARSE | {"score": "sum"})]
+    "method,options",
+    [("dense", {}), ("sals", SPARSE), ("sals", SPARSE | {"score": "sum"}), ("loki", {"k": 0.3, "d": 0.5})],
 )
 def test_graph_replay_equals_eager(method, options):
     """One graph over 300 steps of a ragged batch, across the budget's edge at 32 tokens."""
@@ -598,7 +721,7 @@ def test_graph_replay_equals_eager(method, options):
     for graphed in (False, True):
         model = tiny_model().cuda()
         room = Room(model, 3, 400)
-        artifact = bases(model) if METHODS[method].fitted else {}
+        artifact = artifact_of(method, model)
         caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
         engine = Engine(model, caches, room, Sampling(), graphed=graphed)
         engine.prefill(prompts)
@@ -1403,7 +1526,8 @@ def tiny_checkpoint(folder: Path, **changes) -> Path:
     save_checkpoint(model, folder)
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
-    save_artifact(bases(model), artifact_path(folder, "sals"), model_identity(model))
+    for method in ("sals", "loki"):
+        save_artifact(artifact_of(method, model), artifact_path(folder, method), model_identity(model))
     return folder
 
 
@@ -1487,7 +1611,7 @@ def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
 
 
 BAD_OPTIONS = {
-    "unknown method": (["--method", "magic"], "unknown method 'magic'; the methods are: dense, sals"),
+    "unknown method": (["--method", "magic"], "unknown method 'magic'; the methods are: dense, sals, loki"),
     "setting of another method": (["--rank", "0.5"], "--rank"),
     "bad choice": (["--method", "sals", "--bits", "3"], "--bits"),
     "empty prompt": (["--prompt", ""], "empty"),
@@ -1500,6 +1624,8 @@ BAD_OPTIONS = {
     "no demo": ([], "no demo.txt"),
     "rank too large": (["--method", "sals", "--rank", "1.5", "--prompt", "5"], "1 to 64"),
     "rank beyond the artifact": (["--method", "sals", "--rank", "0.9", "--prompt", "5"], "--max_rank"),
+    "no tokens": (["--method", "loki", "--k", "0", "--prompt", "5"], "--k must be above 0"),
+    "no components": (["--method", "loki", "--d", "1.5", "--prompt", "5"], "--d in (0, 1]"),
     "no recent tokens": (["--method", "sals", "--recent", "0", "--prompt", "5"], "recent >= 1"),
     "bad layer list": (["--method", "sals", "--skip", "first", "--prompt", "5"], "layer numbers"),
     "bad sampling": (["--top_p", "0", "--prompt", "5"], "--top_p"),
@@ -1640,6 +1766,31 @@ def test_help_names_every_setting_with_the_papers_symbol(monkeypatch, capsys):
     assert "d_r" in out and "r*/r" in out and "x:" in out
 
 
+def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monkeypatch, capsys):
+    """Two turns through the cache give what one prefill of all their tokens gives."""
+    import io
+
+    seen = []
+    original = generate.decode_rows
+
+    def spy(engine, *args, **kwargs):
+        seen.append(engine.logits.clone())
+        return original(engine, *args, **kwargs)
+
+    monkeypatch.setattr(generate, "decode_rows", spy)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
+    argv = ["--checkpoint", checkpoint, "--interactive", "--max_new_tokens", "12", "--context", "80"]
+    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
+    model, tokenizer = load_model(checkpoint, CPU, torch.float32), load_tokenizer(checkpoint)
+    engine = make_engine(model, "dense", 1, 80)
+    ids = tokenizer.encode("hello")
+    engine.prefill([ids])
+    output = original(engine, 12, lambda recent: recent[-1] in tokenizer.stop_ids)
+    ids = [*ids, *output.token_ids[0], output.stop_token][: int(engine.pos[0])]
+    engine.prefill([ids + tokenizer.encode_continuation("\nhow are you")])
+    assert error(seen[1], engine.logits) < 1e-5
+
+
 def test_interactive_keeps_the_conversation(checkpoint, monkeypatch, capsys):
     import io
 
@@ -1746,6 +1897,7 @@ def test_the_readmes_first_command_prints_what_the_readme_shows():
         capture_output=True,
         text=True,
         timeout=120,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     shown = readme.split("```\nQuestion:")[1].split("```")[0]
