@@ -685,7 +685,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     capacity = args.context or min(4096, model.config.max_positions)
     engine = build_engine(model, args.method, chosen_settings(args, args.method), args, 1, capacity)
     style = chat_style({"model_type": model.config.family}, tokenizer) if args.chat else None
-    history, cached = [], []  # messages so far, and the token ids that lie in the cache
+    history, transcript, held = [], [], 0  # messages, token ids, and how many of these the cache holds
     torch.manual_seed(args.seed)
     while True:
         try:
@@ -697,16 +697,16 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
         history.append({"role": "user", "content": line})
         if style:
             ids = encode_chat(tokenizer, style, history)
-        elif cached:
-            ids = cached + tokenizer.encode_continuation("\n" + line)
+        elif transcript:
+            ids = transcript + tokenizer.encode_continuation("\n" + line)
         else:
             ids = tokenizer.encode(line)
         if len(ids) + args.max_new_tokens > capacity:
             raise UserError(
                 f"the conversation fills the cache of {capacity} tokens; start again with more --context"
             )
-        if cached and ids[: len(cached)] == cached:
-            engine.feed(ids[len(cached) :])
+        if held and ids[:held] == transcript[:held]:
+            engine.feed(ids[held:])
         else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
         emit = streamer(tokenizer, () if style else ids)
@@ -716,8 +716,8 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
         print()
         made = output.token_ids[0]
         history.append({"role": "assistant", "content": tokenizer.decode(made)})
-        # The last token made may not have been written yet, so the position says what the cache holds.
-        cached = [*ids, *made, output.stop_token][: int(engine.pos[0])]
+        stop = [] if output.stop_token is None else [output.stop_token]
+        transcript, held = [*ids, *made, *stop], int(engine.pos[0])  # the last token may not be written yet
 
 
 def run_command(run: Callable[[], None]) -> None:

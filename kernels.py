@@ -1,0 +1,1245 @@
+"""Triton kernels of the compressed caches, each with a thin wrapper that checks its input.
+
+`python kernels.py` benchmarks them.
+
+B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
+dim, r rank. `pos` [B] int32 is the position of every row's newest token and is read on the device only, so
+that one CUDA graph is right for every length. Nothing here imports the rest of the project: copy a kernel
+together with its wrapper.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
+    triton = tl = None
+
+
+def jit(function):
+    return triton.jit(function) if triton else function
+
+
+class _NoTriton:
+    """Stands in for triton.language, so that the annotations of the kernels below can be read without it."""
+
+    constexpr = int
+
+
+tl = tl or _NoTriton
+
+SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
+LOG2E = math.log2(math.e)
+LOWEST = -(2**31)  # sort key of a token that is no candidate; no number has it
+
+
+def need(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def check(pos: Tensor, rows: int, **tensors: Tensor) -> None:
+    """What all wrappers ask: triton is there, pos is int32 [B], the tensors are contiguous on its device."""
+    if triton is None:
+        raise RuntimeError("triton is not installed: use the PyTorch path")
+    need(
+        pos.dtype == torch.int32 and pos.shape == (rows,), f"pos must be int32 [{rows}], not {describe(pos)}"
+    )
+    for name, tensor in tensors.items():
+        need(tensor.device == pos.device, f"{name} is on {tensor.device}, pos on {pos.device}")
+        need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
+
+
+def describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def shape(name: str, x: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> None:
+    need(x.shape == sizes, f"{name} must be {list(sizes)}, not {list(x.shape)}")
+    need(dtype is None or x.dtype == dtype, f"{name} must be {dtype}, not {x.dtype}")
+
+
+def power2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ---------------------------------------------------------------------------------------------- latent scores
+
+
+@jit
+def _sum_scores_kernel(
+    query_p, latent_p, pos_p, out_p, S, r_score, r, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    live = tokens <= tl.load(pos_p + b)
+    score = tl.zeros([T], tl.float32)
+    for i in tl.static_range(NR):
+        dims = i * RB + tl.arange(0, RB)
+        query = tl.load(query_p + b * r_score + dims, mask=dims < r_score, other=0.0).to(tl.float32)
+        where = latent_p + (b * S + tokens[:, None]) * r + dims[None, :]
+        rows = tl.load(where, mask=live[:, None] & (dims < r_score)[None, :], other=0.0)
+        score += tl.sum(rows.to(tl.float32) * query[None, :], 1)
+    tl.store(out_p + b * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
+
+
+@jit
+def _head_logits_kernel(
+    query_p, latent_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, scale, boost, tiles,
+    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    length = tl.load(pos_p + b) + 1
+    head = tl.arange(0, HP)
+    share = tl.cdiv(tl.cdiv(length, T), splits)  # tiles of this program, of the live ones only
+    dims = tl.arange(0, RB)[None, :]
+    query_at = query_p + (b * heads + head[:, None]) * r_score + dims
+    if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
+        query = tl.load(query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
+    top = tl.full([HP], float("-inf"), tl.float32)
+    total = tl.zeros([HP], tl.float32)
+    for tile in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))):
+        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = tokens < length
+        logits = tl.zeros([T, HP], tl.float32)
+        latent_at = latent_p + (b * S + tokens[:, None]) * r + dims
+        if NR == 1:
+            rows = tl.load(latent_at, mask=live[:, None] & (dims < r_score), other=0.0)
+            logits = tl.dot(rows, tl.trans(query), logits, input_precision="ieee")
+        else:
+            for i in range(0, NR * RB, RB):
+                inside = dims + i < r_score
+                rows = tl.load(latent_at + i, mask=live[:, None] & inside, other=0.0)
+                part = tl.load(query_at + i, mask=(head < heads)[:, None] & inside, other=0.0)
+                logits = tl.dot(rows, tl.trans(part), logits, input_precision="ieee")
+        logits = tl.where(live[:, None], logits * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 0))
+        weight = tl.exp2(logits - new_top[None, :])
+        total = total * tl.exp2(top - new_top) + tl.sum(weight, 0)
+        top = new_top
+        tl.store(
+            weight_p + (b * S + tokens[:, None]) * HP + head[None, :],
+            (weight * boost).to(weight_p.dtype.element_ty),
+            mask=live[:, None],
+        )
+        tl.store(tile_max_p + (b * tiles + tile) * HP + head, top)
+    tl.store(max_p + (b * splits + split) * HP + head, top)
+    tl.store(sum_p + (b * splits + split) * HP + head, total)
+
+
+@jit
+def _normalise_kernel(
+    weight_p, tile_max_p, max_p, sum_p, pos_p, out_p, S, heads, splits, boost, tiles,
+    T: tl.constexpr, HP: tl.constexpr, SP: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    length = tl.load(pos_p + b) + 1
+    head, split = tl.arange(0, HP), tl.arange(0, SP)
+    at = (b * splits + split[:, None]) * HP + head[None, :]
+    tops = tl.load(max_p + at, mask=(split < splits)[:, None], other=float("-inf"))
+    sums = tl.load(sum_p + at, mask=(split < splits)[:, None], other=0.0)
+    top = tl.max(tops, 0)
+    total = tl.sum(sums * tl.exp2(tops - top[None, :]), 0) * boost
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=3):
+        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = tokens < length
+        some = (head < heads) & (head * 0 + tile * T < length)
+        tile_top = tl.load(tile_max_p + (b * tiles + tile) * HP + head, mask=some, other=float("-inf"))
+        factor = tl.where(some, tl.exp2(tile_top - top) / total, 0.0)
+        weight_at = weight_p + (b * S + tokens[:, None]) * HP + head[None, :]
+        weight = tl.load(weight_at, mask=live[:, None], other=0.0)
+        score = tl.where(live, tl.sum(weight.to(tl.float32) * factor[None, :], 1), float("-inf"))
+        tl.store(out_p + b * S + tokens, score, mask=tokens < S)
+
+
+def latent_scores(
+    queries: Tensor, latent: Tensor, pos: Tensor, scale: float = 1.0, rule: str = "sum"
+) -> Tensor:
+    """One score a token from the leading dims of its latent row, which is read once for all heads.
+
+    queries [B, heads, r*], latent [B, S, r] of the same dtype, r* <= r -> [B, S] fp32, -inf beyond pos. sum
+    (heads = 1): queries[:, 0] @ latent[..., :r*]^T. softmax: (logits * scale).softmax over the tokens up to
+    pos, for each head, then summed over heads: each program keeps exp(logit - running maximum) in half
+    precision (2 bytes a head and token, against 2 r* read), and a second kernel multiplies by exp(that
+    maximum - maximum) / sum. Truth: compress.sals_scores."""
+    need(rule in ("sum", "softmax"), f"rule must be sum or softmax, not {rule!r}")
+    rows, heads, r_score = queries.shape
+    B, S, r = latent.shape
+    need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
+    need(queries.dtype == latent.dtype, f"queries are {queries.dtype}, latent {latent.dtype}")
+    need(rule == "softmax" or heads == 1, f"rule sum takes one query a row, not {heads}")
+    check(pos, B, queries=queries, latent=latent)
+    out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
+    HP = max(16, power2(heads))
+    exact = latent.dtype == torch.float32
+    T, RB, warps, stages, programs = scores_config(rule, r_score, HP, latent.element_size())
+    NR = cdiv(r_score, RB)
+    if rule == "sum":
+        grid = (cdiv(S, T), B)
+        _sum_scores_kernel[grid](queries, latent, pos, out, S, r_score, r, T, RB, NR, num_warps=warps)
+        return out
+    tiles = cdiv(S, T)
+    splits = max(1, min(tiles, programs // B, 128))
+    # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
+    weight = torch.empty(B, S, HP, dtype=torch.float32 if exact else torch.float16, device=latent.device)
+    boost = 1.0 if exact else 2.0**15
+    tile_max = torch.empty(B, tiles, HP, dtype=torch.float32, device=latent.device)
+    tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
+    _head_logits_kernel[splits, B](
+        queries, latent, pos, weight, tile_max, tops, sums, S, heads, r_score, r, scale * LOG2E, boost, tiles,
+        T, RB, NR, HP, num_warps=warps, num_stages=stages
+    )  # fmt: skip
+    _normalise_kernel[max(1, min(tiles, 4 * SMS // B)), B](
+        weight,
+        tile_max,
+        tops,
+        sums,
+        pos,
+        out,
+        S,
+        heads,
+        splits,
+        boost,
+        tiles,
+        T,
+        HP,
+        power2(splits),
+        num_warps=4,
+    )
+    return out
+
+
+def scores_config(rule: str, r_score: int, HP: int, itemsize: int) -> tuple:
+    """(tokens a tile, ranks a block, warps, stages, programs) by shape."""
+    if rule == "sum":
+        RB = min(power2(max(r_score, 16)), 256)
+        return max(16, 4096 // RB), RB, 4, 1, 0
+    RB = power2(max(r_score, 16))
+    if itemsize == 4 or RB > 512:
+        return 16 if itemsize == 4 else 64, min(RB, 128), 4, 3, 2 * SMS
+    # Few wide tiles or many narrow ones in flight: about 100 KB of shared memory a multiprocessor either way.
+    return 64, RB, 4, 2 if RB >= 256 else 4, SMS * max(1, 512 // RB)
+
+
+# -------------------------------------------------------------------------------------------------- selection
+
+
+@jit
+def _sort_key(x):
+    """An int32 that orders as the fp32 number does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def _threshold(keys, alive, least, most):
+    """lo, hi, count(keys >= hi): lo = hi if it leaves least..most keys, else hi = lo + 1 and keys equal to
+    lo tie.
+
+    Alternates interpolation on the counts (fast where the numbers are smooth) with bisection (never over 64
+    steps)."""
+    count_lo = tl.sum(alive.to(tl.int32), 0)
+    lo = tl.min(tl.where(alive, keys, 2147483646), 0)
+    hi = tl.max(keys, 0) + 1
+    count_hi = count_lo * 0
+    if count_lo <= most:
+        lo = count_lo * 0 - 2147483647
+        hi = lo
+        count_hi = count_lo
+    step = count_lo * 0
+    while (hi != lo) & (hi != lo + 1):
+        # 32-bit scalars only, as 64-bit ones double the latency of a step; fp32 is exact enough for a guess.
+        share = (count_lo - (least + most) * 0.5).to(tl.float32) / (count_lo - count_hi).to(tl.float32)
+        low = lo.to(tl.float32)
+        between = (low + (hi.to(tl.float32) - low) * share).to(tl.int32)
+        middle = (lo >> 1) + (hi >> 1) + (lo & hi & 1)
+        guess = tl.minimum(tl.maximum(tl.where(step % 2 == 0, between, middle), lo + 1), hi - 1)
+        count = tl.sum((keys >= guess).to(tl.int32), 0)
+        too_many, too_few = count > most, count < least
+        lo = tl.where(too_few, lo, guess)
+        count_lo = tl.where(too_few, count_lo, count)
+        hi = tl.where(too_many, hi, guess)
+        count_hi = tl.where(too_many, count_hi, count)
+        step += 1
+    return lo, hi, count_hi
+
+
+@jit
+def _survivors_kernel(
+    scores_p, pos_p, key_p, index_p, cut_p, S, x, z, least, chunks, N: tl.constexpr, CAP: tl.constexpr
+):  # fmt: skip
+    b, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    i = tl.arange(0, N)
+    # Chunks interleave in runs of 4, so that runs of high scores spread over all of them.
+    j = ((i // 4) * chunks + chunk) * 4 + i % 4
+    score = tl.load(scores_p + b * S + j, mask=j < S, other=0.0)  # not masked by pos: the two loads overlap
+    alive = (j >= x) & (j <= tl.load(pos_p + b) - z) & (j < S)
+    keys = tl.where(alive, _sort_key(score), -2147483648)
+    _, hi, count = _threshold(keys, alive, least, CAP)
+    keep = keys >= hi
+    slot = (b * chunks + chunk) * CAP
+    place = tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(key_p + slot + place, keys, mask=keep)
+    tl.store(index_p + slot + place, j, mask=keep)
+    rest = tl.arange(0, CAP)
+    tl.store(key_p + slot + rest, tl.full([CAP], -2147483648, tl.int32), mask=rest >= count)
+    tl.store(cut_p + b * chunks + chunk, hi)
+
+
+@jit
+def _select_kernel(
+    scores_p, pos_p, key_p, index_p, cut_p, out_p, S, x, y, z, width, chunks,
+    N: tl.constexpr, CP: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
+    out_p += b * (x + y)
+    sink = tl.arange(0, XP)
+    tl.store(out_p + sink, tl.where(sink <= last, sink, -1), mask=sink < x)
+    out_p += x
+    i = tl.arange(0, N)
+    done = LEVEL < 3
+    total = 0
+    if LEVEL < 3:
+        if LEVEL == 1:
+            index = i
+            score = tl.load(scores_p + b * S + i, mask=i < S, other=0.0)
+            alive = (i >= x) & (i <= last) & (i < S)
+            keys = tl.where(alive, _sort_key(score), -2147483648)
+        else:
+            keys = tl.load(key_p + b * width + i, mask=i < width, other=-2147483648)
+            alive = keys > -2147483648
+            index = tl.load(index_p + b * width + i, mask=alive, other=0)
+        lo, hi, count = _threshold(keys, alive, y, y)
+        if LEVEL == 2:
+            # A chunk dropped only keys below its cut: exact unless one of those could pass the threshold.
+            chunk = tl.arange(0, CP)
+            cut = tl.load(cut_p + b * chunks + chunk, mask=chunk < chunks, other=-2147483647)
+            done = tl.max(cut, 0) <= hi
+        keep = keys >= hi
+        total = tl.sum(keep.to(tl.int32), 0)
+        if hi > lo:
+            tie = keys == lo
+            keep = keep | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= y - total))
+            total = total * 0 + y
+        tl.store(out_p + tl.cumsum(keep.to(tl.int32), 0) - 1, index, mask=keep)
+    if not done:
+        low, high = last.to(tl.int64) * 0 - 2147483648, last.to(tl.int64) * 0 + 2147483648
+        above = last * 0
+        while high - low > 1:
+            middle = low + ((high - low) >> 1)
+            count = last * 0
+            for start in range(0, S, N):
+                j = start + i
+                alive = (j >= x) & (j <= last) & (j < S)
+                keys = tl.where(
+                    alive, _sort_key(tl.load(scores_p + b * S + j, mask=alive, other=0.0)), -2147483648
+                )
+                count += tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+            low = tl.where(count >= y, middle, low)
+            high = tl.where(count >= y, high, middle)
+            above = tl.where(count >= y, above, count)
+        total = last * 0
+        tied = last * 0
+        for start in range(0, S, N):
+            j = start + i
+            alive = (j >= x) & (j <= last) & (j < S)
+            keys = tl.where(
+                alive, _sort_key(tl.load(scores_p + b * S + j, mask=alive, other=0.0)), -2147483648
+            )
+            tie = alive & (keys == low.to(tl.int32))
+            keep = alive & (keys.to(tl.int64) > low)
+            keep = keep | (tie & (tied + tl.cumsum(tie.to(tl.int32), 0) <= y - above))
+            tl.store(out_p + total + tl.cumsum(keep.to(tl.int32), 0) - 1, j, mask=keep)
+            total += tl.sum(keep.to(tl.int32), 0)
+            tied += tl.sum(tie.to(tl.int32), 0)
+    rest = tl.arange(0, YP)
+    tl.store(out_p + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
+
+
+def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
+    """The x sinks and the exact top y of the tokens between sinks and recent window.
+
+    scores [B, S] fp32, pos [B] -> index [B, x + y] int32; -1 stands where a short row has no such token.
+    Candidates are x <= j <= pos - z. Of equal scores at the threshold any may be chosen, always the same
+    ones. Order: sinks first, the rest the same from run to run but not sorted. Truth: compress.sals_select
+    (the same set). Long rows take two kernels: chunks keep a few more than their share of y, one program a
+    row selects among those, and checks that no chunk dropped a key above the result (if one did: a slow but
+    exact pass over the whole row)."""
+    need(
+        scores.ndim == 2 and scores.dtype == torch.float32,
+        f"scores must be fp32 [B, S], not {describe(scores)}",
+    )
+    B, S = scores.shape
+    need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
+    check(pos, B, scores=scores)
+    out = torch.empty(B, x + y, dtype=torch.int32, device=scores.device)
+    XP, YP = power2(x), power2(y)
+    if S <= 8192:
+        N = max(128, power2(S))
+        _select_kernel[B,](
+            scores,
+            pos,
+            scores,
+            scores,
+            scores,
+            out,
+            S,
+            x,
+            y,
+            z,
+            0,
+            0,
+            N,
+            1,
+            XP,
+            YP,
+            1,
+            num_warps=warps_for(N),
+        )
+        return out
+    chunks = min(128, power2(cdiv(S, 2048)))
+    part = cdiv(y, chunks)
+    CAP = power2(part + int(6 * part**0.5) + 16)
+    width = chunks * CAP
+    N = power2(cdiv(cdiv(S, 4), chunks) * 4)
+    if width > 32768 or CAP >= N:
+        _select_kernel[B,](
+            scores, pos, scores, scores, scores, out, S, x, y, z, 0, 0, 8192, 1, XP, YP, 3, num_warps=16
+        )
+        return out
+    keys, index = torch.empty(2, B, width, dtype=torch.int32, device=scores.device)
+    cut = torch.empty(B, chunks, dtype=torch.int32, device=scores.device)
+    least = part + int(3 * part**0.5) + 8
+    _survivors_kernel[chunks, B](
+        scores, pos, keys, index, cut, S, x, z, least, chunks, N, CAP, num_warps=warps_for(N)
+    )
+    _select_kernel[B,](
+        scores, pos, keys, index, cut, out, S, x, y, z, width, chunks, power2(width), power2(chunks), XP, YP,
+        2, num_warps=warps_for(width),
+    )  # fmt: skip
+    return out
+
+
+def warps_for(n: int) -> int:
+    return max(4, min(32, n // 1024))
+
+
+# -------------------------------------------------------------------- attention over compressed tokens (SALS)
+
+
+@jit
+def _half_at(words, shift: tl.constexpr):
+    return ((words >> shift) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _logits_kernel(
+    q_p, index_p, latent_p, basis_p, pos_p, cos_p, sin_p, logits_p, B, n, S, r, z, scale, blocks, Hkv,
+    D: tl.constexpr, PAIRS: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    NC: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, EVEN: tl.constexpr, CHOSEN: tl.constexpr,
+    PACK: tl.constexpr,
+):  # fmt: skip
+    # The tokens of all rows stand in one line of B * n, so that a tile may span rows and none is half empty.
+    # A unit is a tile times a block of heads; every program takes an equal run of units, so that neighbours
+    # share latents.
+    pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    units = tl.cdiv(B * n, T).to(tl.int64) * blocks
+    first, stop = (pid * units // programs).to(tl.int32), ((pid + 1) * units // programs).to(tl.int32)
+    WIDE: tl.constexpr = HEADS * PAIRS * 2
+    wide, column, pair = tl.arange(0, WIDE), tl.arange(0, NC), tl.arange(0, PAIRS)
+    same_head = (wide // (2 * PAIRS))[:, None] == ((column // G) % HEADS)[None, :]
+    same_head = same_head & ((wide % (2 * PAIRS)) // 2 < D // 2)[:, None]
+    dim = (wide % (2 * PAIRS)) // 2 + (wide % 2) * (D // 2)
+    for tile in range(first // blocks, tl.cdiv(stop, blocks)):
+        first_row = tile * T // n
+        line = tile * T + tl.arange(0, T)
+        row = line // n
+        place = line - row * n
+        block_stop = tl.minimum(stop - tile * blocks, blocks)
+        if CHOSEN:
+            token = tl.load(index_p + line, mask=line < B * n, other=-1)
+            live = token >= 0
+        else:
+            token = place
+            live = (row < B) & (token <= tl.load(pos_p + row, mask=row < B, other=0) - z)
+            block_stop = tl.where(tl.max(live.to(tl.int32), 0) > 0, block_stop, 0)
+        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
+        token = tl.where(live, token, 0)
+        latent_row = latent_p + (tl.minimum(row, B - 1).to(tl.int64) * S + token)[:, None] * r
+        table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
+        cos = tl.load(cos_p + table, mask=(pair < D // 2)[None, :], other=0.0)
+        sin = tl.load(sin_p + table, mask=(pair < D // 2)[None, :], other=0.0)
+        if PACK:  # as halves, two in a register: they wait through the loops
+            words = cos.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            words |= sin.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        query_row = first_row + column // (HEADS * G)
+        real = (column < ROWS * HEADS * G) & (query_row < B)
+        own = same_head & real[None, :]
+        head_of = query_row.to(tl.int64) * (Hkv * G) + column % (HEADS * G)
+        for block in range(tl.maximum(first - tile * blocks, 0), block_stop):
+            head = head_of + block * HEADS * G
+            # Queries of other heads are zero in `query`: one product serves all heads of the tile.
+            query = tl.load(q_p + head[None, :] * D + dim[:, None], mask=own, other=0.0)
+            k = tl.zeros([T, WIDE], tl.float32)
+            for start in range(0, r, KB):
+                dims = start + tl.arange(0, KB)
+                latent_at = latent_row + dims[None, :]
+                basis_at = basis_p + (block * WIDE + wide)[None, :] * r + dims[:, None]
+                if EVEN:
+                    k = tl.dot(tl.load(latent_at), tl.load(basis_at), k, input_precision="ieee")
+                else:
+                    left = tl.load(latent_at, mask=(dims < r)[None, :], other=0.0)
+                    right = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
+                    k = tl.dot(left, right, k, input_precision="ieee")
+            # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
+            a, c = tl.split(tl.reshape(k, [T, HEADS, PAIRS, 2]))
+            if PACK:
+                cos4, sin4 = _half_at(words, 0)[:, None, :], _half_at(words, 16)[:, None, :]
+            else:
+                cos4, sin4 = cos[:, None, :], sin[:, None, :]
+            rotated = tl.reshape(tl.join(a * cos4 - c * sin4, c * cos4 + a * sin4), [T, WIDE])
+            logits = tl.dot(rotated.to(query.dtype), query, input_precision="ieee") * scale
+            logits = tl.where(live[:, None], logits, float("-inf"))
+            mine = (row[:, None] == query_row[None, :]) & real[None, :]
+            tl.store(logits_p + head[None, :] * n + place[:, None], logits, mask=mine)
+
+
+@jit
+def _values_kernel(
+    logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p,
+    n, S, z, scale, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr,
+    RUN: tl.constexpr, T: tl.constexpr,
+    ZB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    h, heads = tl.program_id(1), tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    pos = tl.load(pos_p + b)
+    length = n
+    if not CHOSEN:
+        length = tl.maximum(pos - z + 1, 0)
+    share = tl.cdiv(tl.cdiv(length, T), splits)
+    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
+    C: tl.constexpr = PLANES * RUNS * RUN
+    # Column c of an unpacked tile is channel (plane, byte); padded where a plane is no power of two wide.
+    byte = tl.arange(0, C) % (RUNS * RUN)
+    channel = (tl.arange(0, C) // (RUNS * RUN)) * WIDTH + byte
+    inside = byte < WIDTH
+    d, g = tl.arange(0, DP), tl.arange(0, GP)
+    byte4 = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    byte4 = byte4[None, None, :, :]
+    plane = tl.arange(0, PLANES)[None, :, None, None]
+    if RUNS * RUN == WIDTH:  # a run of channels shares its scale
+        group = (plane * WIDTH + tl.arange(0, RUNS)[None, None, :, None] * RUN) // GROUP
+    else:
+        group = tl.minimum(plane * WIDTH + byte4, D - 1) // GROUP
+    query_at = q_p + ((b * heads + h) * G + g[:, None]) * D + d[None, :]
+    # The logits are there: with their maximum known first, nothing is ever rescaled.
+    if G == 1:
+        q = tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        total = tl.zeros([T], tl.float32)
+        out = tl.zeros([T, C], tl.float32)
+    else:
+        q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+        total = tl.zeros([GP], tl.float32)
+        out = tl.zeros([GP, C], tl.float32)
+    base = tl.zeros([T, PLANES, RUNS], tl.float32)
+    dtype: tl.constexpr = q_p.dtype.element_ty
+    logits_p += (b * heads + h) * G * n
+    LOOK: tl.constexpr = 512
+    peak = tl.full([GP, LOOK], -1e30, tl.float32)
+    for start in range(first * T, stop * T, LOOK):
+        place = start + tl.arange(0, LOOK)
+        mask = (g < G)[:, None] & (place < tl.minimum(length, stop * T))[None, :]
+        peak = tl.maximum(peak, tl.load(logits_p + g[:, None] * n + place[None, :], mask=mask, other=-1e30))
+    top = tl.max(peak, 1)
+    extra, extra_total = tl.zeros([C], tl.float32), tl.sum(tl.zeros([C], tl.float32), 0)
+    if split == splits - 1:  # the recent window
+        if z > ZB:
+            for start in range(0, z, ZB):
+                slot = start + tl.arange(0, ZB)
+                live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
+                at = ring_k_p + (b * z + slot[:, None]) * (heads * D) + h * D + d[None, :]
+                k = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+                if G == 1:
+                    score = tl.sum(k.to(tl.float32) * q[None, :], 1)[None, :] * scale
+                else:
+                    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                ring_top = tl.max(tl.where(live[None, :], score, -1e30), 1)
+                top = tl.where(ring_top > top, ring_top, top)
+        for start in range(0, z, ZB):
+            slot = start + tl.arange(0, ZB)
+            live = (slot < z) & (slot <= pos)
+            ring_at = (b * z + slot[:, None]) * (heads * D) + h * D
+            k = tl.load(ring_k_p + ring_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+            v = tl.load(
+                ring_v_p + ring_at + channel[None, :], mask=live[:, None] & inside[None, :], other=0.0
+            )
+            if G == 1:
+                score = tl.sum(k.to(tl.float32) * q[None, :], 1)[None, :] * scale
+            else:
+                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.where(live[None, :], score, -1e30)
+            if z <= ZB:
+                top = tl.maximum(top, tl.max(score, 1))
+            weight = tl.where(live[None, :], tl.exp2(score - top[:, None]), 0.0)
+            if G == 1:
+                column = tl.reshape(weight, [ZB])
+                extra_total += tl.sum(column, 0)
+                extra += tl.sum(v.to(tl.float32) * column[:, None], 0)
+            else:
+                total += tl.sum(weight, 1)
+                out = tl.dot(weight.to(dtype), v, out, input_precision="ieee")
+    best = tl.max(top, 0)
+    place = first * T + tl.arange(0, T)
+    if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
+        ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        place = tile * T + tl.arange(0, T)
+        if CHOSEN:
+            live = ahead >= 0
+            token = tl.where(live, ahead, 0)
+            ahead = tl.load(index_p + b * n + place + T, mask=place + T < n, other=-1)
+        else:
+            live = place < length
+            token = tl.where(live, place, 0)
+        head = (b * S + token) * heads + h
+        if G == 1:
+            score = tl.load(logits_p + place, mask=live, other=-1e30)
+            weight = tl.where(live, tl.exp2(score - best), 0.0)
+            total += weight
+        else:
+            at = logits_p + g[:, None] * n + place[None, :]
+            score = tl.load(at, mask=(g < G)[:, None] & live[None, :], other=-1e30)
+            weight = tl.where(live[None, :], tl.exp2(score - top[:, None]), 0.0)
+            total += tl.sum(weight, 1)
+        if BITS == 16:
+            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
+            if G == 1:
+                out += v.to(tl.float32) * weight[:, None]
+        else:
+            at = head[:, None, None, None]
+            if RUNS * RUN == WIDTH:
+                code = tl.load(values_p + at * WIDTH + byte4)
+            else:
+                code = tl.load(values_p + at * WIDTH + byte4, mask=byte4 < WIDTH, other=0)
+            pairs = tl.load(low_scale_p + at * (D // GROUP) + group)  # minimum and scale as one 32-bit word
+            low, step = _half_at(pairs, 0), _half_at(pairs, 16) * (1 << BITS)
+            low -= step
+            # A code as the top bits of a mantissa reads 1 + code / 2**bits: no conversion, which runs at a
+            # quarter rate.
+            code = (code.to(tl.int32) << (23 - BITS - plane * BITS)) & (((1 << BITS) - 1) << (23 - BITS))
+            v = (code | 0x3F800000).to(tl.float32, bitcast=True)
+            if G == 1:
+                weight4 = weight[:, None, None, None]
+                out += tl.reshape(v * (step * weight4), [T, C])
+                if RUNS * RUN == WIDTH:
+                    base += tl.reshape(low * weight4, [T, PLANES, RUNS])
+                else:
+                    out += tl.reshape(tl.broadcast_to(low * weight4, [T, PLANES, RUNS, RUN]), [T, C])
+            else:
+                v = tl.reshape(v * step + low, [T, C])
+        if G > 1:
+            out = tl.dot(weight.to(dtype), v.to(dtype), out, input_precision="ieee")
+    if G == 1:
+        sums = tl.sum(total, 0) + extra_total
+        result = tl.sum(out, 0) + extra
+        if BITS < 16 and RUNS * RUN == WIDTH:
+            bases = tl.broadcast_to(tl.sum(base, 0)[:, :, None], [PLANES, RUNS, RUN])
+            result += tl.reshape(bases, [C])
+        if FINAL:
+            out_at = out_p + (b * heads + h) * D + channel
+            tl.store(out_at, (result / sums).to(out_p.dtype.element_ty), mask=inside)
+        else:
+            at = (b * heads + h) * splits + split
+            tl.store(top_p + at, best)
+            tl.store(sum_p + at, sums)
+            tl.store(out_p + at * D + channel, result, mask=inside)
+    else:
+        head_row = (b * heads + h) * G + g
+        if FINAL:
+            out_at = out_p + head_row[:, None] * D + channel[None, :]
+            result = (out / total[:, None]).to(out_p.dtype.element_ty)
+            tl.store(out_at, result, mask=(g < G)[:, None] & inside[None, :])
+        else:
+            at = head_row * splits + split
+            tl.store(top_p + at, top, mask=g < G)
+            tl.store(sum_p + at, total, mask=g < G)
+            tl.store(out_p + at[:, None] * D + channel[None, :], out, mask=(g < G)[:, None] & inside[None, :])
+
+
+@jit
+def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DP)
+    top = tl.max(tl.full([SB], -1e30, tl.float32), 0)
+    total = tl.sum(tl.zeros([SB], tl.float32), 0)
+    out = tl.zeros([DP], tl.float32)
+    for start in range(0, splits, SB):
+        split = start + tl.arange(0, SB)
+        at = head * splits + split
+        tops = tl.load(top_p + at, mask=split < splits, other=-1e30)
+        sums = tl.load(sum_p + at, mask=split < splits, other=0.0)
+        inside = (sums > 0)[:, None] & (d < D)[None, :]
+        parts = tl.load(part_p + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weight = tl.where(sums > 0, tl.exp2(tops - new_top), 0.0)
+        total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
+        out = out * tl.exp2(top - new_top) + tl.sum(parts * weight[:, None], 0)
+        top = new_top
+    tl.store(out_p + head * D + d, (out / total).to(out_p.dtype.element_ty), mask=d < D)
+
+
+def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
+    """The basis as sals_attend wants it: dims of a RoPE pair side by side, heads padded to a power of two.
+
+    basis [Hkv*D, r] -> [Hkv, DP, r]: dim 2c is old dim c, dim 2c + 1 is old dim c + D/2, DP - D zero rows
+    after them."""
+    heads = basis.unflatten(0, (n_kv_heads, 2, -1))  # [Hkv, 2, D/2, r]
+    paired = heads.transpose(1, 2).flatten(1, 2)
+    padding = power2(paired.shape[1]) - paired.shape[1]
+    return torch.nn.functional.pad(paired, (0, 0, 0, padding)).contiguous()
+
+
+def sals_attend(
+    q: Tensor, index: Tensor | None, latent: Tensor, basis: Tensor, values: Tensor, low_scale: Tensor | None,
+    ring_k: Tensor, ring_v: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, bits: int
+) -> Tensor:  # fmt: skip
+    """Attention of one token a row over tokens rebuilt from their latents and over the exact recent window.
+
+    q [B, Hq, D] after RoPE; index [B, n] int32 of tokens (-1: none), or None for all tokens up to pos - z;
+    latent [B, S, r]; basis [Hkv, DP, r] of interleave_rope; values: codes [B, S, Hkv, D*bits/8] uint8 with
+    low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V [B, S, Hkv, D] and None; ring_k (after RoPE)
+    and ring_v [B, z, Hkv, D], position p in slot p % z; cos, sin [>= S, D/2] fp32 -> [B, Hq, D]. One kernel
+    makes K = latent[index] U_r^T on tensor cores, rotates it at the original positions and keeps only its
+    logits; a second one decodes V, attends it and the ring, a third merges the splits where there are several
+    (log-sum-exp). Truth: SalsCache.reconstruct and attend."""
+    B, Hq, D = q.shape
+    S, r = latent.shape[1:]
+    Hkv, DP, _ = basis.shape
+    z = ring_k.shape[1]
+    need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
+    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
+    shape("latent", latent, B, S, r, dtype=q.dtype)
+    shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=q.dtype)
+    shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
+    shape("ring_v", ring_v, B, z, Hkv, D, dtype=q.dtype)
+    need(cos.dtype == sin.dtype == torch.float32, "cos and sin must be fp32")
+    need(
+        cos.shape == sin.shape and cos.shape[0] >= S, f"cos, sin {list(cos.shape)} must be [>= {S}, {D // 2}]"
+    )
+    check(
+        pos, B, q=q, latent=latent, basis=basis, values=values, ring_k=ring_k, ring_v=ring_v, cos=cos, sin=sin
+    )
+    if bits == 16:
+        shape("values", values, B, S, Hkv, D, dtype=q.dtype)
+        group, width, planes = 1, D, 1
+    else:
+        need(low_scale is not None, f"values of {bits} bits need low_scale")
+        group, width, planes = min(32, D), D * bits // 8, 8 // bits
+        shape("values", values, B, S, Hkv, width, dtype=torch.uint8)
+        shape("low_scale", low_scale, B, S, Hkv, D // group, 2, dtype=torch.float16)
+        check(pos, B, low_scale=low_scale)
+    if index is not None:
+        need(index.ndim == 2 and index.shape[0] == B, f"index must be [{B}, n], not {list(index.shape)}")
+        need(index.dtype == torch.int32, f"index must be int32, not {index.dtype}")
+        check(pos, B, index=index)
+    n = S if index is None else index.shape[1]
+    G = Hq // Hkv
+    T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, q.element_size())
+    logits = torch.empty(B, Hq, n, dtype=torch.float32, device=q.device)
+    rows = 1 if n % T == 0 else min(B, (T - 2) // n + 2)  # that a tile can span
+    scale = D**-0.5 * LOG2E
+    given = pos if index is None else index
+    _logits_kernel[min(cdiv(B * n, T) * (Hkv // heads), programs),](
+        q, given, latent, basis, pos, cos, sin, logits, B, n, S, r, z, scale, Hkv // heads, Hkv,
+        D, DP // 2, G, heads, rows, max(16, power2(rows * heads * G)), T, KB, r % KB == 0, index is not None,
+        q.element_size() == 2, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    T, warps, stages, splits = values_config(B, n, Hkv, G)
+    run = min(group, width) if bits < 16 and width == power2(width) else power2(width)
+    out = torch.empty_like(q)
+    tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
+    parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    _values_kernel[splits, Hkv, B](
+        logits, q, given, values, pos if low_scale is None else low_scale.view(torch.int32), ring_k, ring_v,
+        pos, tops, sums, parts, n, S, z, scale, D, DP, G, 1 if G == 1 else max(16, power2(G)), bits, group,
+        planes, width,
+        power2(width) // run, run, T,
+        max(16, min(64, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=4)
+    return out
+
+
+def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:
+    """(tokens a tile, heads a tile, ranks a step, warps, stages, programs at most) by shape."""
+    if itemsize == 4:
+        return 32, 1, 32, 4, 2, 2 * SMS
+    KB = min(64, max(16, power2(r)))
+    if Hkv % 2 == 0 and DP <= 128 and cdiv(tokens, 128) * (Hkv // 2) >= SMS:
+        return 128, 2, KB, 8, 3, SMS
+    return 64, 1, KB, 4, 3, 2 * SMS
+
+
+def values_config(B: int, n: int, Hkv: int, G: int) -> tuple:
+    """(tokens a tile, warps, stages, splits)."""
+    T, warps, stages = (32, 2, 4) if G == 1 else (64, 4, 3)
+    return T, warps, stages, max(1, min(cdiv(n, 2 * T), 2 * SMS // (B * Hkv)))
+
+
+# -------------------------------------------------------------------------------------------- dense attention
+
+
+@jit
+def _dense_kernel(
+    q_p, k_p, v_p, pos_p, top_p, sum_p, part_p, S, scale,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    h, heads = tl.program_id(1), tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    length = tl.load(pos_p + b) + 1
+    share = tl.cdiv(tl.cdiv(length, T), splits)
+    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
+    d = tl.arange(0, DP)
+    base = (b * heads + h) * S
+    if G == 1:
+        # Every place of the tile keeps a softmax of its own: nothing crosses threads until the end.
+        q = tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        top = tl.full([T], float("-inf"), tl.float32)
+        total = tl.zeros([T], tl.float32)
+        acc = tl.zeros([T, DP], tl.float32)
+        for tile in tl.range(first, stop, num_stages=STAGES):
+            token = tile * T + tl.arange(0, T)
+            at = (base + token[:, None]) * D + d[None, :]
+            inside = (token < length)[:, None] & (d < D)[None, :]
+            k = tl.load(k_p + at, mask=inside, other=0.0)
+            v = tl.load(v_p + at, mask=inside, other=0.0)
+            score = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
+            score = tl.where(token < length, score, -1e30)
+            new_top = tl.maximum(top, score)
+            shrink, weight = tl.exp2(top - new_top), tl.where(token < length, tl.exp2(score - new_top), 0.0)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + v.to(tl.float32) * weight[:, None]
+            top = new_top
+        best = tl.max(top, 0)
+        factor = tl.where(total > 0, tl.exp2(top - tl.where(best == float("-inf"), 0.0, best)), 0.0)
+        at = (b * heads + h) * splits + split
+        tl.store(top_p + at, best)
+        tl.store(sum_p + at, tl.sum(total * factor, 0))
+        tl.store(part_p + at * D + d, tl.sum(acc * factor[:, None], 0), mask=d < D)
+    else:
+        g = tl.arange(0, GP)
+        query_at = q_p + ((b * heads + h) * G + g[:, None]) * D + d[None, :]
+        q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+        tops = tl.full([GP], float("-inf"), tl.float32)
+        totals = tl.zeros([GP], tl.float32)
+        out = tl.zeros([GP, DP], tl.float32)
+        for tile in tl.range(first, stop, num_stages=STAGES):
+            token = tile * T + tl.arange(0, T)
+            at = (base + token[:, None]) * D + d[None, :]
+            inside = (token < length)[:, None] & (d < D)[None, :]
+            k = tl.load(k_p + at, mask=inside, other=0.0)
+            v = tl.load(v_p + at, mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.where((token < length)[None, :], scores, float("-inf"))
+            new_tops = tl.maximum(tops, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_tops[:, None])
+            shrinks = tl.exp2(tops - new_tops)
+            totals = totals * shrinks + tl.sum(weights, 1)
+            out = tl.dot(weights.to(v.dtype), v, out * shrinks[:, None], input_precision="ieee")
+            tops = new_tops
+        at = ((b * heads + h) * G + g) * splits + split
+        tl.store(top_p + at, tops, mask=g < G)
+        tl.store(sum_p + at, totals, mask=g < G)
+        tl.store(part_p + at[:, None] * D + d[None, :], out, mask=(g < G)[:, None] & (d < D)[None, :])
+
+
+def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    """Exact attention of one token a row over the tokens 0..pos of a dense cache (split-KV flash-decode).
+
+    q [B, Hq, D] after RoPE, k and v [B, Hkv, S, D] of the same dtype -> [B, Hq, D].
+    Truth: compress.attend."""
+    B, Hq, D = q.shape
+    Hkv, S = k.shape[1:3]
+    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    shape("k", k, B, Hkv, S, D, dtype=q.dtype)
+    shape("v", v, B, Hkv, S, D, dtype=q.dtype)
+    check(pos, B, q=q, k=k, v=v)
+    G, DP = Hq // Hkv, power2(D)
+    T, warps, stages, fill = dense_config(G, DP, q.element_size())
+    splits = max(1, min(cdiv(S, T), cdiv(fill * SMS, B * Hkv)))
+    tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
+    parts = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q)
+    scale = D**-0.5 * LOG2E
+    _dense_kernel[splits, Hkv, B](
+        q, k, v, pos, tops, sums, parts, S, scale, D, DP, G, max(16, power2(G)), T, stages, num_warps=warps
+    )
+    _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=4)
+    return out
+
+
+def dense_config(G: int, DP: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(tokens a tile, warps, stages, programs for each multiprocessor)."""
+    if G == 1:
+        return 64, 4, 2, 4
+    return (128, 4, 2, 2) if itemsize == 2 else (32, 4, 2, 4)
+
+
+# ----------------------------------------------------------------------------------------------------- append
+
+
+@jit
+def _append_kernel(
+    new_p, k_p, v_p, pos_p, cos_p, sin_p, latent_p, values_p, low_scale_p, ring_k_p, ring_v_p, S, r, z,
+    slice_r, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    h, heads = tl.program_id(0), tl.num_programs(0)
+    b = tl.program_id(1).to(tl.int64)
+    pos = tl.load(pos_p + b)
+    row = b * S + pos
+    part = h * slice_r + tl.arange(0, RP)
+    inside = (part < r) & (tl.arange(0, RP) < slice_r)
+    tl.store(latent_p + row * r + part, tl.load(new_p + b * r + part, mask=inside, other=0.0), mask=inside)
+    head = (b * heads + h) * D
+    ring = ((b * z + pos % z) * heads + h) * D
+    pair = tl.arange(0, DP // 2)
+    real = pair < D // 2
+    cos = tl.load(cos_p + pos.to(tl.int64) * (D // 2) + pair, mask=real, other=0.0)
+    sin = tl.load(sin_p + pos.to(tl.int64) * (D // 2) + pair, mask=real, other=0.0)
+    a = tl.load(k_p + head + pair, mask=real, other=0.0).to(tl.float32)
+    c = tl.load(k_p + head + D // 2 + pair, mask=real, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = ring_k_p.dtype.element_ty
+    tl.store(ring_k_p + ring + pair, (a * cos - c * sin).to(dtype), mask=real)
+    tl.store(ring_k_p + ring + D // 2 + pair, (c * cos + a * sin).to(dtype), mask=real)
+    d = tl.arange(0, DP)
+    v = tl.load(v_p + head + d, mask=d < D, other=0.0)
+    tl.store(ring_v_p + ring + d, v, mask=d < D)
+    stored = row * heads + h
+    if BITS == 16:
+        tl.store(values_p + stored * D + d, v, mask=d < D)
+    else:
+        LEVELS: tl.constexpr = (1 << BITS) - 1
+        group = tl.arange(0, DP // GROUP)
+        x = tl.reshape(v.to(tl.float32), [DP // GROUP, GROUP])
+        low = tl.min(x, 1).to(tl.float16)
+        scale = tl.div_rn(tl.max(x, 1) - low.to(tl.float32), LEVELS * 1.0).to(tl.float16)
+        at = low_scale_p + (stored * GROUPS + group) * 2
+        tl.store(at, low, mask=group < GROUPS)
+        tl.store(at + 1, scale, mask=group < GROUPS)
+        tl.debug_barrier()  # the planes below read the groups' numbers in another order
+        j = tl.arange(0, NP)
+        packed = tl.zeros([NP], tl.int32)
+        for i in tl.static_range(8 // BITS):
+            at = low_scale_p + (stored * GROUPS + (i * WIDTH + j) // GROUP) * 2
+            lows = tl.load(at, mask=j < WIDTH, other=0.0).to(tl.float32)
+            scales = tl.load(at + 1, mask=j < WIDTH, other=0.0).to(tl.float32)
+            plane = tl.load(v_p + head + i * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+            code = tl.div_rn(plane - lows, tl.where(scales == 0, 1.0, scales))
+            code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
+            # Adding 2**23 + 2**22 rounds to the nearest integer, ties to even, as torch.round does.
+            packed |= ((code + 12582912.0) - 12582912.0).to(tl.int32) << (i * BITS)
+        tl.store(values_p + stored * WIDTH + j, packed.to(tl.uint8), mask=j < WIDTH)
+
+
+def sals_append(
+    new: Tensor, k: Tensor, v: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, latent: Tensor, values: Tensor,
+    low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor, bits: int
+) -> None:  # fmt: skip
+    """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
+    the ring.
+
+    new [B, r] = k U_r; k [B, Hkv, D] before RoPE (rotated here for the ring), v [B, Hkv, D]; cos, sin fp32
+    [>= S, D/2]; the stores as sals_attend reads them. Truth: compress.quantize, apply_rope and three
+    assignments."""
+    B, Hkv, D = k.shape
+    S, r = latent.shape[1:]
+    z = ring_k.shape[1]
+    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
+    shape("new", new, B, r, dtype=latent.dtype)
+    shape("v", v, B, Hkv, D, dtype=k.dtype)
+    shape("ring_k", ring_k, B, z, Hkv, D, dtype=k.dtype)
+    shape("ring_v", ring_v, B, z, Hkv, D, dtype=k.dtype)
+    need(cos.dtype == sin.dtype == torch.float32, "cos and sin must be fp32")
+    check(
+        pos,
+        B,
+        new=new,
+        k=k,
+        v=v,
+        cos=cos,
+        sin=sin,
+        latent=latent,
+        values=values,
+        ring_k=ring_k,
+        ring_v=ring_v,
+    )
+    group = min(32, D)
+    width = D if bits == 16 else D * bits // 8
+    shape("values", values, B, S, Hkv, width, dtype=k.dtype if bits == 16 else torch.uint8)
+    if bits < 16:
+        need(low_scale is not None, f"values of {bits} bits need low_scale")
+        shape("low_scale", low_scale, B, S, Hkv, D // group, 2, dtype=torch.float16)
+        check(pos, B, low_scale=low_scale)
+    slice_r = cdiv(r, Hkv)
+    _append_kernel[Hkv, B](
+        new, k, v, pos, cos, sin, latent, values, pos if low_scale is None else low_scale, ring_k, ring_v,
+        S, r, z, slice_r, D, power2(D), bits, group, D // group, width, power2(width), power2(slice_r),
+        num_warps=4,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------- benchmark
+
+
+def graph_time(calls: list, replays: int = 15) -> float:
+    """Microseconds a call: the median over replays of one CUDA graph that holds all calls, each on its own
+    inputs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(replays + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / len(calls))
+    return sorted(times[3:])[replays // 2]
+
+
+def sets_for(nbytes: int) -> int:
+    """How many sets of inputs it takes to leave the 60 MB L2 cold: 2 to 24."""
+    return max(2, min(24, cdiv(240_000_000, nbytes)))
+
+
+def measured_limits() -> tuple[float, float]:
+    """(bytes/us, FLOP/us) of this GPU: the better of a large copy (reads and writes) and a read, a large bf16
+    product."""
+    x = torch.randn(1 << 15, 1 << 15, dtype=torch.bfloat16, device="cuda")
+    y, rows = torch.empty_like(x), torch.empty(1 << 15, dtype=x.dtype, device="cuda")
+    copied = 4 * x.numel() / graph_time([lambda: torch.neg(x, out=y)])
+    bandwidth = max(copied, 2 * x.numel() / graph_time([lambda: torch.amax(x, 1, out=rows)]))
+    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
+    return bandwidth, 2 * 8192**3 / graph_time([lambda: a @ b] * 4)
+
+
+def eager_sals(case: dict, queries: Tensor, s: dict) -> Tensor:
+    """SALS in plain PyTorch, as one would write it first: the row to beat beside the dense ones."""
+    B, x, y, z, D, bits, pos = (case[k] for k in ("B", "x", "y", "z", "D", "bits", "pos"))
+    latent, places = s["latent"], torch.arange(case["S"], device="cuda")
+    scores = (queries @ latent[..., : queries.shape[-1]].transpose(1, 2)).float().sum(1)
+    outside = (places < x) | (places > pos[:, None] - z)
+    index = scores.masked_fill(outside, -torch.inf).topk(y, sorted=False).indices
+    index = torch.cat((places[:x].expand(B, -1), index), 1)
+    rows = torch.arange(B, device="cuda")[:, None]
+    k = (latent[rows, index] @ case["plain_basis"].T).unflatten(-1, (-1, D)).float()
+    a, c = k.chunk(2, -1)
+    cos, sin = case["cos"][index][:, :, None], case["sin"][index][:, :, None]
+    k = torch.cat((a * cos - c * sin, c * cos + a * sin), -1).to(latent.dtype)
+    codes, low_scale = s["codes"][rows, index], s["low_scale"][rows, index].float()
+    planes = torch.cat([(codes >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], -1).float()
+    v = planes.unflatten(-1, (-1, 32)) * low_scale[..., 1:] + low_scale[..., :1]
+    v = v.flatten(-2).to(latent.dtype)
+    k, v = torch.cat((k, s["ring_k"]), 1).transpose(1, 2), torch.cat((v, s["ring_v"]), 1).transpose(1, 2)
+    q = s["q"].unflatten(1, (case["Hkv"], -1))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten(1, 2)
+
+
+def sals_case(B: int, S: int, Hq: int, Hkv: int, D: int, r: int, bits: int, x: int, y: int, z: int) -> dict:
+    """Random inputs of one shape: a dict of sizes and `sets`, copies that together are larger than L2."""
+    bf16, device = torch.bfloat16, "cuda"
+    angles = torch.outer(
+        torch.arange(S, device=device).float(), 1e4 ** -(torch.arange(0, D, 2, device=device) / D)
+    )
+    case = {"B": B, "S": S, "Hq": Hq, "Hkv": Hkv, "D": D, "r": r, "bits": bits, "x": x, "y": y, "z": z}
+    case["plain_basis"] = torch.randn(Hkv * D, r, dtype=bf16, device=device) * r**-0.5
+    case["basis"] = interleave_rope(case["plain_basis"], Hkv)
+    case["cos"], case["sin"] = angles.cos(), angles.sin()
+    case["pos"] = torch.full((B,), S - 1, dtype=torch.int32, device=device)
+    chosen = torch.rand(B, S - z, device=device).argsort(1)[:, : x + y].int()
+    case["sets"] = []
+    for _ in range(sets_for(B * S * r)):
+        normal = torch.randn(B, S, Hkv, D // 32, 2, device=device).half()
+        case["sets"].append({
+            "latent": torch.randn(B, S, r, dtype=bf16, device=device),
+            "codes": torch.randint(0, 256, (B, S, Hkv, D * bits // 8), dtype=torch.uint8, device=device),
+            "low_scale": normal,
+            "ring_k": torch.randn(B, z, Hkv, D, dtype=bf16, device=device),
+            "ring_v": torch.randn(B, z, Hkv, D, dtype=bf16, device=device),
+            "q": torch.randn(B, Hq, D, dtype=bf16, device=device),
+            "sum": torch.randn(B, 1, r // 2, dtype=bf16, device=device),
+            "softmax": torch.randn(B, Hq, r // 2, dtype=bf16, device=device),
+            "scores": torch.randn(B, S, device=device),
+            "index": chosen[torch.randperm(B)].contiguous(),
+            "new": torch.randn(B, r, dtype=bf16, device=device),
+            "k": torch.randn(B, Hkv, D, dtype=bf16, device=device),
+        })  # fmt: skip
+    return case
+
+
+def sals_calls(case: dict) -> dict:
+    """Operator -> the calls to time, one for each set of inputs."""
+    c, scale = case, case["D"] ** -0.5
+    shared = (c["pos"], c["cos"], c["sin"])
+
+    def attend(s, index):
+        stores = (c["basis"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
+        return sals_attend(s["q"], index, s["latent"], *stores, *shared, c["bits"])
+
+    def append(s):
+        stores = (s["latent"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
+        sals_append(s["new"], s["k"], s["k"], *shared, *stores, c["bits"])
+
+    def choose(scores):
+        return select(scores, c["pos"], c["x"], c["y"], c["z"])
+
+    def whole(s, rule):
+        append(s)
+        return attend(s, choose(latent_scores(s[rule], s["latent"], c["pos"], scale, rule)))
+
+    operators = {
+        "score sum": lambda s: latent_scores(s["sum"], s["latent"], c["pos"], scale, "sum"),
+        "score softmax": lambda s: latent_scores(s["softmax"], s["latent"], c["pos"], scale, "softmax"),
+        "select": lambda s: choose(s["scores"]),
+        "attend": lambda s: attend(s, s["index"]),
+        "append": append,
+        "sals sum": lambda s: whole(s, "sum"),
+        "sals softmax": lambda s: whole(s, "softmax"),
+        "sals eager": lambda s: eager_sals(c, s["sum"], s),
+    }
+    return {name: [lambda s=s, f=f: f(s) for s in case["sets"]] for name, f in operators.items()}
+
+
+def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
+    """Microseconds of each operator at the measured limits: the larger of its bytes and its matrix FLOPs."""
+    B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
+    score = B * S * r / bandwidth
+    token = 2 * r + kv * c["bits"] // 8 + kv // 8
+    read = (B * n * token + kv * r * 2 + B * c["z"] * kv * 4) / bandwidth
+    attend = max(read, 2 * B * n * r * kv / flops)
+    append = 2 * B * (2 * r + kv * 4) / bandwidth
+    limits = {"score sum": score, "score softmax": score, "select": B * S * 4 / bandwidth, "attend": attend}
+    limits |= {"append": append, "sals sum": score + attend + append}
+    return limits | {"sals softmax": limits["sals sum"], "sals eager": limits["sals sum"]}
+
+
+def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    bf16, device = torch.bfloat16, "cuda"
+    sets = []
+    for _ in range(sets_for(4 * B * S * Hkv * D)):
+        k, v = (torch.randn(B, Hkv, S, D, dtype=bf16, device=device) for _ in range(2))
+        sets.append((torch.randn(B, Hq, D, dtype=bf16, device=device), k, v))
+    pos = torch.full((B,), S - 1, dtype=torch.int32, device=device)
+
+    def sdpa(backend, q, k, v):
+        with sdpa_kernel(backend):
+            q = q.unflatten(1, (Hkv, -1)) if backend == SDPBackend.FLASH_ATTENTION else q[:, :, None]
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != Hkv)
+
+    return {
+        "dense": [lambda s=s: dense_attend(*s, pos) for s in sets],
+        "dense FA2": [lambda s=s: sdpa(SDPBackend.FLASH_ATTENTION, *s) for s in sets],
+        "dense cuDNN": [lambda s=s: sdpa(SDPBackend.CUDNN_ATTENTION, *s) for s in sets],
+    }
+
+
+LLAMA2 = [(B, S) for S in (1024, 2048, 4096, 8192, 16384, 32768) for B in (8, 16)]
+SHAPES = {  # name -> (Hq, Hkv, D), [(r, bits)], [(B, S)], (x, y, z)
+    "7b": ((32, 32, 128), [(1024, 4), (512, 2)], LLAMA2, (16, 432, 64)),
+    "8b": ((32, 8, 128), [(256, 4), (128, 2)], [(8, 4096), (8, 32768), (1, 131072)], (16, 1968, 64)),
+}
+
+
+def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> list[dict]:
+    """Times every operator at every shape; report(row) is called for each as it comes."""
+    bandwidth, flops = measured_limits()
+    rows = []
+
+    def note(shape_name, B, S, setting, operator, us, limit):
+        row = {"model": shape_name, "batch": B, "length": S, "setting": setting, "operator": operator}
+        row |= {"us": round(us, 2), "limit_us": round(limit, 2), "share": round(limit / us, 3)}
+        rows.append(row)
+        report(row)
+
+    note("-", 0, 0, "memory", "TB/s measured", bandwidth / 1e6, bandwidth / 1e6)
+    note("-", 0, 0, "bf16", "TFLOP/s measured", flops / 1e6, flops / 1e6)
+    for name in names:
+        (Hq, Hkv, D), settings, shapes, (x, y, z) = SHAPES[name]
+        for B, S in shapes:
+            if grid and (B, S) not in grid:
+                continue
+            limit = 4 * B * S * Hkv * D / bandwidth
+            for operator, calls in dense_calls(B, S, Hq, Hkv, D).items():
+                note(name, B, S, "-", operator, graph_time(calls), limit)
+            torch.cuda.empty_cache()
+            for r, bits in settings:
+                case = sals_case(B, S, Hq, Hkv, D, r, bits, x, y, z)
+                limits = sals_limits(case, bandwidth, flops)
+                for operator, calls in sals_calls(case).items():
+                    note(name, B, S, f"r{r} {bits} bit", operator, graph_time(calls), limits[operator])
+                del case, calls
+                torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    import argparse
+    import csv
+    import json
+    import sys
+
+    parser = argparse.ArgumentParser(description="Times every kernel at the shapes of the README's tables.")
+    parser.add_argument("--model", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shape", nargs="*", help="only these, such as 8x4096 16x4096")
+    parser.add_argument("--json", action="store_true", help="one compact JSON line at the end")
+    parser.add_argument("--csv", help="write the table to this file")
+    options = parser.parse_args()
+    if triton is None or not torch.cuda.is_available():
+        sys.exit("kernels.py: the benchmark needs a CUDA GPU and triton")
+    grid = [tuple(map(int, s.split("x"))) for s in options.shape or []]
+
+    def report(row):
+        line = "{model:>3} {batch:>3} x {length:<7}{setting:<13}{operator:<18}{us:>9.1f}{limit_us:>9.1f}"
+        print((line + "{share:>8.1%}").format(**row), file=sys.stderr, flush=True)
+
+    rows = benchmark(options.model, grid, report)
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    if options.json:
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        print(json.dumps({"device": torch.cuda.get_device_name(), "versions": versions, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
