@@ -1,9 +1,11 @@
 """Calibration: collect statistics and fit what a method needs, evaluate through the cache, train.
 
-python calibrate.py fit   --method sals                     fit the artifacts of a checkpoint (no download)
-python calibrate.py eval  --method dense --method sals      perplexity and retrieval, one table
-python calibrate.py ranks                                   rank of the keys before and after RoPE
-python calibrate.py train --out FOLDER --text DIR ...       train a small Llama from scratch
+    python calibrate.py fit     --method sals                  fit the artifacts of a checkpoint (no download)
+    python calibrate.py eval    --method dense --method sals   perplexity and retrieval, one table
+    python calibrate.py ranks                                  rank of the keys before and after RoPE
+    python calibrate.py overlap --method sals                  attention mass that the selection captures
+    python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama from scratch
+Evaluation always decodes token by token through the method's own cache, with the dense row in the same run.
 """
 
 import argparse
@@ -793,7 +795,8 @@ NANO = ModelConfig(
     rope_theta=500000.0,
     tied=True,
 )
-NANO_STAGES = ("128x512x4000", "64x2048x2500", "16x8192x6000", "4x32768x300")
+# Long documents come before the last stage: at the end, few and noisy, they undo what retrieval has learnt.
+NANO_STAGES = ("128x512x3000", "64x2048x2500", "4x32768x300", "16x8192x7000")
 
 
 def initialise(model: Llama, seed: int) -> None:
@@ -856,6 +859,52 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         partial.unlink(missing_ok=True)
 
 
+def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
+    """AdamW with weight decay 0.1 on matrices and none on norms."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
+
+
+def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int) -> None:
+    """Weights, both moments and the number of steps done, in one safetensors file."""
+    tensors = {"step": torch.tensor(done)}
+    for name, p in model.named_parameters():
+        moments = optimizer.state[p]
+        tensors |= {name: p.data, f"{name}.m": moments["exp_avg"], f"{name}.v": moments["exp_avg_sq"]}
+    save_artifact(tensors, path, {"format": "pt"})
+
+
+def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
+    """Takes up what save_state left; returns the number of steps done."""
+    device = next(model.parameters()).device
+    saved = load_file(path, device=str(device))
+    step = saved["step"].float()
+    for name, p in model.named_parameters():
+        p.data.copy_(saved[name])
+        moments = {"exp_avg": saved[f"{name}.m"], "exp_avg_sq": saved[f"{name}.v"]}
+        optimizer.state[p] = {"step": step.clone(), **moments}
+    return int(step)
+
+
+def staged_batches(hay: Haystack, stages: list[Stage], done: int, seed: int, workers: int) -> Iterator[tuple]:
+    """(stage, tokens, weights) of every step after the first `done`, stage by stage."""
+    first = 0
+    for stage in stages:
+        last = first + stage.steps
+        if done < last:
+            batches = TrainingBatches(hay, stage.batch, stage.length, max(done, first), last, seed)
+            pin = torch.cuda.is_available()
+            for tokens, weights in torch.utils.data.DataLoader(
+                batches, None, num_workers=workers, pin_memory=pin
+            ):
+                yield stage, tokens, weights
+        first = last
+
+
 def train(
     model: Llama,
     hay: Haystack,
@@ -866,76 +915,67 @@ def train(
     state: Path | None,
     minutes: float,
 ) -> bool:
-    """AdamW with a cosine schedule over all stages; True when done, False when `minutes` ran out first.
+    """AdamW under a cosine schedule over all stages, weights in fp32 with bf16 autocast.
 
-    `state` is a file that holds weights, moments and the step, so that a later run resumes where this one
-    stopped. Trained in fp32 with bf16 autocast; parameters are `model`'s own."""
+    `state` is the file that a later run resumes from. True when done, False when `minutes` ran out first."""
     device = next(model.parameters()).device
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    flat = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}],
-        lr=lr,
-        betas=(0.9, 0.95),
-        fused=device.type == "cuda",
-    )
-    total, done, started = sum(s.steps for s in stages), 0, time.time()
-    if state and state.is_file():
-        saved = load_file(state, device=str(device))
-        done = int(saved.pop("step"))
-        for i, p in enumerate([*decay, *flat]):
-            p.data.copy_(saved[f"{i}.weight"])
-            optimizer.state[p] = {
-                "step": torch.tensor(float(done), device=device if p.is_cuda else "cpu"),
-                "exp_avg": saved[f"{i}.m"],
-                "exp_avg_sq": saved[f"{i}.v"],
-            }
-
-    def save_state() -> None:
-        tensors = {"step": torch.tensor(done)}
-        for i, p in enumerate([*decay, *flat]):
-            moments = optimizer.state[p]
-            tensors |= {f"{i}.weight": p.data, f"{i}.m": moments["exp_avg"], f"{i}.v": moments["exp_avg_sq"]}
-        save_artifact(tensors, state, {"format": "pt"})
-
+    optimizer = make_optimizer(model, lr)
+    done = load_state(state, model, optimizer) if state and state.is_file() else 0
+    total, started, running = sum(s.steps for s in stages), time.time(), None
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
-    first = 0
-    for stage in stages:
-        last = first + stage.steps
-        if done < last:
-            batches = TrainingBatches(hay, stage.batch, stage.length, done, last, seed)
-            loader = torch.utils.data.DataLoader(
-                batches, batch_size=None, num_workers=workers, pin_memory=True
-            )
-            running = None
-            for tokens, weights in loader:
-                tokens, weights = tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True)
-                warm = min(1.0, (done + 1) / 200)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done / total)))
-                with torch.autocast(device.type, torch.bfloat16):
-                    loss = loss_of(model, tokens, weights)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                done += 1
-                running = loss.detach() if running is None else running.lerp(loss.detach(), 0.02)
-                if done % 100 == 0 or done == last:
-                    print(
-                        f"step {done}/{total}  {stage.batch}x{stage.length}  loss {running.item():.3f}  "
-                        f"{time.time() - started:.0f} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    if time.time() - started > 60 * minutes:
-                        if state:
-                            save_state()
-                        return False
-        first = last
+    for stage, tokens, weights in staged_batches(hay, stages, done, seed, workers):
+        for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
+            warm = min(1.0, (done + 1) / 200)
+            group["lr"] = lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done / total)))
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(model, tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done += 1
+        running = loss.detach() if running is None else running.lerp(loss.detach(), 0.02)
+        if done % 100 == 0 or done == total:
+            seconds = time.time() - started
+            shape = f"{stage.batch}x{stage.length}"
+            line = f"step {done}/{total}  {shape}  loss {running.item():.3f}  {seconds:.0f} s"
+            print(line, file=sys.stderr, flush=True)
+        if done < total and time.time() - started > 60 * minutes:
+            break
     if state:
-        save_state()
-    return True
+        save_state(state, model, optimizer, done)
+    return done == total
+
+
+def train_tokenizer(sources: list[Path], path: Path, vocab_size: int) -> None:
+    """A sentencepiece BPE with byte fallback and single digits, from about 14 MB of lines of each source."""
+    import sentencepiece
+
+    def lines() -> Iterator[str]:
+        for source in sources:
+            size = 0
+            for text in read_texts(text_files(source, held=False)):
+                for line in filter(str.strip, text.split("\n")):
+                    yield line[:4000]
+                size += len(text)
+                if size > 14e6:
+                    break
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines(),
+        model_prefix=str(path.with_suffix("")),
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        character_coverage=0.9995,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        max_sentence_length=16384,
+        minloglevel=2,
+    )
+    path.with_suffix(".vocab").unlink()
 
 
 def tokenize_files(files: list[Path], tokenizer, max_tokens: int, workers: int) -> np.ndarray:
@@ -959,12 +999,14 @@ def _encode_text(text: str) -> list[int]:
 def run_train(args: argparse.Namespace) -> None:
     stages = [Stage.parse(text) for text in args.stages]
     sources = [text.rpartition(":") if ":" in text else (text, ":", "1") for text in args.text]
+    paths = [Path(path) for path, _, _ in sources]
+    if not (args.out / "tokenizer.model").is_file():
+        args.out.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(paths, args.out / "tokenizer.model", NANO.vocab_size)
     tokenizer = load_tokenizer(args.out)
     started = time.time()
-    tokens = [
-        tokenize_files(text_files(Path(path), held=False), tokenizer, args.max_tokens, args.workers)
-        for path, _, _ in sources
-    ]
+    files = [text_files(path, held=False) for path in paths]
+    tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, [float(share) for _, _, share in sources])
     model = Llama(NANO)
@@ -973,17 +1015,20 @@ def run_train(args: argparse.Namespace) -> None:
     done = train(model, hay, stages, args.lr, args.seed, args.workers, args.state, args.minutes)
     save_checkpoint(model, args.out)
     for text, ids in zip(args.text, tokens, strict=True):
-        print(f"training perplexity of {text}: {full_perplexity(model, ids, 2048, 32):.3f}")
+        print(f"training perplexity of {text}: {full_perplexity(model, ids, 2048, 40):.3f}")
     print("finished" if done else "not finished: run the same command again with the same --state")
 
 
 @torch.no_grad()
 def full_perplexity(model: Llama, ids: np.ndarray, length: int, count: int) -> float:
-    """Perplexity of the first `count` windows of `length` tokens, by full forward passes."""
+    """Perplexity of up to `count` spread windows of `length` tokens, by full forward passes."""
     device = next(model.parameters()).device
-    count = min(count, len(ids) // (length + 1))
-    tokens = torch.from_numpy(ids[: count * (length + 1)].astype(np.int64)).view(count, -1).to(device)
-    losses = [weighted_loss(model, t[None], torch.ones_like(t[None, 1:]).float()) for t in tokens]
+    available = len(ids) // (length + 1)
+    starts = np.linspace(0, available - 1, min(count, available)).astype(int) * (length + 1)
+    losses = []
+    for start in starts:
+        tokens = torch.from_numpy(ids[start : start + length + 1].astype(np.int64))[None].to(device)
+        losses.append(weighted_loss(model, tokens, torch.ones_like(tokens[:, 1:]).float()))
     return torch.stack(losses).mean().exp().item()
 
 

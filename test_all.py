@@ -1855,6 +1855,25 @@ def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
         assert torch.allclose(tensor, resumed[name], atol=1e-6), name
 
 
+def test_trained_tokenizer_keeps_digits_spaces_and_newlines(tmp_path):
+    (tmp_path / "text").mkdir()
+    for file in ("model.py", "compress.py", "calibrate.py"):
+        shutil.copy(ROOT / file, tmp_path / "text")
+    calibrate.train_tokenizer([tmp_path / "text"], tmp_path / "tokenizer.model", 600)
+    tokenizer = load_tokenizer(tmp_path)
+    text = "def f(x):\n    return x + 12345  # caf\u00e9 \u4f60"
+    ids = tokenizer.encode(text)
+    assert tokenizer.vocab_size == 600 and tokenizer.decode(ids) == text
+    assert [tokenizer.pieces[i] for i in ids if tokenizer.pieces[i].isdigit()] == [
+        b"1",
+        b"2",
+        b"3",
+        b"4",
+        b"5",
+    ]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["text", "tokenizer.model"]
+
+
 def test_rank_at_counts_the_leading_eigenvalues():
     values = torch.tensor([[5.0, 3.0, 1.0, 1.0], [10.0, 0.0, 0.0, 0.0]])
     assert rank_at(values, 0.5).tolist() == [1, 1] and rank_at(values, 0.8).tolist() == [2, 1]
