@@ -385,9 +385,11 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
-def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> tuple[dict[str, Tensor], dict[str, str]]:
+def fit_sals(
+    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """U: the leading eigenvectors of each layer's joint pre-RoPE key covariance (SALS sec. 4.2)."""
-    values, vectors = eigen(key_moments(model, tokens, "fit sals")["pre"].second)
+    values, vectors = eigen(moments["pre"].second)
     r = max(1, round(max_rank * model.config.kv_dim))
     tensors = {"eigenvalues": values.float()}
     for i in range(model.config.n_layers):
@@ -401,13 +403,15 @@ def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> tuple[dict[str, T
     }
 
 
-def fit_loki(model: Llama, tokens: Tensor, max_rank: float) -> tuple[dict[str, Tensor], dict[str, str]]:
+def fit_loki(
+    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
 
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, perplexity = {}, {}
-    for name, moments in key_moments(model, tokens, "fit loki").items():
-        values, vectors = eigen(moments.centred_heads(model.config))
+    for name in ("pre", "post"):
+        values, vectors = eigen(moments[name].centred_heads(model.config))
         tensors[f"{name}.eigenvalues"] = values.float()
         tensors[f"{name}.basis"] = vectors.float().contiguous()
     trial = tokens[-4:]
@@ -428,22 +432,18 @@ FITS = {"sals": fit_sals, "loki": fit_loki}
 
 
 def run_fit(args: argparse.Namespace) -> None:
+    """One pass over the text gathers the moments; every method asked for is fitted from them."""
     model, tokenizer = load(args)
     files = text_files(args.text or standard_library(), None if args.text else False)
     tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
-    tensors, facts = FITS[args.method](model, tokens, args.max_rank)
-    metadata = (
-        model_identity(model)
-        | facts
-        | {
-            "method": args.method,
-            "text": str(args.text or "Python standard library"),
-            "tokens": str(tokens.numel()),
-        }
-    )
-    path = artifact_path(args.checkpoint, args.method)
-    save_artifact(tensors, path, metadata)
-    print(f"{path}: {human(path.stat().st_size)}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
+    moments = key_moments(model, tokens, "fit")
+    source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
+    for method in FITS if args.method == "all" else [args.method]:
+        tensors, facts = FITS[method](model, tokens, moments, args.max_rank)
+        path = artifact_path(args.checkpoint, method)
+        save_artifact(tensors, path, {"method": method} | model_identity(model) | source | facts)
+        size = human(path.stat().st_size)
+        print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
 
 
 def run_ranks(args: argparse.Namespace) -> None:
@@ -1054,7 +1054,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command("fit", run_fit, "fit what a method needs and store it beside the checkpoint")
     add_model_options(p)
     text_options(p)
-    p.add_argument("--method", required=True, choices=FITS, help="the method to fit")
+    p.add_argument("--method", required=True, choices=(*FITS, "all"), help="the method to fit")
     p.add_argument(
         "--max_rank",
         type=float,

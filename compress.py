@@ -562,6 +562,64 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[
     return caches
 
 
+# ----------------------------------------------------------------------------------------------- StreamingLLM
+
+
+@dataclass
+class StreamingSettings:
+    """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
+
+    sinks: int = setting(4, "x: first tokens that are kept")
+    recent: int = setting(508, "w: last tokens that are kept")
+
+
+class StreamingCache(Cache):
+    """x sinks and a ring of the w most recent tokens, at their original positions.
+
+    The paper re-rotates by the place within the cache, to go on beyond the trained length; within it the
+    original positions serve, and are what the other methods here use."""
+
+    def __init__(self, room: Room, settings: StreamingSettings):
+        super().__init__(room)
+        c = room.config
+        self.x = min(settings.sinks, room.capacity)
+        self.w = min(settings.recent, room.capacity)
+        self.register_buffer("k", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
+        self.register_buffer("v", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
+
+    def slot(self, position: Tensor) -> Tensor:
+        return torch.where(position < self.x, position, self.x + (position - self.x) % self.w)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        length = q.shape[0]
+        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
+        places = self.room.positions[:length]
+        kept = places[(places < self.x) | (places >= length - self.w)]
+        self.k[row, :, self.slot(kept)] = k[kept].transpose(0, 1)
+        self.v[row, :, self.slot(kept)] = v[kept].transpose(0, 1)
+        return causal_attention(q, k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        rows, slot = self.room.row_ids, self.slot(pos)
+        self.k[rows, :, slot], self.v[rows, :, slot] = self.rope(k, pos), v
+        live = torch.arange(self.x + self.w, device=pos.device) <= pos[:, None]  # slots fill from the left
+        return attend(self.rope(q, pos), self.k, self.v, live)
+
+    def formula(self) -> int:
+        return dense_bytes(self.room) // self.room.capacity * (self.x + self.w)
+
+    def bytes_read(self, length: int) -> int:
+        return min(length, self.x + self.w) * 2 * self.config.kv_dim * self.room.dtype.itemsize
+
+
+def build_streaming(
+    model: Llama, settings: StreamingSettings, room: Room, artifact: dict[str, Tensor]
+) -> list[Cache]:
+    if settings.sinks < 0 or settings.recent < 1:
+        raise UserError("--sinks must be at least 0 and --recent at least 1")
+    return [StreamingCache(room, settings) for _ in model.layers]
+
+
 # -------------------------------------------------------------------------------------- calibration artifacts
 
 
@@ -636,6 +694,7 @@ METHODS = {
     "loki": Method(
         LokiSettings, build_loki, True, "top-k attention, scored on principal components of the keys"
     ),
+    "streaming": Method(StreamingSettings, build_streaming, False, "the first and the last tokens only"),
 }
 
 

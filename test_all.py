@@ -55,7 +55,10 @@ from compress import (
     Room,
     SalsCache,
     SalsSettings,
+    StreamingCache,
+    StreamingSettings,
     artifact_path,
+    attend,
     dequantize,
     load_artifact,
     loki_count,
@@ -324,6 +327,7 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window):
         ("loki", {"k": 0.3, "d": 0.5}),
         ("loki", {"k": 12, "d": 0.25, "sinks": 2, "recent": 4}),
         ("loki", {"d": 0.5, "reduced": True}),
+        ("streaming", {"sinks": 2, "recent": 20}),
     ],
 )
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
@@ -410,8 +414,8 @@ def test_sals_drops_exactly_one_token_past_the_budget():
 @pytest.mark.parametrize("group", [1, 4])
 def test_measured_bytes_equal_the_formula(options, group):
     model = tiny_model(group=group, head_dim=32)
-    loki = [("loki", {}), ("loki", {"reduced": True, "d": 0.25})]
-    for method, chosen in [("dense", {}), ("sals", options), *loki]:
+    others = [("loki", {}), ("loki", {"reduced": True, "d": 0.25}), ("streaming", {"recent": 20})]
+    for method, chosen in [("dense", {}), ("sals", options), *others]:
         engine = make_engine(model, method, 3, 200, **chosen)
         for cache in engine.caches:
             assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
@@ -479,7 +483,7 @@ def test_packing_round_trips_every_code(bits):
 def test_sals_fit_is_orthonormal_optimal_and_joint_beats_per_head():
     model = tiny_model(group=2)
     tokens = torch.randint(0, 96, (6, 64), generator=torch.Generator().manual_seed(0))
-    tensors, _ = fit_sals(model, tokens, 1.0)
+    tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     covariance = key_moments(model, tokens, "test")["pre"].second
     for i in range(4):
         basis, values = tensors[f"{i}.basis"].double(), tensors["eigenvalues"][i].double()
@@ -593,6 +597,28 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time():
     assert len(seen) == 4
 
 
+# ----------------------------------------------------------------------------------------------- StreamingLLM
+
+
+@pytest.mark.parametrize("sinks,recent", [(0, 6), (3, 6), (4, 60)])
+def test_streaming_attends_exactly_the_first_and_the_last(sinks, recent):
+    """Against dense attention masked to the kept tokens; prefill and decode leave the same cache."""
+    room = Room(tiny_model(), 1, 40)
+    settings = StreamingSettings(sinks=sinks, recent=recent)
+    streaming, dense, late = StreamingCache(room, settings), DenseCache(room), StreamingCache(room, settings)
+    q, k, v = torch.randn(30, 8, 16), torch.randn(30, 4, 16), torch.randn(30, 4, 16)
+    for n in range(30):
+        pos = torch.tensor([n], dtype=torch.int32)
+        step = (pos, q[n : n + 1], k[n : n + 1], v[n : n + 1])
+        got = streaming.decode(*step)
+        dense.decode(*step)
+        kept = (room.positions <= n) & ((room.positions < sinks) | (room.positions > n - recent))
+        truth = attend(dense.rope(q[n : n + 1], pos), dense.k, dense.v, kept[None])
+        assert error(got, truth) < 1e-5, n
+    late.prefill(0, q, k, v)
+    assert torch.allclose(late.k, streaming.k, atol=1e-5) and torch.equal(late.v, streaming.v)
+
+
 # ------------------------------------------------------------------------------------------- Loki invariants
 
 
@@ -682,7 +708,7 @@ def test_loki_sinks_and_recent_count_in_the_budget():
 def test_loki_fit_is_a_centred_pca_of_each_head():
     model = tiny_model(vocab_size=96)
     tokens = torch.randint(0, 96, (8, 64), generator=torch.Generator().manual_seed(0))
-    tensors, facts = calibrate.fit_loki(model, tokens, 0.5)
+    tensors, facts = calibrate.fit_loki(model, tokens, key_moments(model, tokens, "test"), 0.5)
     seen = []
     for window in tokens:
         calibrate.observe(model, window[None], lambda i, q, k, v: seen.append((i, k[0])))
@@ -2009,7 +2035,10 @@ def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
 
 
 BAD_OPTIONS = {
-    "unknown method": (["--method", "magic"], "unknown method 'magic'; the methods are: dense, sals, loki"),
+    "unknown method": (
+        ["--method", "magic"],
+        "unknown method 'magic'; the methods are: dense, sals, loki, streaming",
+    ),
     "setting of another method": (["--rank", "0.5"], "--rank"),
     "bad choice": (["--method", "sals", "--bits", "3"], "--bits"),
     "empty prompt": (["--prompt", ""], "empty"),
@@ -2201,7 +2230,7 @@ def test_interactive_keeps_the_conversation(checkpoint, monkeypatch, capsys):
 def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsys):
     folder = tiny_checkpoint(tmp_path)
     artifact_path(folder, "sals").unlink()
-    argv = ["fit", "--checkpoint", folder, "--method", "sals", "--windows", "4", "--window", "64"]
+    argv = ["fit", "--checkpoint", folder, "--method", "all", "--windows", "4", "--window", "64"]
     code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
     assert code == 0 and "energy kept" in out
     model = load_model(folder, CPU, torch.float32)
