@@ -341,6 +341,12 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
     return tokens
 
 
+def calibration_windows(args: argparse.Namespace, model: Llama, tokenizer) -> Tensor:
+    """Windows of --text, or of the part of the standard library that evaluation does not read."""
+    files = text_files(args.text or standard_library(), None if args.text else False)
+    return windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
+
+
 @dataclass
 class KeyMoments:
     """Second moment K^T K / N [L, Hkv*D, Hkv*D] and mean [L, Hkv*D] of all heads' keys jointly, fp64."""
@@ -434,8 +440,7 @@ FITS = {"sals": fit_sals, "loki": fit_loki}
 def run_fit(args: argparse.Namespace) -> None:
     """One pass over the text gathers the moments; every method asked for is fitted from them."""
     model, tokenizer = load(args)
-    files = text_files(args.text or standard_library(), None if args.text else False)
-    tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
+    tokens = calibration_windows(args, model, tokenizer)
     moments = key_moments(model, tokens, "fit")
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     for method in FITS if args.method == "all" else [args.method]:
@@ -448,8 +453,7 @@ def run_fit(args: argparse.Namespace) -> None:
 
 def run_ranks(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
-    files = text_files(args.text or standard_library(), None if args.text else False)
-    tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
+    tokens = calibration_windows(args, model, tokenizer)
     moments = key_moments(model, tokens, "ranks")
     ranks = {name: rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
     width = model.config.kv_dim
@@ -693,8 +697,10 @@ def run_overlap(args: argparse.Namespace) -> None:
     hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(standard_library(), held=True), 1 << 19)])
     prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
     artifact, results = load_artifact(args.checkpoint, "sals", model), {}
-    for text in args.method:
+    for text in args.method or ["sals"]:
         candidate = Candidate.parse(text)
+        if candidate.method != "sals":
+            raise UserError(f"--method {text}: the overlap is that of sals; give sals[:SETTING=VALUE,...]")
         results[text] = overlap_scores(
             model, artifact, settings_from("sals", candidate.options), prompts
         ).tolist()
@@ -1044,6 +1050,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         sub.set_defaults(run=run)
         return sub
 
+    def json_option(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
+
     def text_options(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--text", type=Path, help="a text file or folder (default: the Python standard library)"
@@ -1066,6 +1075,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "eval", run_eval, "perplexity and retrieval, token by token through the cache, dense in the same run"
     )
     add_model_options(p)
+    json_option(p)
     p.add_argument(
         "--method",
         action="append",
@@ -1092,12 +1102,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
     p = command("ranks", run_ranks, "rank of the keys before and after RoPE, a layer a line")
     add_model_options(p)
+    json_option(p)
     text_options(p)
     p.add_argument("--energy", type=float, default=0.9, help="share of the energy to keep")
     p.add_argument("--png", type=Path, help="also draw it (needs matplotlib)")
 
     p = command("overlap", run_overlap, "share of the attention mass that SALS selects, layer by layer")
     add_model_options(p)
+    json_option(p)
     p.add_argument("--method", action="append", default=None, metavar="sals[:SETTING=VALUE,...]")
     p.add_argument("--task", choices=KINDS, default="multikey")
     p.add_argument("--length", type=int, default=2048)

@@ -9,7 +9,6 @@ Text goes to stdout, the report to stderr; --json adds the report as one JSON ob
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import platform
@@ -114,6 +113,12 @@ class Sampling:
 # ----------------------------------------------------------------------------------------------------- engine
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 class Engine:
     """A model, its caches, and the decode step over static buffers: tokens [B] int64 and pos [B] int32.
 
@@ -183,10 +188,6 @@ class Engine:
             self.tokens.fill_(token)
             self.step()
 
-    def synchronize(self) -> None:
-        if self.room.device.type == "cuda":
-            torch.cuda.synchronize()
-
 
 @dataclass
 class Output:
@@ -210,7 +211,7 @@ def decode_rows(
     spares the device the wait for the host, but leaves tokens after the stop in the cache."""
     rows = engine.room.rows
     output, stopped = Output([[] for _ in range(rows)]), [False] * rows
-    engine.synchronize()
+    synchronize(engine.room.device)
     started, made = time.time(), 0
     while made < max_new_tokens and not all(stopped):
         block = []
@@ -287,19 +288,21 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, mo
 
 
 def load(args: argparse.Namespace) -> tuple[Llama, object]:
-    """The model and its tokenizer (None with random weights)."""
+    """The checkpoint's model and tokenizer."""
+    device, dtype = device_and_dtype(args)
+    if not args.checkpoint.is_dir():
+        raise UserError(f"{args.checkpoint}: there is no such folder; give a Hugging Face checkpoint folder")
+    return load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+
+
+def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
     try:
         device = torch.device(args.device)
     except RuntimeError:
         raise UserError(f"--device {args.device}: not a device; use cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
-    dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    if args.random_weights:
-        return random_model(args.random_weights, device, dtype, args.seed), None
-    if not args.checkpoint.is_dir():
-        raise UserError(f"{args.checkpoint}: there is no such folder; give a Hugging Face checkpoint folder")
-    return load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+    return device, DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[str, Tensor]:
@@ -357,10 +360,10 @@ def run_prompts(
 ) -> Output:
     """Prefills the prompts, then generates: once, or after each of `asks`, one answer after another."""
     torch.manual_seed(args.seed)
-    engine.synchronize()
+    synchronize(engine.room.device)
     started = time.time()
     engine.prefill(prompts)
-    engine.synchronize()
+    synchronize(engine.room.device)
     prefill_s = time.time() - started
     stop_ids = set() if args.ignore_eos or tokenizer is None else tokenizer.stop_ids
     stop_text = args.stop or ("\n" if asks else None)
@@ -382,8 +385,6 @@ def run_prompts(
             output.answers.append(tokenizer.decode(part.token_ids[0]).strip())
             output.decode_s, output.steps = output.decode_s + part.decode_s, output.steps + part.steps
             output.first_token_s = output.first_token_s or part.first_token_s
-            if emit:
-                emit(ask, output.answers[-1])
     output.prefill_s = prefill_s
     output.first_token_s += prefill_s
     return output
@@ -402,12 +403,10 @@ def measure_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         started = time.time()
         target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         best = min(best, time.time() - started)
     return 2 * source.nbytes / best
 
@@ -532,16 +531,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=NANO,
         help="a Hugging Face folder: config.json, *.safetensors, tokenizer (default: the embedded model)",
     )
-    parser.add_argument(
-        "--random_weights", metavar="SHAPE", help="a published shape with random weights, to measure speed"
-    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on the CPU, bf16 on a GPU"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--json", action="store_true", help="print the report as one JSON object, the last line of stdout"
     )
 
 
@@ -554,6 +546,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--method", default="dense", help="what the cache stores; its settings appear below")
     add_model_options(parser)
+    parser.add_argument(
+        "--random_weights", metavar="SHAPE", help="a published shape with random weights, to measure speed"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as one JSON object, the last line of stdout"
+    )
     parser.add_argument(
         "--prompt",
         action="append",
@@ -588,9 +587,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--interactive", action="store_true", help="read one turn a line from the terminal")
     parser.add_argument("--chat", action="store_true", help="wrap prompts in the model's chat template")
-    method = next((b for a, b in itertools.pairwise(argv) if a == "--method"), None)
-    method = method or next((a.split("=", 1)[1] for a in argv if a.startswith("--method=")), "dense")
-    add_settings(parser, method)
+    # The method decides which settings exist, so it is read first.
+    early = Parser(add_help=False, allow_abbrev=False)
+    early.add_argument("--method", default="dense")
+    add_settings(parser, early.parse_known_args(argv)[0].method)
     args = parser.parse_args(argv)
     if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0 or args.max_new_tokens < 1:
         raise UserError(
@@ -647,7 +647,10 @@ def print_answers(asks: list[str], answers: list[str], method: str, dense: list[
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    model, tokenizer = load(args)
+    if args.random_weights:
+        model, tokenizer = random_model(args.random_weights, *device_and_dtype(args), args.seed), None
+    else:
+        model, tokenizer = load(args)
     if args.interactive:
         return run_interactive(args, model, tokenizer)
     prompts, asks = read_prompts(args, model, tokenizer)

@@ -2302,6 +2302,7 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
         ),
         (["train", "--out", checkpoint, "--text", checkpoint, "--stages", "8x8"], "BATCHxLENGTHxSTEPS"),
         (["fly"], "invalid choice"),
+        (["overlap", "--checkpoint", checkpoint, "--method", "dense"], "the overlap is that of sals"),
     ]
     for argv, message in cases:
         code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
