@@ -451,6 +451,11 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
     return caches
 
 
+def random_sals(model: Llama) -> dict[str, Tensor]:
+    n = model.config.kv_dim
+    return {f"{i}.basis": random_basis(n, n // 2) for i in range(model.config.n_layers)}
+
+
 # ------------------------------------------------------------------------------------------------------- Loki
 
 
@@ -562,6 +567,13 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[
     return caches
 
 
+def random_loki(model: Llama) -> dict[str, Tensor]:
+    c = model.config
+    shape = (c.n_layers, c.n_kv_heads, c.head_dim)
+    basis = random_basis(*shape, c.head_dim)
+    return {"post.basis": basis, "post.eigenvalues": torch.ones(shape), "better": torch.tensor(1)}
+
+
 # ----------------------------------------------------------------------------------------------- StreamingLLM
 
 
@@ -659,20 +671,9 @@ def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
     return tensors
 
 
-def random_artifact(method: str, model: Llama) -> dict[str, Tensor]:
-    """Orthonormal bases of no meaning in the place of fitted ones, for benchmarks with random weights."""
-    c = model.config
-    generator = torch.Generator().manual_seed(0)
-
-    def orthonormal(n: int, r: int) -> Tensor:
-        return torch.linalg.qr(torch.randn(n, r, generator=generator)).Q
-
-    if method == "loki":
-        basis = orthonormal(c.head_dim, c.head_dim).expand(c.n_layers, c.n_kv_heads, -1, -1)
-        values = torch.ones(c.n_layers, c.n_kv_heads, c.head_dim)
-        return {"post.basis": basis, "post.eigenvalues": values, "better": torch.tensor(1)}
-    basis = orthonormal(c.kv_dim, c.kv_dim // 2)
-    return {f"{i}.basis": basis for i in range(c.n_layers)}
+def random_basis(*shape: int) -> Tensor:
+    """Orthonormal columns of no meaning [..., n, r], in the place of fitted ones where weights are random."""
+    return torch.linalg.qr(torch.randn(*shape, generator=torch.Generator().manual_seed(0))).Q
 
 
 # -------------------------------------------------------------------------------------------------- the table
@@ -680,21 +681,26 @@ def random_artifact(method: str, model: Llama) -> dict[str, Tensor]:
 
 @dataclass
 class Method:
-    """A row of METHODS: its settings, how its caches are built, whether `calibrate.py fit` must run first."""
+    """A row of METHODS: its settings, how its caches are built, and for a method that `calibrate.py fit`
+    must fit first, an artifact of no meaning for benchmarks with random weights."""
 
     settings: type
     build: Callable[..., list[Cache]]
-    fitted: bool
     about: str
+    random: Callable[[Llama], dict[str, Tensor]] | None = None
+
+    @property
+    def fitted(self) -> bool:
+        return self.random is not None
 
 
 METHODS = {
-    "dense": Method(DenseSettings, build_dense, False, "the full cache"),
-    "sals": Method(SalsSettings, build_sals, True, "sparse attention over a joint latent of the keys"),
+    "dense": Method(DenseSettings, build_dense, "the full cache"),
+    "sals": Method(SalsSettings, build_sals, "sparse attention over a joint latent of the keys", random_sals),
     "loki": Method(
-        LokiSettings, build_loki, True, "top-k attention, scored on principal components of the keys"
+        LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", random_loki
     ),
-    "streaming": Method(StreamingSettings, build_streaming, False, "the first and the last tokens only"),
+    "streaming": Method(StreamingSettings, build_streaming, "the first and the last tokens only"),
 }
 
 

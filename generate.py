@@ -30,7 +30,6 @@ from compress import (
     dense_bytes,
     load_artifact,
     method_named,
-    random_artifact,
     settings_from,
 )
 from model import (
@@ -310,7 +309,7 @@ def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[st
     if not METHODS[method].fitted:
         return {}
     if args.random_weights:
-        return random_artifact(method, model)
+        return METHODS[method].random(model)
     return load_artifact(args.checkpoint, method, model)
 
 
