@@ -1021,19 +1021,20 @@ def run_train(args: argparse.Namespace) -> None:
     done = train(model, hay, stages, args.lr, args.seed, args.workers, args.state, args.minutes)
     save_checkpoint(model, args.out)
     for text, ids in zip(args.text, tokens, strict=True):
-        print(f"training perplexity of {text}: {full_perplexity(model, ids, 2048, 40):.3f}")
+        print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
     print("finished" if done else "not finished: run the same command again with the same --state")
 
 
 @torch.no_grad()
-def full_perplexity(model: Llama, ids: np.ndarray, length: int, count: int) -> float:
-    """Perplexity of up to `count` spread windows of `length` tokens, by full forward passes."""
+def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, count: int) -> float:
+    """Perplexity of up to `count` spread windows of `length` tokens, each led by BOS, by full forward passes."""
     device = next(model.parameters()).device
-    available = len(ids) // (length + 1)
-    starts = np.linspace(0, available - 1, min(count, available)).astype(int) * (length + 1)
+    available = len(ids) // length
+    starts = np.linspace(0, available - 1, min(count, available)).astype(int) * length
     losses = []
     for start in starts:
-        tokens = torch.from_numpy(ids[start : start + length + 1].astype(np.int64))[None].to(device)
+        window = np.concatenate([[bos_id], ids[start : start + length]]).astype(np.int64)
+        tokens = torch.from_numpy(window)[None].to(device)
         losses.append(weighted_loss(model, tokens, torch.ones_like(tokens[:, 1:]).float()))
     return torch.stack(losses).mean().exp().item()
 
