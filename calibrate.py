@@ -3,7 +3,8 @@
     python calibrate.py fit     --method sals                  fit the artifacts of a checkpoint (no download)
     python calibrate.py eval    --method dense --method sals   perplexity and retrieval, one table
     python calibrate.py ranks                                  rank of the keys before and after RoPE
-    python calibrate.py overlap --method sals                  attention mass that the selection captures
+    python calibrate.py overlap --method sals --method loki    attention mass that the selection captures
+    python calibrate.py masked                                 Loki's masked prefill, the paper's accuracy path
     python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama from scratch
 Evaluation always decodes token by token through the method's own cache, with the dense row in the same run.
 """
@@ -22,7 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -34,19 +35,17 @@ from torch import Tensor
 
 from compress import (
     METHODS,
+    Cache,
     LokiSettings,
     Room,
-    SalsSettings,
     artifact_path,
     build_loki,
+    dense_bytes,
     load_artifact,
+    loki_basis,
     method_named,
     model_identity,
     rank_at,
-    sals_queries,
-    sals_score_rank,
-    sals_scores,
-    sals_select,
     settings_from,
 )
 from generate import (
@@ -59,7 +58,9 @@ from generate import (
     device_name,
     human,
     load,
+    peak_memory,
     run_command,
+    synchronize,
 )
 from model import (
     Llama,
@@ -306,17 +307,23 @@ def eval_sample(
 # ----------------------------------------------------------------------------------------- fit and statistics
 
 
+def forward_through(model: Llama, tokens: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]):
+    """Runs tokens [B, S] with attend(layer, q, k, v), before RoPE, as attention -> hidden states [B, S, dim]."""
+    x = model.tok_embeddings(tokens)
+    for i, layer in enumerate(model.layers):
+        x = layer(x, partial(attend, i))
+    return model.norm(x)
+
+
 def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
     """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
     cos, sin = rope_tables(model.config, tokens.shape[-1], tokens.device)
-    x = model.tok_embeddings(tokens)
-    for i, layer in enumerate(model.layers):
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
-            see(i, q, k, v)
-            return causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        see(i, q, k, v)
+        return causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
 
-        x = layer(x, attend)
+    forward_through(model, tokens, attend)
 
 
 def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
@@ -378,11 +385,29 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             mean[name][i] += rows.sum(0)
         bar.tick()
 
-    for window in tokens:
+    held = sum(t.nbytes for totals in (second, mean) for t in totals.values())
+    for done, window in enumerate(tokens, 1):
+        started = time.time()
         observe(model, window[None].to(device), see)
+        if done == 1:
+            synchronize(device)
+            announce(label, time.time() - started, len(tokens) - 1, held, device)
     bar.close()
     n = tokens.numel()
     return {name: KeyMoments((second[name] / n).cpu(), (mean[name] / n).cpu()) for name in second}
+
+
+def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
+    """Says what a long pass over the text will take, from its first window: `seconds` each, `windows` to go.
+
+    held: bytes of the sums. They are all that is kept: the peak after one window is that of the whole pass."""
+    if seconds * windows > 10:
+        print(
+            f"{label}: {windows} more windows at {seconds:.2f} s, about {seconds * windows / 60:.1f} min; "
+            f"the sums take {human(held)}, peak memory {human(peak_memory(device))}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -484,6 +509,86 @@ def plot_ranks(ranks: dict[str, list[int]], energy: float, path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- evaluation
 
 
+class Watched:
+    """A cache with the exact keys beside it: of the tokens that it should attend, how many does it attend?
+
+    The truth at a step is made of the layer's own q and keys after RoPE. As many tokens as the cache attends,
+    those of the largest attention weight, should be attended: of a query head, or, where heads share one
+    selection, of their weights together. Sinks and recent tokens count on both sides.
+    sums: attended tokens as a share of the length, recall, Jaccard index, mass; each a mean over heads and
+    rows, summed over `steps` (fp64, on the device: a CUDA graph adds to them)."""
+
+    NAMES = ("attended", "recall", "jaccard", "mass")
+
+    def __init__(self, cache: Cache):
+        c, room = cache.config, cache.room
+        self.cache, self.keys = cache, cache.store(c.n_kv_heads, room.capacity, c.head_dim)
+        self.sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=room.device)
+        self.steps = torch.zeros((), dtype=torch.float64, device=room.device)
+        for part in cache.modules():  # a cache may hold another one
+            if isinstance(part, Cache):
+                part.watch = self.see
+
+    def __getattr__(self, name: str):
+        return getattr(self.cache, name)  # the ledger is the cache's own
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+        if k.shape[-1] == self.keys.shape[-1]:  # EliteKV's keys are others, and it attends all
+            self.keys[row, :, : len(k)] = self.cache.rope(k, slice(0, len(k))).transpose(0, 1)
+        return self.cache.prefill(row, q, k, *rest)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+        if k.shape[-1] == self.keys.shape[-1]:
+            self.keys[self.cache.room.row_ids, :, pos] = self.cache.rope(k, pos)
+            self.query = self.cache.rope(q, pos)
+        return self.cache.decode(pos, q, k, *rest)
+
+    def see(self, pos: Tensor, index: Tensor, live: Tensor, recent: int) -> None:
+        """Called by the cache's decode (Cache.attends)."""
+        heads = (*index.shape[:-1], 1, 1)[:3]  # [B, Hkv or 1, G or 1]: the heads that select for themselves
+        live, index = live.expand_as(index).reshape(*heads, -1), index.reshape(*heads, -1)
+        places = self.cache.room.positions
+        age = pos[:, None, None, None] - places  # [B, 1, 1, S]
+        chosen = torch.zeros(*heads, len(places), device=pos.device)
+        chosen = chosen.scatter_add(-1, index.clamp(min=0).long(), live.float()) > 0
+        chosen = (chosen | (age < recent)) & (age >= 0)
+        query = self.query.unflatten(1, (self.keys.shape[1], -1)).float()  # [B, Hkv, G, D]
+        logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5
+        weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)  # as logarithms: none becomes 0
+        mass = (weights.exp() * chosen).sum(-1).mean()
+        recall, jaccard = agreement(chosen, shared_weights(weights, heads))
+        attended = (chosen.sum(-1) / (pos + 1)[:, None, None]).mean()
+        self.sums += torch.stack((attended, recall.mean(), jaccard.mean(), mass))
+        self.steps += 1
+
+    def reset(self) -> None:
+        self.sums.zero_()
+        self.steps.zero_()
+
+    def result(self) -> dict[str, float]:
+        """Means over the steps since reset; empty for a cache that attends all its tokens."""
+        return dict(zip(self.NAMES, (self.sums / self.steps).tolist(), strict=True)) if self.steps else {}
+
+
+def shared_weights(weights: Tensor, heads: tuple) -> Tensor:
+    """log of the summed attention of the heads that share a selection.
+
+    weights [B, Hkv, G, S] as logarithms, heads (B, Hkv or 1, G or 1) -> [*heads, S]."""
+    if heads[2] == 1:
+        weights = weights.logsumexp(2, keepdim=True)
+    return weights.logsumexp(1, keepdim=True) if heads[1] == 1 else weights
+
+
+def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Recall and Jaccard index of chosen [..., S] bool against as many tokens of the best scores [..., S].
+
+    Loki's Figure 6 shows the first, hits / n, under the name of the second, hits / (2 n - hits)."""
+    n = chosen.sum(-1)
+    least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
+    hits = (chosen & (scores >= least)).sum(-1)
+    return hits / n, hits / (2 * n - hits)
+
+
 @dataclass
 class Candidate:
     """A method with its settings, written sals:rank=0.125,bits=2 on the command line."""
@@ -491,6 +596,10 @@ class Candidate:
     label: str
     method: str
     options: dict
+    used: dict[int, dict] = field(
+        default_factory=dict
+    )  # the options of each capacity, where costs are equalised
+    over: set[str] = field(default_factory=set)  # costs that no setting brought down to their share
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":
@@ -507,13 +616,103 @@ class Candidate:
         settings_from(method, options)
         return cls(text, method, options)
 
-    def engine(self, args: argparse.Namespace, rows: int, capacity: int) -> Engine:
-        """A fresh engine over freshly loaded weights, since a method may change them."""
+    def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched: bool = False) -> Engine:
+        """A fresh engine over freshly loaded weights, since a method may change them.
+
+        watched: with the exact keys beside each cache (Watched)."""
         model, _ = load(args)
         method, room = METHODS[self.method], Room(model, rows, capacity)
         artifact = load_artifact(args.checkpoint, self.method, model) if method.fitted else {}
-        caches = method.build(model, settings_from(self.method, self.options), room, artifact)
-        return Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
+        if capacity not in self.used:
+            self.used[capacity] = self.equalised(args, model, artifact, capacity)
+        caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
+        caches = [Watched(cache) for cache in caches] if watched else caches
+        engine = Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
+        for cache in caches if watched else []:
+            cache.reset()  # forgets what the graph's warm-up saw
+        return engine
+
+    def equalised(
+        self, args: argparse.Namespace, model: Llama, artifact: dict[str, Tensor], capacity: int
+    ) -> dict:
+        """The options at --equal_bytes and --equal_tokens; notes in `over` where the method stays above."""
+        shares = {"tokens": args.equal_tokens, "bytes": args.equal_bytes}
+        shares = {name: share for name, share in shares.items() if share}
+
+        def costs(options: dict) -> dict[str, float]:
+            return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
+
+        if not shares:
+            return self.options
+        options = equal_options(METHODS[self.method].settings, self.options, shares, costs, capacity)
+        self.over |= {name for name, paid in costs(options).items() if paid > shares.get(name, math.inf)}
+        return options
+
+
+def method_costs(
+    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], capacity: int
+) -> dict[str, float]:
+    """Bytes per token by formula, and tokens attended, of a row of `capacity` tokens, as shares of dense."""
+    with torch.device("meta"):
+        shadow = Llama(model.config).to(model.tok_embeddings.weight.dtype)
+    room = Room(shadow, 1, capacity)
+    caches = METHODS[method].build(shadow, settings, room, artifact)
+    budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
+    return {
+        "bytes": sum(cache.formula() for cache in caches) / (len(caches) * dense_bytes(room)),
+        "tokens": min(1.0, sum(budget) / capacity),
+    }
+
+
+def equal_options(
+    settings: type,
+    options: dict,
+    shares: dict[str, float],
+    costs: Callable[[dict], dict[str, float]],
+    capacity: int,
+) -> dict:
+    """Options with each knob (compress.setting's `sets`) at the most that its share of dense allows.
+
+    Knobs of tokens come first, since attended tokens may take bytes too. A knob that does both keeps to both;
+    one of which no value keeps to its share stays as it is."""
+    knobs = dataclasses.fields(settings)
+    for knob in sorted(knobs, key=lambda f: "tokens" not in f.metadata["sets"]):
+        limits = {name: shares[name] for name in knob.metadata["sets"].split() if name in shares}
+        if limits:
+            best = dearest(knob, partial(allowed_cost, costs, options, knob.name, limits), capacity, limits)
+            options = options if best is None else options | {knob.name: best}
+    return options
+
+
+def allowed_cost(costs: Callable, options: dict, name: str, limits: dict[str, float], value) -> float | None:
+    """The larger of the limited costs at options with name = value; None where one is above its limit."""
+    try:
+        paid = costs(options | {name: value})
+    except UserError:  # not a value for this method and model
+        return None
+    return max(paid[n] for n in limits) if all(paid[n] <= limits[n] for n in limits) else None
+
+
+def dearest(knob: dataclasses.Field, cost: Callable, capacity: int, limits: dict[str, float]):
+    """The value of a knob of the highest cost(value), None where a value is not allowed; None if none is.
+
+    Shares lie in (0, 1], whole numbers in 1 .. capacity. Every round looks closer around the best one."""
+    top = capacity if knob.type is int else 1.0
+    values = [
+        top * x for x in (*limits.values(), *(i / 8 for i in range(1, 9)), *(2.0**-i for i in range(4, 14)))
+    ]
+    values = knob.metadata["choices"] or sorted({knob.type(v) for v in values} - {0})
+    for _ in range(1 if knob.metadata["choices"] else 4):
+        allowed = [(paid, value) for value in values if (paid := cost(value)) is not None]
+        if not allowed:
+            return None
+        paid, best = max(allowed)
+        if paid == min(limits.values()):
+            break
+        i = values.index(best)
+        low, high = values[max(0, i - 1)], values[min(i + 1, len(values) - 1)]
+        values = sorted({knob.type(low + (high - low) * j / 8) for j in range(9)} | {best})
+    return best
 
 
 @torch.inference_mode()
@@ -570,26 +769,35 @@ def eval_retrieval(
 def perplexity_row(
     candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar: Progress
 ) -> dict:
-    """Perplexity and KL columns; the first candidate, dense, fills `reference`."""
-    row = {}
+    """Perplexity, KL and (means over all texts) what is attended; the first candidate, dense, fills `reference`."""
+    row, capacity, seen = {}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
-        engine = candidate.engine(args, len(tokens), args.prefix + args.continuation)
+        engine = candidate.engine(args, len(tokens), capacity, watched=True)
         ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
         reference.setdefault(name, log_p)
-        row |= {f"ppl {name}": ppl, f"kl {name}": kl}
-    return row
+        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl}
+        seen += [result for cache in engine.caches if (result := cache.result())]
+    return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
+
+
+def ledger(engine: Engine, length: int) -> dict:
+    """Bytes per token of the cache's true size, and bytes that a step reads from a row of `length` tokens."""
+    tokens = engine.room.rows * engine.room.capacity
+    return {
+        "bytes/token": sum(cache.measured() for cache in engine.caches) / tokens,
+        "read/step": sum(cache.bytes_read(length) for cache in engine.caches),
+    }
 
 
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
     """Bytes per token, bytes read per step (longest prompt), per cent right for each length and task.
 
     `single` also has its score for each fifth of the depth, under "depth LENGTH" (in the JSON only)."""
-    row = {"bytes/token": 0.0, "read/step": 0}
+    row = {}
     for length in args.lengths:
         engine = candidate.engine(args, min(args.rows, args.samples), length + 96)
         rows = engine.room.rows
-        row["bytes/token"] = sum(c.measured() for c in engine.caches) / (rows * engine.room.capacity)
-        row["read/step"] = sum(c.bytes_read(length) for c in engine.caches)
+        row |= ledger(engine, length)
         for kind in args.tasks:
             scores = []
             for first in range(0, args.samples, rows):
@@ -609,6 +817,9 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
 
 
 def run_eval(args: argparse.Namespace) -> None:
+    for name in ("equal_bytes", "equal_tokens"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise UserError(f"--{name} {getattr(args, name):g}: give a share of dense, above 0 and up to 1")
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
     if candidates[0].method != "dense":
         candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
@@ -626,10 +837,15 @@ def run_eval(args: argparse.Namespace) -> None:
     results, reference = [], {}
     for candidate in candidates:
         row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-        results.append(row | (retrieval_row(candidate, args, hay, bar) if args.samples else {}))
+        row |= retrieval_row(candidate, args, hay, bar) if args.samples else {}
+        results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
     bar.close()
-    columns = [key for key in results[0] if not key.startswith("depth")]
+    columns = [key for key in (*LEADING, *results[0]) if not key.startswith("depth")]
+    columns = [key for key in dict.fromkeys(columns) if any(key in row for row in results)]
+    columns = [key for key in columns if key not in ("settings", "over")]
     print_table(results, columns[1:])
+    if args.equal_bytes or args.equal_tokens:
+        print_equal(args, candidates)
     if args.csv:
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
@@ -644,14 +860,31 @@ def run_eval(args: argparse.Namespace) -> None:
         print(json.dumps(facts | {"device": device_name(torch.device(args.device)), "rows": results}))
 
 
+LEADING = ("method", "bytes/token", "read/step", *Watched.NAMES)  # the first columns of the table
+
+
+def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
+    """What --equal_bytes and --equal_tokens made of each method, for each capacity of a cache."""
+    shares = f"bytes {args.equal_bytes or '-'}, tokens {args.equal_tokens or '-'}"
+    print(f"at most this share of dense: {shares}; * where no setting gets there")
+    for candidate in candidates:
+        for capacity, options in candidate.used.items():
+            chosen = ", ".join(f"{k}={v}" for k, v in options.items() if candidate.options.get(k) != v)
+            above = f" (above it in {' and '.join(sorted(candidate.over))})" if candidate.over else ""
+            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}{above}")
+    print()
+
+
 def print_table(rows: list[dict], columns: list[str]) -> None:
-    """A plain table, one line a row, eight columns at a time."""
-    width = max(len(row["method"]) for row in rows)
+    """A plain table, one line a row, eight columns at a time; "-" where a row has no such figure."""
+    names = [row["method"] + (" *" if row.get("over") else "") for row in rows]
+    width = max(map(len, names))
     for start in range(0, len(columns), 8):
         part = columns[start : start + 8]
         print(f"{'':{width}}  " + "  ".join(f"{c:>15}" for c in part))
-        for row in rows:
-            print(f"{row['method']:{width}}  " + "  ".join(f"{row[c]:15.4g}" for c in part))
+        for name, row in zip(names, rows, strict=True):
+            cells = (f"{row[c]:15.4g}" if c in row else f"{'-':>15}" for c in part)
+            print(f"{name:{width}}  " + "  ".join(cells))
         print()
 
 
@@ -659,56 +892,134 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
 
 
 @torch.inference_mode()
-def overlap_scores(
-    model: Llama, artifact: dict[str, Tensor], settings: SalsSettings, prompts: list[list[int]]
-) -> Tensor:
-    """OS of every layer (SALS sec. 3.2): the share of the last token's true attention mass that the selected
-    tokens hold, averaged over heads and prompts; [L]. Sinks, critical and recent tokens count."""
-    device = next(model.parameters()).device
-    total = torch.zeros(model.config.n_layers)
-
-    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        total[i] += overlap_score(q[0, -1], k[0], artifact[f"{i}.basis"].to(k), settings, model.config)
-
-    for prompt in prompts:
-        observe(model, torch.tensor([prompt], device=device), see)
-    return total / len(prompts)
-
-
-def overlap_score(q: Tensor, k: Tensor, basis: Tensor, settings: SalsSettings, c: ModelConfig) -> float:
-    """OS of one query: q [Hq, D] of the last token and k [S, Hkv, D], both before RoPE."""
-    length = len(k)
-    cos, sin = rope_tables(c, length, k.device)
-    q_rotated = apply_rope(q[None], cos[-1:], sin[-1:])[0].unflatten(0, (c.n_kv_heads, -1))  # [Hkv, G, D]
-    logits = torch.einsum("hgd,shd->hgs", q_rotated, apply_rope(k, cos, sin)) * c.head_dim**-0.5
-    mass = logits.softmax(-1).flatten(0, 1).mean(0)  # [S]
-    basis = basis[:, : sals_score_rank(settings, c)]
-    live = torch.ones(1, length, dtype=torch.bool, device=k.device)
-    queries = sals_queries(q[None], basis, c.n_kv_heads, settings.score)
-    scores = sals_scores(queries, (k.flatten(-2) @ basis)[None], live, settings.score, c.head_dim)
-    x, y, z = settings.budget(length)
-    index, kept = sals_select(scores, torch.tensor([length - 1], device=k.device), x, y, z)
-    recent = torch.arange(max(0, length - z), length, device=k.device)
-    return mass[torch.cat((index[kept], recent))].sum().item()
+def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | None]:
+    """OS of every layer (SALS sec. 3.2): the share of the last token's true attention mass that the attended
+    tokens hold, a mean over heads and prompts (of one length). The last token goes through the cache; the
+    engine's caches are Watched. None for a layer that attends all its tokens."""
+    engine.prefill([prompt[:-1] for prompt in prompts])
+    engine.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
+    engine.step()
+    return [cache.result().get("mass") for cache in engine.caches]
 
 
 def run_overlap(args: argparse.Namespace) -> None:
-    model, tokenizer = load(args)
+    tokenizer = load_tokenizer(args.checkpoint)
     hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(standard_library(), held=True), 1 << 19)])
     prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
-    artifact, results = load_artifact(args.checkpoint, "sals", model), {}
-    for text in args.method or ["sals"]:
-        candidate = Candidate.parse(text)
-        if candidate.method != "sals":
-            raise UserError(f"--method {text}: the overlap is that of sals; give sals[:SETTING=VALUE,...]")
-        results[text] = overlap_scores(
-            model, artifact, settings_from("sals", candidate.options), prompts
-        ).tolist()
+    results = {}
+    for candidate in map(Candidate.parse, args.method or ["sals"]):
+        engine = candidate.engine(args, args.samples, args.length, watched=True)
+        results[candidate.label] = overlap_scores(engine, prompts)
+        if not any(results[candidate.label]):
+            raise UserError(
+                f"--method {candidate.label}: it attends all {args.length} tokens; give one that selects"
+            )
     print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
     for text, scores in results.items():
-        print(f"{text:40}", " ".join(f"{s:.3f}" for s in scores))
+        print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
     if args.json:
         print(json.dumps(results))
+
+
+# ----------------------------------------------------------------------------------------- Loki's masked prefill
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, share: float, rule: str
+) -> Tensor:
+    """Attention of every row of a text to the k best of its causal keys only, as the released code of Loki
+    evaluates it: a mask over exact logits, which saves nothing.
+
+    q, v and k [B, S, H, D] after RoPE; queries and keys [B, S, H, d] score the tokens. rule: k is the same in
+    all rows, k_f S ("final", the paper's), or row t has its own, k_f (t + 1), as in decoding ("per_row")."""
+    length, n_kv_heads, out = q.shape[1], k.shape[2], []
+    k, v, keys = (x.transpose(1, 2)[:, :, None] for x in (k, v, keys))  # [B, Hkv, 1, S, D]
+    for rows in torch.arange(length, device=q.device).split(256):  # [256, S] logits a head at a time
+        part, scoring = (
+            x[:, rows].unflatten(2, (n_kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (q, queries)
+        )
+        later = torch.arange(length, device=q.device) > rows[:, None]  # [rows, S]
+        scores = (scoring @ keys.transpose(-1, -2)).float().masked_fill(later, -torch.inf)
+        count = rows_count(share, length, rule, rows)
+        index = scores.topk(int(count.max()), dim=-1).indices
+        best = torch.arange(index.shape[-1], device=q.device) < count[:, None]
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, best.expand_as(index))
+        logits = (part @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+        weights = logits.masked_fill(~kept | later, -torch.inf).softmax(-1).to(v.dtype)
+        out.append((weights @ v).permute(0, 3, 1, 2, 4).flatten(2, 3))
+    return torch.cat(out, 1)
+
+
+def rows_count(share: float, length: int, rule: str, rows: Tensor) -> Tensor:
+    """k of each row: floor(k_f S) or floor(k_f (t + 1)), at least 1."""
+    total = torch.full_like(rows, length) if rule == "final" else rows + 1
+    return (share * total).long().clamp(min=1)
+
+
+def kept_shares(share: float, length: int, rule: str) -> tuple[float, float]:
+    """Of the causal keys, what the k best are: mean over rows, and of all pairs of query and key.
+
+    For "final" and long texts k_f (1 + ln(1 / k_f)) and 2 k_f - k_f^2: the first k rows are full attention."""
+    rows = torch.arange(length)
+    kept = torch.minimum(rows_count(share, length, rule, rows), rows + 1).double()
+    return (kept / (rows + 1)).mean().item(), (kept.sum() / (rows + 1).sum()).item()
+
+
+@torch.inference_mode()
+def masked_perplexity(
+    model: Llama, tokens: Tensor, share: float, rule: str, basis: Tensor | None, d: float
+) -> float:
+    """Perplexity of tokens [N, S] by full forward passes under masked_attention.
+
+    basis: P of every layer [L, Hkv, D, D], of which the leading d_f D components score; None: exact top-k."""
+    c, device = model.config, next(model.parameters()).device
+    cos, sin = rope_tables(c, tokens.shape[1], device)
+    width = max(1, round(d * c.head_dim))
+
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = queries, keys = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if basis is not None:
+            p = basis[i, ..., :width].to(q)  # [Hkv, D, d]
+            queries = (q.unflatten(2, (c.n_kv_heads, -1)) @ p).flatten(2, 3)
+            keys = (k[..., None, :] @ p)[..., 0, :]
+        return masked_attention(q, k, v, queries, keys, share, rule)
+
+    loss = 0.0
+    for window in tokens.to(device):
+        hidden = forward_through(model, window[None], attend)[0, :-1]
+        loss += F.cross_entropy(model.output(hidden).float(), window[1:]).item()
+    return math.exp(loss / len(tokens))
+
+
+def run_masked(args: argparse.Namespace) -> None:
+    for name, shares in (("k", args.k), ("d", args.d)):
+        if not all(0 < share <= 1 for share in shares):
+            raise UserError(f"--{name}: give shares in (0, 1]")
+    model, tokenizer = load(args)
+    files = text_files(args.text) if args.text else text_files(standard_library(), held=True)
+    tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
+    artifact = load_artifact(args.checkpoint, "loki", model)
+    basis, length = artifact[f"{loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
+    bar = Progress("masked", 1 + 2 * len(args.k) * (1 + len(args.d)))
+
+    def perplexity(*how) -> float:
+        bar.tick()
+        return masked_perplexity(model, tokens, *how)
+
+    results = [{"method": "dense", "exact": perplexity(1.0, "final", None, 1.0)}]
+    for rule, share in itertools.product(("final", "per_row"), args.k):
+        row = {"method": f"k={share:g} {rule}", "exact": perplexity(share, rule, None, 1.0)}
+        row |= {f"d={d:g}": perplexity(share, rule, basis, d) for d in args.d}
+        results.append(
+            row | dict(zip(("kept rows", "kept pairs"), kept_shares(share, length, rule), strict=True))
+        )
+    bar.close()
+    print(
+        f"perplexity of {len(tokens)} windows of {length} tokens, every row of the prompt masked to its k best"
+    )
+    print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
+    if args.json:
+        print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__, "rows": results}))
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -1044,7 +1355,7 @@ def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, cou
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="fit | eval | ranks | overlap | train")
+    commands = parser.add_subparsers(required=True, metavar="fit | eval | ranks | overlap | masked | train")
 
     def command(name: str, run: Callable, about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
@@ -1100,6 +1411,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--rows", type=int, default=10, help="prompts decoded as one batch")
     p.add_argument("--haystack", type=Path, help="text to hide facts in (default: held-out Python sources)")
     p.add_argument("--csv", type=Path, help="also write the table to this file")
+    for what, about in (("bytes", "bytes per token"), ("tokens", "tokens attended")):
+        p.add_argument(
+            f"--equal_{what}",
+            type=float,
+            default=0.0,
+            metavar="SHARE",
+            help=f"give each method the settings with which its {about} are at most this share of dense",
+        )
 
     p = command("ranks", run_ranks, "rank of the keys before and after RoPE, a layer a line")
     add_model_options(p)
@@ -1108,13 +1427,26 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--energy", type=float, default=0.9, help="share of the energy to keep")
     p.add_argument("--png", type=Path, help="also draw it (needs matplotlib)")
 
-    p = command("overlap", run_overlap, "share of the attention mass that SALS selects, layer by layer")
+    p = command("overlap", run_overlap, "share of the attention mass that a method selects, layer by layer")
     add_model_options(p)
     json_option(p)
-    p.add_argument("--method", action="append", default=None, metavar="sals[:SETTING=VALUE,...]")
+    p.add_argument("--method", action="append", default=None, metavar="NAME[:SETTING=VALUE,...]")
+    p.set_defaults(equal_bytes=0.0, equal_tokens=0.0)
     p.add_argument("--task", choices=KINDS, default="multikey")
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--samples", type=int, default=8)
+
+    p = command(
+        "masked", run_masked, "perplexity under Loki's masked prefill (full forward passes, no cache)"
+    )
+    add_model_options(p)
+    json_option(p)
+    p.add_argument("--text", type=Path, help="a text file or folder (default: held-out Python sources)")
+    p.add_argument("--windows", type=int, default=8, help="how many windows of text are scored")
+    p.add_argument("--window", type=int, default=2048, help="tokens in a window")
+    p.add_argument("--k", nargs="+", type=float, default=[0.5, 0.25, 0.125], help="k_f: shares attended")
+    p.add_argument("--d", nargs="+", type=float, default=[0.5, 0.25], help="d_f: shares of D that score")
+    p.add_argument("--basis", choices=("auto", "pre", "post"), default="auto", help="keys P was fitted on")
 
     p = command("train", run_train, "train the embedded model from scratch")
     p.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")

@@ -29,9 +29,12 @@ from model import (
 )
 
 
-def setting(default, text: str, choices: tuple | None = None):
-    """A field of a settings dataclass; generate.py makes its command-line option out of it."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
+    """A field of a settings dataclass; generate.py makes its command-line option out of it.
+
+    sets: what the field is the knob of, "bytes" (per token), "tokens" (attended, the sum of the dataclass's
+    `budget(capacity)`) or "bytes tokens"; calibrate.py eval turns it to compare methods at equal cost."""
+    return field(default=default, metadata={"help": text, "choices": choices, "sets": sets})
 
 
 class Room:
@@ -47,7 +50,9 @@ class Room:
 
 
 class Cache(nn.Module):
-    """The base of all caches: RoPE at given positions, zeroed storage, and the ledger."""
+    """The base of all caches: RoPE at given positions, zeroed storage, the ledger, and `attends`."""
+
+    watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
 
     def __init__(self, room: Room):
         super().__init__()
@@ -60,6 +65,14 @@ class Cache(nn.Module):
     def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
         """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
         return apply_rope(x, self.room.cos[positions], self.room.sin[positions])
+
+    def attends(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
+        """Decode says here which tokens it attends if these are not all: one line in a method that selects.
+
+        index [B, n] for all heads, [B, Hkv, n] or [B, Hkv, G, n]; live, which of them count, in the same shape;
+        and the last `recent` tokens up to pos. From this evaluation takes recall and attention mass."""
+        if self.watch:
+            self.watch(pos, index, live, recent)
 
     def measured(self) -> int:
         """Bytes of the live storage: all rows at full capacity."""
@@ -199,7 +212,9 @@ class Values(nn.Module):
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.25, "d_r: rank of the key latent as a share of Hkv*D (r = rank * Hkv*D)")
+    rank: float = setting(
+        0.25, "d_r: rank of the key latent as a share of Hkv*D (r = rank * Hkv*D)", sets="bytes"
+    )
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
     bits: int = setting(
         4, "bits of a value code; the paper pairs 4 with rank 0.25 and 2 with 0.125", (2, 4, 8, 16)
@@ -208,7 +223,9 @@ class SalsSettings:
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
     keep: float = setting(
-        0.0, "share of the cache's capacity that is attended in all: sets y so that x + y + z is this share"
+        0.0,
+        "share of the cache's capacity that is attended in all: sets y so that x + y + z is this share",
+        sets="tokens",
     )
     score: str = setting(
         "softmax",
@@ -321,6 +338,7 @@ class SalsCache(Cache):
 
         if self.sparse:
             index, live = self.select(pos, q, *folded[1:])
+            self.attends(pos, index, live, recent=self.z)
         else:
             index = self.room.positions.expand(len(pos), -1)
             live = index <= pos[:, None] - self.z
@@ -464,9 +482,11 @@ class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
     k: float = setting(
-        0.25, "k_f: tokens each query head attends, as a share of the length; above 1: a count"
+        0.25, "k_f: tokens each query head attends, as a share of the length; above 1: a count", sets="tokens"
     )
-    d: float = setting(0.25, "d_f: leading principal components that scoring reads, as a share of D")
+    d: float = setting(
+        0.25, "d_f: leading principal components that scoring reads, as a share of D", sets="bytes"
+    )
     explained: float = setting(
         0.0, "instead of d: per layer the Rank@v that explains this share (App. B.2; 0: off)"
     )
@@ -476,6 +496,10 @@ class LokiSettings:
     reduced: bool = setting(
         False, "PCAAttn (App. E): cache and attend d components of every token, no selection"
     )
+
+    def budget(self, capacity: int) -> tuple[int]:
+        """Tokens that a query head attends, of a row that fills the cache."""
+        return (capacity if self.reduced else loki_count(self.k, capacity),)
 
 
 class LokiCache(Cache):
@@ -513,6 +537,7 @@ class LokiCache(Cache):
             scale = self.config.head_dim**-0.5
             return F.scaled_dot_product_attention(q, self.k, self.v, live, scale=scale).flatten(1, 2)
         index, live = self.select(pos, q)  # [B, Hkv, G, k]
+        self.attends(pos, index, live)
         kv_heads = torch.arange(self.config.n_kv_heads, device=pos.device)[:, None, None]
         where = (rows[:, None, None, None], kv_heads, index)
         logits = torch.einsum("bhgd,bhgkd->bhgk", q, self.k[where]).float() * self.config.head_dim**-0.5
@@ -554,10 +579,15 @@ def rank_at(values: Tensor, share: float) -> Tensor:
     return (values.cumsum(-1) / values.sum(-1, keepdim=True) < share).sum(-1) + 1
 
 
+def loki_basis(basis: str, artifact: dict[str, Tensor]) -> str:
+    """ "pre" or "post": the keys that P was fitted on; "auto" is what calibration found better."""
+    return ("pre", "post")[int(artifact["better"])] if basis == "auto" else basis
+
+
 def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
-    kind = ("pre", "post")[int(artifact["better"])] if settings.basis == "auto" else settings.basis
+    kind = loki_basis(settings.basis, artifact)
     caches = []
     for i in range(len(model.layers)):
         d = max(1, round(settings.d * model.config.head_dim))
@@ -582,7 +612,11 @@ class StreamingSettings:
     """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
 
     sinks: int = setting(4, "x: first tokens that are kept")
-    recent: int = setting(508, "w: last tokens that are kept")
+    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens")
+
+    def budget(self, capacity: int) -> tuple[int, int]:
+        """(x, w) in tokens for a cache of this capacity."""
+        return min(self.sinks, capacity), min(self.recent, capacity)
 
 
 class StreamingCache(Cache):
@@ -594,8 +628,7 @@ class StreamingCache(Cache):
     def __init__(self, room: Room, settings: StreamingSettings):
         super().__init__(room)
         c = room.config
-        self.x = min(settings.sinks, room.capacity)
-        self.w = min(settings.recent, room.capacity)
+        self.x, self.w = settings.budget(room.capacity)
         self.register_buffer("k", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
         self.register_buffer("v", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
 
@@ -615,6 +648,8 @@ class StreamingCache(Cache):
         rows, slot = self.room.row_ids, self.slot(pos)
         self.k[rows, :, slot], self.v[rows, :, slot] = self.rope(k, pos), v
         live = torch.arange(self.x + self.w, device=pos.device) <= pos[:, None]  # slots fill from the left
+        sinks = self.room.positions[: self.x].expand(len(pos), -1)
+        self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
         return attend(self.rope(q, pos), self.k, self.v, live)
 
     def formula(self) -> int:

@@ -345,7 +345,7 @@ def build_engine(model: Llama, method: str, options: dict, args, rows: int, capa
     if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
         print(
             f"note: the budget of {sum(settings.budget(capacity))} tokens covers the context of {capacity}: "
-            "every token is attended, as in dense attention",
+            "every token is attended",
             file=sys.stderr,
         )
     graphed = room.device.type == "cuda"
