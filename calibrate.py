@@ -301,7 +301,13 @@ def eval_sample(
     question = hay.encode(f"\nQuestion: {task.question}")
     bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
     pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
-    return np.concatenate([np.array(bos, np.int32), *pieces, question]).tolist(), task
+    ids = np.concatenate([np.array(bos, np.int32), *pieces, question]).tolist()
+    if len(ids) > n_tokens:
+        raise UserError(
+            f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}; ask for longer prompts"
+            + (" or fewer --facts" if kind in ("multikey", "multiquery") else "")
+        )
+    return ids, task
 
 
 # ----------------------------------------------------------------------------------------- fit and statistics

@@ -576,7 +576,8 @@ def loki_count(k: float, length: int) -> int:
 
 def rank_at(values: Tensor, share: float) -> Tensor:
     """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold `share` of their sum."""
-    return (values.cumsum(-1) / values.sum(-1, keepdim=True) < share).sum(-1) + 1
+    below = values.cumsum(-1) / values.sum(-1, keepdim=True) < share
+    return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
 def loki_basis(basis: str, artifact: dict[str, Tensor]) -> str:
