@@ -304,8 +304,8 @@ def eval_sample(
     ids = np.concatenate([np.array(bos, np.int32), *pieces, question]).tolist()
     if len(ids) > n_tokens:
         raise UserError(
-            f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}; ask for longer prompts"
-            + (" or fewer --facts" if kind in ("multikey", "multiquery") else "")
+            f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}; "
+            "ask for longer prompts or fewer facts"
         )
     return ids, task
 

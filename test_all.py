@@ -2593,9 +2593,10 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
         (["train", "--out", checkpoint, "--text", checkpoint, "--stages", "8x8"], "BATCHxLENGTHxSTEPS"),
         (["fly"], "invalid choice"),
         (
-            ["overlap", "--checkpoint", checkpoint, "--method", "dense", "--length", "200"],
-            "it attends all 200",
+            ["overlap", "--checkpoint", checkpoint, "--method", "dense", "--length", "400"],
+            "it attends all 400",
         ),
+        (["overlap", "--checkpoint", checkpoint, "--length", "200"], "ask for longer prompts"),
         (["eval", "--checkpoint", checkpoint, "--equal_bytes", "2"], "--equal_bytes 2: give a share"),
         (["masked", "--checkpoint", checkpoint, "--k", "2"], "--k: give shares in (0, 1]"),
     ]
