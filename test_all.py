@@ -2069,7 +2069,7 @@ def knobs_of(method: str, aim: str) -> list[str]:
 
 @pytest.mark.parametrize("method", [m for m in METHODS if knobs_of(m, "tokens")])
 def test_a_method_with_a_budget_says_what_it_attends(method):
-    """At an eighth of the tokens some layer reports, and what it attends is what its budget says."""
+    """At half of the tokens some layer reports, and what it attends is what its budget says."""
     model, capacity = tiny_model(head_dim=32), 256
     options = equalised(model, method, {"tokens": 0.5}, capacity)
     engine = watched_engine(model, method, 1, capacity, **options)
@@ -2079,9 +2079,10 @@ def test_a_method_with_a_budget_says_what_it_attends(method):
     assert found
     budget = sum(METHODS[method].settings(**options).budget(capacity)) / capacity
     for figures in found:
-        assert 0.4 < figures["attended"] <= budget + 1e-6 <= 0.5 + 1e-6
+        assert figures["attended"] <= min(1, budget) + 1e-6
+        assert not options or 0.4 < figures["attended"] <= budget <= 0.5  # {}: it cannot attend so few
         assert figures["attended"] <= figures["mass"] + 0.25  # no worse than chance
-        assert figures["jaccard"] <= figures["recall"] <= 1
+        assert figures["jaccard"] <= figures["recall"] <= 1 + 1e-9
 
 
 def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
