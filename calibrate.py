@@ -700,7 +700,8 @@ def allowed_cost(costs: Callable, options: dict, name: str, limits: dict[str, fl
 
 
 def dearest(knob: dataclasses.Field, cost: Callable, capacity: int, limits: dict[str, float]):
-    """The value of a knob of the highest cost(value), None where a value is not allowed; None if none is.
+    """The value of a knob of the highest cost(value), which is None where a value is not allowed; None if none
+    is, and if the knob changes nothing with the other settings.
 
     Shares lie in (0, 1], whole numbers in 1 .. capacity. Every round looks closer around the best one."""
     top = capacity if knob.type is int else 1.0
@@ -708,10 +709,12 @@ def dearest(knob: dataclasses.Field, cost: Callable, capacity: int, limits: dict
         top * x for x in (*limits.values(), *(i / 8 for i in range(1, 9)), *(2.0**-i for i in range(4, 14)))
     ]
     values = knob.metadata["choices"] or sorted({knob.type(v) for v in values} - {0})
+    best = None
     for _ in range(1 if knob.metadata["choices"] else 4):
         allowed = [(paid, value) for value in values if (paid := cost(value)) is not None]
-        if not allowed:
-            return None
+        idle = len(allowed) == len(values) and len({paid for paid, _ in allowed}) == 1
+        if not allowed or idle:
+            return best
         paid, best = max(allowed)
         if paid == min(limits.values()):
             break

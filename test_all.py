@@ -2128,7 +2128,8 @@ def test_equal_cost_by_method():
     assert equalised(model, "streaming", {"bytes": 0.125, "tokens": 0.25}, 200) == {"recent": 21}
     sals = equalised(model, "sals", {"bytes": 0.3, "tokens": 0.25}, 400, sinks=4, recent=8)
     assert sals["keep"] == 0.25 and 0.1 < sals["rank"] < 0.5 and sals["sinks"] == 4
-    assert equalised(model, "loki", {"bytes": 0.25}, 200) == {}  # it saves reads, not bytes
+    for share in (0.25, 1.0):  # it saves reads, not bytes: d is a knob of bytes with `reduced` only
+        assert equalised(model, "loki", {"bytes": share}, 200) == {}
     half = equalised(model, "loki", {"bytes": 0.75}, 200, reduced=True)
     assert half["d"] == 0.5 or round(half["d"] * 32) == 16
     assert equalised(model, "sals", {"tokens": 0.25}, 200) == {}  # 16 sinks and 64 recent are more
