@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ class Cache(nn.Module):
         raise NotImplementedError
 
     def host_bytes(self) -> int:
-        """Bytes in host memory, which measured() and formula() leave out."""
+        """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
         return 0
 
     def bytes_read(self, length: int) -> int:
@@ -1237,32 +1238,21 @@ class ShadowKvSettings:
         return outliers, selected * self.chunk, recent
 
 
-class HostRows:
-    """Rows [N, D] in host memory that the device writes and reads by index: pinned under CUDA."""
+def host_rows(room: Room, *shape: int) -> Tensor:
+    """Zeroed host memory [rows, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
 
-    def __init__(self, room: Room, rows: int, width: int):
-        self.cuda = room.device.type == "cuda"
-        device = "meta" if room.device.type == "meta" else "cpu"  # meta: only planned, not allocated
-        self.rows = torch.zeros(rows, width, dtype=room.dtype, device=device, pin_memory=self.cuda)
-
-    @torch.compiler.disable
-    def write(self, index: Tensor, x: Tensor) -> None:
-        """x [..., D] to rows index [...]."""
-        if not self.cuda:
-            self.rows[index] = x
-        else:
-            import kernels  # only now: it imports triton
-
-            kernels.host_scatter(self.rows, index, x)
-
-    @torch.compiler.disable
-    def read(self, index: Tensor) -> Tensor:
-        """Rows index [...] -> [..., D] on the device."""
-        if not self.cuda:
-            return self.rows[index]
-        import kernels
-
-        return kernels.host_gather(self.rows, index)
+    So kernels read and write host memory themselves, inside a CUDA graph, as if it lay on the GPU."""
+    if room.device.type != "cuda":
+        return torch.zeros(room.rows, *shape, dtype=room.dtype, device=room.device)
+    pinned = torch.zeros(room.rows, *shape, dtype=room.dtype, pin_memory=True)
+    interface = {
+        "shape": (pinned.nbytes,),
+        "typestr": "|u1",
+        "data": (pinned.data_ptr(), False),
+        "version": 3,
+    }
+    view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
+    return torch.as_tensor(view, device=room.device).view(room.dtype).view(pinned.shape)
 
 
 class ShadowKvCache(Cache):
@@ -1289,9 +1279,7 @@ class ShadowKvCache(Cache):
         self.register_buffer("outlier_v", self.store(heads, self.outlier_tokens, d))
         self.register_buffer("ring_k", self.store(heads, self.z, d))
         self.register_buffer("ring_v", self.store(heads, self.z, d))
-        self.host_v = HostRows(room, room.rows * heads * room.capacity, d)
-        places = torch.arange(room.rows * heads, device=room.device) * room.capacity
-        self.first_row = places.view(room.rows, heads)  # of host_v, a row and head
+        self.host_v = host_rows(room, heads, room.capacity, d)  # not a buffer: host_bytes() counts it
 
     def local(self, pos: Tensor | int) -> Tensor | int:
         """Chunks to the left of the recent tokens, which begin at a chunk: at least `recent` of them."""
@@ -1323,7 +1311,8 @@ class ShadowKvCache(Cache):
         last = torch.arange(max(0, length - self.z), length, device=q.device)
         self.ring_k[row, :, last % self.z] = rotated[last].transpose(0, 1)
         self.ring_v[row, :, last % self.z] = v[last].transpose(0, 1)
-        self.host_v.write(self.first_row[row] + self.room.positions[:length, None], v)
+        places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
+        self.host_v[row, :, places] = v.transpose(0, 1)
         return causal_attention(self.rope(q, slice(0, length)), rotated, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
@@ -1331,7 +1320,7 @@ class ShadowKvCache(Cache):
         self.latent[rows, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
         q, k = self.rope(q, pos), self.rope(k, pos)
         self.ring_k[rows, :, pos % self.z], self.ring_v[rows, :, pos % self.z] = k, v
-        self.host_v.write(self.first_row + pos[:, None], v)
+        self.host_v[rows, :, pos] = v
         # The mean of the last chunk is written at every step and read when the chunk is whole.
         newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
         mean = self.ring_k[rows[:, None], :, newest].float().mean(1)  # [B, Hkv, D]
@@ -1362,7 +1351,7 @@ class ShadowKvCache(Cache):
         latent = self.latent[self.room.row_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
         k = self.rope(k[..., None, :], index)[..., 0, :]
-        return k, self.host_v.read(self.first_row[..., None] + index)
+        return k, gather_rows(self.host_v, index)
 
     def formula(self) -> int:
         """On the device; V of every token is host_bytes()."""
@@ -1373,7 +1362,7 @@ class ShadowKvCache(Cache):
         return room.rows * (elements * room.dtype.itemsize + ids)
 
     def host_bytes(self) -> int:
-        return self.host_v.rows.nbytes
+        return self.host_v.nbytes
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, the chosen latents (each head its own) with the basis, and V of the

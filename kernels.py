@@ -1005,47 +1005,6 @@ def sals_append(
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------- rows in host memory
-
-
-@jit
-def _host_rows_kernel(host, rows, index, W, WP: tl.constexpr, WRITE: tl.constexpr):
-    """One row a program, between host[index[i]] and rows[i]."""
-    i = tl.program_id(0)
-    column = tl.arange(0, WP)
-    there = host + tl.load(index + i).to(tl.int64) * W + column
-    here = rows + i.to(tl.int64) * W + column
-    if WRITE:
-        tl.store(there, tl.load(here, mask=column < W), mask=column < W)
-    else:
-        tl.store(here, tl.load(there, mask=column < W), mask=column < W)
-
-
-def host_gather(host: Tensor, index: Tensor) -> Tensor:
-    """Rows index [...] of host [N, W], pinned memory that the device reads in place -> [..., W] on the device.
-
-    Truth: host[index]. No copy of the whole and no word with the host: it can be part of a CUDA graph."""
-    rows = torch.empty(*index.shape, host.shape[1], dtype=host.dtype, device=index.device)
-    return _host_rows(host, index, rows, write=False)
-
-
-def host_scatter(host: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Writes rows [..., W] to host [N, W] at distinct index [...]. Truth: host[index] = rows."""
-    shape("rows", rows, *index.shape, host.shape[1], dtype=host.dtype)
-    _host_rows(host, index, rows.contiguous(), write=True)
-
-
-def _host_rows(host: Tensor, index: Tensor, rows: Tensor, write: bool) -> Tensor:
-    if triton is None:
-        raise RuntimeError("triton is not installed: use the PyTorch path")
-    need(host.is_contiguous(), f"host {list(host.shape)} must be contiguous")
-    need(index.device == host.device or host.is_pinned(), "host must be pinned memory")
-    _host_rows_kernel[index.numel(),](
-        host, rows, index.contiguous(), host.shape[1], power2(host.shape[1]), write
-    )
-    return rows
-
-
 # -------------------------------------------------------------------------------------------------- benchmark
 
 
