@@ -979,7 +979,7 @@ class DoubleSparseSettings(TopKSettings):
     channels: float = setting(0.125, "r_c: channels that are scored, as a share of D")
     skip: str = setting("0,1", "layers that attend every token")
     every: int = setting(1, "HShare (ICLR 2025): steps for which a selection is used")
-    merge: int = setting(0, "HShare: KV heads that use the selection of another one, by their overlap")
+    share_heads: int = setting(0, "HShare: KV heads that use the selection of another one, by their overlap")
 
 
 def share_map(overlap: Tensor, merged: int) -> Tensor:
@@ -1000,14 +1000,14 @@ class DoubleSparseCache(SelectiveCache):
     """K and V in full, and a label a key: its r_c most important channels, after RoPE.
 
     HShare on top: a selection is held for `every` steps, while each new token joins it (the budget has room
-    for them), and `merge` heads use another head's, by a map made at the end of the prompt."""
+    for them), and `share_heads` heads use another head's, by a map made at the end of the prompt."""
 
     def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
         x, y, z = settings.budget(room.capacity)
         super().__init__(room, x + y + z)
         c, self.x, self.z = room.config, x, z
         selects = self.count < room.capacity
-        self.every, self.merge = (settings.every, settings.merge) if selects else (1, 0)
+        self.every, self.share_heads = (settings.every, settings.share_heads) if selects else (1, 0)
         self.r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(self.r).indices.to(room.device)  # [Hkv, r_c]
         self.register_buffer("label", self.store(c.n_kv_heads, room.capacity, self.r))
@@ -1015,7 +1015,7 @@ class DoubleSparseCache(SelectiveCache):
             shape = (c.n_kv_heads, self.count - self.every + 1)
             self.register_buffer("held", self.store(*shape, dtype=torch.int32))
             self.register_buffer("since", self.store(dtype=torch.int32) - self.every)
-        if self.merge:
+        if self.share_heads:
             self.register_buffer("head", self.store(c.n_kv_heads, dtype=torch.int32))
 
     def labels(self, x: Tensor) -> Tensor:
@@ -1027,11 +1027,11 @@ class DoubleSparseCache(SelectiveCache):
         self.label[row, :, : len(k)] = self.labels(k).transpose(0, 1)
         if self.every > 1:
             self.since[row] = -self.every  # the first step selects
-        if self.merge:
+        if self.share_heads:
             pos = torch.tensor([len(k) - 1], device=k.device)
             index = self.choose(pos, q, self.label[row : row + 1])[0]  # [Hkv, n]
             member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)
-            self.head[row] = share_map(member @ member.T, self.merge).int()
+            self.head[row] = share_map(member @ member.T, self.share_heads).int()
 
     def note(self, pos: Tensor, k: Tensor) -> None:
         self.label[self.room.row_ids, :, pos] = self.labels(k)
@@ -1042,7 +1042,7 @@ class DoubleSparseCache(SelectiveCache):
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         index = self.choose(pos, q, self.label)
-        if self.merge:
+        if self.share_heads:
             index = index.gather(1, self.head.long()[..., None].expand_as(index))
         if self.every == 1:
             return index, index <= pos[:, None, None]
@@ -1058,12 +1058,12 @@ class DoubleSparseCache(SelectiveCache):
         c, room = self.config, self.room
         row = room.capacity * c.n_kv_heads * self.r * room.dtype.itemsize
         row += (c.n_kv_heads * (self.count - self.every + 1) + 1) * 4 if self.every > 1 else 0
-        row += c.n_kv_heads * 4 if self.merge else 0
+        row += c.n_kv_heads * 4 if self.share_heads else 0
         return super().formula() + room.rows * row
 
     def index_read(self, length: int) -> int:
         """The labels of the heads that select, in one of `every` steps."""
-        heads = self.config.n_kv_heads - self.merge
+        heads = self.config.n_kv_heads - self.share_heads
         return length * heads * self.r * self.room.dtype.itemsize // self.every
 
 
@@ -1073,8 +1073,10 @@ def build_doublesparse(
     heads, (x, y, z) = model.config.n_kv_heads, settings.budget(room.capacity)
     if not 0 < settings.channels <= 1:
         raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
-    if not 0 <= settings.merge < heads:
-        raise UserError(f"--merge {settings.merge}: of {heads} KV heads, 0 to {heads - 1} can be merged")
+    if not 0 <= settings.share_heads < heads:
+        raise UserError(
+            f"--share_heads {settings.share_heads}: of {heads} KV heads, 0 to {heads - 1} can be merged"
+        )
     if settings.every < 1 or (settings.every > y + 1 and x + y + z < room.capacity):
         raise UserError(f"--every {settings.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
     skipped = skipped_layers(settings.skip, len(model.layers))

@@ -162,7 +162,7 @@ ROWS = [
     ("quest", {"keep": 24, "page": 4, "skip": "1"}),
     ("quest", {"keep": 24, "page": 4, "skip": "1", "kv_bits": 2}),
     ("doublesparse", {"keep": 24, "sinks": 2, "recent": 4, "channels": 0.25, "skip": "1"}),
-    ("doublesparse", {"keep": 24, "every": 3, "merge": 2, "channels": 0.25, "skip": ""}),
+    ("doublesparse", {"keep": 24, "every": 3, "share_heads": 2, "channels": 0.25, "skip": ""}),
     ("kivi", {"bits": 2, "residual": 32}),
     ("kivi", {"bits": 4, "residual": 64}),
     ("loki", {"k": 12, "kv_bits": 4}),
@@ -173,7 +173,7 @@ EVERYTHING = [  # settings under which a method attends every token exactly
     ("topk", {}),
     ("h2o", {}),
     ("quest", {}),
-    ("doublesparse", {"every": 3, "merge": 2}),
+    ("doublesparse", {"every": 3, "share_heads": 2}),
     ("kivi", {}),
     ("shadowkv", {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}),
     ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
@@ -450,7 +450,9 @@ def test_sals_drops_exactly_one_token_past_the_budget():
 def test_measured_bytes_equal_the_formula(options, group):
     model = tiny_model(group=group, head_dim=32)
     others = [("loki", {}), ("loki", {"reduced": True, "d": 0.25}), ("streaming", {"recent": 20})]
-    rows = [(method, chosen | ({"merge": 0} if "merge" in chosen else {})) for method, chosen in ROWS]
+    rows = [
+        (method, chosen | ({"share_heads": 0} if "share_heads" in chosen else {})) for method, chosen in ROWS
+    ]
     for method, chosen in [("dense", {}), ("sals", options), *others, *rows]:
         engine = make_engine(model, method, 3, 200, **chosen)
         for cache in engine.caches:
@@ -689,7 +691,7 @@ def test_a_row_with_budget_for_everything_is_dense(method, options, group):
     prompts = [random_ids(n, n) for n in (1, 60, 33)]
     more = [random_ids(20, 100 + n) for n in (1, 60, 33)]
     reference = logits_through(make_engine(tiny_model(group=group), "dense", 3, 80), prompts, more)
-    options = options | ({"merge": 0} if group == 8 and "merge" in options else {})
+    options = options | ({"share_heads": 0} if group == 8 and "share_heads" in options else {})
     got = logits_through(make_engine(tiny_model(group=group), method, 3, 80, **options), prompts, more)
     assert torch.equal(got, reference) if method != "shadowkv" else error(got, reference) < 1e-4
 
@@ -715,7 +717,7 @@ def test_permuting_kv_heads_permutes_the_output_of_a_row(method, options):
     q, k, v = stream(60)
     outputs = []
     for permuted in (False, True):
-        options = options | ({"merge": 0} if "merge" in options else {})
+        options = options | ({"share_heads": 0} if "share_heads" in options else {})
         cache = row_cache(method, model, 1, 100, **options)
         inner = getattr(cache, "inner", cache)
         if permuted and method == "doublesparse":
@@ -1050,7 +1052,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does():
     q, k, v = stream(60)
     q, k = q.clone(), k.clone()
     q[:, 6:8], k[:, 3] = q[:, 2:4], k[:, 1] + 0.01 * torch.randn(60, 16)  # head 3 is all but head 1
-    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, merge=1, channels=1.0)
+    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, share_heads=1, channels=1.0)
     cache.channels = torch.arange(16).expand(4, -1)
     cache.prefill(0, q[:50], k[:50], v[:50])
     assert cache.head[0].tolist() == [0, 1, 2, 1]
@@ -1257,12 +1259,45 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
         assert error(out, attend(query, truth_k, v[None, : m + 1].transpose(1, 2), mask)) < 1e-4
 
 
-def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart():
+def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(checkpoint, monkeypatch, capsys):
     cache, _ = shadow(100)
     assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.room).host_bytes() == 0
     names = {name for name, _ in cache.named_buffers()}
     assert names == {"basis", "latent", "landmark", "outlier", "outlier_k", "outlier_v", "ring_k", "ring_v"}
     assert not any(buffer is cache.host_v for buffer in cache.buffers())
+    argv = [
+        "--checkpoint",
+        checkpoint,
+        "--method",
+        "shadowkv",
+        "--prompt",
+        30,
+        "--max_new_tokens",
+        10,
+        "--json",
+    ]
+    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0 and report["cache_bytes_host"] == report["cache_bytes_dense"] // 2
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"] and "in host memory" in err
+
+
+@pytest.mark.parametrize("method,options", ROWS)
+def test_rows_run_from_the_command_line(method, options, checkpoint, monkeypatch, capsys):
+    """Every setting is an option; the plan of their memory and the ledger agree; --json has them."""
+    argv = ["--checkpoint", checkpoint, "--method", method, "--prompt", 70, "--prompt", 5, "--json"]
+    argv += [
+        word
+        for name, value in options.items()
+        for word in ([f"--{name}"] if value is True else [f"--{name}", value])
+    ]
+    code, out, err = run_main(generate.main, [*argv, "--max_new_tokens", 8], monkeypatch, capsys)
+    assert code == 0, err
+    report = json.loads(out.splitlines()[-1])
+    assert options.items() <= report["settings"].items()
+    assert (
+        report["cache_bytes_measured"] == report["cache_bytes_formula"] and report["bytes_read_per_step"] > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -1279,7 +1314,7 @@ def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart():
         ("quest", {"page": 0}, "--page must be at least 1"),
         ("quest", {"skip": "x"}, "layer numbers"),
         ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
-        ("doublesparse", {"merge": 4}, "of 4 KV heads, 0 to 3"),
+        ("doublesparse", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
         ("doublesparse", {"keep": 20, "every": 30}, "at least 1 and at most 20"),
         ("kivi", {"residual": 48}, "a multiple of 32"),
         ("shadowkv", {"rank": 1.5}, "must lie in"),
@@ -2718,7 +2753,11 @@ BAD_OPTIONS = {
         ["--method", "magic"],
         "unknown method 'magic'; the methods are: dense, sals, loki, streaming",
     ),
-    "setting of another method": (["--rank", "0.5"], "--rank"),
+    "setting of another method": (["--rank", "0.5"], "--rank is neither an option nor a setting of dense"),
+    "kv_bits where they do not fit": (
+        ["--method", "sals", "--kv_bits", "4"],
+        "--kv_bits is neither an option nor a setting of sals",
+    ),
     "bad choice": (["--method", "sals", "--bits", "3"], "--bits"),
     "empty prompt": (["--prompt", ""], "empty"),
     "empty number": (["--prompt", "0"], "empty"),
