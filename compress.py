@@ -801,7 +801,7 @@ class H2oSettings:
     heavy: float = setting(0.5, "share of these that are heavy hitters; the others are the most recent ones")
     window: int = setting(64, "W: last queries of a prompt whose attention is accumulated")
     gumbel: bool = setting(False, "Keyformer's score (arXiv 2403.09054): Gumbel noise and a temperature")
-    seed: int = setting(0, "seed of that noise")
+    noise_seed: int = setting(0, "seed of that noise")
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(heavy, recent) in tokens."""
@@ -888,7 +888,7 @@ class H2oCache(Cache):
 def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
     if not 0 <= settings.heavy <= 1 or settings.window < 1:
         raise UserError("--heavy must lie in [0, 1] and --window be at least 1")
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.noise_seed)
     return [H2oCache(room, settings, generator) for _ in model.layers]
 
 

@@ -893,7 +893,7 @@ def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
         "h2o": {},
         "a": {"gumbel": True},
         "again": {"gumbel": True},
-        "b": {"gumbel": True, "seed": 1},
+        "b": {"gumbel": True, "noise_seed": 1},
     }.items():
         cache = row_cache("h2o", tiny_model(), 1, 60, keep=16, **options)
         cache.prefill(0, q[:16], k[:16], v[:16])
