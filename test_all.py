@@ -710,6 +710,18 @@ def test_rows_stream_prefill_and_decode_alike_up_to_the_budget(method, options):
 
 
 @pytest.mark.parametrize("method,options", ROWS)
+def test_a_row_forgets_the_prompt_before(method, options):
+    """A cache that has read and decoded a long prompt takes a short one as a fresh cache does."""
+    more = [random_ids(20, 7), random_ids(20, 8)]
+    used, fresh = (make_engine(tiny_model(), method, 2, 110, **options) for _ in range(2))
+    logits_through(used, [random_ids(80, 1), random_ids(66, 2)], more)
+    prompts = [random_ids(9, 3), random_ids(41, 4)]
+    quantised = options.get("bits", options.get("kv_bits", 16)) < 16
+    again, truth = (logits_through(engine, prompts, more) for engine in (used, fresh))
+    assert error(again, truth) < (1e-2 if quantised else 1e-5)
+
+
+@pytest.mark.parametrize("method,options", ROWS)
 def test_permuting_kv_heads_permutes_the_output_of_a_row(method, options):
     if options.get("gumbel"):
         pytest.skip("noise belongs to a head")
