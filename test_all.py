@@ -1059,6 +1059,15 @@ def test_hshare_holds_a_selection_and_lets_new_tokens_join():
     assert int(cache.since) == 20
 
 
+def test_hshare_never_counts_a_token_twice():
+    """Short rows leave places of the selection to tokens that do not exist yet, and later do."""
+    q, k, v = stream(24)
+    cache = row_cache("doublesparse", tiny_model(), 1, 26, keep=24, every=4)
+    dense = DenseCache(Room(tiny_model(), 1, 26))
+    for n in range(24):
+        assert error(step(cache, n, q, k, v), step(dense, n, q, k, v)) < 1e-5, n
+
+
 def test_hshare_merged_heads_attend_what_their_twin_does():
     torch.manual_seed(0)
     q, k, v = stream(60)
