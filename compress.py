@@ -654,7 +654,7 @@ def build_streaming(
     return [StreamingCache(room, settings) for _ in model.layers]
 
 
-# ---------------------------------------------------- rows that select among all tokens (exact top-k is one)
+# ------------------------------------------------- exact top-k, and what the rows that select have in common
 
 
 @dataclass
@@ -1283,10 +1283,9 @@ class ShadowKvCache(Cache):
         self.register_buffer("ring_v", self.store(heads, self.z, d))
         self.host_v = host_rows(room, heads, room.capacity, d)  # not a buffer: host_bytes() counts it
 
-    def local(self, pos: Tensor | int) -> Tensor | int:
-        """Chunks to the left of the recent tokens, which begin at a chunk: at least `recent` of them."""
-        before = pos + 1 - self.settings.recent
-        return (before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)) // self.chunk
+    def local(self, pos: Tensor) -> Tensor:
+        """The chunk with which the recent tokens begin: `recent` of them and up to a chunk more."""
+        return (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk
 
     def tokens_of(self, chunks: Tensor) -> Tensor:
         """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
@@ -1303,7 +1302,7 @@ class ShadowKvCache(Cache):
         landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[row, :, :whole] = landmark.transpose(0, 1).to(k.dtype)
         likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
-        candidates = likeness[: self.local(length - 1)].T  # [Hkv, n]
+        candidates = likeness[: max(0, length - self.settings.recent) // self.chunk].T  # [Hkv, n], not recent
         n = min(self.outlier.shape[-1], candidates.shape[1])
         ids = candidates.topk(n, largest=False).indices  # [Hkv, n]
         self.outlier[row], self.outlier[row, :, :n] = -1, ids.int()
