@@ -362,10 +362,13 @@ def calibration_windows(args: argparse.Namespace, model: Llama, tokenizer) -> Te
 
 @dataclass
 class KeyMoments:
-    """Second moment K^T K / N [L, Hkv*D, Hkv*D] and mean [L, Hkv*D] of all heads' keys jointly, fp64."""
+    """Second moment K^T K / N [L, Hkv*D, Hkv*D] and mean [L, Hkv*D] of all heads' keys jointly, fp64.
+
+    product [L, Hkv, D]: mean over tokens of |q_c k_c|, query and key of the same token, summed over a group."""
 
     second: Tensor
     mean: Tensor
+    product: Tensor
 
     def centred_heads(self, c: ModelConfig) -> Tensor:
         """The covariance of each KV head alone, about its mean: [L, Hkv, D, D]."""
@@ -381,14 +384,20 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
     shape = {"dtype": torch.float64, "device": device}
     second = {n: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, **shape) for n in ("pre", "post")}
     mean = {n: torch.zeros(c.n_layers, c.kv_dim, **shape) for n in ("pre", "post")}
+    product = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim, **shape) for n in ("pre", "post")}
     cos, sin = rope_tables(c, tokens.shape[1], device)
     bar = Progress(label, len(tokens) * c.n_layers)
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for name, keys in (("pre", k), ("post", apply_rope(k, cos, sin))):
+        for name, queries, keys in (
+            ("pre", q, k),
+            ("post", apply_rope(q, cos, sin), apply_rope(k, cos, sin)),
+        ):
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
             second[name][i].addmm_(rows.T, rows)
             mean[name][i] += rows.sum(0)
+            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).abs().double().sum(-2)  # [B, S, Hkv, D]
+            product[name][i] += (grouped * keys.abs()).sum((0, 1))
         bar.tick()
 
     held = sum(t.nbytes for totals in (second, mean) for t in totals.values())
@@ -400,7 +409,8 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             announce(label, time.time() - started, len(tokens) - 1, held, device)
     bar.close()
     n = tokens.numel()
-    return {name: KeyMoments((second[name] / n).cpu(), (mean[name] / n).cpu()) for name in second}
+    sums = {name: (second[name], mean[name], product[name]) for name in second}
+    return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
 
 
 def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
@@ -465,7 +475,16 @@ def fit_loki(
     return tensors, facts | {f"perplexity_{name}": f"{p:.4f}" for name, p in perplexity.items()}
 
 
-FITS = {"sals": fit_sals, "loki": fit_loki}
+def fit_doublesparse(
+    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
+    importance = moments["post"].product
+    eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
+    return {"importance": importance.float()}, {"energy": f"{0.125:.1%}: {eighth.mean():.4f}"}
+
+
+FITS = {"sals": fit_sals, "loki": fit_loki, "doublesparse": fit_doublesparse}
 
 
 def run_fit(args: argparse.Namespace) -> None:

@@ -9,9 +9,10 @@ What is stored is a buffer, so the measured size is the sum of the buffers: noth
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,11 @@ def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
     sets: what the field is the knob of, "bytes" (per token), "tokens" (attended, the sum of the dataclass's
     `budget(capacity)`) or "bytes tokens"; calibrate.py eval turns it to compare methods at equal cost."""
     return field(default=default, metadata={"help": text, "choices": choices, "sets": sets})
+
+
+def kv_bits_setting():
+    """The field of the methods that keep K and V by position, on top of which KIVI's quantiser fits."""
+    return setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
 
 
 class Room:
@@ -82,17 +88,22 @@ class Cache(nn.Module):
         """Bytes that the method's formula gives for these rows and capacity; tests hold measured() to it."""
         raise NotImplementedError
 
+    def host_bytes(self) -> int:
+        """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
+        return 0
+
     def bytes_read(self, length: int) -> int:
         """Bytes that one decode step must read from this layer's cache for one row of `length` tokens."""
         raise NotImplementedError
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
-    """One query a row: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] bool -> [B, Hq, D].
+    """One query a row: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
 
     The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, None, None]).flatten(1, 2)
+    live = live[:, None] if live.ndim == 2 else live
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, :, None]).flatten(1, 2)
 
 
 # ------------------------------------------------------------------------------------------------------ dense
@@ -127,8 +138,12 @@ class DenseCache(Cache):
     def formula(self) -> int:
         return dense_bytes(self.room)
 
+    def tokens_read(self, length: int) -> tuple[float, float]:
+        """Rows of K and of V that one decode step must read, a KV head."""
+        return length, length
+
     def bytes_read(self, length: int) -> int:
-        return length * 2 * self.config.kv_dim * self.room.dtype.itemsize
+        return round(sum(self.tokens_read(length)) * self.config.kv_dim * self.room.dtype.itemsize)
 
 
 def dense_bytes(room: Room) -> int:
@@ -433,15 +448,17 @@ def sals_fold(attention: Attention, config: ModelConfig, basis: Tensor, r_score:
     linear.out_features = sum(attention.widths)
 
 
+def skipped_layers(skip: str, n_layers: int) -> set[int]:
+    try:
+        return {int(i) % n_layers for i in skip.split(",") if i.strip()}
+    except ValueError:
+        raise UserError(f"--skip {skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)") from None
+
+
 def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
     """One cache a layer; with `fold`, the latent's rows are appended to the model's wqkv."""
     c = model.config
-    try:
-        skipped = {int(i) % c.n_layers for i in settings.skip.split(",") if i.strip()}
-    except ValueError:
-        raise UserError(
-            f"--skip {settings.skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)"
-        ) from None
+    skipped = skipped_layers(settings.skip, c.n_layers)
     if min(settings.sinks, settings.critical) < 0 or settings.recent < 1 or not 0 <= settings.keep <= 1:
         raise UserError(
             "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
@@ -496,6 +513,7 @@ class LokiSettings:
     reduced: bool = setting(
         False, "PCAAttn (App. E): cache and attend d components of every token, no selection"
     )
+    kv_bits: int = kv_bits_setting()
 
     def budget(self, capacity: int) -> tuple[int]:
         """Tokens that a query head attends, of a row that fills the cache."""
@@ -560,13 +578,17 @@ class LokiCache(Cache):
     def formula(self) -> int:
         return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
 
-    def bytes_read(self, length: int) -> int:
+    def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
-        c, size = self.config, self.room.dtype.itemsize
         if self.settings.reduced:
-            return length * c.n_kv_heads * (self.width + c.head_dim) * size
-        chosen = min(length, c.group * loki_count(self.settings.k, length))
-        return (length * self.d + chosen * 2 * c.head_dim) * c.n_kv_heads * size
+            return length, length
+        chosen = min(length, self.config.group * loki_count(self.settings.k, length))
+        return chosen + length * self.d / self.width, chosen
+
+    def bytes_read(self, length: int) -> int:
+        c, (keys, values) = self.config, self.tokens_read(length)
+        row = c.n_kv_heads * self.room.dtype.itemsize
+        return round((keys * self.width + values * c.head_dim) * row)
 
 
 def loki_count(k: float, length: int) -> int:
@@ -595,7 +617,7 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[
         if settings.explained:
             d = int(rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained).max())
         caches.append(LokiCache(room, settings, artifact[f"{kind}.basis"][i], d))
-    return caches
+    return packed(caches, settings.kv_bits)
 
 
 def random_loki(model: Llama) -> dict[str, Tensor]:
@@ -668,6 +690,739 @@ def build_streaming(
     return [StreamingCache(room, settings) for _ in model.layers]
 
 
+# ------------------------------------------------- exact top-k, and what the rows that select have in common
+
+
+@dataclass
+class TopKSettings:
+    """Exact top-k: full logits choose the tokens. It saves no bytes: the oracle of all selections."""
+
+    keep: float = setting(
+        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+    )
+    sinks: int = setting(0, "x: first tokens that are always among them")
+    recent: int = setting(1, "z: last tokens that are always among them")
+    kv_bits: int = kv_bits_setting()
+
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        """(x, y, z) in tokens: sinks, selected, recent."""
+        total, x, z = kept_tokens(self.keep, capacity), self.sinks, self.recent
+        if x < 0 or z < 1:
+            raise UserError("--sinks must be at least 0 and --recent at least 1")
+        if total == capacity:
+            return 0, total, 0
+        if total < x + z:
+            raise UserError(
+                f"--keep {self.keep:g} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
+            )
+        return x, total - x - z, z
+
+
+def kept_tokens(keep: float, capacity: int) -> int:
+    """Tokens out of `capacity` that a budget `keep` allows, a share or a count."""
+    if keep <= 0:
+        raise UserError(f"--keep {keep:g}: give a share of the context, up to 1, or a number of tokens")
+    return loki_count(keep, capacity)
+
+
+def group_scores(logits: Tensor, live: Tensor) -> Tensor:
+    """A KV head's scores: the largest attention weight that any of its G query heads gives.
+
+    logits [B, Hkv, G, N] of tokens, pages or chunks, live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live.
+    As logarithms: they rank as the weights do, but small ones do not all become 0."""
+    logits = logits.float().masked_fill(~live[:, None, None], -torch.inf)
+    return logits.log_softmax(-1).amax(2)
+
+
+def best_tokens(scores: Tensor, pos: Tensor, count: int, x: int, z: int) -> Tensor:
+    """The tokens that a KV head attends: x sinks, z recent and, to make up `count`, the best others.
+
+    scores [B, Hkv, S], pos [B] -> [B, Hkv, count] in ascending order. In a row of fewer tokens some lie
+    beyond pos: they are not live."""
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    age = (pos[:, None] - places)[:, None]  # [B, 1, S]
+    forced = (places < x) | (age < z)
+    scores = scores.masked_fill(forced, torch.inf).masked_fill(age < 0, -torch.inf)
+    return scores.topk(count, sorted=False).indices.sort(-1).values
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
+    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
+
+
+def gather_attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, live: Tensor) -> Tensor:
+    """Exact attention of one query a row over chosen tokens, each KV head its own.
+
+    q [B, Hq, D], k and v [B, Hkv, S, D], index [B, Hkv, n] of distinct tokens, live [B, Hkv, n] bool
+    -> [B, Hq, D]."""
+    index = index.clamp(max=k.shape[2] - 1)
+    return attend(q, gather_rows(k, index), gather_rows(v, index), live)
+
+
+class SelectiveCache(DenseCache):
+    """A full cache of which each step attends `count` tokens a KV head, those that `select` names."""
+
+    def __init__(self, room: Room, count: int):
+        super().__init__(room)
+        self.count = count
+
+    def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
+        """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
+
+    def note(self, pos: Tensor, k: Tensor) -> None:
+        """The same for one token a row, k [B, Hkv, D] after RoPE."""
+
+    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, Hq, D] after RoPE -> token indices [B, Hkv, n] and which of them are live."""
+        raise NotImplementedError
+
+    def logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scaled logits [B, Hkv, G, N] of q [B, Hq, d] and k [B, Hkv, N, d]."""
+        return q.unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) * self.config.head_dim**-0.5
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        out, length = super().prefill(row, q, k, v), q.shape[0]
+        self.note_prompt(
+            row, self.k[row, :, :length].transpose(0, 1), self.rope(q[-1:], slice(length - 1, length))
+        )
+        return out
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        if self.count >= self.room.capacity:
+            return super().decode(pos, q, k, v)
+        rows, q, k = self.room.row_ids, self.rope(q, pos), self.rope(k, pos)
+        self.k[rows, :, pos], self.v[rows, :, pos] = k, v
+        self.note(pos, k)
+        return gather_attend(q, self.k, self.v, *self.select(pos, q))
+
+    def index_read(self, length: int) -> int:
+        """Bytes beside K and V that selection reads, where there is anything to select."""
+        return 0
+
+    def tokens_read(self, length: int) -> tuple[float, float]:
+        return min(length, self.count), min(length, self.count)
+
+    def bytes_read(self, length: int) -> int:
+        return super().bytes_read(length) + (self.index_read(length) if length > self.count else 0)
+
+
+class TopKCache(SelectiveCache):
+    def __init__(self, room: Room, settings: TopKSettings):
+        x, y, z = settings.budget(room.capacity)
+        super().__init__(room, x + y + z)
+        self.x, self.z = x, z
+
+    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        scores = group_scores(self.logits(q, self.k), self.room.positions <= pos[:, None])
+        index = best_tokens(scores, pos, self.count, self.x, self.z)
+        return index, index <= pos[:, None, None]
+
+    def tokens_read(self, length: int) -> tuple[float, float]:
+        return length, min(length, self.count)
+
+
+def build_topk(model: Llama, settings: TopKSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+    return packed((TopKCache(room, settings) for _ in model.layers), settings.kv_bits)
+
+
+# -------------------------------------------------------------------------------------------------------- H2O
+
+
+@dataclass
+class H2oSettings:
+    """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
+
+    keep: float = setting(512, "tokens kept in all: above 1 a count, up to 1 a share of the cache's capacity")
+    heavy: float = setting(0.5, "share of these that are heavy hitters; the others are the most recent ones")
+    window: int = setting(64, "W: last queries of a prompt whose attention is accumulated")
+    gumbel: bool = setting(False, "Keyformer's score (arXiv 2403.09054): Gumbel noise and a temperature")
+    noise_seed: int = setting(0, "seed of that noise")
+
+    def budget(self, capacity: int) -> tuple[int, int]:
+        """(heavy, recent) in tokens."""
+        total = kept_tokens(self.keep, capacity)
+        recent = max(1, total - round(self.heavy * total))
+        return total - recent, recent
+
+
+class H2oCache(Cache):
+    """C = heavy + recent slots a KV head, each with the attention that its token has got so far.
+
+    A new token takes an empty slot, or that of the token with the least attention among those outside of the
+    recent window: one write in place. What is evicted never returns."""
+
+    def __init__(self, room: Room, settings: H2oSettings, generator: torch.Generator):
+        super().__init__(room)
+        c, self.settings = room.config, settings
+        heavy, self.recent = settings.budget(room.capacity)
+        self.slots = heavy + self.recent
+        self.register_buffer("k", self.store(c.n_kv_heads, self.slots, c.head_dim))
+        self.register_buffer("v", self.store(c.n_kv_heads, self.slots, c.head_dim))
+        self.register_buffer("position", self.store(c.n_kv_heads, self.slots, dtype=torch.int32) - 1)
+        self.register_buffer("attention", self.store(c.n_kv_heads, self.slots, dtype=torch.float32))
+        self.register_buffer("prompt", self.store(dtype=torch.int32))  # its length
+        # A tape of draws, read in a circle: in a CUDA graph no generator of our own could run. The length is
+        # prime, so that no two steps read alike.
+        tape = torch.rand(65521, generator=generator).clamp(min=1e-10)
+        self.gumbel = -(-tape.log()).log().to(room.device)
+
+    def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
+        """What is accumulated: softmax of logits [..., N]; Keyformer's of (logits + noise) / tau.
+
+        step: tokens since the prompt, tau = 1 + step / 100. first: where on the tape the noise begins."""
+        if self.settings.gumbel:
+            draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
+            logits = (logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)
+        return logits.softmax(-1)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        length, c = q.shape[0], self.config
+        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
+        places, heads = self.room.positions[:length], k.transpose(0, 1)  # heads [Hkv, S, D]
+        last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
+        logits = (last @ heads[:, None].transpose(-1, -2)).float() * c.head_dim**-0.5  # [Hkv, G, W, S]
+        logits = logits.masked_fill(places > places[-last.shape[2] :, None], -torch.inf)
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)
+        attention = self.weights(logits[None], zero, zero)[0].sum((1, 2))  # [Hkv, S]
+        ranked = attention.masked_fill(places >= length - self.recent, torch.inf)
+        kept = ranked.topk(min(self.slots, length)).indices.sort(-1).values  # [Hkv, n]
+        n = kept.shape[1]
+        self.k[row, :, :n] = gather_rows(heads[None], kept[None])[0]
+        self.v[row, :, :n] = gather_rows(v.transpose(0, 1)[None], kept[None])[0]
+        self.position[row], self.position[row, :, :n] = -1, kept.int()
+        self.attention[row], self.attention[row, :, :n] = 0, attention.gather(1, kept)
+        self.prompt[row] = length
+        return causal_attention(q, k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        rows, heads = self.room.row_ids[:, None], torch.arange(self.config.n_kv_heads, device=pos.device)
+        q, now = self.rope(q, pos), pos[:, None, None]
+        cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
+        victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
+        where = (rows, heads, victim)
+        self.k[where], self.v[where] = self.rope(k, pos), v
+        self.position[where] = pos[:, None]
+        self.attention.scatter_(2, victim[..., None], 0.0)
+        live = self.position >= 0
+        logits = (q.unflatten(1, (len(heads), -1)) @ self.k.transpose(-1, -2)).float()  # [B, Hkv, G, C]
+        logits = (logits * self.config.head_dim**-0.5).masked_fill(~live[:, :, None], -torch.inf)
+        step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
+        self.attention += self.weights(logits, step, first).sum(2)
+        return attend(q, self.k, self.v, live)
+
+    def formula(self) -> int:
+        """K, V, position and attention of each slot, and one length a row."""
+        slots = dense_bytes(self.room) // self.room.capacity * self.slots
+        return slots + self.room.rows * (self.slots * self.config.n_kv_heads * 8 + 4)
+
+    def bytes_read(self, length: int) -> int:
+        c = self.config
+        return min(length, self.slots) * c.n_kv_heads * (2 * c.head_dim * self.room.dtype.itemsize + 8)
+
+
+def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+    if not 0 <= settings.heavy <= 1 or settings.window < 1:
+        raise UserError("--heavy must lie in [0, 1] and --window be at least 1")
+    generator = torch.Generator().manual_seed(settings.noise_seed)
+    return [H2oCache(room, settings, generator) for _ in model.layers]
+
+
+# ------------------------------------------------------------------------------------------------------ Quest
+
+
+@dataclass
+class QuestSettings:
+    """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
+
+    keep: float = setting(
+        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+    )
+    page: int = setting(16, "tokens of a page")
+    skip: str = setting("0,1", "layers that attend every token")
+    kv_bits: int = kv_bits_setting()
+
+    def budget(self, capacity: int) -> tuple[int]:
+        """Tokens of all pages: as many whole ones as fit, the released code's 3 at least."""
+        if self.page < 1:
+            raise UserError("--page must be at least 1")
+        count = kept_tokens(self.keep, capacity)
+        return (count if count == capacity else min(max(3, count // self.page) * self.page, capacity),)
+
+
+def page_bounds(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The largest logit that a key between low and high could have: sum over d of max(q low, q high).
+
+    q [B, Hkv, G, D], low and high [B, Hkv, P, D] -> [B, Hkv, G, P] (Quest sec. 3.3, as two products)."""
+    return q.relu() @ high.transpose(-1, -2) - (-q).relu() @ low.transpose(-1, -2)
+
+
+class QuestCache(SelectiveCache):
+    """K and V in full, and for each page the least and the largest key of every channel, after RoPE."""
+
+    def __init__(self, room: Room, settings: QuestSettings):
+        super().__init__(room, *settings.budget(room.capacity))
+        c, self.page = room.config, settings.page
+        self.pages = -(-room.capacity // self.page)
+        self.register_buffer("low", self.store(c.n_kv_heads, self.pages, c.head_dim))
+        self.register_buffer("high", self.store(c.n_kv_heads, self.pages, c.head_dim))
+
+    def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
+        n = -(-len(k) // self.page)
+        tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last one fills up
+        low, high = k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
+        self.low[row, :, :n], self.high[row, :, :n] = low.transpose(0, 1), high.transpose(0, 1)
+
+    def note(self, pos: Tensor, k: Tensor) -> None:
+        where = (self.room.row_ids, slice(None), pos // self.page)
+        first = (pos % self.page == 0)[:, None, None]
+        self.low[where] = torch.where(first, k, torch.minimum(self.low[where], k))
+        self.high[where] = torch.where(first, k, torch.maximum(self.high[where], k))
+
+    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        bounds = page_bounds(q.unflatten(1, (self.config.n_kv_heads, -1)), self.low, self.high)
+        last = pos // self.page
+        live = torch.arange(self.pages, device=pos.device) <= last[:, None]
+        scores = group_scores(bounds * self.config.head_dim**-0.5, live)
+        pages = best_tokens(scores, last, self.count // self.page, 0, 1)  # [B, Hkv, n], the last one forced
+        index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
+        return index, index <= pos[:, None, None]
+
+    def formula(self) -> int:
+        return dense_bytes(self.room) // self.room.capacity * (self.room.capacity + self.pages)
+
+    def index_read(self, length: int) -> int:
+        return -(-length // self.page) * 2 * self.config.kv_dim * self.room.dtype.itemsize
+
+
+def build_quest(
+    model: Llama, settings: QuestSettings, room: Room, artifact: dict[str, Tensor]
+) -> list[Cache]:
+    skipped = skipped_layers(settings.skip, len(model.layers))
+    caches = (
+        DenseCache(room) if i in skipped else QuestCache(room, settings) for i in range(len(model.layers))
+    )
+    return packed(caches, settings.kv_bits)
+
+
+# ---------------------------------------------------------------------------------------------- Double Sparse
+
+
+@dataclass
+class DoubleSparseSettings(TopKSettings):
+    """Double Sparsity (arXiv 2408.07092): top-k tokens, scored on the channels that matter most."""
+
+    channels: float = setting(0.125, "r_c: channels that are scored, as a share of D")
+    skip: str = setting("0,1", "layers that attend every token")
+    every: int = setting(1, "HShare (ICLR 2025): steps for which a selection is used")
+    share_heads: int = setting(0, "HShare: KV heads that use the selection of another one, by their overlap")
+
+
+def share_map(overlap: Tensor, merged: int) -> Tensor:
+    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i.
+
+    overlap [n, n]: |C_i and C_j|. The most similar pair i > j is merged, i to j, again and again."""
+    n = len(overlap)
+    f = torch.arange(n, device=overlap.device)
+    pairs = overlap.float().masked_fill(~torch.ones_like(overlap, dtype=torch.bool).tril(-1), -torch.inf)
+    for _ in range(merged):
+        i, j = divmod(int(pairs.argmax()), n)
+        f[f == i] = j  # i itself, and what was merged into it before
+        pairs[i], pairs[:, i] = -torch.inf, -torch.inf
+    return f
+
+
+class DoubleSparseCache(SelectiveCache):
+    """K and V in full, and a label a key: its r_c most important channels, after RoPE.
+
+    HShare on top: a selection is held for `every` steps, while each new token joins it (the budget has room
+    for them), and `share_heads` heads use another head's, by a map made at the end of the prompt."""
+
+    def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
+        x, y, z = settings.budget(room.capacity)
+        super().__init__(room, x + y + z)
+        c, self.x, self.z = room.config, x, z
+        selects = self.count < room.capacity
+        self.every, self.share_heads = (settings.every, settings.share_heads) if selects else (1, 0)
+        self.r = max(1, round(settings.channels * c.head_dim))
+        self.channels = importance.topk(self.r).indices.to(room.device)  # [Hkv, r_c]
+        self.register_buffer("label", self.store(c.n_kv_heads, room.capacity, self.r))
+        if self.every > 1:
+            shape = (c.n_kv_heads, self.count - self.every + 1)
+            self.register_buffer("held", self.store(*shape, dtype=torch.int32))
+            self.register_buffer("since", self.store(dtype=torch.int32) - self.every)
+        if self.share_heads:
+            self.register_buffer("head", self.store(c.n_kv_heads, dtype=torch.int32))
+
+    def labels(self, x: Tensor) -> Tensor:
+        """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
+        index = self.channels.repeat_interleave(x.shape[-2] // len(self.channels), 0)
+        return x.gather(-1, index.expand(*x.shape[:-1], -1))
+
+    def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
+        self.label[row, :, : len(k)] = self.labels(k).transpose(0, 1)
+        if self.every > 1:
+            self.since[row] = -self.every  # the first step selects
+        if self.share_heads:
+            pos = torch.tensor([len(k) - 1], device=k.device)
+            index = self.choose(pos, q, self.label[row : row + 1])[0]  # [Hkv, n]
+            member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)
+            self.head[row] = share_map(member @ member.T, self.share_heads).int()
+
+    def note(self, pos: Tensor, k: Tensor) -> None:
+        self.label[self.room.row_ids, :, pos] = self.labels(k)
+
+    def choose(self, pos: Tensor, q: Tensor, label: Tensor) -> Tensor:
+        scores = group_scores(self.logits(self.labels(q), label), self.room.positions <= pos[:, None])
+        return best_tokens(scores, pos, self.count - self.every + 1, self.x, self.z)
+
+    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        index = self.choose(pos, q, self.label)
+        if self.share_heads:
+            index = index.gather(1, self.head.long()[..., None].expand_as(index))
+        if self.every == 1:
+            return index, index <= pos[:, None, None]
+        due = pos - self.since >= self.every  # [B]
+        self.since.copy_(torch.where(due, pos, self.since))
+        self.held.copy_(torch.where(due[:, None, None], index, self.held))
+        since = self.since[:, None, None]
+        newer = since + torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
+        live = torch.cat((self.held <= since, newer <= pos[:, None, None]), -1)
+        return torch.cat((self.held, newer), -1).long(), live
+
+    def formula(self) -> int:
+        c, room = self.config, self.room
+        row = room.capacity * c.n_kv_heads * self.r * room.dtype.itemsize
+        row += (c.n_kv_heads * (self.count - self.every + 1) + 1) * 4 if self.every > 1 else 0
+        row += c.n_kv_heads * 4 if self.share_heads else 0
+        return super().formula() + room.rows * row
+
+    def index_read(self, length: int) -> int:
+        """The labels of the heads that select, in one of `every` steps."""
+        heads = self.config.n_kv_heads - self.share_heads
+        return length * heads * self.r * self.room.dtype.itemsize // self.every
+
+
+def build_doublesparse(
+    model: Llama, settings: DoubleSparseSettings, room: Room, artifact: dict[str, Tensor]
+) -> list[Cache]:
+    heads, (x, y, z) = model.config.n_kv_heads, settings.budget(room.capacity)
+    if not 0 < settings.channels <= 1:
+        raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
+    if not 0 <= settings.share_heads < heads:
+        raise UserError(
+            f"--share_heads {settings.share_heads}: of {heads} KV heads, 0 to {heads - 1} can be merged"
+        )
+    if settings.every < 1 or (settings.every > y + 1 and x + y + z < room.capacity):
+        raise UserError(f"--every {settings.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
+    skipped = skipped_layers(settings.skip, len(model.layers))
+    caches = (
+        DenseCache(room) if i in skipped else DoubleSparseCache(room, settings, artifact["importance"][i])
+        for i in range(len(model.layers))
+    )
+    return packed(caches, settings.kv_bits)
+
+
+def random_doublesparse(model: Llama) -> dict[str, Tensor]:
+    c = model.config
+    shape = (c.n_layers, c.n_kv_heads, c.head_dim)
+    return {"importance": torch.rand(shape, generator=torch.Generator().manual_seed(0))}
+
+
+# ------------------------------------------------------------------------------------------------------- KIVI
+
+
+@dataclass
+class KiviSettings:
+    """KIVI (arXiv 2402.02750): keys quantised per channel, values per token; all tokens attended."""
+
+    bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4))
+    residual: int = setting(128, "R: last tokens that stay exact")
+
+
+class KiviCache(Cache):
+    """Packed K and V in the place of those that another cache keeps by position.
+
+    inner: a cache with k and v [B, Hkv, capacity, width]. Of these only one working copy is left, which all
+    layers share and each fills from its packed ones before a step (a fused kernel would need none).
+    Keys wait in a ring until R of them are there, and are then quantised per channel in groups of 32 tokens;
+    a value is quantised per token in groups of 32 channels, and read from its ring while it is among the last R."""
+
+    def __init__(self, inner: Cache, bits: int, residual: int):
+        super().__init__(inner.room)
+        _, heads, capacity, self.width = inner.k.shape
+        self.inner, self.bits = inner, bits
+        self.R = min(residual, -(-capacity // 32) * 32)
+        self.groups = -(-capacity // self.R) * self.R // 32
+        shape = (heads, self.groups, self.width)
+        self.register_buffer("codes", self.store(*shape, 32 * bits // 8, dtype=torch.uint8))
+        self.register_buffer("low_scale", self.store(*shape, 1, 2, dtype=torch.float16))
+        self.register_buffer("ring_k", self.store(heads, self.R, self.width))
+        self.values = Values(self, capacity, bits)
+        self.register_buffer("ring_v", self.store(self.R, heads, inner.v.shape[-1]))
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        out, length = self.inner.prefill(row, q, k, v, *folded), q.shape[0]
+        full = length // self.R * self.R
+        where = (row, slice(None), slice(0, full // 32))
+        self.codes[where], self.low_scale[where] = self.quantize_keys(self.inner.k[row, :, :full])
+        waiting = torch.arange(full, length, device=q.device)
+        self.ring_k[row, :, waiting % self.R] = self.inner.k[row, :, waiting]
+        self.values.write((row, slice(0, length)), v)
+        last = torch.arange(max(0, length - self.R), length, device=q.device)
+        self.ring_v[row, last % self.R] = v[last]
+        return out
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        self.unpack(pos)
+        out, rows = self.inner.decode(pos, q, k, v, *folded), self.room.row_ids
+        self.ring_k[rows, :, pos % self.R] = self.inner.k[rows, :, pos]
+        self.values.write((rows, pos), v)
+        self.ring_v[rows, pos % self.R] = v
+        # The block is written at every step and read when it is full: a condition would have to ask the host.
+        n = self.R // 32
+        groups = (pos // self.R * n)[:, None] + torch.arange(n, device=pos.device)  # [B, n]
+        codes, low_scale = self.quantize_keys(self.ring_k)
+        self.codes[rows[:, None], :, groups] = codes.transpose(1, 2)
+        self.low_scale[rows[:, None], :, groups] = low_scale.transpose(1, 2)
+        return out
+
+    def quantize_keys(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """k [..., n, width] -> codes [..., n / 32, width, 32 bits / 8] and (minimum, scale) of each."""
+        return quantize(k.unflatten(-2, (-1, 32)).transpose(-1, -2), self.bits, 32)
+
+    def unpack(self, pos: Tensor) -> None:
+        """Fills inner's k and v with the tokens before pos."""
+        places, R = self.room.positions, self.R
+        k = dequantize(self.codes, self.low_scale, self.bits, 32, self.room.dtype)  # [B, Hkv, n, width, 32]
+        k = k.transpose(-1, -2).flatten(2, 3)[:, :, : len(places)]
+        exact = places >= (pos // R * R)[:, None]
+        self.inner.k.copy_(torch.where(exact[:, None, :, None], self.ring_k[:, :, places % R], k))
+        exact = places >= pos[:, None] - R
+        v = torch.where(exact[..., None, None], self.ring_v[:, places % R], self.values.read((slice(None),)))
+        self.inner.v.copy_(v.transpose(1, 2))
+
+    def key_bytes(self) -> float:
+        """Bytes of one quantised key of all heads: codes, and its share of its group's (minimum, scale)."""
+        return self.config.n_kv_heads * self.width * (self.bits + 1) / 8
+
+    def formula(self) -> int:
+        c, room = self.config, self.room
+        unpacked = room.rows * room.capacity * (c.n_kv_heads * self.width + c.kv_dim) * room.dtype.itemsize
+        packed = round(self.groups * 32 * self.key_bytes()) + room.capacity * self.values.row_bytes
+        ring = self.R * (c.n_kv_heads * self.width + c.kv_dim) * room.dtype.itemsize
+        return self.inner.formula() - unpacked + room.rows * (packed + ring)
+
+    def bytes_read(self, length: int) -> int:
+        """As inner's, with K and V at their packed size. Where only some tokens are read, those in the rings
+        are taken to be among them."""
+        size, (keys, values) = self.room.dtype.itemsize, self.inner.tokens_read(length)
+        key_row, value_row = self.config.n_kv_heads * self.width * size, self.config.kv_dim * size
+        exact_k, exact_v = min(keys, length % self.R), min(values, self.R)
+        index = self.inner.bytes_read(length) - round(keys * key_row + values * value_row)
+        read_k = exact_k * key_row + (keys - exact_k) * self.key_bytes()
+        return index + round(read_k + exact_v * value_row + (values - exact_v) * self.values.row_bytes)
+
+
+def packed(caches: Iterable[Cache], bits: int, residual: int = 128) -> list[Cache]:
+    """KIVI's quantiser on top of caches that keep K and V by position; bits = 16 leaves them as they are."""
+    if bits == 16:
+        return list(caches)
+    result, shared = [], {}
+    for cache in caches:
+        if (d := cache.config.head_dim) % min(32, d) or d * bits % 8:
+            raise UserError(f"{bits}-bit values need a head dim that groups of 32 channels divide, not {d}")
+        for name in ("k", "v"):
+            tensor = getattr(cache, name)
+            delattr(cache, name)  # no buffer any more, so not in the ledger: working memory of all layers
+            setattr(cache, name, shared.setdefault((name, tensor.shape), tensor))
+        result.append(KiviCache(cache, bits, residual))
+    return result
+
+
+def build_kivi(model: Llama, settings: KiviSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+    if settings.residual < 32 or settings.residual % 32:
+        raise UserError(f"--residual {settings.residual}: give a multiple of 32, at least 32")
+    return packed((DenseCache(room) for _ in model.layers), settings.bits, settings.residual)
+
+
+# --------------------------------------------------------------------------------------------------- ShadowKV
+
+
+@dataclass
+class ShadowKvSettings:
+    """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
+
+    keep: float = setting(
+        1024, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+    )
+    rank: float = setting(0.15625, "rank of the prompt's keys as a share of Hkv*D (the paper: 160 of 1024)")
+    chunk: int = setting(8, "tokens of a chunk")
+    outliers: int = setting(48, "chunks least like their mean, kept exactly")
+    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
+
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        """(outliers, selected, recent) in tokens, whole chunks; all chunks where the budget is the context."""
+        outliers, recent = self.outliers * self.chunk, self.recent + self.chunk - 1
+        total, chunks = kept_tokens(self.keep, capacity), -(-capacity // self.chunk)
+        if total >= capacity:
+            return min(self.outliers, chunks) * self.chunk, chunks * self.chunk, min(recent, capacity)
+        selected = (total - outliers - recent) // self.chunk
+        if selected < 1:
+            raise UserError(
+                f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {self.chunk} beside "
+                f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
+            )
+        return outliers, selected * self.chunk, recent
+
+
+def host_rows(room: Room, *shape: int) -> Tensor:
+    """Zeroed host memory [rows, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
+
+    So kernels read and write host memory themselves, inside a CUDA graph, as if it lay on the GPU."""
+    if room.device.type != "cuda":
+        return torch.zeros(room.rows, *shape, dtype=room.dtype, device=room.device)
+    pinned = torch.zeros(room.rows, *shape, dtype=room.dtype, pin_memory=True)
+    interface = {
+        "shape": (pinned.nbytes,),
+        "typestr": "|u1",
+        "data": (pinned.data_ptr(), False),
+        "version": 3,
+    }
+    view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
+    return torch.as_tensor(view, device=room.device).view(room.dtype).view(pinned.shape)
+
+
+class ShadowKvCache(Cache):
+    """The prompt's own SVD of its pre-RoPE keys (joint over heads), a landmark a chunk, the outlier chunks, a
+    ring of recent tokens; V of every token in host memory.
+
+    New tokens are projected on the prompt's basis. (The released code keeps them all, and has room for 65 to
+    128 of them.)"""
+
+    def __init__(self, room: Room, settings: ShadowKvSettings):
+        super().__init__(room)
+        c, self.settings, self.chunk = room.config, settings, settings.chunk
+        self.outlier_tokens, self.selected, self.z = settings.budget(room.capacity)
+        self.r = round(settings.rank * c.kv_dim)
+        self.chunks = -(-room.capacity // self.chunk)
+        heads, d = c.n_kv_heads, c.head_dim
+        self.register_buffer("basis", self.store(c.kv_dim, self.r))
+        self.register_buffer("latent", self.store(room.capacity, self.r))
+        self.register_buffer("landmark", self.store(heads, self.chunks, d))
+        self.register_buffer(
+            "outlier", self.store(heads, self.outlier_tokens // self.chunk, dtype=torch.int32) - 1
+        )
+        self.register_buffer("outlier_k", self.store(heads, self.outlier_tokens, d))
+        self.register_buffer("outlier_v", self.store(heads, self.outlier_tokens, d))
+        self.register_buffer("ring_k", self.store(heads, self.z, d))
+        self.register_buffer("ring_v", self.store(heads, self.z, d))
+        self.host_v = host_rows(room, heads, room.capacity, d)  # not a buffer: host_bytes() counts it
+
+    def local(self, pos: Tensor) -> Tensor:
+        """The chunk with which the recent tokens begin: `recent` of them and up to a chunk more."""
+        return (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk
+
+    def tokens_of(self, chunks: Tensor) -> Tensor:
+        """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
+        return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=chunks.device)).flatten(-2)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        length, flat = q.shape[0], k.flatten(1)
+        rotated = self.rope(k, slice(0, length))
+        gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
+        self.basis[row] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
+        self.latent[row, :length] = flat @ self.basis[row]
+        whole = length // self.chunk
+        chunks = rotated[: whole * self.chunk].unflatten(0, (whole, self.chunk)).float()
+        landmark = chunks.mean(1)  # [n, Hkv, D]
+        self.landmark[row, :, :whole] = landmark.transpose(0, 1).to(k.dtype)
+        likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
+        candidates = likeness[: max(0, length - self.settings.recent) // self.chunk].T  # [Hkv, n], not recent
+        n = min(self.outlier.shape[-1], candidates.shape[1])
+        ids = candidates.topk(n, largest=False).indices  # [Hkv, n]
+        self.outlier[row], self.outlier[row, :, :n] = -1, ids.int()
+        index, n = self.tokens_of(ids)[None], n * self.chunk
+        self.outlier_k[row, :, :n] = gather_rows(rotated.transpose(0, 1)[None], index)[0]
+        self.outlier_v[row, :, :n] = gather_rows(v.transpose(0, 1)[None], index)[0]
+        last = torch.arange(max(0, length - self.z), length, device=q.device)
+        self.ring_k[row, :, last % self.z] = rotated[last].transpose(0, 1)
+        self.ring_v[row, :, last % self.z] = v[last].transpose(0, 1)
+        places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
+        self.host_v[row, :, places] = v.transpose(0, 1)
+        return causal_attention(self.rope(q, slice(0, length)), rotated, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        rows = self.room.row_ids
+        self.latent[rows, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
+        q, k = self.rope(q, pos), self.rope(k, pos)
+        self.ring_k[rows, :, pos % self.z], self.ring_v[rows, :, pos % self.z] = k, v
+        self.host_v[rows, :, pos] = v
+        # The mean of the last chunk is written at every step and read when the chunk is whole.
+        newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
+        mean = self.ring_k[rows[:, None], :, newest].float().mean(1)  # [B, Hkv, D]
+        self.landmark[rows, :, pos // self.chunk] = mean.to(k.dtype)
+
+        index, live = self.select(pos, q)
+        k_chosen, v_chosen = self.reconstruct(index)
+        slots = torch.arange(self.z, device=pos.device)
+        position = pos[:, None] - (pos[:, None] - slots) % self.z  # of the token in each slot of the ring
+        ring = position >= (self.local(pos) * self.chunk)[:, None]
+        kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
+        lives = torch.cat((kept, live, ring[:, None].expand(-1, live.shape[1], -1)), -1)
+        k_all = torch.cat((self.outlier_k, k_chosen, self.ring_k), 2)
+        return attend(q, k_all, torch.cat((self.outlier_v, v_chosen, self.ring_v), 2), lives)
+
+    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
+        ids, heads = torch.arange(self.chunks, device=pos.device), self.config.n_kv_heads
+        logits = q.unflatten(1, (heads, -1)) @ self.landmark.transpose(-1, -2) * self.config.head_dim**-0.5
+        scores = group_scores(logits, ids <= pos[:, None] // self.chunk)
+        taken = (self.outlier[..., None] == ids).any(2) | (ids >= self.local(pos)[:, None])[:, None]
+        best, chosen = scores.masked_fill(taken, -torch.inf).topk(self.selected // self.chunk)
+        live = (best > -torch.inf).repeat_interleave(self.chunk, -1)
+        return self.tokens_of(chosen).clamp(max=self.room.capacity - 1), live
+
+    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
+        latent = self.latent[self.room.row_ids[:, None, None], index]  # [B, Hkv, n, r]
+        k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
+        k = self.rope(k[..., None, :], index)[..., 0, :]
+        return k, gather_rows(self.host_v, index)
+
+    def formula(self) -> int:
+        """On the device; V of every token is host_bytes()."""
+        c, room = self.config, self.room
+        tokens = 2 * (self.outlier_tokens + self.z) + self.chunks  # K and V, and a landmark a chunk
+        elements = (c.kv_dim + room.capacity) * self.r + tokens * c.kv_dim
+        ids = self.outlier_tokens // self.chunk * c.n_kv_heads * 4
+        return room.rows * (elements * room.dtype.itemsize + ids)
+
+    def host_bytes(self) -> int:
+        return self.host_v.nbytes
+
+    def bytes_read(self, length: int) -> int:
+        """Landmarks, outliers, ring, the chosen latents (each head its own) with the basis, and V of the
+        chosen from host memory."""
+        c, recent = self.config, min(self.z, length)
+        outliers = min(self.outlier_tokens, max(0, length - recent))
+        chosen = min(self.selected, max(0, length - recent - outliers))
+        elements = (length // self.chunk + 2 * (outliers + recent) + chosen) * c.kv_dim
+        elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
+        return elements * self.room.dtype.itemsize
+
+
+def build_shadowkv(
+    model: Llama, settings: ShadowKvSettings, room: Room, artifact: dict[str, Tensor]
+) -> list[Cache]:
+    width = model.config.kv_dim
+    if not 1 <= round(settings.rank * width) <= width:
+        raise UserError(f"--rank {settings.rank:g}: rank / {width} must lie in [{1 / width:.2g}, 1]")
+    if settings.chunk < 1 or settings.outliers < 0 or settings.recent < 1:
+        raise UserError("--chunk and --recent must be at least 1, --outliers at least 0")
+    return [ShadowKvCache(room, settings) for _ in model.layers]
+
+
 # -------------------------------------------------------------------------------------- calibration artifacts
 
 
@@ -737,6 +1492,14 @@ METHODS = {
         LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", random_loki
     ),
     "streaming": Method(StreamingSettings, build_streaming, "the first and the last tokens only"),
+    "topk": Method(TopKSettings, build_topk, "exact top-k attention: the oracle of all selections"),
+    "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
+    "quest": Method(QuestSettings, build_quest, "top pages, by an upper bound of their logits"),
+    "doublesparse": Method(
+        DoubleSparseSettings, build_doublesparse, "top-k, scored on a few channels", random_doublesparse
+    ),
+    "kivi": Method(KiviSettings, build_kivi, "keys quantised per channel, values per token"),
+    "shadowkv": Method(ShadowKvSettings, build_shadowkv, "low-rank keys, values in host memory"),
 }
 
 

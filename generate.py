@@ -440,6 +440,7 @@ def report(
         "cache_bytes_measured": sum(cache.measured() for cache in engine.caches),
         "cache_bytes_formula": sum(cache.formula() for cache in engine.caches),
         "cache_bytes_dense": dense_bytes(room) * len(engine.caches),
+        "cache_bytes_host": sum(cache.host_bytes() for cache in engine.caches),
         "cache_tokens": room.rows * room.capacity,
         "bytes_read_per_step": read,
         "bandwidth_share": round((weights + read) / per_step / measure_bandwidth(room.device), 4)
@@ -478,13 +479,14 @@ def print_report(r: dict) -> None:
         if r["bandwidth_share"] is None
         else f", {r['bandwidth_share']:.1%} of the memory bandwidth measured"
     )
+    host = f", and {human(r['cache_bytes_host'])} in host memory" if r["cache_bytes_host"] else ""
     print(
         f"""
 {r["method"]} on {r["model"]}, {r["dtype"]}, {r["device"]}
 tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {rows} row(s)
 time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s
 decode       {r["decode_tokens_per_s"]} tokens/s{share}
-cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
+cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%}){host}
 per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {dense / tokens:.0f} B dense
 each step    reads {human(r["bytes_read_per_step"])} of cache
 peak memory  {human(r["peak_memory_bytes"])}""",
@@ -590,7 +592,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     early = Parser(add_help=False, allow_abbrev=False)
     early.add_argument("--method", default="dense")
     add_settings(parser, early.parse_known_args(argv)[0].method)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(f"{unknown[0]} is neither an option nor a setting of {args.method}; see --help")
     if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0 or args.max_new_tokens < 1:
         raise UserError(
             "--temperature and --top_k must be at least 0, --top_p in (0, 1], --max_new_tokens at least 1"

@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
     )  # kernels run on the CPU; it must be set before triton loads
 
 import calibrate
+import compress
 import generate
 import kernels
 import model as model_file
@@ -146,11 +147,37 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
             "post.eigenvalues": torch.ones(basis.shape[:-1]),
             "better": torch.tensor(1),
         }
+    if method == "doublesparse":
+        return METHODS[method].random(model)
     return bases(model) if METHODS[method].fitted else {}
 
 
 FULL = {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 4, "critical": 400, "recent": 8}
 SPARSE = {"rank": 0.5, "bits": 4, "sinks": 4, "critical": 20, "recent": 8}
+ROWS = [
+    ("topk", {"keep": 24, "sinks": 2, "recent": 4}),
+    ("topk", {"keep": 24, "kv_bits": 4}),
+    ("h2o", {"keep": 24}),
+    ("h2o", {"keep": 24, "gumbel": True, "window": 8}),
+    ("quest", {"keep": 24, "page": 4, "skip": "1"}),
+    ("quest", {"keep": 24, "page": 4, "skip": "1", "kv_bits": 2}),
+    ("doublesparse", {"keep": 24, "sinks": 2, "recent": 4, "channels": 0.25, "skip": "1"}),
+    ("doublesparse", {"keep": 24, "every": 3, "share_heads": 2, "channels": 0.25, "skip": ""}),
+    ("kivi", {"bits": 2, "residual": 32}),
+    ("kivi", {"bits": 4, "residual": 64}),
+    ("loki", {"k": 12, "kv_bits": 4}),
+    ("loki", {"d": 0.25, "reduced": True, "kv_bits": 2}),
+    ("shadowkv", {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}),
+]
+EVERYTHING = [  # settings under which a method attends every token exactly
+    ("topk", {}),
+    ("h2o", {}),
+    ("quest", {}),
+    ("doublesparse", {"every": 3, "share_heads": 2}),
+    ("kivi", {}),
+    ("shadowkv", {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}),
+    ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
+]
 
 
 def make_engine(model: Llama, method: str, rows: int, capacity: int, **options) -> Engine:
@@ -328,6 +355,7 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window):
         ("loki", {"k": 12, "d": 0.25, "sinks": 2, "recent": 4}),
         ("loki", {"d": 0.5, "reduced": True}),
         ("streaming", {"sinks": 2, "recent": 20}),
+        *ROWS,
     ],
 )
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
@@ -339,12 +367,19 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
             make_engine(tiny_model(), method, 1, 110, **options), [prompts[row]], [more[row]]
         )
         # A sum in another order may move one value across a rounding boundary of the quantiser.
-        assert error(together[:, row], alone[:, 0]) < (1e-2 if options.get("bits") == 4 else 1e-5)
+        quantised = options.get("bits", options.get("kv_bits", 16)) < 16
+        assert error(together[:, row], alone[:, 0]) < (1e-2 if quantised else 1e-5)
 
 
 @pytest.mark.parametrize(
     "method,options",
-    [("dense", {}), ("sals", FULL), ("loki", {"k": 1.0}), ("loki", {"d": 1.0, "reduced": True})],
+    [
+        ("dense", {}),
+        ("sals", FULL),
+        ("loki", {"k": 1.0}),
+        ("loki", {"d": 1.0, "reduced": True}),
+        *EVERYTHING,
+    ],
 )
 def test_prefill_then_decode_equals_decode_all_the_way(method, options):
     ids = random_ids(70)
@@ -415,7 +450,10 @@ def test_sals_drops_exactly_one_token_past_the_budget():
 def test_measured_bytes_equal_the_formula(options, group):
     model = tiny_model(group=group, head_dim=32)
     others = [("loki", {}), ("loki", {"reduced": True, "d": 0.25}), ("streaming", {"recent": 20})]
-    for method, chosen in [("dense", {}), ("sals", options), *others]:
+    rows = [
+        (method, chosen | ({"share_heads": 0} if "share_heads" in chosen else {})) for method, chosen in ROWS
+    ]
+    for method, chosen in [("dense", {}), ("sals", options), *others, *rows]:
         engine = make_engine(model, method, 3, 200, **chosen)
         for cache in engine.caches:
             assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
@@ -653,6 +691,697 @@ def test_streaming_attends_exactly_the_first_and_the_last(sinks, recent):
     assert torch.allclose(late.k, streaming.k, atol=1e-5) and torch.equal(late.v, streaming.v)
 
 
+# -------------------------------------------------------------------------------------------- comparison rows
+
+
+def stream(n: int, group: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [n, 8, 16], k and v [n, 8 / group, 16] of one layer, sharp enough for a selection to matter."""
+    torch.manual_seed(seed)
+    return torch.randn(n, 8, 16) * 2, torch.randn(n, 8 // group, 16), torch.randn(n, 8 // group, 16)
+
+
+def row_cache(method: str, model: Llama, rows: int, capacity: int, **options):
+    """The cache of a model's first layer that is not skipped."""
+    return make_engine(
+        model, method, rows, capacity, **{"skip": ""} | options if has_skip(method) else options
+    ).caches[0]
+
+
+def has_skip(method: str) -> bool:
+    return any(f.name == "skip" for f in dataclasses.fields(METHODS[method].settings))
+
+
+def step(cache, n: int, q, k, v) -> torch.Tensor:
+    """Decodes token n of a stream in every row."""
+    rows = cache.room.rows
+    pos = torch.full((rows,), n, dtype=torch.int32)
+    return cache.decode(pos, *(x[n].expand(rows, *x[n].shape) for x in (q, k, v)))
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("method,options", EVERYTHING)
+def test_a_row_with_budget_for_everything_is_dense(method, options, group):
+    """Ragged rows, prefilled and decoded; those that leave K and V as they are agree to the last bit."""
+    prompts = [random_ids(n, n) for n in (1, 60, 33)]
+    more = [random_ids(20, 100 + n) for n in (1, 60, 33)]
+    reference = logits_through(make_engine(tiny_model(group=group), "dense", 3, 80), prompts, more)
+    options = options | ({"share_heads": 0} if group == 8 and "share_heads" in options else {})
+    got = logits_through(make_engine(tiny_model(group=group), method, 3, 80, **options), prompts, more)
+    assert torch.equal(got, reference) if method != "shadowkv" else error(got, reference) < 1e-4
+
+
+@pytest.mark.parametrize("method,options", ROWS)
+def test_rows_stream_prefill_and_decode_alike_up_to_the_budget(method, options):
+    """Within the budget nothing is lost (but by a quantiser); beyond it something is."""
+    model = tiny_model()
+    cache, dense = row_cache(method, model, 2, 100, **options), DenseCache(Room(model, 2, 100))
+    q, k, v = stream(90)
+    errors = [error(step(cache, n, q, k, v), step(dense, n, q, k, v)) for n in range(90)]
+    exact = {"shadowkv": 6, "kivi": 32, "loki": 12}.get(method, 22)
+    if options.get("d"):  # d components of each key, never exact
+        return
+    assert max(errors[:exact]) < 1e-5 and max(errors) > 1e-3
+
+
+@pytest.mark.parametrize("method,options", ROWS)
+def test_a_row_forgets_the_prompt_before(method, options):
+    """A cache that has read and decoded a long prompt takes a short one as a fresh cache does."""
+    more = [random_ids(20, 7), random_ids(20, 8)]
+    used, fresh = (make_engine(tiny_model(), method, 2, 110, **options) for _ in range(2))
+    logits_through(used, [random_ids(80, 1), random_ids(66, 2)], more)
+    prompts = [random_ids(9, 3), random_ids(41, 4)]
+    quantised = options.get("bits", options.get("kv_bits", 16)) < 16
+    again, truth = (logits_through(engine, prompts, more) for engine in (used, fresh))
+    assert error(again, truth) < (1e-2 if quantised else 1e-5)
+
+
+@pytest.mark.parametrize("method,options", ROWS)
+def test_permuting_kv_heads_permutes_the_output_of_a_row(method, options):
+    if options.get("gumbel"):
+        pytest.skip("noise belongs to a head")
+    model, order = tiny_model(), torch.tensor([2, 0, 3, 1])
+    q, k, v = stream(60)
+    outputs = []
+    for permuted in (False, True):
+        options = options | ({"share_heads": 0} if "share_heads" in options else {})
+        cache = row_cache(method, model, 1, 100, **options)
+        inner = getattr(cache, "inner", cache)
+        if permuted and method == "doublesparse":
+            inner.channels = inner.channels[order]
+        if permuted and method == "loki":
+            inner.basis = inner.basis[order]
+        heads = order if permuted else torch.arange(4)
+        qs = q.unflatten(1, (4, 2))[:, heads].flatten(1, 2)
+        cache.prefill(0, qs[:40], k[:40, heads], v[:40, heads])
+        outputs.append(
+            [step(cache, n, qs, k[:, heads], v[:, heads]).unflatten(1, (4, 2)) for n in range(40, 60)]
+        )
+    for plain, moved in zip(*outputs, strict=True):
+        assert error(moved, plain[:, order]) < 1e-4
+
+
+def reference_scores(dense: DenseCache, q: torch.Tensor, n: int) -> torch.Tensor:
+    """[Hkv, n + 1]: the largest true attention weight of a group's heads; q [Hq, D] after RoPE."""
+    logits = torch.einsum("hgd,hsd->hgs", q.unflatten(0, (-1, 2)), dense.k[0, :, : n + 1]) / 4
+    return logits.softmax(-1).amax(1)
+
+
+@pytest.mark.parametrize("length", [1, 9, 23, 24, 25, 70])
+def test_topk_attends_the_best_the_sinks_and_the_recent_ones(length):
+    model = tiny_model()
+    cache = row_cache("topk", model, 1, 100, keep=24, sinks=2, recent=4)
+    q, k, v = stream(length)
+    for n in range(length):
+        out = step(cache, n, q, k, v)
+    pos, rotated = torch.tensor([length - 1]), cache.rope(q[-1:], torch.tensor([length - 1]))
+    index, live = cache.select(pos, rotated)
+    scores = reference_scores(cache, rotated[0], length - 1)
+    for head in range(4):
+        chosen = index[0, head][live[0, head]].tolist()
+        assert len(set(chosen)) == len(chosen) == min(24, length) and chosen == sorted(chosen)
+        assert max(chosen) == length - 1
+        assert set(range(min(2, length))) | set(range(max(0, length - 4), length)) <= set(chosen)
+        rest = [n for n in range(length) if n not in chosen]
+        free = [n for n in chosen if 2 <= n < length - 4]
+        assert not rest or not free or scores[head, free].min() >= scores[head, rest].max()
+    mask = torch.zeros(1, 4, 100, dtype=torch.bool)
+    mask.scatter_(2, index, live)
+    assert error(out, attend(rotated, cache.k, cache.v, mask)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "method,options",
+    [("topk", {}), ("quest", {"page": 4}), ("doublesparse", {}), ("shadowkv", {"rank": 1.0, "chunk": 4})],
+)
+def test_a_rows_prompt_leaves_what_decoding_it_leaves(method, options):
+    q, k, v = stream(50)
+    keep = 200 if method == "shadowkv" else 20
+    one, other = (row_cache(method, tiny_model(), 1, 60, keep=keep, **options) for _ in range(2))
+    one.prefill(0, q, k, v)
+    other.prefill(0, q[:1], k[:1], v[:1])  # shadowkv has its basis and outliers from the prompt
+    for n in range(1, 50):
+        step(other, n, q, k, v)
+    for (name, a), (_, b) in zip(one.named_buffers(), other.named_buffers(), strict=True):
+        if name == "landmark":
+            a, b = a[:, :, :12], b[:, :, :12]  # whole chunks
+        if name not in ("basis", "latent", "outlier", "outlier_k", "outlier_v"):
+            assert torch.allclose(a, b, atol=1e-5), name
+
+
+def test_topk_captures_at_least_the_mass_of_every_other_selection():
+    model = tiny_model(group=1)
+    q, k, v = stream(70, group=1)
+    mass = {}
+    for method in ("topk", "quest", "doublesparse"):
+        cache = row_cache(method, model, 1, 100, keep=24, **({"page": 4} if method == "quest" else {}))
+        for n in range(70):
+            step(cache, n, q, k, v)
+        pos = torch.tensor([69])
+        rotated = cache.rope(q[-1:], pos)
+        index, live = cache.select(pos, rotated)
+        weights = (cache.logits(rotated, cache.k)[0, :, 0, :70]).softmax(-1)
+        mass[method] = weights.gather(1, index[0].clamp(max=69)).masked_fill(~live[0], 0).sum(-1)
+    assert (mass["topk"] + 1e-5 >= torch.maximum(mass["quest"], mass["doublesparse"])).all()
+    assert mass["quest"].mean() > 0.5 and mass["doublesparse"].mean() > 0.3
+
+
+def test_group_scores_rank_as_the_largest_weight_without_underflow():
+    torch.manual_seed(0)
+    logits, live = torch.randn(2, 4, 2, 30), torch.arange(30) < torch.tensor([[30], [11]])
+    scores = compress.group_scores(logits, live)
+    truth = logits.masked_fill(~live[:, None, None], -torch.inf).softmax(-1).amax(2)
+    assert error(scores.exp(), truth) < 1e-6
+    loud = compress.group_scores(torch.tensor([0.0, -500, -400]).view(1, 1, 1, 3), torch.ones(1, 3) > 0)
+    assert loud[0, 0].argsort().tolist() == [1, 2, 0]  # as weights the last two would both be 0
+
+
+# ---- H2O
+
+
+def h2o_by_the_paper(q, k, v, n_prompt, heavy, recent, window, dense, scores=None):
+    """H2O for one row, with lists: (positions, accumulated) a head after each token of the stream."""
+    cached = [list(range(n_prompt)) for _ in range(4)]
+    total = [torch.zeros(q.shape[0], dtype=torch.float64) for _ in range(4)]
+
+    def weights(head, n, places):
+        queries = dense.rope(q[n : n + 1], torch.tensor([n]))[0].unflatten(0, (4, 2))[head].double()
+        return (queries @ dense.k[0, head, places].double().T / 4).softmax(-1).sum(0)
+
+    def evict(head, n):
+        while len(cached[head]) > heavy + recent:
+            old = [p for p in cached[head] if p <= n - recent]
+            cached[head].remove(min(old, key=lambda p: total[head][p]))
+
+    for head in range(4):
+        for n in range(max(0, n_prompt - window), n_prompt):
+            total[head][: n + 1] += weights(head, n, list(range(n + 1)))
+        evict(head, n_prompt - 1)
+        for n in range(n_prompt, q.shape[0]):
+            cached[head].append(n)
+            evict(head, n)
+            total[head][cached[head]] += weights(head, n, cached[head])
+    return cached, total
+
+
+@pytest.mark.parametrize("heavy,recent,n_prompt", [(8, 8, 40), (12, 4, 10), (15, 1, 30), (4, 12, 16)])
+def test_h2o_equals_the_papers_lists(heavy, recent, n_prompt):
+    model = tiny_model()
+    keep = heavy + recent
+    cache = row_cache("h2o", model, 1, 80, keep=keep, heavy=heavy / keep, window=12)
+    dense = DenseCache(Room(model, 1, 80))
+    q, k, v = stream(70)
+    dense.prefill(0, q, k, v)
+    cache.prefill(0, q[:n_prompt], k[:n_prompt], v[:n_prompt])
+    evicted = [set() for _ in range(4)]
+    for n in range(n_prompt, 70):
+        before = cache.position.clone()
+        out = step(cache, n, q, k, v)
+        assert cache.position.shape == (1, 4, keep)  # the budget, exactly
+        for head in range(4):
+            now = set(cache.position[0, head].tolist()) - {-1}
+            assert set(range(max(0, n - recent + 1), n + 1)) <= now and not now & evicted[head]
+            evicted[head] |= set(before[0, head].tolist()) - now - {-1}
+    cached, total = h2o_by_the_paper(q, k, v, n_prompt, heavy, recent, 12, dense)
+    mask = torch.zeros(1, 4, 80, dtype=torch.bool)
+    for head in range(4):
+        places = cache.position[0, head].long()
+        assert sorted(places.tolist()) == sorted(cached[head])
+        assert error(cache.attention[0, head], total[head][places]) < 1e-4
+        mask[0, head, places] = True
+    assert error(out, attend(dense.rope(q[-1:], torch.tensor([69])), dense.k, dense.v, mask)) < 1e-5
+
+
+def test_h2o_accumulates_one_for_each_query_it_has_seen():
+    q, k, v = stream(40)
+    for gumbel in (False, True):
+        cache = row_cache("h2o", tiny_model(), 1, 60, keep=60, window=12, gumbel=gumbel)
+        cache.prefill(0, q[:30], k[:30], v[:30])
+        assert torch.allclose(cache.attention.sum(-1), torch.tensor(2.0 * 12))  # 2 heads a group
+        for n in range(30, 40):
+            step(cache, n, q, k, v)
+        assert torch.allclose(cache.attention.sum(-1), torch.tensor(2.0 * 22))
+
+
+def test_h2o_without_heavy_hitters_is_streaming_without_sinks():
+    q, k, v = stream(50)
+    h2o = row_cache("h2o", tiny_model(), 1, 60, keep=12, heavy=0.0)
+    streaming = row_cache("streaming", tiny_model(), 1, 60, sinks=0, recent=12)
+    for cache in (h2o, streaming):
+        cache.prefill(0, q[:20], k[:20], v[:20])
+    for n in range(20, 50):
+        assert error(step(h2o, n, q, k, v), step(streaming, n, q, k, v)) < 1e-5
+
+
+def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
+    q, k, v = stream(50)
+    runs = {}
+    for name, options in {
+        "h2o": {},
+        "a": {"gumbel": True},
+        "again": {"gumbel": True},
+        "b": {"gumbel": True, "noise_seed": 1},
+    }.items():
+        cache = row_cache("h2o", tiny_model(), 1, 60, keep=16, **options)
+        cache.prefill(0, q[:16], k[:16], v[:16])
+        first = step(cache, 16, q, k, v)
+        for n in range(17, 50):
+            step(cache, n, q, k, v)
+        runs[name] = (first, cache.position.clone(), cache.attention.clone())
+        if options:
+            noise = cache.gumbel  # of mean 0.577 and variance pi^2 / 6
+            assert abs(noise.mean() - 0.5772) < 0.03 and abs(noise.var() - math.pi**2 / 6) < 0.06
+    assert all(torch.equal(a, b) for a, b in zip(runs["a"], runs["again"], strict=True))
+    assert not torch.equal(runs["a"][2], runs["b"][2]) and not torch.equal(runs["a"][2], runs["h2o"][2])
+    # tau: with as many tokens since the prompt as make it infinite, all live weights are alike but for noise.
+    cache = row_cache("h2o", tiny_model(), 1, 60, keep=16, gumbel=True)
+    weights = cache.weights(torch.randn(1, 4, 2, 16), torch.tensor(10**9), torch.tensor(0))
+    assert (weights - 1 / 16).abs().max() < 1e-5
+
+
+# ---- Quest
+
+
+def test_quest_bounds_are_bounds_and_pages_of_one_are_exact():
+    torch.manual_seed(0)
+    q, pages = torch.randn(3, 4, 2, 16), torch.randn(3, 4, 7, 5, 16)
+    low, high = pages.aminmax(dim=3)
+    bound = compress.page_bounds(q, low, high)
+    logits = torch.einsum("bhgd,bhpsd->bhgps", q, pages)
+    assert (bound + 1e-5 >= logits.amax(-1)).all()
+    direct = torch.maximum(q[:, :, :, None] * low[:, :, None], q[:, :, :, None] * high[:, :, None]).sum(-1)
+    assert error(bound, direct) < 1e-6
+    single = compress.page_bounds(q, pages[:, :, :, 0], pages[:, :, :, 0])
+    assert error(single, logits[..., 0]) < 1e-6
+
+
+def test_quest_with_pages_of_one_token_is_exact_top_k():
+    q, k, v = stream(70)
+    quest = row_cache("quest", tiny_model(), 1, 100, keep=24, page=1)
+    topk = row_cache("topk", tiny_model(), 1, 100, keep=24)
+    for n in range(70):
+        assert error(step(quest, n, q, k, v), step(topk, n, q, k, v)) < 1e-5
+
+
+@pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 50])
+def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_prompt):
+    q, k, v = stream(60)
+    cache = row_cache("quest", tiny_model(), 2, 100, keep=48)
+    cache.low += 5  # what an earlier prompt left behind
+    cache.prefill(1, q[:n_prompt], k[:n_prompt], v[:n_prompt])
+    for n in range(n_prompt, 60):
+        step(cache, n, q, k, v)
+        for page in range(n // 16 + 1):
+            keys = cache.k[1, :, page * 16 : min(n + 1, page * 16 + 16)]
+            assert torch.equal(cache.low[1, :, page], keys.amin(1))
+            assert torch.equal(cache.high[1, :, page], keys.amax(1))
+        index, live = cache.select(
+            torch.tensor([n, n]), cache.rope(q[n].expand(2, 8, 16), torch.tensor([n, n]))
+        )
+        chosen = index[1, 0][live[1, 0]].tolist()
+        assert set(range(n // 16 * 16, n + 1)) <= set(chosen) and len(set(chosen)) == len(chosen) <= 48
+    assert compress.QuestSettings(keep=20).budget(1000) == (48,)  # at least 3 pages
+
+
+# ---- Double Sparse, HShare
+
+
+def test_double_sparse_on_all_channels_is_exact_top_k():
+    q, k, v = stream(70)
+    sparse = row_cache("doublesparse", tiny_model(), 1, 100, keep=24, channels=1.0, recent=3)
+    topk = row_cache("topk", tiny_model(), 1, 100, keep=24, recent=3)
+    for cache in (sparse, topk):
+        cache.prefill(0, q[:30], k[:30], v[:30])
+    for n in range(30, 70):
+        assert error(step(sparse, n, q, k, v), step(topk, n, q, k, v)) < 1e-5
+
+
+def test_double_sparse_scores_on_its_channels_alone():
+    """In any order of the channels, and whatever the keys hold in the others."""
+    q, k, v = stream(60)
+    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=12, channels=0.25)
+    cache.prefill(0, q[:59], k[:59], v[:59])
+    assert cache.label.shape == (1, 4, 100, 4)
+    expected = cache.k[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
+    assert torch.equal(cache.label[0, :, :59], expected)
+    pos = torch.tensor([58])
+    rotated = cache.rope(q[58:59], pos)
+    index, _ = cache.select(pos, rotated)
+    cache.k.normal_()
+    assert torch.equal(cache.select(pos, rotated)[0], index)
+    order = torch.tensor([2, 0, 3, 1])
+    cache.label, cache.channels = cache.label[..., order], cache.channels[:, order]
+    assert torch.equal(cache.select(pos, rotated)[0], index)
+
+
+def test_double_sparse_importance_is_a_mean_over_all_the_text():
+    """All windows count, not the last; q and k of the same token, after RoPE, summed over a group."""
+    model = tiny_model()
+    tokens = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(0))
+    tensors, facts = calibrate.fit_doublesparse(model, tokens, key_moments(model, tokens, "test"), 0.5)
+    cos, sin = rope_tables(model.config, 40, CPU)
+    seen = []
+    for window in tokens:
+        calibrate.observe(model, window[None], lambda i, q, k, v: seen.append((i, q[0], k[0])))
+    products = [
+        apply_rope(q, cos, sin).unflatten(1, (4, 2)).mul(apply_rope(k, cos, sin)[:, :, None]).abs().sum(2)
+        for i, q, k in seen
+        if i == 2
+    ]
+    assert error(tensors["importance"][2], torch.cat(products).mean(0)) < 1e-5
+    assert tensors["importance"].shape == (4, 4, 16) and "12.5%" in facts["energy"]
+
+
+@pytest.mark.parametrize("n,merged", [(2, 1), (8, 0), (8, 3), (8, 7), (32, 16)])
+def test_hshare_map_is_idempotent_and_points_down(n, merged):
+    torch.manual_seed(n + merged)
+    member = (torch.rand(n, 100) < 0.3).float()
+    overlap = member @ member.T
+    f = compress.share_map(overlap, merged)
+    assert torch.equal(f[f], f) and (f <= torch.arange(n)).all()
+    assert int((f < torch.arange(n)).sum()) == merged
+    if merged == 1:
+        assert f.tolist() == [0, 0]
+    if merged and n > 2:  # the most similar pair comes first
+        lower = overlap.tril(-1)
+        i, j = divmod(int(lower.argmax()), n)
+        assert f[i] == f[j]
+
+
+def test_hshare_holds_a_selection_and_lets_new_tokens_join():
+    q, k, v = stream(80)
+    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=20, every=5, sinks=2, recent=4, channels=0.5)
+    dense = DenseCache(Room(tiny_model(), 1, 100))
+    for c in (cache, dense):
+        c.prefill(0, q[:30], k[:30], v[:30])
+    fresh = None
+    for n in range(30, 60):
+        out = step(cache, n, q, k, v)
+        step(dense, n, q, k, v)
+        held = cache.held[0].clone()
+        if (n - 30) % 5 == 0:
+            pos = torch.tensor([n])
+            fresh = cache.choose(pos, cache.rope(q[n : n + 1], pos), cache.label)[0]
+            assert fresh.shape == (4, 16)
+        assert torch.equal(held, fresh.int()) and int(cache.since) == 30 + (n - 30) // 5 * 5
+        mask = torch.zeros(1, 4, 100, dtype=torch.bool).scatter_(2, held[None].long(), True)
+        mask[..., int(cache.since) + 1 : n + 1] = True
+        assert (mask.sum(-1) <= 20).all() and mask[..., :2].all() and mask[..., n - 3 : n + 1].all()
+        rotated = dense.rope(q[n : n + 1], torch.tensor([n]))
+        assert error(out, attend(rotated, dense.k, dense.v, mask)) < 1e-5
+    cache.prefill(0, q[:20], k[:20], v[:20])  # a new prompt does not get the old selection
+    step(cache, 20, q, k, v)
+    assert int(cache.since) == 20
+
+
+def test_hshare_never_counts_a_token_twice():
+    """Short rows leave places of the selection to tokens that do not exist yet, and later do."""
+    q, k, v = stream(24)
+    cache = row_cache("doublesparse", tiny_model(), 1, 26, keep=24, every=4)
+    dense = DenseCache(Room(tiny_model(), 1, 26))
+    for n in range(24):
+        assert error(step(cache, n, q, k, v), step(dense, n, q, k, v)) < 1e-5, n
+
+
+def test_hshare_merged_heads_attend_what_their_twin_does():
+    torch.manual_seed(0)
+    q, k, v = stream(60)
+    q, k = q.clone(), k.clone()
+    q[:, 6:8], k[:, 3] = q[:, 2:4], k[:, 1] + 0.01 * torch.randn(60, 16)  # head 3 is all but head 1
+    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, share_heads=1, channels=1.0)
+    cache.channels = torch.arange(16).expand(4, -1)
+    cache.prefill(0, q[:50], k[:50], v[:50])
+    assert cache.head[0].tolist() == [0, 1, 2, 1]
+    for n in range(50, 60):
+        step(cache, n, q, k, v)
+        pos = torch.tensor([n])
+        index, _ = cache.select(pos, cache.rope(q[n : n + 1], pos))
+        assert torch.equal(index[0, 3], index[0, 1]) and not torch.equal(index[0, 0], index[0, 1])
+    read = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, channels=1.0).index_read(60)
+    assert cache.index_read(60) == read * 3 // 4
+
+
+# ---- KIVI
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("n_prompt", [1, 31, 32, 63, 64, 65, 100, 128])
+def test_kivi_chunked_is_one_shot(bits, n_prompt):
+    """Any prompt and then tokens one by one leave what one prompt of them all leaves."""
+    q, k, v = stream(130)
+    whole, parts = (row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64) for _ in range(2))
+    whole.prefill(0, q, k, v)
+    parts.prefill(0, q[:n_prompt], k[:n_prompt], v[:n_prompt])
+    for n in range(n_prompt, 130):
+        step(parts, n, q, k, v)
+    for cache in (whole, parts):
+        cache.unpack(torch.tensor([130]))
+    assert torch.equal(whole.inner.k[:, :, :130], parts.inner.k[:, :, :130])
+    assert torch.equal(whole.inner.v[:, :, :130], parts.inner.v[:, :, :130])
+    assert torch.equal(whole.codes[:, :, :4], parts.codes[:, :, :4])  # two full blocks of 64
+    assert torch.equal(whole.low_scale[:, :, :4], parts.low_scale[:, :, :4])
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kivi_keeps_the_residual_and_bounds_the_rest(bits):
+    """K by channel within each 32 tokens, V by token; 100 % 64 keys and 64 values exact."""
+    q, k, v = stream(100)
+    k[:, :, 3] *= 50  # a loud channel, as keys have; it must not blur the others
+    cache, dense = (
+        row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64),
+        DenseCache(Room(tiny_model(), 1, 140)),
+    )
+    for c in (cache, dense):
+        c.prefill(0, q, k, v)
+    cache.unpack(torch.tensor([100]))
+    got_k, got_v = cache.inner.k[0, :, :100], cache.inner.v[0, :, :100]
+    true_k, true_v = dense.k[0, :, :100], dense.v[0, :, :100]
+    assert torch.equal(got_k[:, 64:], true_k[:, 64:]) and torch.equal(got_v[:, 36:], true_v[:, 36:])
+    assert not torch.equal(got_k[:, 63], true_k[:, 63]) and not torch.equal(got_v[:, 35], true_v[:, 35])
+    groups = true_k[:, :64].unflatten(1, (2, 32))
+    span = (groups.amax(2) - groups.amin(2))[:, :, None] / (2**bits - 1)
+    assert (
+        (got_k[:, :64].unflatten(1, (2, 32)) - groups).abs() <= span / 2 * 1.01 + groups.abs().max() * 2**-9
+    ).all()
+    span = (true_v[:, :36].amax(-1) - true_v[:, :36].amin(-1))[..., None] / (2**bits - 1)
+    assert ((got_v[:, :36] - true_v[:, :36]).abs() <= span / 2 * 1.01 + 2**-8).all()
+    k[40, 1, 5] = 1e4  # an outlier touches its own channel's (after RoPE, its pair's) group of 32 tokens only
+    again = row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64)
+    again.prefill(0, q, k, v)
+    again.unpack(torch.tensor([100]))
+    changed = (again.inner.k[0, :, :100] != got_k).nonzero()
+    assert {tuple(c) for c in changed[:, [0, 2]].tolist()} == {(1, 5), (1, 13)}
+    assert set(changed[:, 1].tolist()) <= set(range(32, 64)) and len(set(changed[:, 1].tolist())) > 10
+
+
+def test_kivi_with_constant_keys_and_a_long_residual_is_exact():
+    q, k, v = stream(70)
+    k, v = k[:1].expand_as(k) * 0 + 0.75, v * 0 + 0.5
+    cache = row_cache("kivi", tiny_model(), 1, 100, bits=2, residual=32)
+    dense = DenseCache(Room(tiny_model(), 1, 100))
+    cache.rope = cache.inner.rope = dense.rope = lambda x, positions: x
+    for c in (cache, dense):
+        c.prefill(0, q[:60], k[:60], v[:60])
+    for n in range(60, 70):
+        assert torch.equal(step(cache, n, q, k, v), step(dense, n, q, k, v))
+
+
+def test_kivi_bytes_are_the_papers():
+    """5/16 and 3/16 of fp16 (SALS Table 2: 0.31 and 0.19), the residual apart."""
+    model = tiny_model(head_dim=64).half()
+    for bits, ratio in ((4, 5 / 16), (2, 3 / 16)):
+        cache = row_cache("kivi", model, 1, 4096, bits=bits, residual=32)
+        token = 2 * 4 * 64 * 2
+        assert cache.formula() == 4096 * token * ratio + 32 * token
+        exact = 32 * token / 2  # 4095 = 127 * 32 + 31 tokens: 31 exact keys, 32 exact values
+        assert cache.bytes_read(4096) == (2 * 4096 - 32) * token / 2 * ratio + exact
+
+
+@pytest.mark.parametrize(
+    "method,options", [("topk", {}), ("quest", {"page": 4}), ("doublesparse", {}), ("loki", {})]
+)
+def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(method, options):
+    """As a plain cache that holds the same quantised K and V; labels and pages are made of the true keys."""
+    q, k, v = stream(90)
+    size = {"k": 24} if method == "loki" else {"keep": 24}
+    for bits in (2, 4):
+        packed = row_cache(method, tiny_model(), 1, 170, **size, **options, kv_bits=bits)
+        plain = row_cache(method, tiny_model(), 1, 170, **size, **options)
+        for cache in (packed, plain):
+            cache.prefill(0, q[:80], k[:80], v[:80])
+        assert packed.formula() < plain.formula()
+        plain.prefill(0, q.repeat(2, 1, 1)[:160], k.repeat(2, 1, 1)[:160], v.repeat(2, 1, 1)[:160])
+        packed.prefill(0, q.repeat(2, 1, 1)[:160], k.repeat(2, 1, 1)[:160], v.repeat(2, 1, 1)[:160])
+        packed.unpack(torch.tensor([160]))
+        assert error(packed.inner.k[0, :, :128], plain.k[0, :, :128]) > 0.01
+        assert torch.equal(packed.inner.k[0, :, 128:160], plain.k[0, :, 128:160])  # the residual
+        plain.k.copy_(packed.inner.k), plain.v.copy_(packed.inner.v)
+        assert (
+            error(
+                step(
+                    packed,
+                    160,
+                    q[:1].expand(161, -1, -1),
+                    k[:1].expand(161, -1, -1),
+                    v[:1].expand(161, -1, -1),
+                ),
+                step(
+                    plain,
+                    160,
+                    q[:1].expand(161, -1, -1),
+                    k[:1].expand(161, -1, -1),
+                    v[:1].expand(161, -1, -1),
+                ),
+            )
+            < 1e-5
+        )
+
+
+@pytest.mark.parametrize("method", ["dense", "sals", "streaming", "h2o", "kivi", "shadowkv"])
+def test_kv_bits_are_refused_by_name_where_they_do_not_fit(method):
+    with pytest.raises(UserError, match=f"--kv_bits is not a setting of {method}"):
+        settings_from(method, {"kv_bits": 4})
+
+
+# ---- ShadowKV
+
+
+def shadow(n: int, capacity: int = 140, **options):
+    q, k, v = stream(n + 20)
+    cache = row_cache(
+        "shadowkv",
+        tiny_model(),
+        1,
+        capacity,
+        **{"chunk": 4, "outliers": 3, "recent": 6, "keep": 60, "rank": 0.5} | options,
+    )
+    cache.prefill(0, q[:n], k[:n], v[:n])
+    return cache, (q, k, v)
+
+
+def test_shadowkv_basis_is_the_best_of_the_prompt():
+    """Eckart-Young on the joint pre-RoPE keys, through the D x D Gram."""
+    cache, (_, k, _) = shadow(100)
+    flat, U = k[:100].flatten(1).double(), cache.basis[0].double()
+    assert error(U.T @ U, torch.eye(32)) < 1e-5
+    tail = torch.linalg.svdvals(flat)[32:].square().sum()
+    assert abs((flat - flat @ U @ U.T).square().sum() / tail - 1) < 1e-4
+    assert error(cache.latent[0, :100], flat @ U) < 1e-5
+
+
+def test_shadowkv_landmarks_are_means_and_score_as_the_mean_of_their_tokens():
+    cache, (q, k, v) = shadow(90)
+    for n in range(90, 110):
+        step(cache, n, q, k, v)
+    rotated = cache.rope(k[:110], torch.arange(110))
+    for chunk in range(110 // 4):  # of the prompt, across its end, and of new tokens
+        tokens = rotated[chunk * 4 : chunk * 4 + 4]
+        assert error(cache.landmark[0, :, chunk], tokens.mean(0)) < 1e-5
+        query = q[0].unflatten(0, (4, 2))
+        scores = torch.einsum("hgd,thd->hgt", query, tokens).mean(-1)
+        assert error(torch.einsum("hgd,hd->hg", query, cache.landmark[0, :, chunk]), scores) < 1e-4
+
+
+@pytest.mark.parametrize("n", [3, 9, 12, 30, 100])
+def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
+    cache, (q, k, v) = shadow(n)
+    rotated = cache.rope(k, torch.arange(n + 20))
+    whole = max(0, n - 6) // 4
+    means = rotated[: whole * 4].unflatten(0, (whole, 4)).mean(1) if whole else None
+    for head in range(4):
+        ids = cache.outlier[0, head][cache.outlier[0, head] >= 0].tolist()
+        assert len(set(ids)) == len(ids) == min(3, whole)
+        if whole > 3:
+            chunks = rotated[: whole * 4, head].unflatten(0, (whole, 4))
+            worst = torch.cosine_similarity(chunks, means[:, None, head], dim=-1).amin(1)
+            assert set(ids) == set(worst.topk(3, largest=False).indices.tolist())
+    for m in range(n, n + 20):
+        out = step(cache, m, q, k, v)
+        pos = torch.tensor([m])
+        query = cache.rope(q[m : m + 1], pos)
+        index, live = cache.select(pos, query)
+        local = max(0, m + 1 - 6) // 4 * 4
+        mask = torch.zeros(1, 4, m + 1, dtype=torch.bool)
+        truth_k = cache.reconstruct(torch.arange(m + 1).expand(1, 4, -1))[0]
+        for head in range(4):
+            chosen = index[0, head][live[0, head]].tolist()
+            outliers = [c * 4 + i for c in cache.outlier[0, head].tolist() if c >= 0 for i in range(4)]
+            attended = chosen + outliers + list(range(local, m + 1))
+            assert len(set(attended)) == len(attended) == min(m + 1, len(attended)) <= 60
+            assert len(attended) == m + 1 or len(attended) > 60 - 2 * 4
+            mask[0, head, attended] = True
+            exact = outliers + list(range(local, m + 1))
+            truth_k[0, head, exact] = rotated[exact, head]
+        assert error(out, attend(query, truth_k, v[None, : m + 1].transpose(1, 2), mask)) < 1e-4
+
+
+def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(checkpoint, monkeypatch, capsys):
+    cache, _ = shadow(100)
+    assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.room).host_bytes() == 0
+    names = {name for name, _ in cache.named_buffers()}
+    assert names == {"basis", "latent", "landmark", "outlier", "outlier_k", "outlier_v", "ring_k", "ring_v"}
+    assert not any(buffer is cache.host_v for buffer in cache.buffers())
+    argv = [
+        "--checkpoint",
+        checkpoint,
+        "--method",
+        "shadowkv",
+        "--prompt",
+        30,
+        "--max_new_tokens",
+        10,
+        "--json",
+    ]
+    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0 and report["cache_bytes_host"] == report["cache_bytes_dense"] // 2
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"] and "in host memory" in err
+
+
+@pytest.mark.parametrize("method,options", ROWS)
+def test_rows_run_from_the_command_line(method, options, checkpoint, monkeypatch, capsys):
+    """Every setting is an option; the plan of their memory and the ledger agree; --json has them."""
+    argv = ["--checkpoint", checkpoint, "--method", method, "--prompt", 70, "--prompt", 5, "--json"]
+    argv += [
+        word
+        for name, value in options.items()
+        for word in ([f"--{name}"] if value is True else [f"--{name}", value])
+    ]
+    code, out, err = run_main(generate.main, [*argv, "--max_new_tokens", 8], monkeypatch, capsys)
+    assert code == 0, err
+    report = json.loads(out.splitlines()[-1])
+    assert options.items() <= report["settings"].items()
+    assert (
+        report["cache_bytes_measured"] == report["cache_bytes_formula"] and report["bytes_read_per_step"] > 0
+    )
+
+
+@pytest.mark.parametrize(
+    "method,options,message",
+    [
+        ("topk", {"keep": 0}, "--keep 0: give a share"),
+        (
+            "topk",
+            {"keep": 20, "sinks": 16, "recent": 8},
+            "--keep 20 of 80 tokens is fewer than 16 sinks and 8",
+        ),
+        ("topk", {"recent": 0}, "--recent at least 1"),
+        ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
+        ("quest", {"page": 0}, "--page must be at least 1"),
+        ("quest", {"skip": "x"}, "layer numbers"),
+        ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
+        ("doublesparse", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
+        ("doublesparse", {"keep": 20, "every": 30}, "at least 1 and at most 20"),
+        ("kivi", {"residual": 48}, "a multiple of 32"),
+        ("shadowkv", {"rank": 1.5}, "must lie in"),
+        ("shadowkv", {"keep": 60}, "lower --outliers"),
+    ],
+)
+def test_rows_refuse_what_does_not_fit(method, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_engine(tiny_model(), method, 1, 80, **options)
+    assert "\n" not in str(caught.value)
+
+
 # ------------------------------------------------------------------------------------------- Loki invariants
 
 
@@ -826,7 +1555,13 @@ def test_the_same_seed_gives_the_same_sample():
 @needs_cuda
 @pytest.mark.parametrize(
     "method,options",
-    [("dense", {}), ("sals", SPARSE), ("sals", SPARSE | {"score": "sum"}), ("loki", {"k": 0.3, "d": 0.5})],
+    [
+        ("dense", {}),
+        ("sals", SPARSE),
+        ("sals", SPARSE | {"score": "sum"}),
+        ("loki", {"k": 0.3, "d": 0.5}),
+        *ROWS,
+    ],
 )
 def test_graph_replay_equals_eager(method, options):
     """One graph over 300 steps of a ragged batch, across the budget's edge at 32 tokens."""
@@ -2228,7 +2963,7 @@ def tiny_checkpoint(folder: Path, **changes) -> Path:
     save_checkpoint(model, folder)
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
-    for method in ("sals", "loki"):
+    for method in ("sals", "loki", "doublesparse"):
         save_artifact(artifact_of(method, model), artifact_path(folder, method), model_identity(model))
     return folder
 
@@ -2317,7 +3052,11 @@ BAD_OPTIONS = {
         ["--method", "magic"],
         "unknown method 'magic'; the methods are: dense, sals, loki, streaming",
     ),
-    "setting of another method": (["--rank", "0.5"], "--rank"),
+    "setting of another method": (["--rank", "0.5"], "--rank is neither an option nor a setting of dense"),
+    "kv_bits where they do not fit": (
+        ["--method", "sals", "--kv_bits", "4"],
+        "--kv_bits is neither an option nor a setting of sals",
+    ),
     "bad choice": (["--method", "sals", "--bits", "3"], "--bits"),
     "empty prompt": (["--prompt", ""], "empty"),
     "empty number": (["--prompt", "0"], "empty"),
