@@ -809,12 +809,13 @@ def perplexity_row(
 
 
 def ledger(engine: Engine, length: int) -> dict:
-    """Bytes per token of the cache's true size, and bytes that a step reads from a row of `length` tokens."""
-    tokens = engine.room.rows * engine.room.capacity
+    """Bytes per token of the cache's true size (on the device, and in host memory where a method uses it), and
+    bytes that a step reads from a row of `length` tokens."""
+    tokens, host = engine.room.rows * engine.room.capacity, sum(c.host_bytes() for c in engine.caches)
     return {
         "bytes/token": sum(cache.measured() for cache in engine.caches) / tokens,
         "read/step": sum(cache.bytes_read(length) for cache in engine.caches),
-    }
+    } | ({"host/token": host / tokens} if host else {})
 
 
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
@@ -888,7 +889,13 @@ def run_eval(args: argparse.Namespace) -> None:
         print(json.dumps(facts | {"device": device_name(torch.device(args.device)), "rows": results}))
 
 
-LEADING = ("method", "bytes/token", "read/step", *Watched.NAMES)  # the first columns of the table
+LEADING = (
+    "method",
+    "bytes/token",
+    "host/token",
+    "read/step",
+    *Watched.NAMES,
+)  # the first columns of the table
 
 
 def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:

@@ -698,7 +698,7 @@ class TopKSettings:
     """Exact top-k: full logits choose the tokens. It saves no bytes: the oracle of all selections."""
 
     keep: float = setting(
-        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity", sets="tokens"
     )
     sinks: int = setting(0, "x: first tokens that are always among them")
     recent: int = setting(1, "z: last tokens that are always among them")
@@ -794,7 +794,9 @@ class SelectiveCache(DenseCache):
         rows, q, k = self.room.row_ids, self.rope(q, pos), self.rope(k, pos)
         self.k[rows, :, pos], self.v[rows, :, pos] = k, v
         self.note(pos, k)
-        return gather_attend(q, self.k, self.v, *self.select(pos, q))
+        index, live = self.select(pos, q)
+        self.attends(pos, index, live)
+        return gather_attend(q, self.k, self.v, index, live)
 
     def index_read(self, length: int) -> int:
         """Bytes beside K and V that selection reads, where there is anything to select."""
@@ -833,7 +835,11 @@ def build_topk(model: Llama, settings: TopKSettings, room: Room, artifact: dict[
 class H2oSettings:
     """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
 
-    keep: float = setting(512, "tokens kept in all: above 1 a count, up to 1 a share of the cache's capacity")
+    keep: float = setting(
+        512,
+        "tokens kept in all: above 1 a count, up to 1 a share of the cache's capacity",
+        sets="bytes tokens",
+    )
     heavy: float = setting(0.5, "share of these that are heavy hitters; the others are the most recent ones")
     window: int = setting(64, "W: last queries of a prompt whose attention is accumulated")
     gumbel: bool = setting(False, "Keyformer's score (arXiv 2403.09054): Gumbel noise and a temperature")
@@ -905,6 +911,7 @@ class H2oCache(Cache):
         self.position[where] = pos[:, None]
         self.attention.scatter_(2, victim[..., None], 0.0)
         live = self.position >= 0
+        self.attends(pos, self.position, live)
         logits = (q.unflatten(1, (len(heads), -1)) @ self.k.transpose(-1, -2)).float()  # [B, Hkv, G, C]
         logits = (logits * self.config.head_dim**-0.5).masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
@@ -936,7 +943,7 @@ class QuestSettings:
     """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
 
     keep: float = setting(
-        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity", sets="tokens"
     )
     page: int = setting(16, "tokens of a page")
     skip: str = setting("0,1", "layers that attend every token")
@@ -1136,7 +1143,7 @@ def random_doublesparse(model: Llama) -> dict[str, Tensor]:
 class KiviSettings:
     """KIVI (arXiv 2402.02750): keys quantised per channel, values per token; all tokens attended."""
 
-    bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4))
+    bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4), sets="bytes")
     residual: int = setting(128, "R: last tokens that stay exact")
 
 
@@ -1254,9 +1261,13 @@ class ShadowKvSettings:
     """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
 
     keep: float = setting(
-        1024, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+        1024,
+        "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity",
+        sets="tokens",
     )
-    rank: float = setting(0.15625, "rank of the prompt's keys as a share of Hkv*D (the paper: 160 of 1024)")
+    rank: float = setting(
+        0.15625, "rank of the prompt's keys as a share of Hkv*D (the paper: 160 of 1024)", sets="bytes"
+    )
     chunk: int = setting(8, "tokens of a chunk")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
@@ -1370,6 +1381,8 @@ class ShadowKvCache(Cache):
         ring = position >= (self.local(pos) * self.chunk)[:, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring[:, None].expand(-1, live.shape[1], -1)), -1)
+        near = position[:, None].expand(-1, live.shape[1], -1)
+        self.attends(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
         k_all = torch.cat((self.outlier_k, k_chosen, self.ring_k), 2)
         return attend(q, k_all, torch.cat((self.outlier_v, v_chosen, self.ring_v), 2), lives)
 
