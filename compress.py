@@ -747,9 +747,8 @@ def lrqk_resolve(
     and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp [B, Hkv, C] the last step that used a slot.
     Returns the slots [B, Hkv, k] and which entries miss."""
     slot = slot_of.gather(-1, index).long()
-    hit = live & (slot >= 0)
-    now = torch.where(hit, step, -1)
-    stamp.scatter_reduce_(-1, slot.clamp(min=0), now, "amax")
+    hit = slot >= 0  # what does not count has no slot
+    stamp.scatter_reduce_(-1, slot.clamp(min=0), torch.where(hit, step, -1), "amax")
     oldest = stamp.argsort(dim=-1, stable=True)  # the hits' slots come last
     rank = ((~hit).cumsum(-1) - 1).clamp(min=0)
     place = torch.where(hit, slot, oldest.gather(-1, rank))  # distinct: k entries, C >= k slots

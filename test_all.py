@@ -792,6 +792,13 @@ def explicit_lrqk(q, k, a_q, a_k, order: str, rounds: int):
             yield a_q, a_k, b_q, b_k
 
 
+def test_lrqk_moments_count_every_token():
+    x = torch.randn(5000, 2, 3, 4)  # more than one part
+    gram, total = lrqk_moments(x)
+    rows = stacked(x.double())
+    assert error(gram, rows.mT @ rows) < 1e-5 and error(total, rows.abs().sum(1)) < 1e-12
+
+
 @pytest.mark.parametrize("order", ["paper", "official", "jacobi"])
 def test_lrqk_objective_falls_with_every_block(order):
     """Invariant 1: Gauss-Seidel in either order never raises J; Jacobi, which the released code runs where a
@@ -816,8 +823,10 @@ def test_lrqk_gram_form_is_algorithm_1(init, group):
     gram_q, gram_k = q.mT @ q, k.mT @ k
     w_q, w_k = lrqk_init(init, 6, sum_q, sum_k)
     if init != "randn":
-        columns = (sum_q + sum_k if init == "topcol" else sum_k).topk(6).indices
-        assert torch.equal(k @ w_k, k.gather(2, columns[:, None].expand(-1, len(keys), -1)))
+        joint = sum_q + sum_k
+        for x, w, sums in ((q, w_q, sum_q), (k, w_k, sum_k)):
+            columns = (joint if init == "topcol" else sums).topk(6).indices[:, None]
+            assert torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
     a_q, a_k, _, _ = list(explicit_lrqk(q, k, q @ w_q, k @ w_k, "paper", 2))[-1]
     w_q, w_k = lrqk_prefill(w_q, w_k, gram_q, gram_k)
     assert error(q @ w_q, a_q) < 1e-8 and error(k @ w_k, a_k) < 1e-8
