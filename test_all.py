@@ -761,7 +761,7 @@ def lrqk_data(group: int = 2, n: int = 300, d: int = 16) -> tuple[torch.Tensor, 
     generator = torch.Generator().manual_seed(group)
     q, k = torch.randn(2, n, 2, group, d, generator=generator, dtype=torch.float64)
     mix = orthonormal(d).double() * torch.logspace(1, -1, d, dtype=torch.float64)
-    return q @ mix, k[:, :, :1] @ mix.flip(0)
+    return q @ mix, k[:, :, :1] @ mix.flip(1)
 
 
 def stacked(x: torch.Tensor) -> torch.Tensor:
@@ -796,7 +796,7 @@ def test_lrqk_moments_count_every_token():
     x = torch.randn(5000, 2, 3, 4)  # more than one part
     gram, total = lrqk_moments(x)
     rows = stacked(x.double())
-    assert error(gram, rows.mT @ rows) < 1e-5 and error(total, rows.abs().sum(1)) < 1e-12
+    assert error(gram, add_ridge(rows.mT @ rows, 1e-6)) < 1e-12 and error(total, rows.abs().sum(1)) < 1e-12
 
 
 @pytest.mark.parametrize("order", ["paper", "official", "jacobi"])
@@ -814,13 +814,12 @@ def test_lrqk_objective_falls_with_every_block(order):
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("init", ["topcol", "top", "randn"])
-def test_lrqk_gram_form_is_algorithm_1(init, group):
-    """Invariant 3: the iteration on D x D moments gives the A_Q and A_K of the explicit one."""
+def test_lrqk_gram_form_is_algorithm_1(init, group, monkeypatch):
+    """Invariant 3: the iteration on D x D moments gives the A_Q and A_K of the explicit one, to 1e-10."""
+    monkeypatch.setattr(compress, "add_ridge", lambda m, share: m)
     queries, keys = lrqk_data(group)
     (gram_q, sum_q), (gram_k, sum_k) = lrqk_moments(queries), lrqk_moments(keys)
     q, k = stacked(queries), stacked(keys)
-    assert error(gram_q, q.mT @ q) < 1e-5 and error(sum_k, k.abs().sum(1)) < 1e-12
-    gram_q, gram_k = q.mT @ q, k.mT @ k
     w_q, w_k = lrqk_init(init, 6, sum_q, sum_k)
     if init != "randn":
         joint = sum_q + sum_k
@@ -829,7 +828,7 @@ def test_lrqk_gram_form_is_algorithm_1(init, group):
             assert torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
     a_q, a_k, _, _ = list(explicit_lrqk(q, k, q @ w_q, k @ w_k, "paper", 2))[-1]
     w_q, w_k = lrqk_prefill(w_q, w_k, gram_q, gram_k)
-    assert error(q @ w_q, a_q) < 1e-8 and error(k @ w_k, a_k) < 1e-8
+    assert error(q @ w_q, a_q) < 1e-10 and error(k @ w_k, a_k) < 1e-10
     b_q, b_k = lrqk_bases(w_q, w_k, gram_q, gram_k)
     for x, a, b in ((q, a_q, b_q), (k, a_k, b_k)):  # least squares: the residual is orthogonal to A
         assert (a.mT @ (x - a @ b)).abs().max() < 1e-7 * (a.mT @ x).abs().max()
@@ -838,7 +837,7 @@ def test_lrqk_gram_form_is_algorithm_1(init, group):
 @pytest.mark.parametrize("group", [1, 4])
 def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
     """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
-    closed form reaches it, for all heads of a group with one W_Q; Alg. 1 comes within 1 % in 50 rounds."""
+    closed form reaches it, for all heads of a group with one W_Q; Alg. 1 comes within 1 % in the end."""
     queries, keys = lrqk_data(group)
     q, k = stacked(queries), stacked(keys)
     gram_q, gram_k, eye = q.mT @ q, k.mT @ k, torch.eye(16, dtype=torch.float64).expand(2, 16, 16)
@@ -850,10 +849,10 @@ def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
     assert abs(loss(*lrqk_balance(eye, eye, gram_q, gram_k, 6)) / tail - 1) < 1e-6
     start = lrqk_init("topcol", 6, q.abs().sum(1), k.abs().sum(1))
     after = {}
-    for steps in (1, 2, 50):
+    for steps in (1, 2, 200):
         monkeypatch.setattr(compress, "LRQK_STEPS", steps)
         after[steps] = loss(*lrqk_prefill(*start, gram_q, gram_k)) / tail
-    assert 1 - 1e-9 <= after[50] < 1.01 and after[50] < after[2] < after[1]
+    assert 1 - 1e-9 <= after[200] < 1.01 and after[200] < after[2] < after[1]
 
 
 def test_lrqk_balance_changes_the_gauge_only():
