@@ -761,7 +761,7 @@ def lrqk_data(group: int = 2, n: int = 300, d: int = 16) -> tuple[torch.Tensor, 
     generator = torch.Generator().manual_seed(group)
     q, k = torch.randn(2, n, 2, group, d, generator=generator, dtype=torch.float64)
     mix = orthonormal(d).double() * torch.logspace(1, -1, d, dtype=torch.float64)
-    return q @ mix, k[:, :, :1] @ mix.flip(1)
+    return q @ mix, k[:, :, :1] @ mix.roll(1, 1)
 
 
 def stacked(x: torch.Tensor) -> torch.Tensor:
@@ -837,7 +837,7 @@ def test_lrqk_gram_form_is_algorithm_1(init, group, monkeypatch):
 @pytest.mark.parametrize("group", [1, 4])
 def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
     """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
-    closed form reaches it, for all heads of a group with one W_Q; Alg. 1 comes within 1 % in the end."""
+    closed form reaches it, for all heads of a group with one W_Q; Alg. 1 comes within 1 % in 50 rounds."""
     queries, keys = lrqk_data(group)
     q, k = stacked(queries), stacked(keys)
     gram_q, gram_k, eye = q.mT @ q, k.mT @ k, torch.eye(16, dtype=torch.float64).expand(2, 16, 16)
@@ -849,10 +849,10 @@ def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
     assert abs(loss(*lrqk_balance(eye, eye, gram_q, gram_k, 6)) / tail - 1) < 1e-6
     start = lrqk_init("topcol", 6, q.abs().sum(1), k.abs().sum(1))
     after = {}
-    for steps in (1, 2, 200):
+    for steps in (1, 2, 50):
         monkeypatch.setattr(compress, "LRQK_STEPS", steps)
         after[steps] = loss(*lrqk_prefill(*start, gram_q, gram_k)) / tail
-    assert 1 - 1e-9 <= after[200] < 1.01 and after[200] < after[2] < after[1]
+    assert 1 - 1e-9 <= after[50] < 1.01 and after[50] < after[2] < after[1]
 
 
 def test_lrqk_balance_changes_the_gauge_only():
