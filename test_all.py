@@ -855,16 +855,17 @@ def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
     assert 1 - 1e-9 <= after[50] < 1.01 and after[50] < after[2] < after[1]
 
 
-def test_lrqk_balance_changes_the_gauge_only():
+def test_lrqk_balance_changes_the_gauge_only(monkeypatch):
     """Invariant 4 of Alg. 1's result: the same A_Q A_K^T, and both Grams equal and diagonal."""
+    monkeypatch.setattr(compress, "add_ridge", lambda m, share: m)
     q, k = (stacked(x) for x in lrqk_data())
     gram_q, gram_k = q.mT @ q, k.mT @ k
     before = lrqk_prefill(*lrqk_init("randn", 6, q.abs().sum(1), k.abs().sum(1)), gram_q, gram_k)
     after = lrqk_balance(*before, gram_q, gram_k, 6)
-    assert error(after[0] @ after[1].mT, before[0] @ before[1].mT) < 1e-8
+    assert error(after[0] @ after[1].mT, before[0] @ before[1].mT) < 1e-9
     grams = [w.mT @ g @ w for w, g in zip(after, (gram_q, gram_k), strict=True)]
     diagonal = grams[0].diagonal(dim1=1, dim2=2)
-    assert error(grams[0], grams[1]) < 1e-8 and error(torch.diag_embed(diagonal), grams[0]) < 1e-8
+    assert error(grams[0], grams[1]) < 1e-9 and error(torch.diag_embed(diagonal), grams[0]) < 1e-9
     assert (diagonal.diff(dim=1) <= 0).all()
 
 
