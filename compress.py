@@ -802,7 +802,9 @@ class LrqkCache(Cache):
         c, self.settings = room.config, settings
         self.chosen, self.z = settings.budget(room.capacity)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
-        self.slots = max(self.chosen, round(settings.slots * self.chosen)) if self.reuse else self.chosen
+        self.slots = self.chosen
+        if self.reuse:
+            self.slots = min(round(settings.slots * self.chosen), room.capacity - self.z)
         rows = (c.n_kv_heads, room.capacity, c.head_dim)
         if settings.kv_device == "cuda":
             self.register_buffer("k", self.store(*rows))
