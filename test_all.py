@@ -1162,7 +1162,7 @@ def lrqk_recall(model: Llama, prompts: list, more: list, **options) -> tuple[flo
 def test_lrqk_recall_of_the_modes(nano_haystack):
     """On the embedded model: true top-64 of 960 tokens, rank 32, over text and retrieval prompts; -s prints."""
     model = load_model(NANO, CPU, torch.float32)
-    text = nano_haystack.tokens[0][:4000].tolist()
+    text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
     samples = [eval_sample(nano_haystack, kind, 0, 1024) for kind in ("multikey", "multiquery")]
     prompts = [text[:1024], text[2000:3024], *(ids for ids, _ in samples)]
     answers = [(nano_haystack.encode(task.answer).tolist() * 12)[:12] for _, task in samples]
