@@ -92,6 +92,10 @@ class Cache(nn.Module):
         """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
         return 0
 
+    def miss_rate(self) -> float | None:
+        """Rows that a mixed cache had to fetch from host memory, as a share of those selected."""
+        return None
+
     def bytes_read(self, length: int) -> int:
         """Bytes that one decode step must read from this layer's cache for one row of `length` tokens."""
         raise NotImplementedError
@@ -625,6 +629,376 @@ def random_loki(model: Llama) -> dict[str, Tensor]:
     shape = (c.n_layers, c.n_kv_heads, c.head_dim)
     basis = random_basis(*shape, c.head_dim)
     return {"post.basis": basis, "post.eigenvalues": torch.ones(shape), "better": torch.tensor(1)}
+
+
+# ------------------------------------------------------------------------------------------------------- LRQK
+
+
+@dataclass
+class LrqkSettings:
+    """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649). Few bytes on the GPU."""
+
+    rank: int = setting(32, "r: dims of A_Q and A_K, the proxies that score tokens, for each KV head")
+    k: int = setting(2048, "tokens that each KV head selects by its proxy scores, at each step")
+    recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
+    mode: str = setting(
+        "optimal",
+        "how a new token is projected: closed-form basis, Alg. 1's basis, or the paper's Alg. 2 (a refit)",
+        ("optimal", "frozen", "paper"),
+    )
+    init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
+    slots: float = setting(
+        1.0, "hot slots on the GPU, in multiples of k (above 1: an LRU cache; 0: no hit/miss, fetch all k)"
+    )
+    kv_device: str = setting(
+        "cpu", "where K and V of all tokens live: pinned host memory, or the GPU", ("cpu", "cuda")
+    )
+
+    def budget(self, capacity: int) -> tuple[int, int]:
+        """(k, recent) in tokens for a cache of this capacity."""
+        recent = min(self.recent, capacity)
+        return min(self.k, capacity - recent), recent
+
+
+LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
+
+
+def add_ridge(m: Tensor, share: float) -> Tensor:
+    """m [..., n, n] plus `share` of its mean diagonal on the diagonal (and a trifle, should m be 0)."""
+    ridge = share * m.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] + 1e-30
+    return m + ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+
+
+def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64.
+
+    A group's queries stand as G times as many rows: the rank-r optimum for all of them shares one W_Q. The
+    ridge serves prompts shorter than the head dim: where they say nothing, the proxies stay near q . k."""
+    gram, total = 0.0, 0.0
+    for part in x.split(4096):  # an fp64 copy of few tokens at a time
+        rows = part.double().permute(1, 0, 2, 3).flatten(1, 2)  # [Hkv, tokens * G, D]
+        gram, total = gram + rows.mT @ rows, total + rows.abs().sum(1)
+    return add_ridge(gram, 1e-6), total
+
+
+def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
+    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Cholesky with a ridge."""
+    return torch.cholesky_solve(rhs, torch.linalg.cholesky(add_ridge(m, 1e-10)))
+
+
+def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tensor, Tensor]:
+    """W_Q, W_K [Hkv, D, r] such that A_Q = Q W_Q and A_K = K W_K start Alg. 1; sum_q, sum_k [Hkv, D].
+
+    top: each its own r columns of largest sum; topcol: the same r columns for both. randn: the paper's A of
+    normal numbers cannot be written as Q W, so W is normal instead."""
+    if init == "randn":
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, *sum_q.shape, rank)
+        return tuple(torch.randn(shape, generator=generator, dtype=sum_q.dtype).to(sum_q.device))
+    sums = (sum_q + sum_k,) * 2 if init == "topcol" else (sum_q, sum_k)
+    eye = torch.eye(sum_q.shape[-1], dtype=sum_q.dtype, device=sum_q.device)
+    return tuple(eye[s.topk(rank).indices].mT for s in sums)
+
+
+def lrqk_bases(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, Tensor]:
+    """B_Q, B_K [Hkv, r, D] of Eq. 6: least squares of Q ~ A_Q B_Q and K ~ A_K B_K."""
+    pairs = ((w_q, gram_q), (w_k, gram_k))
+    return tuple(spd_solve(w.mT @ g @ w, w.mT @ g) for w, g in pairs)
+
+
+def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Alg. 1 in Gram form, all lambda = 1: W_Q, W_K [Hkv, D, r] before -> after LRQK_STEPS rounds.
+
+    Every A_Q is Q W_Q and every A_K is K W_K, so Eq. 6 needs G_Q = Q^T Q and G_K = K^T K only, at a cost
+    that does not grow with the prompt. A_K first, then A_Q with the new A_K, as in lines 5 and 6."""
+    for _ in range(LRQK_STEPS):
+        b_q, b_k = lrqk_bases(w_q, w_k, gram_q, gram_k)
+        w_k = spd_solve(w_q.mT @ gram_q @ w_q + b_k @ b_k.mT, (gram_q @ w_q + b_k.mT).mT).mT
+        w_q = spd_solve(w_k.mT @ gram_k @ w_k + b_q @ b_q.mT, (gram_k @ w_k + b_q.mT).mT).mT
+    return w_q, w_k
+
+
+def lrqk_balance(
+    w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
+    """The best rank-r part of A_Q A_K^T, with A_Q^T A_Q = A_K^T A_K diagonal: W_Q, W_K [Hkv, D, r].
+
+    A_Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of A_Q A_K^T is that of the small L_Q^T L_K. From
+    W = I it is the closed-form optimum of ||Q K^T - A_Q A_K^T|| (Eckart-Young; mode optimal); from Alg. 1's
+    W it only fixes the gauge, which leaves scores as they are and makes low precision safe."""
+    l_q, l_k = (
+        torch.linalg.cholesky(add_ridge(w.mT @ g @ w, 1e-10)) for w, g in ((w_q, gram_q), (w_k, gram_k))
+    )
+    u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
+    root = s[..., None, :rank].sqrt()
+    return (
+        w_q @ torch.linalg.solve_triangular(l_q.mT, u[..., :rank] * root, upper=True),
+        w_k @ torch.linalg.solve_triangular(l_k.mT, vt.mT[..., :rank] * root, upper=True),
+    )
+
+
+def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
+    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Gauss-Jordan elimination.
+
+    In plain operations, since a CUDA graph cannot capture cuSOLVER. A ridge of 1e-6 keeps fp32 safe."""
+    n = m.shape[-1]
+    eye = torch.eye(n, dtype=m.dtype, device=m.device)
+    x = torch.cat((add_ridge(m, 1e-6), rhs), -1)
+    for i in range(n):
+        row = x[..., i : i + 1, :] / x[..., i : i + 1, i : i + 1]
+        x = x - (x[..., i : i + 1] - eye[:, i : i + 1]) * row  # row i becomes `row`, the others lose column i
+    return x[..., n:]
+
+
+def lrqk_refit(
+    q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
+
+    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: the rows of
+    A_K and K on the GPU (Omega), a_near zero where there is no token. The G query heads share B_Q: Eq. 9
+    sums over them for k^. The line search of Eq. 11 gives exactly 1/||q^||^2, with which q^ B_Q = q: so B
+    moves by the least change that reproduces the new token, for all G queries at once."""
+    s = q @ k.mT  # [..., G, 1]
+    gram_b, k_b = b_k @ b_k.mT, k @ b_k.mT
+    m_r = b_q @ b_q.mT + a_near.mT @ a_near
+    m_l = q @ b_q.mT + (q @ k_near.mT) @ a_near
+    k_hat = spd_solve_in_graph(gram_b, k_b.mT).mT
+    for _ in range(LRQK_STEPS):
+        q_hat = spd_solve_in_graph(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
+        total = k_b + (s * q_hat).sum(-2, keepdim=True)
+        k_hat = spd_solve_in_graph(gram_b + q_hat.mT @ q_hat, total.mT).mT
+    b_q = b_q - q_hat.mT @ spd_solve_in_graph(q_hat @ q_hat.mT, q_hat @ b_q - q)
+    b_k = b_k - k_hat.mT @ spd_solve_in_graph(k_hat @ k_hat.mT, k_hat @ b_k - k)
+    return q_hat, k_hat, b_q, b_k
+
+
+def lrqk_scores(q_hat: Tensor, a_k: Tensor, live: Tensor, head_dim: int) -> Tensor:
+    """One score a token and KV head: q^ [B, Hkv, G, r], A_K [B, Hkv, S, r], live [B, S] -> [B, Hkv, S] fp32.
+
+    The largest log attention weight that a query head of the group would give, -inf where not live. With one
+    query head a group this ranks tokens by q^ . k^ alone, as in line 9 of Alg. 2."""
+    dead = ~live[:, None, None]
+    logits = (q_hat.to(a_k.dtype) @ a_k.mT).float() * head_dim**-0.5  # [B, Hkv, G, S]
+    logits = logits.masked_fill(dead, -torch.inf)
+    logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.masked_fill(dead, -torch.inf).amax(2)
+
+
+def lrqk_resolve(
+    index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Finds a hot slot for each selected token: hits stay where they are, misses take the slots unused for
+    the longest time. Updates the tables in place; fixed shapes, no wait for the host.
+
+    index [B, Hkv, k] distinct positions, live which of them count; slot_of [B, Hkv, S] the slot of a position
+    and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp [B, Hkv, C] the last step that used a slot.
+    Returns the slots [B, Hkv, k] and which entries miss."""
+    slot = slot_of.gather(-1, index).long()
+    hit = slot >= 0  # what does not count has no slot
+    stamp.scatter_reduce_(-1, slot.clamp(min=0), torch.where(hit, step, -1), "amax")
+    oldest = stamp.argsort(dim=-1, stable=True)  # the hits' slots come last
+    rank = ((~hit).cumsum(-1) - 1).clamp(min=0)
+    place = torch.where(hit, slot, oldest.gather(-1, rank))  # distinct: k entries, C >= k slots
+    miss = live & ~hit
+    before = pos_of.gather(-1, place)
+    # An entry that evicts nothing clears its own place, which the next line fills again.
+    slot_of.scatter_(-1, torch.where(miss & (before >= 0), before, index), -1)
+    slot_of.scatter_(-1, index, torch.where(live, place, -1).int())
+    pos_of.scatter_(-1, place, torch.where(live, index, before).int())
+    stamp.scatter_(-1, place, torch.where(live, step, stamp.gather(-1, place)))
+    return place, miss
+
+
+def fetch_rows(
+    k: Tensor, v: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot_k: Tensor, hot_v: Tensor
+) -> None:
+    """hot[place] = rows[index] where miss, for K and V: k, v [B, Hkv, S, D], hot_k, hot_v [B, Hkv, n, D];
+    index, place (distinct), miss [B, Hkv, k]. On CUDA kernels.fetch_rows reads the missing rows only."""
+    index, place = (t[..., None].expand(-1, -1, -1, k.shape[-1]) for t in (index, place))
+    for rows, hot in ((k, hot_k), (v, hot_v)):
+        hot.scatter_(2, place, torch.where(miss[..., None], rows.gather(2, index), hot.gather(2, place)))
+
+
+def host_rows(room: Room, *shape: int) -> Tensor:
+    """Zeroed host memory [rows, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
+
+    So kernels read and write host memory themselves, inside a CUDA graph, as if it lay on the GPU."""
+    if room.device.type != "cuda":
+        return torch.zeros(room.rows, *shape, dtype=room.dtype, device=room.device)
+    pinned = torch.zeros(room.rows, *shape, dtype=room.dtype, pin_memory=True)
+    interface = {
+        "shape": (pinned.nbytes,),
+        "typestr": "|u1",
+        "data": (pinned.data_ptr(), False),
+        "version": 3,
+    }
+    view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
+    return torch.as_tensor(view, device=room.device).view(room.dtype).view(pinned.shape)
+
+
+class LrqkCache(Cache):
+    """A_K of every token, the rows of K and V that are in use, and a ring of recent ones; all K and V rows
+    in host memory.
+
+    hot_k and hot_v hold C slots for selected tokens, then the ring: slot C + p % z has position p. Every row
+    is written to host memory as it is made, so that a slot is given up by forgetting it. Each KV head selects
+    k of the tokens that left the ring; only those without a slot are fetched. Attention over both is exact."""
+
+    def __init__(self, room: Room, settings: LrqkSettings):
+        super().__init__(room)
+        c, self.settings = room.config, settings
+        self.chosen, self.z = settings.budget(room.capacity)
+        self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
+        self.slots = self.chosen
+        if self.reuse:
+            self.slots = min(round(settings.slots * self.chosen), room.capacity - self.z)
+        rows = (c.n_kv_heads, room.capacity, c.head_dim)
+        if settings.kv_device == "cuda":
+            self.register_buffer("k", self.store(*rows))
+            self.register_buffer("v", self.store(*rows))
+        else:  # not buffers: they are not on the device, and host_bytes counts them
+            self.k, self.v = host_rows(room, *rows), host_rows(room, *rows)
+        heads, shape, i32 = c.n_kv_heads, (settings.rank, c.head_dim), torch.int32
+        self.register_buffer("a_k", self.store(heads, room.capacity, settings.rank))
+        # Of each row's prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T.
+        self.register_buffer("basis_q", self.store(heads, *shape, dtype=torch.float32))
+        self.register_buffer("basis_k", self.store(heads, *shape, dtype=torch.float32))
+        self.register_buffer("hot_k", self.store(heads, self.slots + self.z, c.head_dim))
+        self.register_buffer("hot_v", self.store(heads, self.slots + self.z, c.head_dim))
+        self.register_buffer("slot_of", self.store(heads, room.capacity, dtype=i32).fill_(-1))
+        self.register_buffer("pos_of", self.store(heads, self.slots, dtype=i32).fill_(-1))
+        self.register_buffer("stamp", self.store(heads, self.slots, dtype=i32).fill_(-1))
+        self.register_buffer("step", torch.zeros((), dtype=i32, device=room.device))
+        self.register_buffer("counts", self.store(2, dtype=torch.int64))  # rows selected, rows missed
+        self.fetch = fetch_rows
+        if room.device.type == "cuda":
+            from kernels import fetch_rows as fetch_rows_kernel
+
+            self.fetch = fetch_rows_kernel
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        length = q.shape[0]
+        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
+        w_q, w_k = self.factorise(row, q, k)
+        places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
+        heads_k, heads_v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
+        self.k[row, :, places], self.v[row, :, places] = heads_k, heads_v
+        self.a_k[row, :, :length] = (heads_k.float() @ w_k).to(self.a_k.dtype)
+        last = places[-self.z :]
+        ring = self.slots + last % self.z
+        self.hot_k[row, :, ring], self.hot_v[row, :, ring] = heads_k[:, last], heads_v[:, last]
+        # The hot slots start with what the last token of the prompt selects.
+        self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
+        q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
+        self.load(slice(row, row + 1), torch.full((1,), length - 1, device=q.device), q_hat)
+        self.counts[row] = 0
+        return causal_attention(q, k, v)
+
+    def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """W_Q, W_K [Hkv, D, r] fp32 from the prompt's q [S, Hq, D], k [S, Hkv, D]; stores the row's bases."""
+        gram_q, sum_q = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1)))
+        gram_k, sum_k = lrqk_moments(k[:, :, None])
+        if self.settings.mode == "optimal":
+            w_q = w_k = torch.eye(q.shape[-1], dtype=gram_q.dtype, device=q.device).expand_as(gram_q)
+        else:
+            start = lrqk_init(self.settings.init, self.settings.rank, sum_q, sum_k)
+            w_q, w_k = lrqk_prefill(*start, gram_q, gram_k)
+        w_q, w_k = lrqk_balance(w_q, w_k, gram_q, gram_k, self.settings.rank)
+        if self.settings.mode == "paper":
+            self.basis_q[row], self.basis_k[row] = lrqk_bases(w_q, w_k, gram_q, gram_k)
+        else:
+            self.basis_q[row], self.basis_k[row] = w_q.mT, w_k.mT
+        return w_q.float(), w_k.float()
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        rows = self.room.row_ids
+        k = self.rope(k, pos)
+        q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
+        q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
+        self.a_k[rows, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
+        self.k[rows, :, pos], self.v[rows, :, pos] = k, v
+        ring = self.slots + pos % self.z
+        self.hot_k[rows, :, ring], self.hot_v[rows, :, ring] = k, v
+        self.step += 1
+        self.load(slice(None), pos, q_hat)
+        live = torch.cat((self.stamp == self.step, self.ring_live(pos)), -1)
+        return F.scaled_dot_product_attention(q, self.hot_k, self.hot_v, live[:, :, None]).flatten(1, 2)
+
+    def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
+        if self.settings.mode != "paper":
+            return q @ self.basis_q.mT, k @ self.basis_k.mT
+        # Omega: what the last step attended; the new token has not replaced the oldest of the ring yet.
+        position = self.ring_positions(pos - 1)[:, None].expand(-1, self.config.n_kv_heads, -1)
+        position = torch.cat((torch.where(self.stamp == self.step, self.pos_of, -1), position), -1)
+        where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.settings.rank)
+        a_near = self.a_k.gather(2, where).float().masked_fill(position[..., None] < 0, 0)
+        q_hat, k_hat, b_q, b_k = lrqk_refit(q, k, self.basis_q, self.basis_k, a_near, self.hot_k.float())
+        self.basis_q.copy_(b_q)
+        self.basis_k.copy_(b_k)
+        return q_hat, k_hat
+
+    def load(self, rows: slice, pos: Tensor, q_hat: Tensor) -> None:
+        """Brings the tokens that q_hat selects into the hot slots of `rows`, and stamps their slots."""
+        index, live = self.select(rows, pos, q_hat)
+        if not self.reuse:  # no hit/miss: forget what is there
+            self.slot_of[rows] = -1
+        place, miss = lrqk_resolve(
+            index, live, self.slot_of[rows], self.pos_of[rows], self.stamp[rows], self.step
+        )
+        self.fetch(self.k[rows], self.v[rows], index, place, miss, self.hot_k[rows], self.hot_v[rows])
+        self.counts[rows] += torch.stack((live.sum((1, 2)), miss.sum((1, 2))), 1)
+
+    def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
+        """The k best tokens that left the ring: indices [B, Hkv, k] and which count; short rows have fewer."""
+        live = self.room.positions <= pos[:, None] - self.z
+        scores = lrqk_scores(q_hat, self.a_k[rows], live, self.config.head_dim)
+        best, index = scores.topk(self.chosen, dim=-1, sorted=False)
+        return index, best > -torch.inf
+
+    def ring_positions(self, pos: Tensor) -> Tensor:
+        """The position in each slot of the ring [B, z] after pos was written; negative where still empty."""
+        return pos[:, None] - (pos[:, None] - self.room.positions[: self.z]) % self.z
+
+    def ring_live(self, pos: Tensor) -> Tensor:
+        return (self.ring_positions(pos) >= 0)[:, None].expand(-1, self.config.n_kv_heads, -1)
+
+    def miss_rate(self) -> float | None:
+        """Rows fetched over rows selected since the prompt; None where all rows are on the device."""
+        selected, missed = self.counts.sum(0).tolist()
+        return missed / max(1, selected) if self.settings.kv_device == "cpu" else None
+
+    def host_bytes(self) -> int:
+        return dense_bytes(self.room) if self.settings.kv_device == "cpu" else 0
+
+    def formula(self) -> int:
+        """Device bytes: A_K and slot of every token; K, V, position and stamp of every slot; the bases."""
+        c, r, size = self.config, self.settings.rank, self.room.dtype.itemsize
+        tokens = self.room.capacity * (r * size + 4)
+        slots = (self.slots + self.z) * 2 * c.head_dim * size + self.slots * 8
+        total = self.room.rows * (c.n_kv_heads * (tokens + slots + 2 * r * c.head_dim * 4) + 16) + 4
+        return total + dense_bytes(self.room) - self.host_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        """A_K of every token that left the ring, then K and V of the selected and the recent ones, all on the
+        device. What misses is read from host memory besides: miss_rate() of the selected rows."""
+        c, size, recent = self.config, self.room.dtype.itemsize, min(self.z, length)
+        old = length - recent
+        attended = recent + min(self.chosen, old)
+        return (old * self.settings.rank + attended * 2 * c.head_dim) * c.n_kv_heads * size
+
+
+def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+    if not 1 <= settings.rank <= model.config.head_dim:
+        raise UserError(f"--rank {settings.rank}: r must be 1 to {model.config.head_dim}, the head dim")
+    if settings.k < 0 or settings.recent < 1:
+        raise UserError("--k must be at least 0 and --recent at least 1")
+    if settings.slots != 0 and not 1 <= settings.slots < float("inf"):
+        raise UserError(f"--slots {settings.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
+    if settings.kv_device == "cuda" and room.device.type == "cpu":
+        raise UserError("--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU: give cpu")
+    return [LrqkCache(room, settings) for _ in model.layers]
 
 
 # ----------------------------------------------------------------------------------------------- StreamingLLM
@@ -1287,23 +1661,6 @@ class ShadowKvSettings:
         return outliers, selected * self.chunk, recent
 
 
-def host_rows(room: Room, *shape: int) -> Tensor:
-    """Zeroed host memory [rows, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
-
-    So kernels read and write host memory themselves, inside a CUDA graph, as if it lay on the GPU."""
-    if room.device.type != "cuda":
-        return torch.zeros(room.rows, *shape, dtype=room.dtype, device=room.device)
-    pinned = torch.zeros(room.rows, *shape, dtype=room.dtype, pin_memory=True)
-    interface = {
-        "shape": (pinned.nbytes,),
-        "typestr": "|u1",
-        "data": (pinned.data_ptr(), False),
-        "version": 3,
-    }
-    view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
-    return torch.as_tensor(view, device=room.device).view(room.dtype).view(pinned.shape)
-
-
 class ShadowKvCache(Cache):
     """The prompt's own SVD of its pre-RoPE keys (joint over heads), a landmark a chunk, the outlier chunks, a
     ring of recent tokens; V of every token in host memory.
@@ -1504,6 +1861,7 @@ METHODS = {
     "loki": Method(
         LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", random_loki
     ),
+    "lrqk": Method(LrqkSettings, build_lrqk, "top-k attention by low-rank proxies; K and V in host memory"),
     "streaming": Method(StreamingSettings, build_streaming, "the first and the last tokens only"),
     "topk": Method(TopKSettings, build_topk, "exact top-k attention: the oracle of all selections"),
     "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),

@@ -327,14 +327,18 @@ def check_memory(
     with torch.device("meta"):
         shadow = Llama(model.config).to(room.dtype)
     plan = Room(shadow, room.rows, room.capacity)
-    needed = sum(cache.formula() for cache in METHODS[method].build(shadow, settings, plan, artifact))
-    free = free_memory(room.device)
-    if needed > free:
-        rows, tokens = int(room.rows * free / needed), int(room.capacity * free / needed)
-        raise UserError(
-            f"not enough memory: the {method} cache of {room.rows} rows x {room.capacity} tokens needs "
-            f"{human(needed)}, {human(free)} are free; {rows} rows, or {tokens} tokens a row, would fit"
-        )
+    caches = METHODS[method].build(shadow, settings, plan, artifact)
+    needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
+    needs[room.device.type] = needs.get(room.device.type, 0) + sum(cache.formula() for cache in caches)
+    for kind, needed in needs.items():
+        free = free_memory(torch.device(kind))
+        if needed > free:
+            rows, tokens = int(room.rows * free / needed), int(room.capacity * free / needed)
+            raise UserError(
+                f"not enough memory: the {method} cache of {room.rows} rows x {room.capacity} tokens needs "
+                f"{human(needed)} ({kind}), {human(free)} are free; {rows} rows, or {tokens} tokens a row, "
+                "would fit"
+            )
 
 
 def build_engine(model: Llama, method: str, options: dict, args, rows: int, capacity: int) -> Engine:
@@ -421,6 +425,7 @@ def report(
         0 if model.config.tied else model.tok_embeddings.weight.nbytes
     )
     per_step = output.decode_s / max(1, output.steps)
+    rates = [rate for rate in (cache.miss_rate() for cache in engine.caches) if rate is not None]
     return {
         "method": method,
         "settings": dataclasses.asdict(settings_from(method, options)),
@@ -441,6 +446,7 @@ def report(
         "cache_bytes_formula": sum(cache.formula() for cache in engine.caches),
         "cache_bytes_dense": dense_bytes(room) * len(engine.caches),
         "cache_bytes_host": sum(cache.host_bytes() for cache in engine.caches),
+        "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
         "cache_tokens": room.rows * room.capacity,
         "bytes_read_per_step": read,
         "bandwidth_share": round((weights + read) / per_step / measure_bandwidth(room.device), 4)
@@ -479,15 +485,16 @@ def print_report(r: dict) -> None:
         if r["bandwidth_share"] is None
         else f", {r['bandwidth_share']:.1%} of the memory bandwidth measured"
     )
-    host = f", and {human(r['cache_bytes_host'])} in host memory" if r["cache_bytes_host"] else ""
+    missed = "" if r["miss_rate"] is None else f"; {r['miss_rate']:.1%} of the selected rows come from there"
+    host = f"\nhost memory  {human(r['cache_bytes_host'])}{missed}" if r["cache_bytes_host"] else ""
     print(
         f"""
 {r["method"]} on {r["model"]}, {r["dtype"]}, {r["device"]}
 tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {rows} row(s)
 time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s
 decode       {r["decode_tokens_per_s"]} tokens/s{share}
-cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%}){host}
-per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {dense / tokens:.0f} B dense
+cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
+per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {dense / tokens:.0f} B dense{host}
 each step    reads {human(r["bytes_read_per_step"])} of cache
 peak memory  {human(r["peak_memory_bytes"])}""",
         file=sys.stderr,

@@ -1005,6 +1005,55 @@ def sals_append(
     )  # fmt: skip
 
 
+# ----------------------------------------------------------------------------------- rows out of host memory
+
+
+@jit
+def _fetch_kernel(
+    k_p, v_p, index_p, place_p, miss_p, hot_k_p, hot_v_p, S, n, slots, D: tl.constexpr, DP: tl.constexpr,
+    ROWS: tl.constexpr
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    miss = tl.load(miss_p + head * n + entry, mask=entry < n, other=0) != 0
+    index = tl.load(index_p + head * n + entry, mask=miss, other=0)
+    place = tl.load(place_p + head * n + entry, mask=miss, other=0)
+    d = tl.arange(0, DP)
+    mask = miss[:, None] & (d < D)[None, :]  # lanes that are off read nothing over the bus
+    source = (head * S + index)[:, None] * D + d[None, :]
+    target = (head * slots + place)[:, None] * D + d[None, :]
+    k = tl.load(k_p + source, mask=mask)  # both loads before the first store: twice as many in flight
+    v = tl.load(v_p + source, mask=mask)
+    tl.store(hot_k_p + target, k, mask=mask)
+    tl.store(hot_v_p + target, v, mask=mask)
+
+
+def fetch_rows(
+    k: Tensor, v: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot_k: Tensor, hot_v: Tensor
+) -> None:
+    """hot[place] = rows[index] where miss, for K and V; only missing rows are read.
+
+    k, v [B, Hkv, S, D], on the GPU or host memory mapped into it; index, place int64 [B, Hkv, n] and miss bool
+    [B, Hkv, n], the places of missing rows distinct; hot_k, hot_v [B, Hkv, slots, D]. Truth:
+    compress.fetch_rows."""
+    B, Hkv, S, D = k.shape
+    n, slots, rows = index.shape[2], hot_k.shape[2], 16
+    need(triton is not None, "triton is not installed: use the PyTorch path")
+    shape("v", v, B, Hkv, S, D, dtype=k.dtype)
+    shape("index", index, B, Hkv, n, dtype=torch.int64)
+    shape("place", place, B, Hkv, n, dtype=torch.int64)
+    shape("miss", miss, B, Hkv, n, dtype=torch.bool)
+    shape("hot_k", hot_k, B, Hkv, slots, D, dtype=k.dtype)
+    shape("hot_v", hot_v, B, Hkv, slots, D, dtype=k.dtype)
+    tensors = {"k": k, "v": v, "index": index, "place": place, "miss": miss, "hot_k": hot_k, "hot_v": hot_v}
+    for name, tensor in tensors.items():
+        need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
+    if n:
+        _fetch_kernel[B * Hkv, cdiv(n, rows)](
+            k, v, index, place, miss.to(torch.int8), hot_k, hot_v, S, n, slots, D, power2(D), rows, num_warps=4
+        )  # fmt: skip
+
+
 # -------------------------------------------------------------------------------------------------- benchmark
 
 

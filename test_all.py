@@ -8,6 +8,7 @@ of the reference.
 import base64
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -53,22 +54,35 @@ from compress import (
     DenseCache,
     LokiCache,
     LokiSettings,
+    LrqkCache,
+    LrqkSettings,
     Room,
     SalsCache,
     SalsSettings,
     StreamingCache,
     StreamingSettings,
+    add_ridge,
     artifact_path,
     attend,
+    dense_bytes,
     dequantize,
     load_artifact,
     loki_count,
+    lrqk_balance,
+    lrqk_bases,
+    lrqk_init,
+    lrqk_moments,
+    lrqk_prefill,
+    lrqk_refit,
+    lrqk_resolve,
+    lrqk_scores,
     model_identity,
     quantize,
     sals_queries,
     sals_scores,
     sals_select,
     settings_from,
+    spd_solve_in_graph,
 )
 from generate import Engine, Sampling, decode_rows
 from model import (
@@ -178,6 +192,7 @@ EVERYTHING = [  # settings under which a method attends every token exactly
     ("shadowkv", {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}),
     ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
 ]
+LRQK = {"rank": 8, "k": 20, "recent": 8}
 
 
 def make_engine(model: Llama, method: str, rows: int, capacity: int, **options) -> Engine:
@@ -354,6 +369,9 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window):
         ("loki", {"k": 0.3, "d": 0.5}),
         ("loki", {"k": 12, "d": 0.25, "sinks": 2, "recent": 4}),
         ("loki", {"d": 0.5, "reduced": True}),
+        ("lrqk", LRQK),
+        ("lrqk", LRQK | {"mode": "paper", "slots": 2.0}),
+        ("lrqk", LRQK | {"mode": "frozen", "init": "top", "slots": 0.0}),
         ("streaming", {"sinks": 2, "recent": 20}),
         *ROWS,
     ],
@@ -379,6 +397,7 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
         ("loki", {"k": 1.0}),
         ("loki", {"d": 1.0, "reduced": True}),
         *EVERYTHING,
+        ("lrqk", {"rank": 8}),
     ],
 )
 def test_prefill_then_decode_equals_decode_all_the_way(method, options):
@@ -450,6 +469,7 @@ def test_sals_drops_exactly_one_token_past_the_budget():
 def test_measured_bytes_equal_the_formula(options, group):
     model = tiny_model(group=group, head_dim=32)
     others = [("loki", {}), ("loki", {"reduced": True, "d": 0.25}), ("streaming", {"recent": 20})]
+    others += [("lrqk", {"k": 20, "slots": slots}) for slots in (0.0, 1.0, 1.5)] + [("lrqk", {})]
     rows = [
         (method, chosen | ({"share_heads": 0} if "share_heads" in chosen else {})) for method, chosen in ROWS
     ]
@@ -1514,6 +1534,432 @@ def test_loki_fit_is_a_centred_pca_of_each_head():
     assert torch.equal(rank_at(again, 0.8), rank_at(values, 0.8))
 
 
+# ------------------------------------------------------------------------------------------- LRQK invariants
+
+
+def lrqk_data(group: int = 2, n: int = 300, d: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q [S, Hkv, G, D] and K [S, Hkv, 1, D] of falling spectra, fp64."""
+    generator = torch.Generator().manual_seed(group)
+    q, k = torch.randn(2, n, 2, group, d, generator=generator, dtype=torch.float64)
+    mix = orthonormal(d).double() * torch.logspace(1, -1, d, dtype=torch.float64)
+    return q @ mix, k[:, :, :1] @ mix.roll(1, 1)
+
+
+def stacked(x: torch.Tensor) -> torch.Tensor:
+    """[S, Hkv, G, D] -> [Hkv, S * G, D], as a rank-r problem for each KV head sees it."""
+    return x.permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def lrqk_objective(q, k, a_q, a_k, b_q, b_k) -> float:
+    parts = (q @ k.mT - a_q @ a_k.mT, q - a_q @ b_q, k - a_k @ b_k)
+    return sum(0.5 * part.square().sum().item() for part in parts)
+
+
+def explicit_lrqk(q, k, a_q, a_k, order: str, rounds: int):
+    """Alg. 1 as it is written, on A_Q and A_K themselves; yields (A_Q, A_K, B_Q, B_K) after each block."""
+    solve = torch.linalg.solve
+    for _ in range(rounds):
+        b_q = solve(a_q.mT @ a_q, a_q.mT @ q)
+        b_k = solve(a_k.mT @ a_k, a_k.mT @ k)
+        yield a_q, a_k, b_q, b_k
+        old_q, old_k = a_q, a_k
+        for name in {"paper": "kq", "official": "qk", "jacobi": "kq"}[order]:
+            if name == "k":
+                left = old_q if order == "jacobi" else a_q
+                a_k = solve(left.mT @ left + b_k @ b_k.mT, (k @ (q.mT @ left + b_k.mT)).mT).mT
+            else:
+                left = old_k if order == "jacobi" else a_k
+                a_q = solve(left.mT @ left + b_q @ b_q.mT, (q @ (k.mT @ left + b_q.mT)).mT).mT
+            yield a_q, a_k, b_q, b_k
+
+
+def test_lrqk_moments_count_every_token():
+    x = torch.randn(5000, 2, 3, 4)  # more than one part
+    gram, total = lrqk_moments(x)
+    rows = stacked(x.double())
+    assert error(gram, add_ridge(rows.mT @ rows, 1e-6)) < 1e-12 and error(total, rows.abs().sum(1)) < 1e-12
+
+
+@pytest.mark.parametrize("order", ["paper", "official", "jacobi"])
+def test_lrqk_objective_falls_with_every_block(order):
+    """Invariant 1: Gauss-Seidel in either order never raises J; Jacobi, which the released code runs where a
+    lambda is not 1, does."""
+    q, k = (stacked(x) for x in lrqk_data())
+    start = torch.randn(2, 2, 600, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values = [
+        lrqk_objective(q, k, *state) for state in explicit_lrqk(q, k, start[0], start[1, :, :300], order, 6)
+    ]
+    falls = all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(values))
+    assert falls == (order != "jacobi")
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("init", ["topcol", "top", "randn"])
+def test_lrqk_gram_form_is_algorithm_1(init, group, monkeypatch):
+    """Invariant 3: the iteration on D x D moments gives the A_Q and A_K of the explicit one, to 1e-10."""
+    monkeypatch.setattr(compress, "add_ridge", lambda m, share: m)
+    queries, keys = lrqk_data(group)
+    (gram_q, sum_q), (gram_k, sum_k) = lrqk_moments(queries), lrqk_moments(keys)
+    q, k = stacked(queries), stacked(keys)
+    w_q, w_k = lrqk_init(init, 6, sum_q, sum_k)
+    if init != "randn":
+        joint = sum_q + sum_k
+        for x, w, sums in ((q, w_q, sum_q), (k, w_k, sum_k)):
+            columns = (joint if init == "topcol" else sums).topk(6).indices[:, None]
+            assert torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
+    a_q, a_k, _, _ = list(explicit_lrqk(q, k, q @ w_q, k @ w_k, "paper", 2))[-1]
+    w_q, w_k = lrqk_prefill(w_q, w_k, gram_q, gram_k)
+    assert error(q @ w_q, a_q) < 1e-10 and error(k @ w_k, a_k) < 1e-10
+    b_q, b_k = lrqk_bases(w_q, w_k, gram_q, gram_k)
+    for x, a, b in ((q, a_q, b_q), (k, a_k, b_k)):  # least squares: the residual is orthogonal to A
+        assert (a.mT @ (x - a @ b)).abs().max() < 1e-7 * (a.mT @ x).abs().max()
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
+    """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
+    closed form reaches it, for all heads of a group with one W_Q; Alg. 1 comes within 1 % in 50 rounds."""
+    queries, keys = lrqk_data(group)
+    q, k = stacked(queries), stacked(keys)
+    gram_q, gram_k, eye = q.mT @ q, k.mT @ k, torch.eye(16, dtype=torch.float64).expand(2, 16, 16)
+    tail = torch.linalg.svdvals(q @ k.mT)[:, 6:16].square().sum()
+
+    def loss(w_q, w_k):
+        return (q @ k.mT - (q @ w_q) @ (k @ w_k).mT).square().sum()
+
+    assert abs(loss(*lrqk_balance(eye, eye, gram_q, gram_k, 6)) / tail - 1) < 1e-6
+    start = lrqk_init("topcol", 6, q.abs().sum(1), k.abs().sum(1))
+    after = {}
+    for steps in (1, 2, 50):
+        monkeypatch.setattr(compress, "LRQK_STEPS", steps)
+        after[steps] = loss(*lrqk_prefill(*start, gram_q, gram_k)) / tail
+    assert 1 - 1e-9 <= after[50] < 1.01 and after[50] < after[2] < after[1]
+
+
+def test_lrqk_balance_changes_the_gauge_only(monkeypatch):
+    """Invariant 4 of Alg. 1's result: the same A_Q A_K^T, and both Grams equal and diagonal."""
+    monkeypatch.setattr(compress, "add_ridge", lambda m, share: m)
+    q, k = (stacked(x) for x in lrqk_data())
+    gram_q, gram_k = q.mT @ q, k.mT @ k
+    before = lrqk_prefill(*lrqk_init("randn", 6, q.abs().sum(1), k.abs().sum(1)), gram_q, gram_k)
+    after = lrqk_balance(*before, gram_q, gram_k, 6)
+    assert error(after[0] @ after[1].mT, before[0] @ before[1].mT) < 1e-9
+    grams = [w.mT @ g @ w for w, g in zip(after, (gram_q, gram_k), strict=True)]
+    diagonal = grams[0].diagonal(dim1=1, dim2=2)
+    assert error(grams[0], grams[1]) < 1e-9 and error(torch.diag_embed(diagonal), grams[0]) < 1e-9
+    assert (diagonal.diff(dim=1) <= 0).all()
+
+
+def test_solver_for_graphs_solves():
+    a = torch.randn(3, 12, 20, dtype=torch.float64)
+    m, rhs = a @ a.mT, torch.randn(3, 12, 4, dtype=torch.float64)
+    assert error(m @ spd_solve_in_graph(m, rhs), rhs) < 1e-4
+    assert error(spd_solve_in_graph(m, rhs), torch.linalg.solve(add_ridge(m, 1e-6), rhs)) < 1e-9
+    assert (
+        spd_solve_in_graph(torch.zeros(5, 5), torch.zeros(5, 2)).abs().max() == 0
+    )  # before the first prompt
+
+
+def refit_data(group: int = 3, r: int = 6):
+    """What lrqk_refit reads: q, k, B_Q, B_K, A_Omega, K_Omega, for 2 rows of 2 KV heads, fp64."""
+    shapes = ((group, 16), (1, 16), (r, 16), (r, 16), (40, r), (40, 16))
+    generator = torch.Generator().manual_seed(group)
+    return [torch.randn(2, 2, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def test_lrqk_refit_minimises_the_papers_objective(monkeypatch):
+    """At its fixed point the gradient of Eq. 8, summed over the heads of a group, vanishes."""
+    monkeypatch.setattr(compress, "LRQK_STEPS", 300)
+    monkeypatch.setattr(compress, "add_ridge", lambda m, share: m)
+    q, k, b_q, b_k, a, keys = refit_data()
+    with torch.enable_grad():
+        q_hat, k_hat, _, _ = (x.detach().requires_grad_() for x in lrqk_refit(q, k, b_q, b_k, a, keys))
+        parts = (q_hat @ b_q - q, k_hat @ b_k - k, q_hat @ k_hat.mT - q @ k.mT, q_hat @ a.mT - q @ keys.mT)
+        loss = sum(0.5 * part.square().sum() for part in parts)
+        gradients = torch.autograd.grad(loss, (q_hat, k_hat))
+    assert max(g.abs().max() for g in gradients) < 1e-6 * loss
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_lrqk_new_bases_reproduce_the_token_by_the_least_change(group):
+    """Invariant 5: q^ B_Q = q and k^ B_K = k for every head of the group; the line search of Eq. 11 is
+    1/||q^||^2; any other B that reproduces the token is farther away."""
+    q, k, b_q, b_k, a, keys = refit_data(group)
+    q_hat, k_hat, new_q, new_k = lrqk_refit(q, k, b_q, b_k, a, keys)
+    for x, x_hat, old, new in ((q, q_hat, b_q, new_q), (k, k_hat, b_k, new_k)):
+        assert error(x_hat @ new, x) < 1e-4
+        if x.shape[-2] == 1:
+            residual = x_hat @ old - x
+            gradient = x_hat.mT @ residual
+            step = x_hat @ gradient
+            eta = (residual * step).sum(-1) / step.square().sum(-1)
+            assert error(eta, 1 / x_hat.square().sum(-1)) < 1e-9
+            assert error(old - eta[..., None] * gradient, new) < 1e-5
+        null = torch.eye(6, dtype=x.dtype) - torch.linalg.pinv(x_hat) @ x_hat
+        other = new + null @ torch.randn_like(new)
+        assert error(x_hat @ other, x) < 1e-4
+        assert ((other - old).norm(dim=(-2, -1)) > (new - old).norm(dim=(-2, -1))).all()
+
+
+@pytest.mark.parametrize("rotation", [True, False])
+def test_lrqk_scores_do_not_depend_on_the_gauge(rotation):
+    """Invariant 4: A_K M^-T, M^-1 B_Q and M^T B_K give q^ M, k^ M^-T and the same scores (up to the ridge)."""
+    q, k, b_q, b_k, a, keys = refit_data()
+    m = orthonormal(6).double()
+    if not rotation:
+        m = m @ torch.diag(torch.tensor([0.5, 2.0, 1.0, 0.7, 1.5, 3.0], dtype=torch.float64))
+    other = torch.linalg.inv(m).mT
+    q_hat, k_hat, _, _ = lrqk_refit(q, k, b_q, b_k, a, keys)
+    moved = lrqk_refit(q, k, other.mT @ b_q, m.mT @ b_k, a @ other, keys)
+    live, tolerance = torch.ones(2, 40, dtype=torch.bool), 1e-9 if rotation else 1e-4
+    assert error(moved[0], q_hat @ m) < tolerance and error(moved[1], k_hat @ other) < tolerance
+    scores = (lrqk_scores(x, y, live, 16) for x, y in ((q_hat, a), (moved[0], a @ other)))
+    assert error(*scores) < tolerance
+
+
+def lrqk_cache(n: int, capacity: int = 64, group: int = 2, **options) -> tuple[LrqkCache, DenseCache, tuple]:
+    """An LRQK and a dense cache that read the same n tokens, and q, k, v of all `capacity` tokens."""
+    room = Room(tiny_model(group=group), 1, capacity)
+    caches = LrqkCache(room, LrqkSettings(**{"rank": 6, "k": 10, "recent": 5} | options)), DenseCache(room)
+    torch.manual_seed(0)
+    heads = 8 // group
+    q, k, v = (
+        torch.randn(capacity, 8, 16),
+        torch.randn(capacity, heads, 16) * 2,
+        torch.randn(capacity, heads, 16),
+    )
+    for cache in caches:
+        cache.prefill(0, q[:n], k[:n], v[:n])
+    return *caches, (q, k, v)
+
+
+def step_of(tensors: tuple, n: int) -> tuple:
+    return torch.tensor([n], dtype=torch.int32), *(x[n : n + 1] for x in tensors)
+
+
+def attended(cache: LrqkCache, head: int, pos: int) -> set[int]:
+    """The positions that a KV head of row 0 attended in the step at pos."""
+    chosen = cache.pos_of[0, head][cache.stamp[0, head] == cache.step].tolist()
+    assert len(set(chosen)) == len(chosen)
+    return set(chosen) | set(range(max(0, pos - cache.z + 1), pos + 1))
+
+
+@pytest.mark.parametrize("mode", ["optimal", "frozen", "paper"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_lrqk_at_full_rank_is_exact_top_k(mode, group):
+    """Invariant 6: r = D scores exactly, so each KV head attends the tokens of the largest true weight."""
+    cache, dense, tensors = lrqk_cache(50, group=group, rank=16, mode=mode)
+    for n in range(50, 64):
+        got, step = cache.decode(*step_of(tensors, n)), step_of(tensors, n)
+        dense.decode(*step)
+        q = dense.rope(step[1], step[0])[0].unflatten(0, (8 // group, group))
+        logits = (q @ dense.k[0].mT / 4)[..., : n + 1]
+        best = (logits[..., : n - 4].log_softmax(-1)).amax(1).topk(10).indices
+        live = torch.zeros(8 // group, n + 1, dtype=torch.bool).scatter(1, best, True)
+        live[:, n - 4 :] = True
+        assert [attended(cache, h, n) for h in range(8 // group)] == [
+            set(row.nonzero()[:, 0].tolist()) for row in live
+        ]
+        weights = logits.masked_fill(~live[:, None], -torch.inf).softmax(-1)
+        assert error(got[0], (weights @ dense.v[0, :, : n + 1]).flatten(0, 1)) < 1e-5
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("options", [{}, {"mode": "paper", "slots": 1.5}, {"mode": "frozen", "slots": 0.0}])
+def test_lrqk_with_k_of_the_context_is_dense(group, options):
+    """For prompts shorter than r and D too, and for one token repeated, whose moments have rank 1."""
+    prompts = [random_ids(n, n) for n in (1, 5, 60)] + [[7] * 40]
+    more = [random_ids(15, 100 + n) for n in range(4)]
+    reference = logits_through(make_engine(tiny_model(group=group), "dense", 4, 80), prompts, more)
+    engine = make_engine(tiny_model(group=group), "lrqk", 4, 80, rank=12, **options)
+    assert error(logits_through(engine, prompts, more), reference) < 1e-5
+    assert sum(engine.caches[0].settings.budget(80)) == 80
+
+
+@pytest.mark.parametrize("n", [1, 4, 10, 14, 15, 16, 30])
+@pytest.mark.parametrize("mode", ["optimal", "paper"])
+def test_lrqk_ring_and_candidates_cover_every_token_once(n, mode):
+    """Invariant 8, with prompts below k, of k + recent and beyond: the token that leaves the ring is a
+    candidate in the same step, and nothing is lost until k + recent tokens are there."""
+    cache, dense, tensors = lrqk_cache(n, mode=mode)
+    for pos in range(n, n + 20):
+        step = step_of(tensors, pos)
+        difference = error(cache.decode(*step), dense.decode(*step))
+        assert (difference < 1e-5) == (pos + 1 <= 15), pos
+        ring = cache.ring_positions(step[0])[0].tolist()
+        assert sorted(p for p in ring if p >= 0) == list(range(max(0, pos - 4), pos + 1))
+        for head in range(4):
+            assert len(attended(cache, head, pos)) == min(pos + 1, 15)
+        for slot, position in enumerate(ring):
+            if position >= 0:
+                assert torch.equal(cache.hot_k[0, :, cache.slots + slot], cache.k[0, :, position])
+                assert torch.equal(cache.hot_v[0, :, cache.slots + slot], cache.v[0, :, position])
+
+
+@pytest.mark.parametrize("ratio", [1, 1.5, 2])
+def test_lrqk_slot_table(ratio):
+    """Invariant 7 over 60 steps of drifting selections: the tables are inverse to each other, hits stay where
+    they are, exactly the selected are stamped and hold host memory's bytes, and what goes is what was unused
+    for the longest time. With C = k the residents are the selection."""
+    B, heads, S, k, D = 2, 3, 80, 8, 4
+    C, rng = int(ratio * k), np.random.default_rng(0)
+    rows_k, rows_v = torch.randn(2, B, heads, S, D)
+    hot_k, hot_v = torch.zeros(2, B, heads, C, D)
+    slot_of, pos_of, stamp = (torch.full((B, heads, n), -1, dtype=torch.int32) for n in (S, C, C))
+    used = [[{} for _ in range(heads)] for _ in range(B)]  # position -> last step, for each resident
+    for step in range(60):
+        scores = torch.from_numpy(rng.normal(size=(B, heads, S)) - abs(np.arange(S) - step) / 4)
+        scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
+        best, index = scores.topk(k, sorted=False)
+        live, before = best > -torch.inf, slot_of.clone()
+        place, miss = lrqk_resolve(index, live, slot_of, pos_of, stamp, torch.tensor(step, dtype=torch.int32))
+        compress.fetch_rows(rows_k, rows_v, index, place, miss, hot_k, hot_v)
+        for b, h in np.ndindex(B, heads):
+            chosen, old = set(index[b, h][live[b, h]].tolist()), used[b][h]
+            missed = set(index[b, h][miss[b, h]].tolist())
+            assert missed == chosen - set(old)
+            for p in chosen & set(old):
+                assert slot_of[b, h, p] == before[b, h, p]
+            evicted = sorted(set(old) - chosen, key=old.get)[: max(0, len(set(old) | chosen) - C)]
+            gone = set(old) - set(pos_of[b, h].tolist())
+            assert sorted(old[p] for p in gone) == sorted(old[p] for p in evicted)  # the oldest, ties aside
+            used[b][h] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
+            resident = [p for p in pos_of[b, h].tolist() if p >= 0]
+            assert set(resident) == set(used[b][h]) and len(set(resident)) == len(resident)
+            assert (slot_of[b, h] >= 0).sum() == len(resident)
+            for p in resident:
+                slot = slot_of[b, h, p]
+                assert pos_of[b, h, slot] == p and stamp[b, h, slot] == used[b][h][p]
+                assert torch.equal(hot_k[b, h, slot], rows_k[b, h, p])
+                assert torch.equal(hot_v[b, h, slot], rows_v[b, h, p])
+            assert set(pos_of[b, h][stamp[b, h] == step].tolist()) == chosen
+            if ratio == 1 and len(chosen) == k:
+                assert set(resident) == chosen
+
+
+@pytest.mark.parametrize("mode", ["optimal", "paper"])
+def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
+    """Invariant 9: shuffled slots, no hit/miss (slots 0), more slots, or all rows on the device: the same."""
+    cache, _, tensors = lrqk_cache(40, mode=mode)
+    others = [
+        lrqk_cache(40, mode=mode, **o)[0] for o in ({"slots": 2.0}, {"slots": 0.0}, {"kv_device": "cuda"})
+    ]
+    shuffled, _, _ = lrqk_cache(40, mode=mode)
+    for n in range(40, 60):
+        truth = cache.decode(*step_of(tensors, n))
+        for other in others:
+            assert error(other.decode(*step_of(tensors, n)), truth) < 1e-5
+        order = torch.randperm(10)
+        for buffer in (shuffled.hot_k, shuffled.hot_v):
+            buffer[:, :, :10] = buffer[:, :, order]
+        shuffled.pos_of.copy_(shuffled.pos_of[..., order])
+        shuffled.stamp.copy_(shuffled.stamp[..., order])
+        positions = shuffled.pos_of.long()
+        shuffled.slot_of.scatter_(-1, positions, torch.arange(10, dtype=torch.int32).expand_as(positions))
+        assert error(shuffled.decode(*step_of(tensors, n)), truth) < 1e-5
+    rates = [c.miss_rate() for c in (others[0], cache, shuffled, others[1], others[2])]
+    assert 0 < rates[0] < rates[1] == rates[2] < rates[3] == 1 and rates[4] is None
+
+
+def test_lrqk_paper_mode_refits_on_what_the_last_step_attended(monkeypatch):
+    """Omega: the rows of K and of A_K in the same order, of exactly the tokens of the step before."""
+    cache, _, tensors = lrqk_cache(30, mode="paper", slots=1.5)
+    seen = []
+
+    def spy(q, k, b_q, b_k, a_near, k_near):
+        seen.append((a_near, k_near.clone()))
+        return lrqk_refit(q, k, b_q, b_k, a_near, k_near)
+
+    monkeypatch.setattr(compress, "lrqk_refit", spy)
+    for n in range(30, 45):
+        omega = [attended(cache, h, n - 1) for h in range(4)]
+        cache.decode(*step_of(tensors, n))
+        for head, (a_near, k_near) in enumerate(zip(seen[-1][0][0], seen[-1][1][0], strict=True)):
+            found = set()
+            for a, key in zip(a_near, k_near, strict=True):
+                if a.any():
+                    (position,) = (cache.k[0, head] == key).all(-1).nonzero()[:, 0].tolist()
+                    assert torch.equal(a, cache.a_k[0, head, position])
+                    found.add(position)
+            assert found == omega[head]
+    assert not torch.equal(cache.basis_q, lrqk_cache(30, mode="paper")[0].basis_q)
+
+
+@pytest.mark.parametrize("mode", ["optimal", "paper"])
+def test_lrqk_prefill_forgets_the_prompt_before(mode):
+    prompts, more = [random_ids(40), random_ids(9, 1)], [random_ids(12, 2), random_ids(12, 3)]
+    options = {"rank": 6, "k": 10, "recent": 5, "mode": mode}
+    fresh = make_engine(tiny_model(), "lrqk", 2, 60, **options)
+    used = make_engine(tiny_model(), "lrqk", 2, 60, **options)
+    logits_through(used, prompts[::-1], more)
+    assert error(logits_through(used, prompts, more), logits_through(fresh, prompts, more)) < 1e-5
+    assert used.caches[1].miss_rate() == fresh.caches[1].miss_rate()
+
+
+def test_lrqk_bytes_of_host_and_device():
+    """A_K per KV head: at r = 32 and D = 128 it is 1/8 of K and V (the released code's is 1/2 under G = 4)."""
+    model = tiny_model(head_dim=128, group=4)
+    (cache, *_), dense = (
+        make_engine(model, "lrqk", 2, 400, k=20, recent=10).caches,
+        dense_bytes(Room(model, 2, 400)),
+    )
+    assert cache.host_bytes() == cache.k.nbytes + cache.v.nbytes == dense
+    assert cache.a_k.nbytes == dense // 8 and cache.hot_k.shape[2] == 30
+    assert cache.bytes_read(400) == 2 * 4 * (390 * 32 + 30 * 2 * 128)
+    on_device = LrqkCache(cache.room, LrqkSettings(k=20, recent=10, kv_device="cuda"))
+    assert on_device.host_bytes() == 0 and on_device.measured() == cache.measured() + dense
+
+
+def lrqk_recall(model: Llama, prompts: list, more: list, **options) -> tuple[float, float]:
+    """Share of the true top-k (by largest attention weight in the group) that LRQK selects, and of its mass,
+    over all layers, KV heads and steps."""
+    engine = make_engine(model, "lrqk", len(prompts), len(prompts[0]) + len(more[0]), **options)
+    figures = []
+    for cache in engine.caches:
+        project, load = cache.project, cache.load
+
+        def spy_project(pos, q, k, cache=cache, project=project):
+            cache.query = q
+            return project(pos, q, k)
+
+        def spy_load(rows, pos, q_hat, cache=cache, load=load):
+            load(rows, pos, q_hat)
+            if rows != slice(None):
+                return  # prefill
+            dead = (cache.room.positions > pos[:, None] - cache.z)[:, None, None]
+            logits = (cache.query @ cache.k.mT * cache.config.head_dim**-0.5).masked_fill(dead, -torch.inf)
+            weights = logits.softmax(-1).amax(2)  # [B, Hkv, S]
+            index, _ = cache.select(rows, pos, q_hat)
+            best = weights.topk(cache.chosen).indices
+            mask = torch.zeros_like(weights).scatter(-1, best, 1)
+            mass = weights.gather(-1, index).sum(-1) / weights.gather(-1, best).sum(-1)
+            figures.append((mask.gather(-1, index).mean().item(), mass.mean().item()))
+
+        cache.project, cache.load = spy_project, spy_load
+    logits_through(engine, prompts, more)
+    return tuple(np.mean(figures, 0).tolist())
+
+
+def test_lrqk_recall_of_the_modes(nano_haystack):
+    """On the embedded model: true top-64 of 960 tokens, rank 32, over text and retrieval prompts; -s prints."""
+    model = load_model(NANO, CPU, torch.float32)
+    text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
+    samples = [eval_sample(nano_haystack, kind, 0, 1024) for kind in ("multikey", "multiquery")]
+    prompts = [text[:1024], text[2000:3024], *(ids for ids, _ in samples)]
+    answers = [(nano_haystack.encode(task.answer).tolist() * 12)[:12] for _, task in samples]
+    more = [text[1024:1036], text[3024:3036], *answers]
+    recall = {}
+    for mode, init in [
+        ("optimal", "-"),
+        *((m, i) for m in ("frozen", "paper") for i in ("topcol", "top", "randn")),
+    ]:
+        options = {"mode": mode} | ({} if init == "-" else {"init": init})
+        recall[mode, init], mass = lrqk_recall(model, prompts, more, k=64, **options)
+        print(f"{mode:8} {init:7} recall {recall[mode, init]:.3f}  mass {mass:.4f}")
+        assert 0.3 < recall[mode, init] < mass <= 1 + 1e-6
+    assert all(recall["optimal", "-"] > value - 0.02 for value in recall.values())
+
+
 # ------------------------------------------------------------------------------------ sampling and the engine
 
 
@@ -1561,6 +2007,9 @@ def test_the_same_seed_gives_the_same_sample():
         ("sals", SPARSE | {"score": "sum"}),
         ("loki", {"k": 0.3, "d": 0.5}),
         *ROWS,
+        ("lrqk", LRQK),
+        ("lrqk", LRQK | {"mode": "paper", "slots": 2.0}),
+        ("lrqk", LRQK | {"kv_device": "cuda"}),
     ],
 )
 def test_graph_replay_equals_eager(method, options):
@@ -1578,7 +2027,16 @@ def test_graph_replay_equals_eager(method, options):
 
 
 @needs_cuda
-@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", {}), ("sals", {"score": "sum"})])
+@pytest.mark.parametrize(
+    "method,options",
+    [
+        ("dense", {}),
+        ("sals", {}),
+        ("sals", {"score": "sum"}),
+        ("lrqk", {"k": 256}),
+        ("lrqk", {"mode": "paper"}),
+    ],
+)
 def test_compiled_graph_gives_nanos_greedy_tokens(method, options, nano_haystack):
     prompts = [eval_sample(nano_haystack, "multikey", seed, n)[0] for seed, n in ((0, 700), (1, 1500))]
     tokens = []
@@ -2506,6 +2964,39 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
             assert torch.equal(got, want), i
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "B, Hkv, S, D, n, slots", [(1, 1, 9, 16, 1, 3), (2, 3, 70, 24, 37, 50), (3, 2, 40, 128, 32, 32)]
+)
+def test_kernel_fetch_rows(dtype, B, Hkv, S, D, n, slots):
+    """Only missing rows move; the others' rows may hold anything, and their places stay as they are."""
+    k, v = randn(B, Hkv, S, D, dtype=dtype), randn(B, Hkv, S, D, seed=1, dtype=dtype)
+    hot_k, hot_v = randn(B, Hkv, slots, D, seed=2, dtype=dtype), randn(B, Hkv, slots, D, seed=3, dtype=dtype)
+    index = torch.stack([torch.randperm(S)[:n] for _ in range(B * Hkv)]).view(B, Hkv, n).to(DEVICE)
+    place = torch.stack([torch.randperm(slots)[:n] for _ in range(B * Hkv)]).view(B, Hkv, n).to(DEVICE)
+    for share in (0.0, 0.4, 1.0):
+        miss = (torch.rand(B, Hkv, n) < share).to(DEVICE)
+        truth = hot_k.clone(), hot_v.clone()
+        compress.fetch_rows(k, v, index, place, miss, *truth)
+        kernels.fetch_rows(k, v, index, place, miss, hot_k, hot_v)
+        assert torch.equal(hot_k, truth[0]) and torch.equal(hot_v, truth[1])
+        assert share < 1 or torch.equal(hot_k[0, 0, place[0, 0]], k[0, 0, index[0, 0]])
+    with pytest.raises(ValueError, match="int64"):
+        kernels.fetch_rows(k, v, index.int(), place, miss, hot_k, hot_v)
+
+
+@needs_cuda
+def test_kernels_reach_host_memory_through_its_address():
+    room = Room(tiny_model().cuda(), 2, 50)
+    rows = compress.host_rows(room, 3, 50, 16)
+    assert rows.is_cuda and not rows.any()
+    index = torch.arange(50, device="cuda")
+    rows[1, :, index] = torch.ones(3, 50, 16, device="cuda")
+    before = torch.cuda.memory_allocated()
+    assert compress.host_rows(room, 3, 50, 16).sum() == 0 and rows.sum() == 3 * 50 * 16
+    assert torch.cuda.memory_allocated() - before < rows.nbytes
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
 @poisoned
 def test_kernel_graph_follows_pos():
@@ -3050,7 +3541,7 @@ def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
 BAD_OPTIONS = {
     "unknown method": (
         ["--method", "magic"],
-        "unknown method 'magic'; the methods are: dense, sals, loki, streaming",
+        "unknown method 'magic'; the methods are: dense, sals, loki, lrqk, streaming",
     ),
     "setting of another method": (["--rank", "0.5"], "--rank is neither an option nor a setting of dense"),
     "kv_bits where they do not fit": (
@@ -3070,6 +3561,16 @@ BAD_OPTIONS = {
     "rank beyond the artifact": (["--method", "sals", "--rank", "0.9", "--prompt", "5"], "--max_rank"),
     "no tokens": (["--method", "loki", "--k", "0", "--prompt", "5"], "--k must be above 0"),
     "no components": (["--method", "loki", "--d", "1.5", "--prompt", "5"], "--d in (0, 1]"),
+    "rank beyond the head": (["--method", "lrqk", "--rank", "17", "--prompt", "5"], "r must be 1 to 16"),
+    "no ring": (["--method", "lrqk", "--rank", "8", "--recent", "0", "--prompt", "5"], "--recent at least 1"),
+    "fewer slots than k": (
+        ["--method", "lrqk", "--rank", "8", "--slots", "0.5", "--prompt", "5"],
+        "give 0 (no hit/miss) or a multiple of k",
+    ),
+    "no GPU to keep rows on": (
+        ["--method", "lrqk", "--rank", "8", "--kv_device", "cuda", "--device", "cpu", "--prompt", "5"],
+        "the model runs on the CPU",
+    ),
     "no recent tokens": (["--method", "sals", "--recent", "0", "--prompt", "5"], "recent >= 1"),
     "bad layer list": (["--method", "sals", "--skip", "first", "--prompt", "5"], "layer numbers"),
     "bad sampling": (["--top_p", "0", "--prompt", "5"], "--top_p"),
@@ -3188,6 +3689,19 @@ def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
         "bandwidth_share peak_memory_bytes capture_s seed versions"
     )
     assert set(keys.split()) <= set(report)
+
+
+def test_report_of_a_mixed_cache(tmp_path, monkeypatch, capsys):
+    argv = ["--checkpoint", tiny_checkpoint(tmp_path), "--prompt", "60", "--ignore_eos", "--json"]
+    argv += ["--max_new_tokens", "20", "--method", "lrqk", "--rank", "8", "--k", "10", "--recent", "4"]
+    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0 and 0 < report["miss_rate"] < 1
+    assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
+    assert f"{report['miss_rate']:.1%} of the selected rows fetched" in err
+    code, out, err = run_main(generate.main, [*argv, "--method", "dense"][:6], monkeypatch, capsys)
+    report = json.loads(out.splitlines()[-1])
+    assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in err
 
 
 def test_prompts_from_text_file_and_stdin_agree(checkpoint, tmp_path, monkeypatch, capsys):
