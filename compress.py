@@ -638,8 +638,12 @@ def random_loki(model: Llama) -> dict[str, Tensor]:
 class LrqkSettings:
     """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649). Few bytes on the GPU."""
 
-    rank: int = setting(32, "r: dims of A_Q and A_K, the proxies that score tokens, for each KV head")
-    k: int = setting(2048, "tokens that each KV head selects by its proxy scores, at each step")
+    rank: int = setting(
+        32, "r: dims of A_Q and A_K, the proxies that score tokens, for each KV head", sets="bytes"
+    )
+    k: int = setting(
+        2048, "tokens that each KV head selects by its proxy scores, at each step", sets="tokens"
+    )
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting(
         "optimal",
@@ -922,6 +926,7 @@ class LrqkCache(Cache):
         self.hot_k[rows, :, ring], self.hot_v[rows, :, ring] = k, v
         self.step += 1
         self.load(slice(None), pos, q_hat)
+        self.attends(pos, self.pos_of, self.stamp == self.step, recent=self.z)
         live = torch.cat((self.stamp == self.step, self.ring_live(pos)), -1)
         return F.scaled_dot_product_attention(q, self.hot_k, self.hot_v, live[:, :, None]).flatten(1, 2)
 
