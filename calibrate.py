@@ -4,7 +4,7 @@
     python calibrate.py eval    --method dense --method sals   perplexity and retrieval, one table
     python calibrate.py ranks                                  rank of the keys before and after RoPE
     python calibrate.py overlap --method sals                  attention mass that the selection captures
-    python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama from scratch
+    python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama, or uptrain one for EliteKV
 Evaluation always decodes token by token through the method's own cache, with the dense row in the same run.
 """
 
@@ -16,6 +16,7 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 import sysconfig
 import time
@@ -34,15 +35,23 @@ from torch import Tensor
 
 from compress import (
     METHODS,
+    EliteSettings,
     LokiSettings,
     Room,
     SalsSettings,
     artifact_path,
     build_loki,
+    contribution,
+    dense_attention,
+    elite_allocations,
+    elite_artifact,
+    elite_convert,
     load_artifact,
     method_named,
     model_identity,
     rank_at,
+    rope_deltas,
+    ropelite,
     sals_queries,
     sals_score_rank,
     sals_scores,
@@ -67,8 +76,11 @@ from model import (
     UserError,
     apply_rope,
     causal_attention,
+    fingerprint,
+    load_model,
     load_tokenizer,
     rope_tables,
+    weight_files,
     weight_slots,
 )
 
@@ -308,6 +320,10 @@ def eval_sample(
 
 def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
     """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
+    if model.config.elitekv:
+        raise UserError(
+            "this checkpoint was uptrained for EliteKV and is calibrated already: eval and generate take it"
+        )
     cos, sin = rope_tables(model.config, tokens.shape[-1], tokens.device)
     x = model.tok_embeddings(tokens)
     for i, layer in enumerate(model.layers):
@@ -434,7 +450,79 @@ def fit_loki(
     return tensors, facts | {f"perplexity_{name}": f"{p:.4f}" for name, p in perplexity.items()}
 
 
-FITS = {"sals": fit_sals, "loki": fit_loki}
+ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so many query rows of each
+
+
+@torch.inference_mode()
+def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
+    """The pairs of every KV head, best first, by RoPElite and by Contribution: [L, Hkv, D/2] each.
+
+    tokens [N, S]: one forward pass, and the exact search on the spot, a layer and a KV head at a time. The
+    logits compared are those of ELITE_ROWS random queries of each window (the paper: all) with all keys before."""
+    c, device = model.config, next(model.parameters()).device
+    cos, sin = rope_tables(c, tokens.shape[1], device)
+    rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
+    found = {"elite": [], "contribution": [], "distance": []}
+    bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
+
+    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
+        found["contribution"].append(contribution(q, k).argsort(-1, descending=True).cpu())
+        picks = []
+        for h in range(c.n_kv_heads):
+            picks.append(ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)))
+            bar.tick()
+        for name, heads in zip(("elite", "distance"), zip(*picks, strict=True), strict=True):
+            found[name].append(torch.stack(heads))
+
+    observe(model, tokens.to(device), see)
+    bar.close()
+    return {name: torch.stack(layers) for name, layers in found.items()}
+
+
+@torch.inference_mode()
+def elite_trial(
+    model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict[str, Tensor]
+) -> tuple[float, float]:
+    """Perplexity of tokens [N, S] in EliteKV form without uptraining, and the share of |W_k^n|^2 + |W_v|^2
+    that A B keeps, a mean over layers; leaves the model as it was."""
+    dense, kept, losses = [layer.attention for layer in model.layers], [], []
+    elite_convert(model, settings, artifact)
+    for layer, before in zip(model.layers, dense, strict=True):
+        _, k, v = before.wqkv.weight.float().split(before.widths)
+        elite = layer.attention.down.weight.float().split(layer.attention.widths)[1]
+        total = k.square().sum() + v.square().sum() - elite.square().sum()
+        kept.append(layer.attention.up.weight.float().square().sum() / total)  # A is orthonormal
+    for window in tokens.to(next(model.parameters()).device):
+        losses.append(weighted_loss(model, window[None], torch.ones_like(window[None, 1:]).float()))
+    for layer, before in zip(model.layers, dense, strict=True):
+        layer.attention = before
+    return torch.stack(losses).mean().exp().item(), torch.stack(kept).mean().item()
+
+
+def fit_elitekv(
+    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the lowest
+    perplexity on the last windows without uptraining (App. C). A and B follow from the weights at load time."""
+    tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
+    tensors |= {"r": torch.tensor(0), "d_ckv": torch.tensor(0)}
+    allocations = elite_allocations(model.config, 0.25)
+    if not allocations:
+        raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
+    bar = Progress("elitekv", len(allocations))
+    trials = {}
+    for r, d_ckv in allocations:
+        trials[r, d_ckv] = elite_trial(model, tokens[-4:], EliteSettings(r, d_ckv), tensors)
+        bar.tick()
+    bar.close()
+    r, d_ckv = min(trials, key=trials.get)
+    tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
+    facts = {"energy": f"r {r}, d_ckv {d_ckv}: {trials[r, d_ckv][1]:.4f}"}
+    return tensors, facts | {f"perplexity_{r}_{d}": f"{p:.4f}" for (r, d), (p, _) in trials.items()}
+
+
+FITS = {"sals": fit_sals, "loki": fit_loki, "elitekv": fit_elitekv}
 
 
 def run_fit(args: argparse.Namespace) -> None:
@@ -486,15 +574,18 @@ def plot_ranks(ranks: dict[str, list[int]], energy: float, path: Path) -> None:
 
 @dataclass
 class Candidate:
-    """A method with its settings, written sals:rank=0.125,bits=2 on the command line."""
+    """A method with its settings, written sals:rank=0.125,bits=2 on the command line; with @FOLDER after it,
+    of that checkpoint instead of --checkpoint."""
 
     label: str
     method: str
     options: dict
+    folder: Path | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":
-        method, _, rest = text.partition(":")
+        method_text, _, folder = text.partition("@")
+        method, _, rest = method_text.partition(":")
         kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
         options = {}
         for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
@@ -505,13 +596,14 @@ class Candidate:
             except ValueError:
                 raise UserError(f"--method {text}: {name} must be a {kind.__name__}") from None
         settings_from(method, options)
-        return cls(text, method, options)
+        return cls(text, method, options, Path(folder) if folder else None)
 
     def engine(self, args: argparse.Namespace, rows: int, capacity: int) -> Engine:
         """A fresh engine over freshly loaded weights, since a method may change them."""
-        model, _ = load(args)
+        folder = self.folder or args.checkpoint
+        model, _ = load(argparse.Namespace(**vars(args) | {"checkpoint": folder}))
         method, room = METHODS[self.method], Room(model, rows, capacity)
-        artifact = load_artifact(args.checkpoint, self.method, model) if method.fitted else {}
+        artifact = load_artifact(folder, self.method, model) if method.fitted else {}
         caches = method.build(model, settings_from(self.method, self.options), room, artifact)
         return Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
 
@@ -610,7 +702,8 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
 
 def run_eval(args: argparse.Namespace) -> None:
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
-    if candidates[0].method != "dense":
+    uptrained = ModelConfig.from_folder(args.checkpoint).elitekv  # such a checkpoint has no dense form
+    if candidates[0].method != "dense" and not uptrained:
         candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
     tokenizer = load_tokenizer(args.checkpoint)
     held = text_files(standard_library(), held=True)
@@ -850,8 +943,7 @@ def save_checkpoint(model: Llama, folder: Path) -> None:
         "torch_dtype": "bfloat16",
     }
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in weight_slots(model).items()}
-    save_artifact(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_weights(weight_slots(model), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -863,6 +955,15 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """The same with what is floating point in bf16."""
+    halved = {
+        name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
+        for name, t in tensors.items()
+    }
+    save_artifact(halved, path, metadata)
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -911,6 +1012,15 @@ def staged_batches(hay: Haystack, stages: list[Stage], done: int, seed: int, wor
         first = last
 
 
+def tokens_read(stages: list[Stage], done: int) -> int:
+    """Tokens of the first `done` steps."""
+    total = 0
+    for stage in stages:
+        steps = min(done, stage.steps)
+        total, done = total + steps * stage.batch * stage.length, done - steps
+    return total
+
+
 def train(
     model: Llama,
     hay: Haystack,
@@ -920,19 +1030,26 @@ def train(
     workers: int,
     state: Path | None,
     minutes: float,
+    constant: bool = False,
+    log: Path | None = None,
 ) -> bool:
-    """AdamW under a cosine schedule over all stages, weights in fp32 with bf16 autocast.
+    """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
 
-    `state` is the file that a later run resumes from. True when done, False when `minutes` ran out first."""
+    `state` is the file that a later run resumes from; `log` gets a line of tokens read and mean loss every 20
+    steps. True when done, False when `minutes` ran out first."""
     device = next(model.parameters()).device
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     total, started, running = sum(s.steps for s in stages), time.time(), None
+    recent = []  # losses since the last line of the log
+    if log and not done:
+        log.write_text("tokens,loss\n")
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
     for stage, tokens, weights in staged_batches(hay, stages, done, seed, workers):
         for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
             warm = min(1.0, (done + 1) / 200)
-            group["lr"] = lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done / total)))
+            decay = 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
+            group["lr"] = lr if constant else lr * warm * decay
         with torch.autocast(device.type, torch.bfloat16):
             loss = loss_of(model, tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True))
         loss.backward()
@@ -941,6 +1058,12 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         done += 1
         running = loss.detach() if running is None else running.lerp(loss.detach(), 0.02)
+        if log:
+            recent.append(loss.detach())
+        if log and (done % 20 == 0 or done == total):
+            with log.open("a") as file:
+                file.write(f"{tokens_read(stages, done)},{torch.stack(recent).mean().item():.4f}\n")
+            recent.clear()
         if done % 100 == 0 or done == total:
             seconds = time.time() - started
             shape = f"{stage.batch}x{stage.length}"
@@ -1006,23 +1129,70 @@ def run_train(args: argparse.Namespace) -> None:
     stages = [Stage.parse(text) for text in args.stages]
     sources = [text.rpartition(":") if ":" in text else (text, ":", "1") for text in args.text]
     paths = [Path(path) for path, _, _ in sources]
-    if not (args.out / "tokenizer.model").is_file():
-        args.out.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(paths, args.out / "tokenizer.model", NANO.vocab_size)
-    tokenizer = load_tokenizer(args.out)
+    if args.source:
+        model, tokenizer = uptraining_model(args)
+    else:
+        if not (args.out / "tokenizer.model").is_file():
+            args.out.mkdir(parents=True, exist_ok=True)
+            train_tokenizer(paths, args.out / "tokenizer.model", NANO.vocab_size)
+        model, tokenizer = Llama(NANO), load_tokenizer(args.out)
+        initialise(model, args.seed)
     started = time.time()
     files = [text_files(path, held=False) for path in paths]
     tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, [float(share) for _, _, share in sources])
-    model = Llama(NANO)
-    initialise(model, args.seed)
     model = model.to(args.device)
-    done = train(model, hay, stages, args.lr, args.seed, args.workers, args.state, args.minutes)
-    save_checkpoint(model, args.out)
+    # Uptraining goes on at the rate that pre-training's schedule ends with.
+    lr = args.lr or (2e-4 if args.source else 2e-3)
+    loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
+    done = train(model, hay, stages, lr, *loop)
+    if args.source:
+        save_uptrained(model, args.source, args.out)
+    else:
+        save_checkpoint(model, args.out)
     for text, ids in zip(args.text, tokens, strict=True):
         print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
     print("finished" if done else "not finished: run the same command again with the same --state")
+
+
+def uptraining_model(args: argparse.Namespace) -> tuple[Llama, object]:
+    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer."""
+    if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
+        raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
+    candidate, device = Candidate.parse(args.method), torch.device(args.device)
+    if candidate.method != "elitekv":
+        raise UserError(
+            f"--method {args.method}: only elitekv is uptrained; give elitekv[:SETTING=VALUE,...]"
+        )
+    model = load_model(args.source, device, torch.float32)
+    if model.config.qkv_bias or model.config.elitekv:
+        raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
+    artifact = load_artifact(args.source, "elitekv", model)
+    elite_convert(model, settings_from("elitekv", candidate.options), artifact)
+    return model.requires_grad_(True), load_tokenizer(args.source)
+
+
+@torch.no_grad()
+def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
+    """Writes a checkpoint that EliteKV alone can run, and its artifact with the elite pairs, A and B (bf16).
+
+    model.safetensors keeps the ordinary names and shapes: W_k and W_v are the expanded A B. The rest of the
+    folder is copied from `source`, with "elitekv": true in config.json."""
+    tensors, elite = elite_artifact(model), [layer.attention for layer in model.layers]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"elitekv": True}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for layer in model.layers:
+        layer.attention = dense_attention(layer.attention)
+    save_weights(weight_slots(model), folder / "model.safetensors", {"format": "pt"})
+    model.fingerprint = fingerprint(weight_files(folder))
+    save_weights(tensors, artifact_path(folder, "elitekv"), {"method": "elitekv"} | model_identity(model))
+    for layer, attention in zip(model.layers, elite, strict=True):
+        layer.attention = attention
 
 
 @torch.no_grad()
@@ -1080,8 +1250,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument(
         "--method",
         action="append",
-        metavar="NAME[:SETTING=VALUE,...]",
-        help="a row of the table, such as sals:rank=0.125,bits=2; repeat it",
+        metavar="NAME[:SETTING=VALUE,...][@FOLDER]",
+        help="a row of the table, such as sals:rank=0.125,bits=2 or elitekv@FOLDER; repeat it",
     )
     p.add_argument(
         "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
@@ -1116,8 +1286,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--samples", type=int, default=8)
 
-    p = command("train", run_train, "train the embedded model from scratch")
+    p = command("train", run_train, "train the embedded model from scratch, or uptrain one for EliteKV")
     p.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
+    p.add_argument(
+        "--from", type=Path, dest="source", metavar="FOLDER", help="uptrain this calibrated checkpoint"
+    )
+    p.add_argument(
+        "--method",
+        default="elitekv",
+        metavar="elitekv[:SETTING=VALUE,...]",
+        help="what --from is uptrained for",
+    )
     p.add_argument(
         "--text",
         nargs="+",
@@ -1126,13 +1305,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="folders of text, and how much of the plain text to draw from each",
     )
     p.add_argument("--stages", nargs="+", default=NANO_STAGES, metavar="BATCHxLENGTHxSTEPS")
-    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    p.add_argument(
+        "--lr",
+        type=float,
+        help="peak learning rate (default 2e-3), or the constant one of --from (2e-4: where the peak's decay ends)",
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--workers", type=int, default=12, help="processes that make batches")
     p.add_argument("--state", type=Path, help="file that keeps weights and moments, to stop and resume")
     p.add_argument(
         "--minutes", type=float, default=math.inf, help="stop (and keep the state) after this time"
     )
+    p.add_argument("--log", type=Path, help="CSV of tokens read and mean loss, a line every 20 steps")
     p.add_argument("--max_tokens", type=int, default=200_000_000, help="tokens read from each text")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
