@@ -4,6 +4,7 @@
     python calibrate.py eval    --method dense --method sals   perplexity and retrieval, one table
     python calibrate.py ranks                                  rank of the keys before and after RoPE
     python calibrate.py overlap --method sals                  attention mass that the selection captures
+    python calibrate.py pairs                                  what EliteKV's pairs and latents lose
     python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama, or uptrain one for EliteKV
 Evaluation always decodes token by token through the method's own cache, with the dense row in the same run.
 """
@@ -57,6 +58,7 @@ from compress import (
     sals_scores,
     sals_select,
     settings_from,
+    uniform_order,
 )
 from generate import (
     Engine,
@@ -454,30 +456,37 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 
 
 @torch.inference_mode()
-def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The pairs of every KV head, best first, by RoPElite and by Contribution: [L, Hkv, D/2] each.
-
-    tokens [N, S]: one forward pass, and the exact search on the spot, a layer and a KV head at a time. The
-    logits compared are those of ELITE_ROWS random queries of each window (the paper: all) with all keys before."""
+def see_deltas(model: Llama, tokens: Tensor, see: Callable[[int, int, Tensor, Tensor, Tensor], None]) -> None:
+    """Runs tokens [N, S] and calls see(layer, KV head, deltas, q, k): `rope_deltas` of ELITE_ROWS random queries
+    of each window against all keys before them, and the head's q [N, S, G, D] and k [N, S, D]."""
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
-    found = {"elite": [], "contribution": [], "distance": []}
     bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
 
-    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def see_layer(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
-        found["contribution"].append(contribution(q, k).argsort(-1, descending=True).cpu())
-        picks = []
         for h in range(c.n_kv_heads):
-            picks.append(ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)))
+            see(i, h, rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin), q[:, :, h], k[:, :, h])
             bar.tick()
-        for name, heads in zip(("elite", "distance"), zip(*picks, strict=True), strict=True):
-            found[name].append(torch.stack(heads))
 
-    observe(model, tokens.to(device), see)
+    observe(model, tokens.to(device), see_layer)
     bar.close()
-    return {name: torch.stack(layers) for name, layers in found.items()}
+
+
+def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
+    """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and by
+    Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S]; the search itself is exact."""
+    found = {"elite": [], "distance": [], "contribution": []}
+
+    def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
+        norms = contribution(q, k).argsort(descending=True).cpu()
+        for name, result in zip(found, (*ropelite(deltas), norms), strict=True):
+            found[name].append(result)
+
+    see_deltas(model, tokens, see)
+    shape = (model.config.n_layers, model.config.n_kv_heads)
+    return {name: torch.stack(heads).unflatten(0, shape) for name, heads in found.items()}
 
 
 @torch.inference_mode()
@@ -802,6 +811,56 @@ def run_overlap(args: argparse.Namespace) -> None:
         print(f"{text:40}", " ".join(f"{s:.3f}" for s in scores))
     if args.json:
         print(json.dumps(results))
+
+
+# ---------------------------------------------------------------------------- what EliteKV's two halves lose
+
+
+def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    """How far the logits of tokens [N, S] lie from RoPE's when only the first r pairs of an order rotate.
+
+    orders: name -> [L, Hkv, r] for several r. The distance (mean absolute difference of the logits) is relative
+    to that of no pair rotated, and a mean over layers and heads: 1 for none, 0 for all."""
+    results = {name: [[] for _ in sets] for name, sets in orders.items()}
+
+    def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
+        total = deltas.sum(0)
+        for name, sets in orders.items():
+            for result, pairs in zip(results[name], sets, strict=True):
+                rest = total - deltas[pairs[i, h].to(deltas.device)].sum(0)
+                result.append((rest.abs().mean() / total.abs().mean()).item())
+
+    see_deltas(model, tokens, see)
+    return {name: [sum(r) / len(r) for r in sets] for name, sets in results.items()}
+
+
+def run_pairs(args: argparse.Namespace) -> None:
+    model, tokenizer = load(args)
+    c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
+    if not all(1 <= r <= c.head_dim // 2 for r in args.r):
+        raise UserError(f"--r: a head has 1 to {c.head_dim // 2} pairs")
+    held = text_files(args.text) if args.text else text_files(standard_library(), held=True)
+    tokens = windows(tokenizer, held, min(args.window, c.max_positions), args.windows)
+    orders = {name: [artifact[name][..., :r] for r in args.r] for name in ("elite", "contribution")}
+    uniform = [uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
+    orders["uniform"] = [pairs.expand(c.n_layers, c.n_kv_heads, -1) for pairs in uniform]
+    distances = elite_distances(model, tokens, orders)
+    rows = []
+    for i, r in enumerate(args.r):
+        row = {"method": f"r {r}"} | {name: d[i] for name, d in distances.items()}
+        row["d_ckv"] = round(args.share * 2 * c.kv_dim) - 2 * r * c.n_kv_heads
+        for lrd in ("joint", "separate"):
+            fits = 1 <= row["d_ckv"] <= min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r))
+            settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
+            row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1] if fits else math.nan
+        rows.append(row)
+    print(
+        f"distance of the logits to RoPE's (none rotated: 1), {tokens.numel()} tokens; share of the weights'"
+    )
+    print(f"energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
+    print_table(rows, list(rows[0])[1:])
+    if args.json:
+        print(json.dumps([{k: None if v is math.nan else v for k, v in row.items()} for row in rows]))
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -1214,7 +1273,7 @@ def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, cou
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="fit | eval | ranks | overlap | train")
+    commands = parser.add_subparsers(required=True, metavar="fit | eval | ranks | overlap | pairs | train")
 
     def command(name: str, run: Callable, about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
@@ -1285,6 +1344,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--task", choices=KINDS, default="multikey")
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--samples", type=int, default=8)
+
+    p = command("pairs", run_pairs, "what EliteKV loses by rotating few pairs, and by its latents")
+    add_model_options(p)
+    json_option(p)
+    p.add_argument("--text", type=Path, help="a text file or folder (default: held-out Python sources)")
+    p.add_argument("--windows", type=int, default=8, help="how many windows of text to read")
+    p.add_argument("--window", type=int, default=2048, help="tokens in a window")
+    p.add_argument("--r", nargs="+", type=int, default=[4, 8, 16], help="r: pairs of each head that rotate")
+    p.add_argument("--share", type=float, default=0.25, help="share of the cache, which sets d_ckv")
 
     p = command("train", run_train, "train the embedded model from scratch, or uptrain one for EliteKV")
     p.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")

@@ -514,11 +514,10 @@ def uniform_order(half: int, r: int) -> Tensor:
 
 
 def contribution(q: Tensor, k: Tensor) -> Tensor:
-    """Contribution (sec. 4.3.1): mean norm of q's pair times that of k's, which no rotation changes.
-
-    q [..., Hkv, G, D], k [..., Hkv, D] -> [Hkv, D/2]; the query heads of a group are averaged."""
-    q, k = (x.unflatten(-1, (2, -1)).norm(dim=-2) for x in (q, k))
-    return q.mean(-2).flatten(0, -3).mean(0) * k.flatten(0, -3).mean(0)
+    """Contribution (sec. 4.3.1) of one KV head: the mean norm of q's pair times that of k's, which no rotation
+    changes. q [..., G, D], averaged over the query heads of the group, k [..., D] -> [D/2]."""
+    q, k = (x.unflatten(-1, (2, -1)).norm(dim=-2).flatten(0, -2).mean(0) for x in (q, k))
+    return q * k
 
 
 def elite_dims(order: Tensor, r: int) -> Tensor:

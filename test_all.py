@@ -749,6 +749,8 @@ def test_elite_orders_are_those_of_each_head_alone():
     deltas = rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *rope_tables(model.config, 40, CPU))
     order, distance = ropelite(deltas)
     assert torch.equal(order, found["elite"][2, 1]) and torch.equal(distance, found["distance"][2, 1])
+    norms = contribution(q[:, :, 4:], k[:, :, 1])
+    assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
 
 def test_uniform_and_contribution():
@@ -756,13 +758,13 @@ def test_uniform_and_contribution():
     for half, r in ((32, 1), (32, 4), (32, 32), (64, 22)):
         order = uniform_order(half, r)
         assert sorted(order.tolist()) == list(range(half)) and order[0] == 0
-    q, k = torch.randn(2, 30, 2, 4, 16), torch.randn(2, 30, 2, 16)
-    got, (cos, sin) = contribution(q, k), rope_tables(tiny_config(), 30, CPU)
-    truth = q[..., 1, :, 3].square().add(q[..., 1, :, 11].square()).sqrt().mean()
-    truth = truth * k[..., 1, 3].square().add(k[..., 1, 11].square()).sqrt().mean()
-    assert got.shape == (2, 8) and abs(got[1, 3] / truth - 1) < 1e-5
-    q = apply_rope(q.flatten(2, 3), cos, sin).unflatten(2, (2, 4))
-    assert torch.allclose(contribution(q, apply_rope(k, cos, sin)), got, rtol=1e-4)  # blind to rotation
+    q, k = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16)
+    got, (cos, sin) = contribution(q, k[:, :, 0]), rope_tables(tiny_config(), 30, CPU)
+    truth = q[..., 3].square().add(q[..., 11].square()).sqrt().mean()
+    truth = truth * k[..., 3].square().add(k[..., 11].square()).sqrt().mean()
+    assert got.shape == (8,) and abs(got[3] / truth - 1) < 1e-5
+    turned = contribution(apply_rope(q, cos, sin), apply_rope(k, cos, sin)[:, :, 0])
+    assert torch.allclose(turned, got, rtol=1e-4)  # blind to rotation
 
 
 def test_elite_dims_put_the_pairs_first_and_keep_halves():
@@ -862,6 +864,34 @@ def test_elitekv_refuses_what_it_cannot_take():
     ):
         with pytest.raises(UserError, match=message):
             make_engine(tiny_model(**changes), "elitekv", 1, 20)
+
+
+def test_pairs_prints_what_each_rule_loses(checkpoint, monkeypatch, capsys):
+    """Distances against a brute-force mean over all layers and heads; J-LRD loses no more than S-LRD."""
+    argv = ["pairs", "--checkpoint", checkpoint, "--windows", 2, "--window", 64, "--r", 1, 3, 8, "--json"]
+    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+    rows = json.loads(out.splitlines()[-1])
+    assert code == 0 and [row["method"] for row in rows] == ["r 1", "r 3", "r 8"]
+    for name in ("elite", "uniform", "contribution"):
+        assert rows[0][name] > rows[1][name] > rows[2][name] and rows[2][name] < 1e-5
+    assert [row["d_ckv"] for row in rows] == [24, 8, -32] and rows[2]["joint"] is None
+    assert all(0 < row["joint"] <= row["separate"] < 1 for row in rows[:2])
+    model, tokens = tiny_model(), torch.randint(0, 96, (2, 30), generator=torch.Generator().manual_seed(0))
+    order, seen = torch.stack([elite_order(model.config, i) for i in range(4)]), []
+
+    def see(i, q, k, v):
+        full, part = (elite_tables(order[i], r, 30, model.config) for r in (8, 3))
+        q, k = q.unflatten(-2, (4, -1)), k.unsqueeze(-2)  # [N, S, Hkv, G or 1, D]
+        full, part, none = (
+            torch.einsum("nihgd,njhgd->hngij", apply_rope(q, *t), apply_rope(k, *t).expand(q.shape)).tril()
+            for t in (full, part, elite_tables(order[i], 0, 30, model.config))
+        )
+        seen.extend((full - part).abs().mean((1, 2, 3, 4)) / (full - none).abs().mean((1, 2, 3, 4)))
+
+    calibrate.observe(model, tokens, see)
+    monkeypatch.setattr(calibrate, "ELITE_ROWS", 30)  # every query
+    got = calibrate.elite_distances(model, tokens, {"x": [order[..., :3]]})
+    assert abs(got["x"][0] / torch.stack(seen).mean() - 1) < 1e-4
 
 
 def test_the_trial_of_fit_leaves_the_model_as_it_was():
