@@ -860,7 +860,14 @@ def run_pairs(args: argparse.Namespace) -> None:
     print(f"energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
     print_table(rows, list(rows[0])[1:])
     if args.json:
-        print(json.dumps([{k: None if v is math.nan else v for k, v in row.items()} for row in rows]))
+        print(
+            json.dumps(
+                [
+                    {k: v if k == "method" or math.isfinite(v) else None for k, v in row.items()}
+                    for row in rows
+                ]
+            )
+        )
 
 
 # --------------------------------------------------------------------------------------------------- training

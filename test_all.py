@@ -913,8 +913,11 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     source, out = tiny_checkpoint(tmp_path / "source"), tmp_path / "out"
     (tmp_path / "text").mkdir()
     shutil.copy(ROOT / "model.py", tmp_path / "text" / "a.py")
-    trained = []
-    original = calibrate.train
+    trained, optimizers = [], []
+    original, make = calibrate.train, calibrate.make_optimizer
+    monkeypatch.setattr(
+        calibrate, "make_optimizer", lambda *args: optimizers.append(make(*args)) or optimizers[0]
+    )
     monkeypatch.setattr(
         calibrate, "train", lambda model, *args: trained.append(model) or original(model, *args)
     )
@@ -935,6 +938,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     lines = [line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines()]
     assert lines[0] == ["tokens", "loss"] and [int(n) for n, _ in lines[1:]] == [20 * 256, 40 * 256, 60 * 256]
     assert float(lines[-1][1]) < float(lines[1][1]) - 0.3
+    assert all(group["lr"] == 5e-3 for group in optimizers[0].param_groups)  # constant to the end
     model = load_model(out, CPU, torch.float32)
     assert model.config.elitekv
     artifact = load_artifact(out, "elitekv", model)
