@@ -574,10 +574,8 @@ class EliteAttention(nn.Module):
 
     def forward(self, x: Tensor, attend) -> Tensor:
         q, k, latent = self.down(x).split(self.widths, dim=-1)
-        q, k = (
-            q.unflatten(-1, (self.config.n_heads, -1)),
-            k.unflatten(-1, (self.config.n_kv_heads, 2 * self.r)),
-        )
+        q = q.unflatten(-1, (self.config.n_heads, -1))
+        k = k.unflatten(-1, (self.config.n_kv_heads, 2 * self.r))
         return self.wo(attend(q, k, latent).flatten(-2))
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -601,7 +599,8 @@ def elite_attention(
 ) -> EliteAttention:
     """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v) gives A and B (`low_rank`)."""
     wqkv = attention.wqkv
-    dims = elite_dims(order.to(wqkv.weight.device), r)  # [Hkv, D]
+    order = order.to(wqkv.weight.device)
+    dims = elite_dims(order, r)  # [Hkv, D]
 
     def heads(
         rows: Tensor,
@@ -623,7 +622,6 @@ def elite_attention(
     if wqkv.bias is not None:  # A x has none: what it would add comes with the biases of `up`
         q, elite, rest, v = parts(wqkv.bias)
         biases = torch.cat((q, elite, q.new_zeros(a.shape[1]))), torch.cat((rest, v), 1).flatten()
-    order = order.to(wqkv.weight.device)
     return EliteAttention(c, order, r, linear_of(down, biases[0]), linear_of(up, biases[1]), attention.wo)
 
 
