@@ -5,7 +5,8 @@
     python calibrate.py ranks                                  rank of the keys before and after RoPE
     python calibrate.py overlap --method sals --method loki    attention mass that the selection captures
     python calibrate.py masked                                 Loki's masked prefill, the paper's accuracy path
-    python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama from scratch
+    python calibrate.py pairs                                  what EliteKV's pairs and latents lose
+    python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama, or uptrain one for EliteKV
 Evaluation always decodes token by token through the method's own cache, with the dense row in the same run.
 """
 
@@ -17,6 +18,7 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 import sysconfig
 import time
@@ -36,17 +38,26 @@ from torch import Tensor
 from compress import (
     METHODS,
     Cache,
+    EliteSettings,
     LokiSettings,
     Room,
     artifact_path,
     build_loki,
+    contribution,
+    dense_attention,
     dense_bytes,
+    elite_allocations,
+    elite_artifact,
+    elite_convert,
     load_artifact,
     loki_basis,
     method_named,
     model_identity,
     rank_at,
+    rope_deltas,
+    ropelite,
     settings_from,
+    uniform_order,
 )
 from generate import (
     Engine,
@@ -68,8 +79,11 @@ from model import (
     UserError,
     apply_rope,
     causal_attention,
+    fingerprint,
+    load_model,
     load_tokenizer,
     rope_tables,
+    weight_files,
     weight_slots,
 )
 
@@ -323,6 +337,10 @@ def forward_through(model: Llama, tokens: Tensor, attend: Callable[[int, Tensor,
 
 def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
     """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
+    if model.config.elitekv:
+        raise UserError(
+            "this checkpoint was uptrained for EliteKV and is calibrated already: eval and generate take it"
+        )
     cos, sin = rope_tables(model.config, tokens.shape[-1], tokens.device)
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -484,7 +502,86 @@ def fit_doublesparse(
     return {"importance": importance.float()}, {"energy": f"{0.125:.1%}: {eighth.mean():.4f}"}
 
 
-FITS = {"sals": fit_sals, "loki": fit_loki, "doublesparse": fit_doublesparse}
+ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so many query rows of each
+
+
+@torch.inference_mode()
+def see_deltas(model: Llama, tokens: Tensor, see: Callable[[int, int, Tensor, Tensor, Tensor], None]) -> None:
+    """Runs tokens [N, S] and calls see(layer, KV head, deltas, q, k): `rope_deltas` of ELITE_ROWS random queries
+    of each window against all keys before them, and the head's q [N, S, G, D] and k [N, S, D]."""
+    c, device = model.config, next(model.parameters()).device
+    cos, sin = rope_tables(c, tokens.shape[1], device)
+    rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
+    bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
+
+    def see_layer(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
+        for h in range(c.n_kv_heads):
+            see(i, h, rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin), q[:, :, h], k[:, :, h])
+            bar.tick()
+
+    observe(model, tokens.to(device), see_layer)
+    bar.close()
+
+
+def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
+    """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and by
+    Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S]; the search itself is exact."""
+    found = {"elite": [], "distance": [], "contribution": []}
+
+    def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
+        norms = contribution(q, k).argsort(descending=True).cpu()
+        for name, result in zip(found, (*ropelite(deltas), norms), strict=True):
+            found[name].append(result)
+
+    see_deltas(model, tokens, see)
+    shape = (model.config.n_layers, model.config.n_kv_heads)
+    return {name: torch.stack(heads).unflatten(0, shape) for name, heads in found.items()}
+
+
+@torch.inference_mode()
+def elite_trial(
+    model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict[str, Tensor]
+) -> tuple[float, float]:
+    """Perplexity of tokens [N, S] in EliteKV form without uptraining, and the share of |W_k^n|^2 + |W_v|^2
+    that A B keeps, a mean over layers; leaves the model as it was."""
+    dense, kept, losses = [layer.attention for layer in model.layers], [], []
+    elite_convert(model, settings, artifact)
+    for layer, before in zip(model.layers, dense, strict=True):
+        _, k, v = before.wqkv.weight.float().split(before.widths)
+        elite = layer.attention.down.weight.float().split(layer.attention.widths)[1]
+        total = k.square().sum() + v.square().sum() - elite.square().sum()
+        kept.append(layer.attention.up.weight.float().square().sum() / total)  # A is orthonormal
+    for window in tokens.to(next(model.parameters()).device):
+        losses.append(weighted_loss(model, window[None], torch.ones_like(window[None, 1:]).float()))
+    for layer, before in zip(model.layers, dense, strict=True):
+        layer.attention = before
+    return torch.stack(losses).mean().exp().item(), torch.stack(kept).mean().item()
+
+
+def fit_elitekv(
+    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the lowest
+    perplexity on the last windows without uptraining (App. C). A and B follow from the weights at load time."""
+    tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
+    tensors |= {"r": torch.tensor(0), "d_ckv": torch.tensor(0)}
+    allocations = elite_allocations(model.config, 0.25)
+    if not allocations:
+        raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
+    bar = Progress("elitekv", len(allocations))
+    trials = {}
+    for r, d_ckv in allocations:
+        trials[r, d_ckv] = elite_trial(model, tokens[-4:], EliteSettings(r, d_ckv), tensors)
+        bar.tick()
+    bar.close()
+    r, d_ckv = min(trials, key=trials.get)
+    tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
+    facts = {"energy": f"r {r}, d_ckv {d_ckv}: {trials[r, d_ckv][1]:.4f}"}
+    return tensors, facts | {f"perplexity_{r}_{d}": f"{p:.4f}" for (r, d), (p, _) in trials.items()}
+
+
+FITS = {"sals": fit_sals, "loki": fit_loki, "elitekv": fit_elitekv, "doublesparse": fit_doublesparse}
 
 
 def run_fit(args: argparse.Namespace) -> None:
@@ -616,19 +713,20 @@ def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Candidate:
-    """A method with its settings, written sals:rank=0.125,bits=2 on the command line."""
+    """A method with its settings, written sals:rank=0.125,bits=2 on the command line; with @FOLDER after it,
+    of that checkpoint instead of --checkpoint."""
 
     label: str
     method: str
     options: dict
-    used: dict[int, dict] = field(
-        default_factory=dict
-    )  # the options of each capacity, where costs are equalised
+    folder: Path | None = None
+    used: dict[int, dict] = field(default_factory=dict)  # the options of each capacity, once equalised
     over: set[str] = field(default_factory=set)  # costs that no setting brought down to their share
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":
-        method, _, rest = text.partition(":")
+        method_text, _, folder = text.partition("@")
+        method, _, rest = method_text.partition(":")
         kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
         options = {}
         for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
@@ -639,15 +737,16 @@ class Candidate:
             except ValueError:
                 raise UserError(f"--method {text}: {name} must be a {kind.__name__}") from None
         settings_from(method, options)
-        return cls(text, method, options)
+        return cls(text, method, options, Path(folder) if folder else None)
 
     def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched: bool = False) -> Engine:
         """A fresh engine over freshly loaded weights, since a method may change them.
 
         watched: with the exact keys beside each cache (Watched)."""
-        model, _ = load(args)
+        folder = self.folder or args.checkpoint
+        model, _ = load(argparse.Namespace(**vars(args) | {"checkpoint": folder}))
         method, room = METHODS[self.method], Room(model, rows, capacity)
-        artifact = load_artifact(args.checkpoint, self.method, model) if method.fitted else {}
+        artifact = load_artifact(folder, self.method, model) if method.fitted else {}
         if capacity not in self.used:
             self.used[capacity] = self.equalised(args, model, artifact, capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
@@ -850,7 +949,8 @@ def run_eval(args: argparse.Namespace) -> None:
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name} {getattr(args, name):g}: give a share of dense, above 0 and up to 1")
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
-    if candidates[0].method != "dense":
+    uptrained = ModelConfig.from_folder(args.checkpoint).elitekv  # such a checkpoint has no dense form
+    if candidates[0].method != "dense" and not uptrained:
         candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
     tokenizer = load_tokenizer(args.checkpoint)
     held = text_files(standard_library(), held=True)
@@ -1057,6 +1157,63 @@ def run_masked(args: argparse.Namespace) -> None:
         print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__, "rows": results}))
 
 
+# ---------------------------------------------------------------------------- what EliteKV's two halves lose
+
+
+def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    """How far the logits of tokens [N, S] lie from RoPE's when only the first r pairs of an order rotate.
+
+    orders: name -> [L, Hkv, r] for several r. The distance (mean absolute difference of the logits) is relative
+    to that of no pair rotated, and a mean over layers and heads: 1 for none, 0 for all."""
+    results = {name: [[] for _ in sets] for name, sets in orders.items()}
+
+    def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
+        total = deltas.sum(0)
+        for name, sets in orders.items():
+            for result, pairs in zip(results[name], sets, strict=True):
+                rest = total - deltas[pairs[i, h].to(deltas.device)].sum(0)
+                result.append((rest.abs().mean() / total.abs().mean()).item())
+
+    see_deltas(model, tokens, see)
+    return {name: [sum(r) / len(r) for r in sets] for name, sets in results.items()}
+
+
+def run_pairs(args: argparse.Namespace) -> None:
+    model, tokenizer = load(args)
+    c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
+    if not all(1 <= r <= c.head_dim // 2 for r in args.r):
+        raise UserError(f"--r: a head has 1 to {c.head_dim // 2} pairs")
+    held = text_files(args.text) if args.text else text_files(standard_library(), held=True)
+    tokens = windows(tokenizer, held, min(args.window, c.max_positions), args.windows)
+    orders = {name: [artifact[name][..., :r] for r in args.r] for name in ("elite", "contribution")}
+    uniform = [uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
+    orders["uniform"] = [pairs.expand(c.n_layers, c.n_kv_heads, -1) for pairs in uniform]
+    distances = elite_distances(model, tokens, orders)
+    rows = []
+    for i, r in enumerate(args.r):
+        row = {"method": f"r {r}"} | {name: d[i] for name, d in distances.items()}
+        row["d_ckv"] = round(args.share * 2 * c.kv_dim) - 2 * r * c.n_kv_heads
+        for lrd in ("joint", "separate"):
+            fits = 1 <= row["d_ckv"] <= min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r))
+            settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
+            row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1] if fits else math.nan
+        rows.append(row)
+    print(
+        f"distance of the logits to RoPE's (none rotated: 1), {tokens.numel()} tokens; share of the weights'"
+    )
+    print(f"energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
+    print_table(rows, list(rows[0])[1:])
+    if args.json:
+        print(
+            json.dumps(
+                [
+                    {k: v if k == "method" or math.isfinite(v) else None for k, v in row.items()}
+                    for row in rows
+                ]
+            )
+        )
+
+
 # --------------------------------------------------------------------------------------------------- training
 
 ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2
@@ -1196,8 +1353,7 @@ def save_checkpoint(model: Llama, folder: Path) -> None:
         "torch_dtype": "bfloat16",
     }
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in weight_slots(model).items()}
-    save_artifact(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_weights(weight_slots(model), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -1209,6 +1365,15 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """The same with what is floating point in bf16."""
+    halved = {
+        name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
+        for name, t in tensors.items()
+    }
+    save_artifact(halved, path, metadata)
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -1257,6 +1422,15 @@ def staged_batches(hay: Haystack, stages: list[Stage], done: int, seed: int, wor
         first = last
 
 
+def tokens_read(stages: list[Stage], done: int) -> int:
+    """Tokens of the first `done` steps."""
+    total = 0
+    for stage in stages:
+        steps = min(done, stage.steps)
+        total, done = total + steps * stage.batch * stage.length, done - steps
+    return total
+
+
 def train(
     model: Llama,
     hay: Haystack,
@@ -1266,19 +1440,26 @@ def train(
     workers: int,
     state: Path | None,
     minutes: float,
+    constant: bool = False,
+    log: Path | None = None,
 ) -> bool:
-    """AdamW under a cosine schedule over all stages, weights in fp32 with bf16 autocast.
+    """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
 
-    `state` is the file that a later run resumes from. True when done, False when `minutes` ran out first."""
+    `state` is the file that a later run resumes from; `log` gets a line of tokens read and mean loss every 20
+    steps. True when done, False when `minutes` ran out first."""
     device = next(model.parameters()).device
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     total, started, running = sum(s.steps for s in stages), time.time(), None
+    recent = []  # losses since the last line of the log
+    if log and not done:
+        log.write_text("tokens,loss\n")
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
     for stage, tokens, weights in staged_batches(hay, stages, done, seed, workers):
         for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
             warm = min(1.0, (done + 1) / 200)
-            group["lr"] = lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done / total)))
+            decay = 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
+            group["lr"] = lr if constant else lr * warm * decay
         with torch.autocast(device.type, torch.bfloat16):
             loss = loss_of(model, tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True))
         loss.backward()
@@ -1287,6 +1468,12 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         done += 1
         running = loss.detach() if running is None else running.lerp(loss.detach(), 0.02)
+        if log:
+            recent.append(loss.detach())
+        if log and (done % 20 == 0 or done == total):
+            with log.open("a") as file:
+                file.write(f"{tokens_read(stages, done)},{torch.stack(recent).mean().item():.4f}\n")
+            recent.clear()
         if done % 100 == 0 or done == total:
             seconds = time.time() - started
             shape = f"{stage.batch}x{stage.length}"
@@ -1352,23 +1539,70 @@ def run_train(args: argparse.Namespace) -> None:
     stages = [Stage.parse(text) for text in args.stages]
     sources = [text.rpartition(":") if ":" in text else (text, ":", "1") for text in args.text]
     paths = [Path(path) for path, _, _ in sources]
-    if not (args.out / "tokenizer.model").is_file():
-        args.out.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(paths, args.out / "tokenizer.model", NANO.vocab_size)
-    tokenizer = load_tokenizer(args.out)
+    if args.source:
+        model, tokenizer = uptraining_model(args)
+    else:
+        if not (args.out / "tokenizer.model").is_file():
+            args.out.mkdir(parents=True, exist_ok=True)
+            train_tokenizer(paths, args.out / "tokenizer.model", NANO.vocab_size)
+        model, tokenizer = Llama(NANO), load_tokenizer(args.out)
+        initialise(model, args.seed)
     started = time.time()
     files = [text_files(path, held=False) for path in paths]
     tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, [float(share) for _, _, share in sources])
-    model = Llama(NANO)
-    initialise(model, args.seed)
     model = model.to(args.device)
-    done = train(model, hay, stages, args.lr, args.seed, args.workers, args.state, args.minutes)
-    save_checkpoint(model, args.out)
+    # Uptraining goes on at the rate that pre-training's schedule ends with.
+    lr = args.lr or (2e-4 if args.source else 2e-3)
+    loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
+    done = train(model, hay, stages, lr, *loop)
+    if args.source:
+        save_uptrained(model, args.source, args.out)
+    else:
+        save_checkpoint(model, args.out)
     for text, ids in zip(args.text, tokens, strict=True):
         print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
     print("finished" if done else "not finished: run the same command again with the same --state")
+
+
+def uptraining_model(args: argparse.Namespace) -> tuple[Llama, object]:
+    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer."""
+    if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
+        raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
+    candidate, device = Candidate.parse(args.method), torch.device(args.device)
+    if candidate.method != "elitekv":
+        raise UserError(
+            f"--method {args.method}: only elitekv is uptrained; give elitekv[:SETTING=VALUE,...]"
+        )
+    model = load_model(args.source, device, torch.float32)
+    if model.config.qkv_bias or model.config.elitekv:
+        raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
+    artifact = load_artifact(args.source, "elitekv", model)
+    elite_convert(model, settings_from("elitekv", candidate.options), artifact)
+    return model.requires_grad_(True), load_tokenizer(args.source)
+
+
+@torch.no_grad()
+def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
+    """Writes a checkpoint that EliteKV alone can run, and its artifact with the elite pairs, A and B (bf16).
+
+    model.safetensors keeps the ordinary names and shapes: W_k and W_v are the expanded A B. The rest of the
+    folder is copied from `source`, with "elitekv": true in config.json."""
+    tensors, elite = elite_artifact(model), [layer.attention for layer in model.layers]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"elitekv": True}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for layer in model.layers:
+        layer.attention = dense_attention(layer.attention)
+    save_weights(weight_slots(model), folder / "model.safetensors", {"format": "pt"})
+    model.fingerprint = fingerprint(weight_files(folder))
+    save_weights(tensors, artifact_path(folder, "elitekv"), {"method": "elitekv"} | model_identity(model))
+    for layer, attention in zip(model.layers, elite, strict=True):
+        layer.attention = attention
 
 
 @torch.no_grad()
@@ -1390,7 +1624,9 @@ def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, cou
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="fit | eval | ranks | overlap | masked | train")
+    commands = parser.add_subparsers(
+        required=True, metavar="fit | eval | ranks | overlap | masked | pairs | train"
+    )
 
     def command(name: str, run: Callable, about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
@@ -1426,8 +1662,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument(
         "--method",
         action="append",
-        metavar="NAME[:SETTING=VALUE,...]",
-        help="a row of the table, such as sals:rank=0.125,bits=2; repeat it",
+        metavar="NAME[:SETTING=VALUE,...][@FOLDER]",
+        help="a row of the table, such as sals:rank=0.125,bits=2 or elitekv@FOLDER; repeat it",
     )
     p.add_argument(
         "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
@@ -1483,8 +1719,26 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--d", nargs="+", type=float, default=[0.5, 0.25], help="d_f: shares of D that score")
     p.add_argument("--basis", choices=("auto", "pre", "post"), default="auto", help="keys P was fitted on")
 
-    p = command("train", run_train, "train the embedded model from scratch")
+    p = command("pairs", run_pairs, "what EliteKV loses by rotating few pairs, and by its latents")
+    add_model_options(p)
+    json_option(p)
+    p.add_argument("--text", type=Path, help="a text file or folder (default: held-out Python sources)")
+    p.add_argument("--windows", type=int, default=8, help="how many windows of text to read")
+    p.add_argument("--window", type=int, default=2048, help="tokens in a window")
+    p.add_argument("--r", nargs="+", type=int, default=[4, 8, 16], help="r: pairs of each head that rotate")
+    p.add_argument("--share", type=float, default=0.25, help="share of the cache, which sets d_ckv")
+
+    p = command("train", run_train, "train the embedded model from scratch, or uptrain one for EliteKV")
     p.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
+    p.add_argument(
+        "--from", type=Path, dest="source", metavar="FOLDER", help="uptrain this calibrated checkpoint"
+    )
+    p.add_argument(
+        "--method",
+        default="elitekv",
+        metavar="elitekv[:SETTING=VALUE,...]",
+        help="what --from is uptrained for",
+    )
     p.add_argument(
         "--text",
         nargs="+",
@@ -1493,13 +1747,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="folders of text, and how much of the plain text to draw from each",
     )
     p.add_argument("--stages", nargs="+", default=NANO_STAGES, metavar="BATCHxLENGTHxSTEPS")
-    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    p.add_argument(
+        "--lr",
+        type=float,
+        help="peak learning rate (default 2e-3), or the constant one of --from (2e-4: where the peak's decay ends)",
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--workers", type=int, default=12, help="processes that make batches")
     p.add_argument("--state", type=Path, help="file that keeps weights and moments, to stop and resume")
     p.add_argument(
         "--minutes", type=float, default=math.inf, help="stop (and keep the state) after this time"
     )
+    p.add_argument("--log", type=Path, help="CSV of tokens read and mean loss, a line every 20 steps")
     p.add_argument("--max_tokens", type=int, default=200_000_000, help="tokens read from each text")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)

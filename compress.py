@@ -60,8 +60,12 @@ class Cache(nn.Module):
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
 
+    elite_rope = False  # rotates only a head's elite pairs, as a checkpoint uptrained for EliteKV must be
+
     def __init__(self, room: Room):
         super().__init__()
+        if room.config.elitekv and not self.elite_rope:
+            raise UserError("this checkpoint was uptrained for EliteKV: run it with --method elitekv")
         self.room, self.config = room, room.config
 
     def store(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -493,6 +497,332 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
 def random_sals(model: Llama) -> dict[str, Tensor]:
     n = model.config.kv_dim
     return {f"{i}.basis": random_basis(n, n // 2) for i in range(model.config.n_layers)}
+
+
+# ---------------------------------------------------------------------------------------------------- EliteKV
+
+
+@dataclass
+class EliteSettings:
+    """EliteKV: a few rotated pairs a head, all else of K and V in one latent (arXiv 2503.01586)."""
+
+    r: int = setting(0, "r: elite pairs of each head, which stay rotated (0: as calibrated or uptrained)")
+    d_ckv: int = setting(
+        0, "d_ckv: dims of the latent that the other keys and V share (0: as calibrated or uptrained)"
+    )
+    pairs: str = setting(
+        "elite",
+        "which pairs: RoPElite's search, evenly spread ones, or those of the largest norms",
+        ("elite", "uniform", "contribution"),
+    )
+    lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
+
+
+def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Delta_c: what rotating pair c changes in the logits of one KV head, so s(RoPE) - s(E) = sum of c not in E.
+
+    q [N, I, G, D] at positions rows [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
+    with the scale 1/sqrt(D), and 0 where the key comes after the query."""
+    half, k = q.shape[-1] // 2, k.unsqueeze(-2)
+    # Four products a pair: (rotated a, b) . (rotated u, v) - (a, b) . (u, v), in one matmul.
+    q = torch.cat((apply_rope(q, cos[rows], sin[rows]), -q), -1).unflatten(-1, (4, half))
+    k = torch.cat((apply_rope(k, cos, sin), k), -1).unflatten(-1, (4, half))
+    deltas = torch.einsum("nigxc,nshxc->cngis", q, k) * (2 * half) ** -0.5
+    return deltas * (torch.arange(k.shape[1], device=q.device) <= rows[:, None])
+
+
+def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
+    """RoPElite's greedy search for one KV head (Algorithm 1): deltas [D/2, ...] -> order [D/2], distance [D/2].
+
+    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference before
+    the softmax. The first r picks are the elite set of any r; distance is J after each (it may rise)."""
+    rest, left, order, distance = deltas.sum(0), list(range(len(deltas))), [], []
+    while left:
+        j = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
+        best = left.pop(int(j.argmin()))
+        rest = rest - deltas[best]
+        order.append(best)
+        distance.append(j.min())
+    return torch.tensor(order), torch.stack(distance).cpu()
+
+
+def uniform_order(half: int, r: int) -> Tensor:
+    """Uniform (sec. 4.3.1): r pairs spread evenly over the D/2 = half frequencies, then the others; [half]."""
+    chosen = [i * (half - 1) // max(1, r - 1) for i in range(r)]
+    return torch.tensor(chosen + [c for c in range(half) if c not in chosen])
+
+
+def contribution(q: Tensor, k: Tensor) -> Tensor:
+    """Contribution (sec. 4.3.1) of one KV head: the mean norm of q's pair times that of k's, which no rotation
+    changes. q [..., G, D], averaged over the query heads of the group, k [..., D] -> [D/2]."""
+    q, k = (x.unflatten(-1, (2, -1)).norm(dim=-2).flatten(0, -2).mean(0) for x in (q, k))
+    return q * k
+
+
+def elite_dims(order: Tensor, r: int) -> Tensor:
+    """The dims of each head with its r elite pairs first: order of its pairs [Hkv, D/2] -> [Hkv, D].
+
+    Both parts are half-split again, pairs ascending, so that apply_rope turns the first 2r dims."""
+    half = order.shape[1]
+    elite, rest = order[:, :r].sort(-1).values, order[:, r:].sort(-1).values
+    return torch.cat((elite, elite + half, rest, rest + half), 1)
+
+
+def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
+
+    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with a
+    head's keys before its values; fp64. J-LRD truncates the SVD of both. S-LRD takes the d_ckv largest
+    singular values of the two matrices (c_k and c_v follow): a block-diagonal B, so never better."""
+    m = torch.cat((k, v), -1).double()
+    if kind == "joint":
+        a = left_singular(m)[1][:, :d_ckv]
+        return a, torch.tensordot(a, m, ([0], [0]))
+    values, vectors = zip(*(left_singular(part.double()) for part in (k, v)), strict=True)
+    best = torch.cat(values).topk(d_ckv).indices  # below dim: of the keys
+    a = torch.cat(vectors, 1)[:, best]
+    is_key = torch.arange(m.shape[-1], device=m.device) < k.shape[-1]
+    return a, torch.tensordot(a, m, ([0], [0])) * ((best < len(m))[:, None, None] == is_key)
+
+
+def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared singular values [dim] and left singular vectors [dim, dim] of m [dim, ...], largest first."""
+    values, vectors = torch.linalg.eigh(m.flatten(1) @ m.flatten(1).T)
+    return values.flip(-1), vectors.flip(-1)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.contiguous(), False)
+    layer.bias = bias if bias is None else nn.Parameter(bias.contiguous(), False)
+    return layer
+
+
+class EliteAttention(nn.Module):
+    """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., Hkv, 2r] and the latent c_kv
+    [..., d_ckv], before RoPE. The dims of a head are in the order of `elite_dims`.
+
+    down: rows of W_q, of W_k^e, and A^T. up: B^T, for each head D - 2r key rows and D value rows."""
+
+    def __init__(self, c: ModelConfig, order: Tensor, r: int, down: nn.Linear, up: nn.Linear, wo: nn.Linear):
+        super().__init__()
+        self.config, self.order, self.r = c, order, r
+        self.pairs = order[:, :r].sort(-1).values  # [Hkv, r]
+        self.widths = [c.n_heads * c.head_dim, c.n_kv_heads * 2 * r, up.in_features]
+        self.down, self.up, self.wo = down, up, wo
+
+    def forward(self, x: Tensor, attend) -> Tensor:
+        q, k, latent = self.down(x).split(self.widths, dim=-1)
+        q = q.unflatten(-1, (self.config.n_heads, -1))
+        k = k.unflatten(-1, (self.config.n_kv_heads, 2 * self.r))
+        return self.wo(attend(q, k, latent).flatten(-2))
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates the first 2r dims of x [..., S, H, n] by its head's elite angles; tables [..., S, D/2]."""
+        x = x.unflatten(-2, (self.config.n_kv_heads, -1))  # [..., S, Hkv, H / Hkv, n]
+        elite = apply_rope(x[..., : 2 * self.r], cos[..., self.pairs], sin[..., self.pairs])
+        return torch.cat((elite, x[..., 2 * self.r :]), -1).flatten(-3, -2)
+
+    def naive(self, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D] and k [..., S, Hkv, 2r]."""
+        d, heads = self.config.head_dim, self.config.n_kv_heads
+        rest, v = self.up(latent).unflatten(-1, (heads, -1)).split((d - 2 * self.r, d), dim=-1)
+        return causal_attention(q, torch.cat((k, rest), -1), v)
+
+    def causal(self, cos: Tensor, sin: Tensor):
+        return lambda q, k, latent: self.naive(self.rotate(q, cos, sin), self.rotate(k, cos, sin), latent)
+
+
+def elite_attention(
+    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
+) -> EliteAttention:
+    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v) gives A and B (`low_rank`)."""
+    wqkv = attention.wqkv
+    order = order.to(wqkv.weight.device)
+    dims = elite_dims(order, r)  # [Hkv, D]
+
+    def heads(
+        rows: Tensor,
+    ) -> Tensor:  # rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in our order
+        rows = rows.unflatten(0, (c.n_kv_heads, -1, c.head_dim))
+        index = dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape)
+        return rows.gather(2, index)
+
+    def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v = rows.split(attention.widths)
+        k = heads(k)[:, 0]
+        v = v.unflatten(0, (c.n_kv_heads, -1))
+        return heads(q).flatten(0, 2), k[:, : 2 * r].flatten(0, 1), k[:, 2 * r :], v
+
+    q, elite, rest, v = parts(wqkv.weight)
+    a, b = factors(rest.permute(2, 0, 1), v.permute(2, 0, 1))  # [dim, Hkv, ...]
+    down, up = torch.cat((q, elite, a.T.to(q))), b.flatten(1).T.to(q)
+    biases = (None, None)
+    if wqkv.bias is not None:  # A x has none: what it would add comes with the biases of `up`
+        q, elite, rest, v = parts(wqkv.bias)
+        biases = torch.cat((q, elite, q.new_zeros(a.shape[1]))), torch.cat((rest, v), 1).flatten()
+    return EliteAttention(c, order, r, linear_of(down, biases[0]), linear_of(up, biases[1]), attention.wo)
+
+
+def dense_attention(elite: EliteAttention) -> Attention:
+    """The inverse: W_k and W_v expanded from A B, dims in their original order. Without biases."""
+    c, r = elite.config, elite.r
+    back = elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
+    q, k, a = elite.down.weight.split(elite.widths)
+    rest, v = (
+        (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - 2 * r, c.head_dim), 1)
+    )
+    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1)[:, None]  # [Hkv, 1, D, dim]
+    q = q.unflatten(0, (c.n_kv_heads, -1, c.head_dim))
+    rows = [x.gather(2, back[:, None, :, None].expand(x.shape)).flatten(0, 2) for x in (q, k)]
+    attention = Attention(c)
+    attention.wqkv, attention.wo = linear_of(torch.cat((*rows, v.flatten(0, 1))), None), elite.wo
+    return attention
+
+
+class EliteCache(Cache):
+    """Rotated elite keys of each head and one latent of all heads' other keys and values: nothing else.
+
+    Decode absorbs B_k into the query and B_v into the output, so the latent is key and value at once."""
+
+    elite_rope = True
+
+    def __init__(self, room: Room, attention: EliteAttention):
+        super().__init__(room)
+        c, self.attention = room.config, attention
+        self.r, self.d_ckv = attention.r, attention.widths[2]
+        self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, 2 * self.r))
+        self.register_buffer("latent", self.store(room.capacity, self.d_ckv))
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+        span = slice(0, q.shape[0])
+        q, k = (self.attention.rotate(x, self.room.cos[span], self.room.sin[span]) for x in (q, k))
+        self.k[row, :, span], self.latent[row, span] = k.transpose(0, 1), latent
+        return self.attention.naive(q, k, latent)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+        c, rows, up = self.config, self.room.row_ids, self.attention.up
+        q, k = (self.attention.rotate(x, self.room.cos[pos], self.room.sin[pos]) for x in (q, k))
+        self.k[rows, :, pos], self.latent[rows, pos] = k, latent
+        b_k, b_v = up.weight.unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - 2 * self.r, c.head_dim), 1)
+        elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split(
+            (2 * self.r, b_k.shape[1]), -1
+        )  # [B, Hkv, G, .]
+        rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
+        # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
+        logits = elite @ self.k.transpose(-1, -2) + torch.einsum("bhgc,bsc->bhgs", rest, self.latent)
+        live = (self.room.positions <= pos[:, None])[:, None, None]
+        logits = (logits.float() * c.head_dim**-0.5).masked_fill(~live, -torch.inf)
+        mixed = torch.einsum("bhgs,bsc->bhgc", logits.softmax(-1).to(q.dtype), self.latent)
+        out = torch.einsum("bhgc,hdc->bhgd", mixed, b_v)
+        if up.bias is not None:  # weights sum to one
+            out = out + up.bias.unflatten(0, (c.n_kv_heads, 1, -1))[..., -c.head_dim :]
+        return out.flatten(1, 2)
+
+    def token_bytes(self) -> int:
+        """Bytes of one token: 2r rotated numbers a KV head and d_ckv shared ones."""
+        return (2 * self.r * self.config.n_kv_heads + self.d_ckv) * self.room.dtype.itemsize
+
+    def formula(self) -> int:
+        return self.room.rows * self.room.capacity * self.token_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        return length * self.token_bytes()
+
+
+def elite_limit(c: ModelConfig, r: int) -> int:
+    """The largest d_ckv that adds no parameters (App. C): d_ckv (dim + n) <= dim n, n = Hkv (2D - 2r)."""
+    n = c.n_kv_heads * (2 * c.head_dim - 2 * r)
+    return c.dim * n // (c.dim + n)
+
+
+def elite_allocations(c: ModelConfig, share: float) -> list[tuple[int, int]]:
+    """(r, d_ckv) that fill `share` of the dense cache without extra parameters (App. C).
+
+    d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves four."""
+    total, step, found = round(share * 2 * c.kv_dim), 256, []
+    while len(found) < 4 and step > 1:
+        step //= 2
+        pairs = [((total - d) // (2 * c.n_kv_heads), d) for d in range(step, total, step)]
+        found = [
+            (r, d)
+            for r, d in pairs
+            if 1 <= r <= c.head_dim // 2 and 2 * r * c.n_kv_heads + d == total and d <= elite_limit(c, r)
+        ]
+    return found
+
+
+def elite_convert(model: Llama, settings: EliteSettings, artifact: dict[str, Tensor]) -> None:
+    """Gives every layer the EliteKV form of its attention, in place of the dense one.
+
+    Uptrained factors A, B come from the artifact; others are made from the weights, for any r and d_ckv.
+    Raises UserError for q/k norms or a scaled rotation, and where r or d_ckv do not fit."""
+    c = model.config
+    if c.qk_norm:
+        raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
+    if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
+        raise UserError(
+            "elitekv cannot take a RoPE that scales q and k (yarn): un-rotated pairs would not be"
+        )
+    if c.elitekv and settings != EliteSettings():
+        raise UserError(
+            "this checkpoint was uptrained: its r, d_ckv, pairs and lrd are fixed; leave them out"
+        )
+    r, d_ckv = settings.r or int(artifact["r"]), settings.d_ckv or int(artifact["d_ckv"])
+    if not 1 <= r <= c.head_dim // 2:
+        raise UserError(f"--r {r}: a head has 1 to {c.head_dim // 2} pairs")
+    most = min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r))
+    if not 1 <= d_ckv <= most:
+        raise UserError(f"--d_ckv {d_ckv}: with r = {r} the latent can have 1 to {most} dims")
+    same = (r, d_ckv, settings.lrd) == (int(artifact["r"]), int(artifact["d_ckv"]), "joint")
+    for i, layer in enumerate(model.layers):
+        if settings.pairs == "uniform":
+            order = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)
+        else:
+            order = artifact[settings.pairs][i]  # [Hkv, D/2]
+
+        def factors(k: Tensor, v: Tensor, i: int = i) -> tuple[Tensor, Tensor]:
+            if not (same and f"{i}.A" in artifact):
+                return low_rank(k, v, d_ckv, settings.lrd)
+            a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
+            return a, b.unflatten(1, (c.n_kv_heads, -1))
+
+        layer.attention = elite_attention(layer.attention, c, order, r, factors)
+
+
+def build_elitekv(
+    model: Llama, settings: EliteSettings, room: Room, artifact: dict[str, Tensor]
+) -> list[Cache]:
+    elite_convert(model, settings, artifact)
+    return [EliteCache(room, layer.attention) for layer in model.layers]
+
+
+def elite_artifact(model: Llama) -> dict[str, Tensor]:
+    """What elite_convert needs to give a model's layers, now EliteAttention, again: orders, r, d_ckv, A, B."""
+    attentions = [layer.attention for layer in model.layers]
+    _, _, d_ckv = attentions[0].widths
+    order = torch.stack([attention.order for attention in attentions])
+    tensors = {"elite": order, "r": torch.tensor(attentions[0].r), "d_ckv": torch.tensor(d_ckv)}
+    for i, attention in enumerate(attentions):
+        tensors |= {f"{i}.A": attention.down.weight[-d_ckv:].T, f"{i}.B": attention.up.weight.T}
+    return tensors
+
+
+def random_elitekv(model: Llama) -> dict[str, Tensor]:
+    """The paper's 25 % for Llama-2-7B (r = D/16), with factors of no meaning."""
+    c = model.config
+    r = max(1, c.head_dim // 16)
+    d_ckv = c.kv_dim // 2 - 2 * r * c.n_kv_heads
+    order = torch.arange(c.head_dim // 2).expand(c.n_layers, c.n_kv_heads, -1)
+    a, n = random_basis(c.dim, d_ckv), c.n_kv_heads * (2 * c.head_dim - 2 * r)
+    b = 0.02 * torch.randn(d_ckv, n, generator=torch.Generator().manual_seed(0))
+    factors = {f"{i}.A": a for i in range(c.n_layers)} | {f"{i}.B": b for i in range(c.n_layers)}
+    return {
+        "elite": order,
+        "contribution": order,
+        "r": torch.tensor(r),
+        "d_ckv": torch.tensor(d_ckv),
+    } | factors
 
 
 # ------------------------------------------------------------------------------------------------------- Loki
@@ -1863,6 +2193,9 @@ class Method:
 METHODS = {
     "dense": Method(DenseSettings, build_dense, "the full cache"),
     "sals": Method(SalsSettings, build_sals, "sparse attention over a joint latent of the keys", random_sals),
+    "elitekv": Method(
+        EliteSettings, build_elitekv, "a few rotated pairs a head and one latent of K and V", random_elitekv
+    ),
     "loki": Method(
         LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", random_loki
     ),

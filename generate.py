@@ -668,7 +668,7 @@ def run_generate(args: argparse.Namespace) -> None:
     capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model)
 
     dense = None
-    if asks and args.method != "dense" and not args.json:
+    if asks and args.method != "dense" and not args.json and not model.config.elitekv:
         # Dense goes first: building a method's caches may change the weights.
         engine = build_engine(model, "dense", {}, args, len(prompts), capacity)
         dense = run_prompts(engine, prompts, asks, args, tokenizer).answers

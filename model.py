@@ -59,6 +59,7 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     family: str = "llama"
+    elitekv: bool = False  # uptrained for EliteKV: only each head's elite pairs are rotated
 
     @property
     def group(self) -> int:
@@ -120,6 +121,7 @@ class ModelConfig:
             qk_norm=family == "qwen3",
             sliding_window=hf.get("sliding_window") if windowed else None,
             family=family,
+            elitekv=hf.get("elitekv", False),
         )
 
 
@@ -234,6 +236,10 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [..., H, D]
         return self.wo(attend(self.q_norm(q), self.k_norm(k), v, *folded).flatten(-2))
 
+    def causal(self, cos: Tensor, sin: Tensor):
+        """The `attend` of training: exact causal attention under RoPE tables [S, D/2]."""
+        return lambda q, k, v: causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+
 
 class FeedForward(nn.Module):
     def __init__(self, c: ModelConfig):
@@ -278,13 +284,9 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
-            x = layer(x, attend)
+            x = layer(x, layer.attention.causal(cos, sin))
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:

@@ -52,6 +52,8 @@ from calibrate import (
 from compress import (
     METHODS,
     DenseCache,
+    EliteCache,
+    EliteSettings,
     LokiCache,
     LokiSettings,
     LrqkCache,
@@ -64,10 +66,18 @@ from compress import (
     add_ridge,
     artifact_path,
     attend,
+    contribution,
+    dense_attention,
     dense_bytes,
     dequantize,
+    elite_allocations,
+    elite_attention,
+    elite_convert,
+    elite_dims,
+    elite_limit,
     load_artifact,
     loki_count,
+    low_rank,
     lrqk_balance,
     lrqk_bases,
     lrqk_init,
@@ -78,11 +88,14 @@ from compress import (
     lrqk_scores,
     model_identity,
     quantize,
+    rope_deltas,
+    ropelite,
     sals_queries,
     sals_scores,
     sals_select,
     settings_from,
     spd_solve_in_graph,
+    uniform_order,
 )
 from generate import Engine, Sampling, decode_rows
 from model import (
@@ -92,6 +105,7 @@ from model import (
     StreamDecoder,
     UserError,
     apply_rope,
+    causal_attention,
     load_model,
     load_tokenizer,
     rope_tables,
@@ -163,6 +177,15 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
         }
     if method == "doublesparse":
         return METHODS[method].random(model)
+    if method == "elitekv":
+        torch.manual_seed(0)
+        order = torch.rand(c.n_layers, c.n_kv_heads, c.head_dim // 2).argsort(-1)
+        return {
+            "elite": order,
+            "contribution": order.flip(-1),
+            "r": torch.tensor(2),
+            "d_ckv": torch.tensor(16),
+        }
     return bases(model) if METHODS[method].fitted else {}
 
 
@@ -374,6 +397,8 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window):
         ("lrqk", LRQK | {"mode": "frozen", "init": "top", "slots": 0.0}),
         ("streaming", {"sinks": 2, "recent": 20}),
         *ROWS,
+        ("elitekv", {"r": 3, "d_ckv": 20}),
+        ("elitekv", {"pairs": "uniform", "lrd": "separate"}),
     ],
 )
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
@@ -398,6 +423,8 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
         ("loki", {"d": 1.0, "reduced": True}),
         *EVERYTHING,
         ("lrqk", {"rank": 8}),
+        ("elitekv", {}),
+        ("elitekv", {"r": 5, "d_ckv": 31, "lrd": "separate"}),
     ],
 )
 def test_prefill_then_decode_equals_decode_all_the_way(method, options):
@@ -467,14 +494,14 @@ def test_sals_drops_exactly_one_token_past_the_budget():
 )
 @pytest.mark.parametrize("group", [1, 4])
 def test_measured_bytes_equal_the_formula(options, group):
-    model = tiny_model(group=group, head_dim=32)
     others = [("loki", {}), ("loki", {"reduced": True, "d": 0.25}), ("streaming", {"recent": 20})]
     others += [("lrqk", {"k": 20, "slots": slots}) for slots in (0.0, 1.0, 1.5)] + [("lrqk", {})]
     rows = [
         (method, chosen | ({"share_heads": 0} if "share_heads" in chosen else {})) for method, chosen in ROWS
     ]
+    others += [("elitekv", {}), ("elitekv", {"r": 1, "d_ckv": 33})]
     for method, chosen in [("dense", {}), ("sals", options), *others, *rows]:
-        engine = make_engine(model, method, 3, 200, **chosen)
+        engine = make_engine(tiny_model(group=group, head_dim=32), method, 3, 200, **chosen)
         for cache in engine.caches:
             assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
 
@@ -687,6 +714,350 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time():
         cache.prefill = prefill
     engine.prefill([random_ids(60)])
     assert len(seen) == 4
+
+
+# -------------------------------------------------------------------------------------------------- EliteKV
+
+
+def elite_order(c: ModelConfig, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(c.n_kv_heads, c.head_dim // 2, generator=generator).argsort(-1)
+
+
+def elite_tables(order: torch.Tensor, r: int, n: int, c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE tables of each KV head [S, Hkv, 1, D/2] that leave all but the first r pairs of its order alone."""
+    cos, sin = (t[:, None].expand(-1, c.n_kv_heads, -1) for t in rope_tables(c, n, CPU))
+    elite = torch.zeros(cos.shape[1:], dtype=torch.bool).scatter(1, order[:, :r], True)
+    return torch.where(elite, cos, 1.0), torch.where(elite, sin, 0.0)
+
+
+def elite_reference(attention, order: torch.Tensor, r: int, x: torch.Tensor, c: ModelConfig) -> torch.Tensor:
+    """RoPElite without factors: the dense attention of one layer, cos = 1 and sin = 0 for non-elite pairs."""
+    cos, sin = elite_tables(order, r, x.shape[-2], c)
+
+    def attend(q, k, v):
+        q, k = (t.unflatten(-2, (c.n_kv_heads, -1)) for t in (q, k))  # [S, Hkv, heads, D]
+        q, k = (apply_rope(t, cos, sin).flatten(-3, -2) for t in (q, k))
+        return causal_attention(q, k, v)
+
+    return attention(x, attend)
+
+
+def exact(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors A B of full rank: A is the identity."""
+    return torch.eye(len(k)), torch.cat((k, v), -1)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize("r", [0, 1, 3, 8])
+def test_elitekv_rotates_the_elite_pairs_only(group, qkv_bias, r):
+    """r = D/2 is RoPE, r = 0 no position at all, between them cos = 1 and sin = 0 for the other pairs."""
+    model = tiny_model(group=group, qkv_bias=qkv_bias)
+    c, attention, x = model.config, model.layers[1].attention, torch.randn(40, 48)
+    order = elite_order(c)
+    elite = elite_attention(attention, c, order, r, exact)
+    cos, sin = rope_tables(c, 40, CPU)
+    got = elite(x, elite.causal(cos, sin))
+    assert error(got, elite_reference(attention, order, r, x, c)) < 1e-5
+    if r == 8:
+        assert error(got, attention(x, attention.causal(cos, sin))) < 1e-5
+    if r == 0:
+        assert error(got, attention(x, causal_attention)) < 1e-5
+    shifted = elite(x, elite.causal(*(t[17:] for t in rope_tables(c, 57, CPU))))  # only distances count
+    assert error(shifted, got) < 1e-4
+    if not qkv_bias:
+        again = dense_attention(elite)
+        assert error(again.wqkv.weight, attention.wqkv.weight) < 1e-6
+
+
+def test_rope_deltas_are_what_rotation_changes():
+    c = tiny_config()
+    torch.manual_seed(0)
+    q, k, rows = torch.randn(2, 30, 2, 16), torch.randn(2, 30, 16), torch.tensor([0, 7, 29, 12])
+    cos, sin = rope_tables(c, 30, CPU)
+    deltas = rope_deltas(q[:, rows], k, rows, cos, sin)  # [8, N, G, I, S]
+    assert deltas.shape == (8, 2, 2, 4, 30)
+    angles = 10000.0 ** (-torch.arange(8) / 8)
+    for pair in range(
+        8
+    ):  # Delta = [(cos phi - 1)(a u + b v) + sin phi (b u - a v)] / sqrt(D), phi = (j - i) theta
+        for i, row in enumerate(rows.tolist()):
+            phi = (torch.arange(30) - row) * angles[pair]
+            a, b = q[:, row, :, pair, None], q[:, row, :, pair + 8, None]
+            u, v = k[:, None, :, pair], k[:, None, :, pair + 8]
+            truth = ((phi.cos() - 1) * (a * u + b * v) + phi.sin() * (b * u - a * v)) / 4
+            live = torch.arange(30) <= row
+            assert torch.allclose(deltas[pair, :, :, i], truth * live, atol=1e-5)
+            assert deltas[pair, :, :, i, row].abs().max() < 1e-5  # nothing turns at distance 0
+    full = torch.einsum(
+        "nigd,nsd->ngis", apply_rope(q, cos, sin), apply_rope(k[:, :, None], cos, sin)[:, :, 0]
+    )
+    plain = torch.einsum("nigd,nsd->ngis", q, k)
+    live = torch.arange(30) <= rows[:, None]
+    assert error(deltas.sum(0), ((full - plain) / 4)[:, :, rows] * live) < 1e-5
+
+
+def test_ropelite_takes_the_best_pair_in_each_round():
+    torch.manual_seed(1)
+    c, rows = tiny_config(), torch.arange(24)
+    q, k, (cos, sin) = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 16), rope_tables(c, 24, CPU)
+    order, distance = ropelite(rope_deltas(q, k, rows, cos, sin))
+    assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
+    live = torch.arange(24) <= rows[:, None]
+    k = k[:, :, None]
+
+    def logits(elite: list[int]) -> torch.Tensor:
+        tables = elite_tables(torch.tensor([elite]), len(elite), 24, dataclasses.replace(c, n_kv_heads=1))
+        cos, sin = (t[:, 0] for t in tables)
+        return torch.einsum("nigd,nshd->ngis", apply_rope(q, cos, sin), apply_rope(k, cos, sin)) / 4
+
+    full = logits(list(range(8)))
+    for n in range(8):  # brute force, from the definition
+        tried = {
+            x: ((logits([*order[:n].tolist(), x]) - full) * live).abs().mean().item()
+            for x in range(8)
+            if x not in order[:n]
+        }
+        assert min(tried, key=tried.get) == order[n] or n == 7
+        assert abs(tried[int(order[n])] - distance[n]) < 1e-6
+
+
+def test_elite_orders_are_those_of_each_head_alone():
+    """The search of a layer and head does not depend on the others; the group's queries are summed over."""
+    model = tiny_model(group=4)
+    tokens = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(0))
+    found = calibrate.elite_orders(model, tokens)
+    assert found["elite"].shape == found["contribution"].shape == (4, 2, 8)
+    seen = {}
+    calibrate.observe(model, tokens, lambda i, q, k, v: seen.update({i: (q, k)}))
+    q, k = seen[2]
+    rows = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: calibrate.ELITE_ROWS]
+    deltas = rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *rope_tables(model.config, 40, CPU))
+    order, distance = ropelite(deltas)
+    assert torch.equal(order, found["elite"][2, 1]) and torch.equal(distance, found["distance"][2, 1])
+    norms = contribution(q[:, :, 4:], k[:, :, 1])
+    assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
+
+
+def test_uniform_and_contribution():
+    assert uniform_order(64, 12)[:12].tolist() == [0, 5, 11, 17, 22, 28, 34, 40, 45, 51, 57, 63]
+    for half, r in ((32, 1), (32, 4), (32, 32), (64, 22)):
+        order = uniform_order(half, r)
+        assert sorted(order.tolist()) == list(range(half)) and order[0] == 0
+    q, k = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16)
+    got, (cos, sin) = contribution(q, k[:, :, 0]), rope_tables(tiny_config(), 30, CPU)
+    truth = q[..., 3].square().add(q[..., 11].square()).sqrt().mean()
+    truth = truth * k[..., 3].square().add(k[..., 11].square()).sqrt().mean()
+    assert got.shape == (8,) and abs(got[3] / truth - 1) < 1e-5
+    turned = contribution(apply_rope(q, cos, sin), apply_rope(k, cos, sin)[:, :, 0])
+    assert torch.allclose(turned, got, rtol=1e-4)  # blind to rotation
+
+
+def test_elite_dims_put_the_pairs_first_and_keep_halves():
+    order = torch.tensor([[5, 2, 0, 1, 3, 4, 6, 7]])
+    assert elite_dims(order, 2).tolist() == [[2, 5, 10, 13, 0, 1, 3, 4, 6, 7, 8, 9, 11, 12, 14, 15]]
+
+
+def test_joint_factors_are_optimal_and_beat_separate_ones():
+    torch.manual_seed(0)
+    mix = torch.randn(10, 60)  # keys and values that share directions
+    k, v = (torch.randn(48, 10) @ mix[:, :n] + torch.randn(48, n) for n in (40, 60))
+    k, v = k.unflatten(1, (4, 10)), v.unflatten(1, (4, 15))
+    m = torch.cat((k, v), -1).double().flatten(1)
+    singular, last = torch.linalg.svdvals(m), math.inf
+    for d_ckv in (1, 7, 20, 40, 48):
+        a, b = low_rank(k, v, d_ckv, "joint")
+        assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
+        loss = (m - a @ b.flatten(1)).square().sum()
+        assert abs(loss - singular[d_ckv:].square().sum()) < 1e-6 * m.square().sum()  # Eckart-Young
+        assert loss < last
+        last = loss
+        a, b = low_rank(k, v, d_ckv, "separate")
+        separate = (m - a @ b.flatten(1)).square().sum()
+        parts = [(torch.linalg.svdvals(x.double().flatten(1)) ** 2) for x in (k, v)]
+        best = min(
+            parts[0][n:].sum() + parts[1][d_ckv - n :].sum()
+            for n in range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
+        )
+        assert abs(separate - best) < 1e-6 * m.square().sum() and separate > loss - 1e-6
+        of_keys = b[..., :10].flatten(1).abs().sum(1) > 1e-9  # block-diagonal
+        assert not (of_keys & (b[..., 10:].flatten(1).abs().sum(1) > 1e-9)).any()
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize(
+    "r,d_ckv,lrd", [(2, 7, "joint"), (5, 30, "separate"), (8, 16, "joint"), (1, 40, "joint")]
+)
+def test_absorbed_decode_equals_the_naive_forward(group, qkv_bias, r, d_ckv, lrd):
+    model = tiny_model(group=group, qkv_bias=qkv_bias)
+    engine = make_engine(model, "elitekv", 1, 50, r=r, d_ckv=min(d_ckv, 8 // group * (32 - 2 * r)), lrd=lrd)
+    ids = random_ids(40)
+    got = logits_through(engine, [ids[:10]], [ids[10:]])[:, 0]
+    full = model.output(model(torch.tensor([ids])))[0, 9:]  # now in EliteKV form: K and V expanded
+    assert error(got, full) < 1e-5
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_elitekv_at_full_rank_is_ropelite_and_with_all_pairs_dense(group):
+    prompts, more = [random_ids(n, n) for n in (5, 40)], [random_ids(12, n) for n in (1, 2)]
+    dense = logits_through(make_engine(tiny_model(group=group), "dense", 2, 60), prompts, more)
+    got = logits_through(
+        make_engine(tiny_model(group=group), "elitekv", 2, 60, r=8, d_ckv=min(48, 128 // group)),
+        prompts,
+        more,
+    )
+    assert error(got, dense) < 1e-4
+    model, c = tiny_model(group=group), tiny_config(group=group)
+    artifact, x = artifact_of("elitekv", model), torch.randn(30, 48)
+    truth = [
+        elite_reference(layer.attention, artifact["elite"][i], 3, x, c)
+        for i, layer in enumerate(model.layers)
+    ]
+    elite_convert(model, EliteSettings(r=3, d_ckv=48), artifact)
+    for layer, reference in zip(model.layers, truth, strict=True):
+        assert error(layer.attention(x, layer.attention.causal(*rope_tables(c, 30, CPU))), reference) < 1e-4
+
+
+def test_elitekv_numbers_of_cache_and_parameters():
+    """Sec. 3.2 and App. C: cache 2r Hkv + c; K and V parameters 2r Hkv d + c d + c Hkv (2D - 2r)."""
+    model = tiny_model(group=2)
+    before = sum(p.numel() for p in model.layers[0].attention.parameters())
+    cache = make_engine(model, "elitekv", 3, 50, r=3, d_ckv=20).caches[0]
+    assert (
+        isinstance(cache, EliteCache) and cache.measured() == 3 * 50 * (2 * 3 * 4 + 20) * 4 == cache.formula()
+    )
+    assert cache.bytes_read(50) * 3 == cache.formula()
+    after = sum(p.numel() for p in model.layers[0].attention.parameters())
+    assert after - before == (2 * 3 * 4 * 48 + 20 * 48 + 20 * 4 * (32 - 6)) - 2 * 48 * 64
+    llama = SHAPES["llama-2-7b"]
+    for share, known in ((0.5, (26, 2432)), (0.34375, (12, 2048)), (0.25, (8, 1536)), (0.125, (4, 768))):
+        found = elite_allocations(llama, share)
+        assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)
+    assert (24, 2560) not in elite_allocations(llama, 0.5)  # it would add parameters
+    assert (8, 64) in elite_allocations(calibrate.NANO, 0.25)
+    for c in (llama, SHAPES["llama-3.1-8b"], calibrate.NANO):
+        for r in (1, 8, c.head_dim // 2):
+            n, most = c.n_kv_heads * (2 * c.head_dim - 2 * r), elite_limit(c, r)
+            dense, rotated = 2 * c.dim * c.kv_dim, 2 * r * c.n_kv_heads * c.dim
+            assert rotated + most * (c.dim + n) <= dense < rotated + (most + 1) * (c.dim + n)
+
+
+def test_elitekv_refuses_what_it_cannot_take():
+    for changes, message in (
+        ({"qk_norm": True}, "q/k norms"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_engine(tiny_model(**changes), "elitekv", 1, 20)
+
+
+def test_pairs_prints_what_each_rule_loses(checkpoint, monkeypatch, capsys):
+    """Distances against a brute-force mean over all layers and heads; J-LRD loses no more than S-LRD."""
+    argv = ["pairs", "--checkpoint", checkpoint, "--windows", 2, "--window", 64, "--r", 1, 3, 8, "--json"]
+    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+    rows = json.loads(out.splitlines()[-1])
+    assert code == 0 and [row["method"] for row in rows] == ["r 1", "r 3", "r 8"]
+    for name in ("elite", "uniform", "contribution"):
+        assert rows[0][name] > rows[1][name] > rows[2][name] and rows[2][name] < 1e-5
+    assert [row["d_ckv"] for row in rows] == [24, 8, -32] and rows[2]["joint"] is None
+    assert all(0 < row["joint"] <= row["separate"] < 1 for row in rows[:2])
+    model, tokens = tiny_model(), torch.randint(0, 96, (2, 30), generator=torch.Generator().manual_seed(0))
+    order, seen = torch.stack([elite_order(model.config, i) for i in range(4)]), []
+
+    def see(i, q, k, v):
+        full, part = (elite_tables(order[i], r, 30, model.config) for r in (8, 3))
+        q, k = q.unflatten(-2, (4, -1)), k.unsqueeze(-2)  # [N, S, Hkv, G or 1, D]
+        full, part, none = (
+            torch.einsum("nihgd,njhgd->hngij", apply_rope(q, *t), apply_rope(k, *t).expand(q.shape)).tril()
+            for t in (full, part, elite_tables(order[i], 0, 30, model.config))
+        )
+        seen.extend((full - part).abs().mean((1, 2, 3, 4)) / (full - none).abs().mean((1, 2, 3, 4)))
+
+    calibrate.observe(model, tokens, see)
+    monkeypatch.setattr(calibrate, "ELITE_ROWS", 30)  # every query
+    got = calibrate.elite_distances(model, tokens, {"x": [order[..., :3]]})
+    assert abs(got["x"][0] / torch.stack(seen).mean() - 1) < 1e-4
+
+
+def test_the_trial_of_fit_leaves_the_model_as_it_was():
+    model = tiny_model()
+    before = [layer.attention for layer in model.layers]
+    tokens = torch.randint(0, 96, (4, 40), generator=torch.Generator().manual_seed(0))
+    tensors, facts = calibrate.fit_elitekv(model, tokens, {}, 0.5)
+    assert all(layer.attention is attention for layer, attention in zip(model.layers, before, strict=True))
+    trials = {key: float(value) for key, value in facts.items() if key.startswith("perplexity_")}
+    assert min(trials, key=trials.get) == f"perplexity_{int(tensors['r'])}_{int(tensors['d_ckv'])}"
+    assert len(trials) >= 3
+    exact_trial = calibrate.elite_trial(model, tokens, EliteSettings(8, 48), tensors)
+    whole = calibrate.weighted_loss(model, tokens, torch.ones(4, 39)).exp()
+    assert abs(exact_trial[0] / whole - 1) < 1e-3 and abs(exact_trial[1] - 1) < 1e-4
+
+
+def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, capsys):
+    """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
+    source, out = tiny_checkpoint(tmp_path / "source"), tmp_path / "out"
+    (tmp_path / "text").mkdir()
+    shutil.copy(ROOT / "model.py", tmp_path / "text" / "a.py")
+    trained, optimizers = [], []
+    original, make = calibrate.train, calibrate.make_optimizer
+    monkeypatch.setattr(
+        calibrate, "make_optimizer", lambda *args: optimizers.append(make(*args)) or optimizers[0]
+    )
+    monkeypatch.setattr(
+        calibrate, "train", lambda model, *args: trained.append(model) or original(model, *args)
+    )
+    argv = [
+        "train",
+        "--from",
+        source,
+        "--method",
+        "elitekv:r=3,d_ckv=24",
+        "--out",
+        out,
+        "--text",
+        tmp_path / "text",
+    ]
+    argv += ["--stages", "4x64x60", "--workers", "1", "--log", tmp_path / "log.csv", "--lr", "5e-3"]
+    code, text, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    assert code == 0 and "finished" in text, err
+    lines = [line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines()]
+    assert lines[0] == ["tokens", "loss"] and [int(n) for n, _ in lines[1:]] == [20 * 256, 40 * 256, 60 * 256]
+    assert float(lines[-1][1]) < float(lines[1][1]) - 0.3
+    assert all(group["lr"] == 5e-3 for group in optimizers[0].param_groups)  # constant to the end
+    model = load_model(out, CPU, torch.float32)
+    assert model.config.elitekv
+    artifact = load_artifact(out, "elitekv", model)
+    elite_convert(model, EliteSettings(), artifact)
+    tokens = torch.randint(3, 4096, (1, 50))
+    assert error(model(tokens), trained[0].eval()(tokens).detach()) < 2e-2  # bf16 weights
+    for name in ("down", "up", "wo"):  # all of them were trained
+        start = load_model(source, CPU, torch.float32)
+        elite_convert(start, EliteSettings(3, 24), load_artifact(source, "elitekv", start))
+        a, b = (getattr(m.layers[2].attention, name).weight for m in (start, model))
+        assert error(b, a) > 1e-3
+    assert torch.equal(model.layers[2].attention.pairs, start.layers[2].attention.pairs)
+
+    run = ["--checkpoint", out, "--prompt", "hello", "--max_new_tokens", 4]
+    code, text, err = run_main(generate.main, [*run, "--method", "elitekv", "--json"], monkeypatch, capsys)
+    report = json.loads(text.splitlines()[-1])
+    assert code == 0 and report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 * 4 + 24)
+    refused = [
+        (generate.main, run, "uptrained for EliteKV: run it with --method elitekv"),
+        (generate.main, [*run, "--method", "elitekv", "--r", 4], "are fixed; leave them out"),
+        (calibrate.main, ["fit", "--checkpoint", out, "--method", "sals"], "calibrated already"),
+        (calibrate.main, [*argv[:2], out, *argv[3:]], "another one as --out"),
+        (calibrate.main, [*argv[:4], "sals", *argv[5:]], "only elitekv is uptrained"),
+    ]
+    for main, options, message in refused:
+        code, text, err = run_main(main, options, monkeypatch, capsys)
+        assert code == 2 and message in err and err.count("\n") == 1, err
+    table = ["eval", "--checkpoint", source, "--method", f"elitekv@{out}", "--samples", 0, "--json"]
+    table += ["--perplexity_rows", 1, "--prefix", 40, "--continuation", 4]
+    code, text, err = run_main(calibrate.main, table, monkeypatch, capsys)
+    rows = json.loads(text.splitlines()[-1])["rows"]
+    assert code == 0 and [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
 
 
 # ----------------------------------------------------------------------------------------------- StreamingLLM
@@ -2010,6 +2381,7 @@ def test_the_same_seed_gives_the_same_sample():
         ("lrqk", LRQK),
         ("lrqk", LRQK | {"mode": "paper", "slots": 2.0}),
         ("lrqk", LRQK | {"kv_device": "cuda"}),
+        ("elitekv", {}),
     ],
 )
 def test_graph_replay_equals_eager(method, options):
@@ -3454,7 +3826,7 @@ def tiny_checkpoint(folder: Path, **changes) -> Path:
     save_checkpoint(model, folder)
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
-    for method in ("sals", "loki", "doublesparse"):
+    for method in ("sals", "loki", "elitekv", "doublesparse"):
         save_artifact(artifact_of(method, model), artifact_path(folder, method), model_identity(model))
     return folder
 
@@ -3541,7 +3913,7 @@ def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
 BAD_OPTIONS = {
     "unknown method": (
         ["--method", "magic"],
-        "unknown method 'magic'; the methods are: dense, sals, loki, lrqk, streaming",
+        "unknown method 'magic'; the methods are: dense, sals, elitekv, loki, lrqk, streaming",
     ),
     "setting of another method": (["--rank", "0.5"], "--rank is neither an option nor a setting of dense"),
     "kv_bits where they do not fit": (
@@ -3559,6 +3931,14 @@ BAD_OPTIONS = {
     "no demo": ([], "no demo.txt"),
     "rank too large": (["--method", "sals", "--rank", "1.5", "--prompt", "5"], "1 to 64"),
     "rank beyond the artifact": (["--method", "sals", "--rank", "0.9", "--prompt", "5"], "--max_rank"),
+    "too many pairs": (
+        ["--method", "elitekv", "--r", "9", "--prompt", "5"],
+        "--r 9: a head has 1 to 8 pairs",
+    ),
+    "latent too wide": (
+        ["--method", "elitekv", "--d_ckv", "49", "--prompt", "5"],
+        "with r = 2 the latent can have 1 to 48 dims",
+    ),
     "no tokens": (["--method", "loki", "--k", "0", "--prompt", "5"], "--k must be above 0"),
     "no components": (["--method", "loki", "--d", "1.5", "--prompt", "5"], "--d in (0, 1]"),
     "rank beyond the head": (["--method", "lrqk", "--rank", "17", "--prompt", "5"], "r must be 1 to 16"),
