@@ -206,12 +206,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
     heads = [
         t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)
     ]  # [B, H, S, D]: flash wants 4 dims
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=q.shape[-2] != k.shape[-2])
+    out = F.scaled_dot_product_attention(
+        *heads, is_causal=True, scale=scale, enable_gqa=q.shape[-2] != k.shape[-2]
+    )
     return out.transpose(1, 2).reshape(q.shape)
 
 
