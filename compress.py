@@ -643,7 +643,7 @@ class FdcSettings:
         -1.0, "r: share of the singular values that each head loses (Eq. 1); -1: as calibrate.py fit found"
     )
     adaptive: bool = setting(
-        True, "ranks by Eq. 1, head by head; --no-adaptive: their mean for every head (the paper's /AC)"
+        True, "each head has its own rank by Eq. 1; --no-adaptive: all have their mean (the paper's /AC)"
     )
 
 
@@ -660,9 +660,8 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
 
     values [L, Hkv, D] -> ranks [L, Hkv]. The columns that rounding adds are real ones, not zeros."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
-    if not adaptive:
-        ranks = ranks.double().mean().ceil().long().expand(ranks.shape)
-    return (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
+    ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
+    return ranks if adaptive else ranks.double().mean().long().expand(ranks.shape)
 
 
 def fdc_rates(*values: Tensor) -> list[float]:
