@@ -435,11 +435,10 @@ def test_sals_drops_exactly_one_token_past_the_budget():
 )
 @pytest.mark.parametrize("group", [1, 4])
 def test_measured_bytes_equal_the_formula(options, group):
-    model = tiny_model(group=group, head_dim=32)
     others = [("loki", {}), ("loki", {"reduced": True, "d": 0.25}), ("streaming", {"recent": 20})]
     others += [("fdc", {}), ("fdc", {"adaptive": False}), ("palu", {"keep": 0.3})]
     for method, chosen in [("dense", {}), ("sals", options), *others]:
-        engine = make_engine(model, method, 3, 200, **chosen)
+        engine = make_engine(tiny_model(group=group, head_dim=32), method, 3, 200, **chosen)
         for cache in engine.caches:
             assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
 
