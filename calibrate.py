@@ -517,8 +517,6 @@ def fdc_search(
 
     Ranks fall with the rate, so it bisects the rates at which a rank changes; accuracy is the share of
     tokens [N, S] that the model predicts. -> the rate, and its accuracy and perplexity over the dense ones."""
-    if not 0 < accuracy <= 1:
-        raise UserError(f"--accuracy {accuracy}: the share of the dense accuracy to keep must lie in (0, 1]")
     rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
     bar = Progress("rate", len(tokens) * (len(rates).bit_length() + 2))
 
@@ -597,6 +595,10 @@ FITS = {"sals": fit_sals, "loki": fit_loki, "fdc": fit_fdc, "palu": fit_palu}
 
 def run_fit(args: argparse.Namespace) -> None:
     """One pass over the text gathers the moments; every method asked for is fitted from them."""
+    if not 0 < args.accuracy <= 1:
+        raise UserError(
+            f"--accuracy {args.accuracy}: the share of the dense accuracy to keep must lie in (0, 1]"
+        )
     model, tokenizer = load(args)
     tokens = calibration_windows(args, model, tokenizer)
     moments = key_moments(model, tokens, "fit")

@@ -158,7 +158,8 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
             "better": torch.tensor(1),
         }
     if method in ("fdc", "palu"):
-        return METHODS[method].random(model)
+        made = METHODS[method].random(model)  # a file wants tensors that share no memory
+        return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
     return bases(model) if METHODS[method].fitted else {}
 
 
