@@ -4,6 +4,7 @@ A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFO
     prefill(row, q, k, v)   a whole prompt, q [S, Hq, D], k and v [S, Hkv, D] -> attention output [S, Hq, D]
     decode(pos, q, k, v)    one token a row at positions pos [B], q [B, Hq, D] -> attention output [B, Hq, D]
     formula(), bytes_read() the byte ledger: what the method says it stores and reads
+A method that folds weights (FDC) gets its own latents instead of v, and returns what its W_O takes.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
@@ -718,6 +719,11 @@ class FdcCache(Cache):
         self.ranks = [basis.shape[1] for basis in bases] + v_ranks
         self.scale = room.config.head_dim**-0.5  # that of the full head dim, at any rank
         self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
+        # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
+        ranks = torch.tensor(self.ranks)
+        first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
+        starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
+        self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
@@ -740,24 +746,27 @@ class FdcCache(Cache):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         span, outputs = slice(0, q.shape[0]), []
-        new = zip(self.queries(q, span), self.compress(k, span), latent.split(self.v_ranks, -1), strict=True)
-        for h, (queries, keys, values) in enumerate(new):  # [S, G, n], [S, 1, d_qk], [S, d_v]
-            k_store, v_store = self.heads()[h]
-            k_store[row, span], v_store[row, span] = keys[:, 0], values
-            keys = self.keys(h, k_store[row, span])
+        keys, values = self.compress(k, span), latent.split(self.v_ranks, -1)
+        for h, (queries, (k_store, v_store)) in enumerate(
+            zip(self.queries(q, span), self.heads(), strict=True)
+        ):
+            k_store[row, span], v_store[row, span] = keys[h][:, 0], values[h]
+            heads = queries, self.keys(h, k_store[row, span])[:, None], values[h][:, None]  # [S, G or 1, n]
             # Flash attention wants one width for all three: zeros up to the widest change nothing.
-            width = max(queries.shape[-1], values.shape[-1])
-            padded = (F.pad(x, (0, width - x.shape[-1])) for x in (queries, keys[:, None], values[:, None]))
-            outputs.append(causal_attention(*padded, scale=self.scale)[..., : values.shape[-1]].flatten(1))
+            width = max(x.shape[-1] for x in heads)
+            output = causal_attention(*(F.pad(x, (0, width - x.shape[-1])) for x in heads), scale=self.scale)
+            outputs.append(output[..., : self.v_ranks[h]].flatten(1))
         return torch.cat(outputs, -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        rows, outputs = self.room.row_ids, []
-        live = self.room.positions <= pos[:, None]
-        new = zip(self.queries(q, pos), self.compress(k, pos), latent.split(self.v_ranks, -1), strict=True)
-        for h, (queries, keys, values) in enumerate(new):  # [B, G, n], [B, 1, d_qk], [B, d_v]
-            k_store, v_store = self.heads()[h]
-            k_store[rows, pos], v_store[rows, pos] = keys[:, 0], values
+        token = (self.room.row_ids * self.room.capacity + pos)[:, None]
+        new = [keys[:, 0] for keys in self.compress(k, pos)]  # [B, d_qk] each
+        # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
+        self.packed[self.starts + token * self.strides] = torch.cat((*new, latent), -1)
+        live, outputs = self.room.positions <= pos[:, None], []
+        for h, (queries, (k_store, v_store)) in enumerate(
+            zip(self.queries(q, pos), self.heads(), strict=True)
+        ):
             keys = self.keys(h, k_store)
             outputs.append(attend(queries, keys[:, None], v_store[:, None], live, self.scale).flatten(1))
         return torch.cat(outputs, -1)[:, None]  # [B, 1, sum of G d_v]

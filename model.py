@@ -223,7 +223,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        # A method may append rows to wqkv at load time: `attend` gets their results as further arguments.
+        # A method may append rows to wqkv at load time (or put them in v's place, and change wo): `attend`
+        # gets their results as further arguments.
         self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
         self.wqkv = nn.Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
