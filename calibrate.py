@@ -465,20 +465,22 @@ def fit_fdc(
     moments: dict[str, KeyMoments],
     max_rank: float,
     accuracy: float = 0.99,
+    positions: int | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
 
     The hidden states of a window do not depend on where it lies, so that each token's q and k are simply
-    rotated to a random position of the model's range: a basis of the first positions fits far ones badly."""
+    rotated to a random one of `positions` (the model's range): a basis of the first fits far ones badly."""
     c, device = model.config, next(model.parameters()).device
+    positions = min(positions or c.max_positions, c.max_positions)
     generator = torch.Generator().manual_seed(0)
     shape = (-(-RANDOM_TOKENS // tokens.shape[1]), tokens.shape[1])
     noise = torch.randint(0, c.vocab_size, shape, generator=generator)
-    cos, sin = rope_tables(c, c.max_positions, device)
+    cos, sin = rope_tables(c, positions, device)
 
     def queries_and_keys(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        positions = torch.randint(0, c.max_positions, (len(q),), generator=generator).to(device)
-        q, k = (apply_rope(x, cos[positions], sin[positions]) for x in (q, k))
+        where = torch.randint(0, positions, (len(q),), generator=generator).to(device)
+        q, k = (apply_rope(x, cos[where], sin[where]) for x in (q, k))
         stacked = torch.cat((q.unflatten(1, (c.n_kv_heads, -1)), k[:, :, None]), 2)  # [S, Hkv, G + 1, D]
         return stacked.transpose(1, 2).flatten(0, 1)
 
@@ -495,6 +497,7 @@ def fit_fdc(
     kept = torch.arange(c.head_dim) < fdc_ranks(tensors["qk.values"], rate)[..., None]
     facts = {
         "floor": str(accuracy),
+        "positions": str(positions),
         "accuracy": f"{reached:.4f}",
         "perplexity": f"{perplexity:.4f}",
         "rate": f"{rate:.6f}",
@@ -595,6 +598,8 @@ FITS = {"sals": fit_sals, "loki": fit_loki, "fdc": fit_fdc, "palu": fit_palu}
 
 def run_fit(args: argparse.Namespace) -> None:
     """One pass over the text gathers the moments; every method asked for is fitted from them."""
+    if args.positions is not None and args.positions < 1:
+        raise UserError(f"--positions {args.positions}: the longest context must be at least 1 token")
     if not 0 < args.accuracy <= 1:
         raise UserError(
             f"--accuracy {args.accuracy}: the share of the dense accuracy to keep must lie in (0, 1]"
@@ -603,7 +608,7 @@ def run_fit(args: argparse.Namespace) -> None:
     tokens = calibration_windows(args, model, tokenizer)
     moments = key_moments(model, tokens, "fit")
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
-    extra = {"fdc": {"accuracy": args.accuracy}}
+    extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for method in FITS if args.method == "all" else [args.method]:
         tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
         path = artifact_path(args.checkpoint, method)
@@ -1237,6 +1242,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=0.99,
         help="fdc: the share of the dense next-token accuracy to keep; the rate that does is stored",
+    )
+    p.add_argument(
+        "--positions", type=int, help="fdc: the longest context to be served (default: the model's)"
     )
 
     p = command(

@@ -766,7 +766,7 @@ def own_text(model: Llama, rows: int = 6, length: int = 48) -> torch.Tensor:
 def fdc_fit():
     model = tiny_model(head_dim=48, qkv_bias=True)
     tokens = own_text(model)
-    return model, tokens, *calibrate.fit_fdc(model, tokens, {}, 0.0, 0.4)
+    return model, tokens, *calibrate.fit_fdc(model, tokens, {}, 0.0, 0.5)
 
 
 def stacked_vectors(model: Llama, layer: int, head: int, low: int, high: int, seed: int = 1):
@@ -965,7 +965,7 @@ def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
         for rate in (0.0, rates[found], rates[found + 1])
     )
     assert dense > 0.95 and 0 < found  # the model wrote the text itself
-    assert at >= 0.4 * dense > beyond and abs(float(facts["accuracy"]) - at / dense) < 1e-3
+    assert at >= 0.5 * dense > beyond and abs(float(facts["accuracy"]) - at / dense) < 1e-3
     all_of_it = calibrate.fdc_search(model, tokens, tensors, 1.0)
     assert all_of_it[0] < rates[found] and all_of_it[1] >= 1
 
