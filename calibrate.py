@@ -509,7 +509,7 @@ def fit_fdc(
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
 
 
-RANDOM_TOKENS = 1 << 14  # the paper: at least 8K
+RANDOM_TOKENS = 1 << 15  # the paper: at least 8K
 FLOOR_WINDOWS = 8  # windows of text on which accuracy is measured
 
 
