@@ -49,6 +49,9 @@ from compress import (
     elite_allocations,
     elite_artifact,
     elite_convert,
+    fdc_ranks,
+    fdc_rates,
+    kv_bias,
     load_artifact,
     loki_basis,
     method_named,
@@ -581,17 +584,187 @@ def fit_elitekv(
     return tensors, facts | {f"perplexity_{r}_{d}": f"{p:.4f}" for (r, d), (p, _) in trials.items()}
 
 
-FITS = {"sals": fit_sals, "loki": fit_loki, "elitekv": fit_elitekv, "doublesparse": fit_doublesparse}
+@torch.inference_mode()
+def head_bases(
+    model: Llama, tokens: Tensor, label: str, rows: Callable[[int, Tensor, Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Singular values [L, H, D] and right singular vectors [L, H, D, D] of vectors seen on tokens [N, S].
+
+    rows(layer, q, k, v) names the vectors of each of H heads, [n, H, D]. Their Gram matrix is summed in fp64: Eq. 1
+    of FDC adds singular values, and fp32 noise in a Gram is larger than the small ones."""
+    grams, bar = [0] * model.config.n_layers, Progress(label, len(tokens) * model.config.n_layers)
+
+    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        x = rows(i, q[0], k[0], v[0]).transpose(0, 1).double()  # [H, n, D]
+        grams[i] = grams[i] + x.transpose(1, 2) @ x
+        bar.tick()
+
+    for window in tokens:
+        observe(model, window[None].to(next(model.parameters()).device), see)
+    bar.close()
+    values, vectors = eigen(torch.stack(grams).cpu())
+    return values.sqrt(), vectors
+
+
+def fit_fdc(
+    model: Llama,
+    tokens: Tensor,
+    moments: dict[str, KeyMoments],
+    max_rank: float,
+    accuracy: float = 0.99,
+    positions: int | None = None,
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
+
+    The hidden states of a window do not depend on where it lies, so that each token's q and k are simply
+    rotated to a random one of `positions` (the model's range): a basis of the first fits far ones badly."""
+    c, device = model.config, next(model.parameters()).device
+    positions = min(positions or c.max_positions, c.max_positions)
+    generator = torch.Generator().manual_seed(0)
+    shape = (-(-RANDOM_TOKENS // tokens.shape[1]), tokens.shape[1])
+    noise = torch.randint(0, c.vocab_size, shape, generator=generator)
+    cos, sin = rope_tables(c, positions, device)
+
+    def queries_and_keys(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        where = torch.randint(0, positions, (len(q),), generator=generator).to(device)
+        q, k = (apply_rope(x, cos[where], sin[where]) for x in (q, k))
+        stacked = torch.cat((q.unflatten(1, (c.n_kv_heads, -1)), k[:, :, None]), 2)  # [S, Hkv, G + 1, D]
+        return stacked.transpose(1, 2).flatten(0, 1)
+
+    values, basis = head_bases(model, noise, "random tokens", queries_and_keys)
+    tensors = {"qk.values": values, "qk.basis": basis}
+    weights = torch.stack([x.attention.wqkv.weight.split(x.attention.widths)[2] for x in model.layers])
+    weights = weights.unflatten(1, (c.n_kv_heads, -1)).double().cpu()  # [L, Hkv, D, dim]: W_V transposed
+    values, basis = eigen(weights @ weights.transpose(-1, -2))
+    tensors |= {"v.values": values.sqrt(), "v.basis": basis}
+    tensors = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+    rate, reached, perplexity = fdc_search(model, tokens[-FLOOR_WINDOWS:], tensors, accuracy)
+    ranks = [fdc_ranks(tensors[f"{kind}.values"], rate).double().mean() for kind in ("qk", "v")]
+    energy = tensors["qk.values"].square()
+    kept = torch.arange(c.head_dim) < fdc_ranks(tensors["qk.values"], rate)[..., None]
+    facts = {
+        "floor": str(accuracy),
+        "positions": str(positions),
+        "accuracy": f"{reached:.4f}",
+        "perplexity": f"{perplexity:.4f}",
+        "rate": f"{rate:.6f}",
+        "mean_ranks": f"q, k {ranks[0]:.1f}; v {ranks[1]:.1f} of {c.head_dim}",
+        "energy": f"rate {rate:.4f} (mean ranks {ranks[0]:.1f} and {ranks[1]:.1f} of {c.head_dim}, "
+        f"{reached:.2%} of dense accuracy, {perplexity:.4f} of dense perplexity): "
+        f"{(energy * kept).sum() / energy.sum():.4f}",
+    }
+    return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
+
+
+RANDOM_TOKENS = 1 << 15  # the paper: at least 8K
+FLOOR_WINDOWS = 8  # windows of text on which accuracy is measured
+
+
+def fdc_search(
+    model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float
+) -> tuple[float, float, float]:
+    """F_p (FDC sec. 5.2): the largest rate at which `accuracy` of the dense model's accuracy is left.
+
+    Ranks fall with the rate, so it bisects the rates at which a rank changes; accuracy is the share of
+    tokens [N, S] that the model predicts. -> the rate, and its accuracy and perplexity over the dense ones."""
+    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
+    bar = Progress("rate", len(tokens) * (len(rates).bit_length() + 2))
+
+    def measure(rate: float) -> Tensor:
+        return fdc_accuracy(model, tokens, tensors, rate, bar)
+
+    dense = measure(0.0)
+    low, high, best = 0, len(rates), dense  # rates[low] holds the floor, rates[high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = measure(rates[middle])
+        if found[0] >= accuracy * dense[0]:
+            low, best = middle, found
+        else:
+            high = middle
+    bar.close()
+    return rates[low], *(best / dense).tolist()
+
+
+@torch.inference_mode()
+def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float, bar) -> Tensor:
+    """Share of the tokens [N, S] predicted right, and the perplexity, of FDC at `rate`: [2].
+
+    q R (k R)^T on the kept columns is (q P) (k P)^T with the projector P = R R^T: one plain forward pass
+    computes what prefill and decode on the compressed vectors do, and leaves the weights alone."""
+    c, device = model.config, next(model.parameters()).device
+    projectors = {}
+    for kind in ("qk", "v"):
+        kept = torch.arange(c.head_dim) < fdc_ranks(tensors[f"{kind}.values"], rate)[..., None]
+        basis = tensors[f"{kind}.basis"] * kept[:, :, None]
+        projectors[kind] = (basis @ basis.transpose(-1, -2)).to(device, model.tok_embeddings.weight.dtype)
+    cos, sin = rope_tables(c, tokens.shape[1], device)
+    right, loss = 0.0, 0.0
+    for window in tokens.to(device):
+        x = model.tok_embeddings(window)
+        for i, layer in enumerate(model.layers):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
+                q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+                grouped = q.unflatten(1, (c.n_kv_heads, -1)) @ projectors["qk"][i]  # [S, Hkv, G, D]
+                k = torch.einsum("shd,hde->she", k, projectors["qk"][i])
+                _, bias = kv_bias(model.layers[i].attention, c)  # stays whole: it is folded into W_O's
+                v = torch.einsum("shd,hde->she", v - bias, projectors["v"][i]) + bias
+                return causal_attention(grouped.flatten(1, 2), k, v)
+
+            x = layer(x, attend)
+        log_p = model.output(model.norm(x[:-1])).float().log_softmax(-1)
+        right += (log_p.argmax(-1) == window[1:]).float().mean().item()
+        loss -= log_p.gather(1, window[1:, None]).mean().item()
+        bar.tick()
+    return torch.tensor([right / len(tokens), math.exp(loss / len(tokens))])
+
+
+def fit_palu(
+    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W on the text.
+
+    With X^T X = L L^T and L^T W = U S R^T, the optimum A = L^-T U S, B = R^T has A = W R, and R holds the
+    eigenvectors of W^T X^T X W: the Gram matrix of the head's keys (or values) themselves, less the bias."""
+    c = model.config
+    biases = [kv_bias(layer.attention, c) for layer in model.layers]
+
+    def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
+
+    values, basis = head_bases(model, tokens, "palu", keys_and_values)
+    energy = values.square()
+    kept = energy[..., : c.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
+    k_basis, v_basis = (t.float().contiguous() for t in basis.chunk(2, 1))
+    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy": f"50.0%: {kept:.4f}"}
+
+
+FITS = {
+    "sals": fit_sals,
+    "elitekv": fit_elitekv,
+    "loki": fit_loki,
+    "fdc": fit_fdc,
+    "palu": fit_palu,
+    "doublesparse": fit_doublesparse,
+}
 
 
 def run_fit(args: argparse.Namespace) -> None:
     """One pass over the text gathers the moments; every method asked for is fitted from them."""
+    if args.positions is not None and args.positions < 1:
+        raise UserError(f"--positions {args.positions}: the longest context must be at least 1 token")
+    if not 0 < args.accuracy <= 1:
+        raise UserError(
+            f"--accuracy {args.accuracy}: the share of the dense accuracy to keep must lie in (0, 1]"
+        )
     model, tokenizer = load(args)
     tokens = calibration_windows(args, model, tokenizer)
     moments = key_moments(model, tokens, "fit")
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
+    extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for method in FITS if args.method == "all" else [args.method]:
-        tensors, facts = FITS[method](model, tokens, moments, args.max_rank)
+        tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
         path = artifact_path(args.checkpoint, method)
         save_artifact(tensors, path, {"method": method} | model_identity(model) | source | facts)
         size = human(path.stat().st_size)
@@ -1652,6 +1825,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=0.5,
         help="directions stored, as a share of Hkv*D; any rank up to it can then be chosen at run time",
+    )
+    p.add_argument(
+        "--accuracy",
+        type=float,
+        default=0.99,
+        help="fdc: the share of the dense next-token accuracy to keep; the rate that does is stored",
+    )
+    p.add_argument(
+        "--positions", type=int, help="fdc: the longest context to be served (default: the model's)"
     )
 
     p = command(

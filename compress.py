@@ -4,6 +4,7 @@ A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFO
     prefill(row, q, k, v)   a whole prompt, q [S, Hq, D], k and v [S, Hkv, D] -> attention output [S, Hq, D]
     decode(pos, q, k, v)    one token a row at positions pos [B], q [B, Hq, D] -> attention output [B, Hq, D]
     formula(), bytes_read() the byte ledger: what the method says it stores and reads
+A method that folds weights (FDC) gets its own latents instead of v, and returns what its W_O takes.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
@@ -105,13 +106,13 @@ class Cache(nn.Module):
         raise NotImplementedError
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
     """One query a row: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
 
     The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None] if live.ndim == 2 else live
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, :, None]).flatten(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, :, None], scale=scale).flatten(1, 2)
 
 
 # ------------------------------------------------------------------------------------------------------ dense
@@ -2128,6 +2129,299 @@ def build_shadowkv(
     return [ShadowKvCache(room, settings) for _ in model.layers]
 
 
+# -------------------------------------------------------------------------------------------------------- FDC
+
+
+@dataclass
+class FdcSettings:
+    """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
+
+    rate: float = setting(
+        -1.0, "r: share of the singular values that each head loses (Eq. 1); -1: as calibrate.py fit found"
+    )
+    adaptive: bool = setting(
+        True, "each head has its own rank by Eq. 1; --no-adaptive: all have their mean (the paper's /AC)"
+    )
+
+
+def fdc_tails(values: Tensor) -> Tensor:
+    """Share of the singular values that is lost when the first m columns stay, m = 1 .. D.
+
+    values theta [..., D], largest first -> [..., D] fp64, falling to 0."""
+    tails = values.double().flip(-1).cumsum(-1).flip(-1)
+    return F.pad(tails[..., 1:], (0, 1)) / tails[..., :1]
+
+
+def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
+    """Columns that each head keeps (Eq. 1): the least m whose lost share is at most `rate`, rounded up to 16.
+
+    values [L, Hkv, D] -> ranks [L, Hkv]. The columns that rounding adds are real ones, not zeros."""
+    ranks = (fdc_tails(values) > rate).sum(-1) + 1
+    ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
+    return ranks if adaptive else ranks.double().mean().long().expand(ranks.shape)
+
+
+def fdc_rates(*values: Tensor) -> list[float]:
+    """Every rate at which some head's rank changes, rising, from 0: what the search of F_p has to try."""
+    steps = [fdc_tails(v)[..., 15::16].flatten() for v in values]  # a rank of 16, 32, ...
+    return torch.cat((torch.zeros(1, dtype=torch.float64), *steps)).unique().tolist()
+
+
+def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
+    """The biases of the key and value projections, [Hkv, D] each; zeros where the model has none."""
+    linear = attention.wqkv
+    bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+    return tuple(b.unflatten(0, (c.n_kv_heads, -1)) for b in bias.split(attention.widths)[1:3])
+
+
+def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> None:
+    """W_V R takes the place of W_V in wqkv, and R^T W_O that of W_O: the cache holds and returns x W_V R.
+
+    Exact for what R keeps, at no cost in a step. bases R [D, d_v], one a KV head; its G query heads share it.
+    V's bias moves into W_O's, since attention weights sum to one. A layer is folded once."""
+    heads = (c.n_kv_heads, -1)
+    q, k, v = attention.wqkv.weight.float().split(attention.widths)
+    values = [basis.T @ rows for basis, rows in zip(bases, v.unflatten(0, heads), strict=True)]  # [d_v, dim]
+    columns = attention.wo.weight.float().unflatten(1, (c.n_kv_heads, c.group, -1))  # [dim, Hkv, G, D]
+    output = [(columns[:, h] @ basis).flatten(1) for h, basis in enumerate(bases)]  # [dim, G * d_v]
+    width = sum(len(rows) for rows in values)
+    changed = {"weight": (torch.cat((q, k, *values)), torch.cat(output, 1))}
+    if attention.wqkv.bias is not None:
+        q, k, v = attention.wqkv.bias.float().split(attention.widths)
+        constant = torch.einsum("ohgd,hd->o", columns, v.unflatten(0, heads))
+        constant = constant if attention.wo.bias is None else constant + attention.wo.bias
+        changed["bias"] = (torch.cat((q, k, v.new_zeros(width))), constant)
+    for name, pair in changed.items():
+        for linear, parameter in zip((attention.wqkv, attention.wo), pair, strict=True):
+            setattr(linear, name, nn.Parameter(parameter.to(linear.weight.dtype), False))
+    # `attend` gets v of no heads, and the latents of all heads as its last argument.
+    attention.widths = [*attention.widths[:2], 0, width]
+    attention.wqkv.out_features, attention.wo.in_features = (
+        sum(attention.widths),
+        attention.wo.weight.shape[1],
+    )
+
+
+class FdcCache(Cache):
+    """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
+
+    One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
+    the sum of the ranks, not the largest one for all."""
+
+    def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int]):
+        super().__init__(room)
+        self.bases = [basis.to(room.device, room.dtype) for basis in bases]  # R [D, d_qk]: weights, not cache
+        self.v_ranks = v_ranks
+        self.ranks = [basis.shape[1] for basis in bases] + v_ranks
+        self.scale = room.config.head_dim**-0.5  # that of the full head dim, at any rank
+        self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
+        # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
+        ranks = torch.tensor(self.ranks)
+        first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
+        starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
+        self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
+
+    def heads(self) -> list[tuple[Tensor, Tensor]]:
+        """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
+        rows, capacity = self.room.rows, self.room.capacity
+        parts = self.packed.split([rows * capacity * rank for rank in self.ranks])
+        views = [part.view(rows, capacity, rank) for part, rank in zip(parts, self.ranks, strict=True)]
+        return list(zip(views[: len(self.bases)], views[len(self.bases) :], strict=True))
+
+    def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
+        """x [..., H, D] before RoPE -> x R after RoPE for each KV head, [..., H / Hkv, d_qk]."""
+        grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
+        return [grouped[..., h, :, :] @ basis for h, basis in enumerate(self.bases)]
+
+    def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
+        return self.compress(q, positions)
+
+    def keys(self, head: int, stored: Tensor) -> Tensor:
+        """What a head's queries are multiplied with, from what is stored, [..., S, d_qk]: the same."""
+        return stored
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        span, outputs = slice(0, q.shape[0]), []
+        keys, values = self.compress(k, span), latent.split(self.v_ranks, -1)
+        for h, (queries, (k_store, v_store)) in enumerate(
+            zip(self.queries(q, span), self.heads(), strict=True)
+        ):
+            k_store[row, span], v_store[row, span] = keys[h][:, 0], values[h]
+            heads = queries, self.keys(h, k_store[row, span])[:, None], values[h][:, None]  # [S, G or 1, n]
+            # Flash attention wants one width for all three: zeros up to the widest change nothing.
+            width = max(x.shape[-1] for x in heads)
+            output = causal_attention(*(F.pad(x, (0, width - x.shape[-1])) for x in heads), scale=self.scale)
+            outputs.append(output[..., : self.v_ranks[h]].flatten(1))
+        return torch.cat(outputs, -1)[:, None]  # [S, 1, sum of G d_v]
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        token = (self.room.row_ids * self.room.capacity + pos)[:, None]
+        new = [keys[:, 0] for keys in self.compress(k, pos)]  # [B, d_qk] each
+        # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
+        self.packed[self.starts + token * self.strides] = torch.cat((*new, latent), -1)
+        live, outputs = self.room.positions <= pos[:, None], []
+        for h, (queries, (k_store, v_store)) in enumerate(
+            zip(self.queries(q, pos), self.heads(), strict=True)
+        ):
+            keys = self.keys(h, k_store)
+            outputs.append(attend(queries, keys[:, None], v_store[:, None], live, self.scale).flatten(1))
+        return torch.cat(outputs, -1)[:, None]  # [B, 1, sum of G d_v]
+
+    def formula(self) -> int:
+        return self.room.rows * self.bytes_read(self.room.capacity)
+
+    def bytes_read(self, length: int) -> int:
+        return length * sum(self.ranks) * self.room.dtype.itemsize
+
+
+def cut(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
+    """The leading columns of each KV head's basis: [Hkv, D, D] and ranks [Hkv] -> [D, rank] each."""
+    return [basis[:, :rank].to(device) for basis, rank in zip(bases, ranks.tolist(), strict=True)]
+
+
+def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+    """One cache a layer; the values' bases are folded into the model's wqkv and wo."""
+    rate = float(artifact["rate"]) if settings.rate == -1 else settings.rate
+    if not 0 <= rate < 1:
+        raise UserError(f"--rate {rate}: the share of singular values to lose must lie in [0, 1)")
+    qk, v = (fdc_ranks(artifact[f"{kind}.values"], rate, settings.adaptive) for kind in ("qk", "v"))
+    caches = []
+    for i, layer in enumerate(model.layers):
+        fold_values(layer.attention, model.config, cut(artifact["v.basis"][i], v[i], room.device))
+        caches.append(FdcCache(room, cut(artifact["qk.basis"][i], qk[i], room.device), v[i].tolist()))
+    return caches
+
+
+def random_fdc(model: Llama) -> dict[str, Tensor]:
+    c = model.config
+    shape = (c.n_layers, c.n_kv_heads, c.head_dim)
+    basis = random_basis(*shape, c.head_dim)
+    steepness = torch.linspace(1, 6, c.n_kv_heads)[:, None] * torch.linspace(0, 1, c.head_dim)
+    values = (-steepness).exp().expand(shape)  # some heads fall off faster: the ranks differ
+    return {"qk.basis": basis, "qk.values": values, "v.basis": basis, "v.values": values} | {
+        "rate": torch.tensor(0.2, dtype=torch.float64)
+    }
+
+
+# How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions.
+
+
+def longest_first(costs: list[float], workers: int) -> list[list[int]]:
+    """Decode, the paper: tasks by falling cost, each to the worker with the least so far (LPT).
+
+    A task is a head of a request, its cost length * (d_qk + d_v + 1). -> task numbers of each worker;
+    the last worker to finish is within 4/3 - 1/(3 workers) of the best schedule (Graham, 1969)."""
+    loads, tasks = [0.0] * workers, [[] for _ in range(workers)]
+    for task in sorted(range(len(costs)), key=lambda t: -costs[t]):
+        worker = loads.index(min(loads))
+        loads[worker] += costs[task]
+        tasks[worker].append(task)
+    return tasks
+
+
+def block_rows(costs: list[int], rows: int = 64) -> list[int]:
+    """Prefill, the paper's B_r rule: query rows of a block of each head, so that all blocks cost the same.
+
+    costs d_qk + d_v + 1 of each head; the costliest keeps `rows` = B_r, the others get more, in 16s."""
+    return [max(16, round(rows * max(costs) / cost / 16) * 16) for cost in costs]
+
+
+def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) -> list[list[tuple]]:
+    """Prefill, the paper: blocks (head, first row, last row + 1) of each worker.
+
+    Full waves of equal blocks; what is left for the last wave is cut again into pieces of an equal share
+    wl = sum of B_r d_sum / workers, each to the worker with the least. Causality is ignored, as published."""
+    heads = zip(block_rows(costs, rows), range(len(costs)), strict=True)
+    blocks = [(h, i, min(length, i + step)) for step, h in heads for i in range(0, length, step)]
+    full = len(blocks) // workers * workers
+    plan = [blocks[:full][w::workers] for w in range(workers)]
+    share = sum((last - first) * costs[h] for h, first, last in blocks[full:]) / workers
+    pieces = []
+    for h, first, last in blocks[full:]:
+        step = max(16, round(share / costs[h] / 16) * 16)
+        pieces += [(h, i, min(last, i + step)) for i in range(first, last, step)]
+    for w, chosen in enumerate(
+        longest_first([(last - first) * costs[h] for h, first, last in pieces], workers)
+    ):
+        plan[w] += [pieces[i] for i in chosen]
+    return plan
+
+
+def static_split(costs: list[int], workers: int) -> list[list[tuple[int, float, float]]]:
+    """Decode, ours: every worker takes an equal stretch of all heads laid end to end, whatever the length.
+
+    costs d_qk + d_v of each head -> (head, from, to) of each worker, as shares of the row's tokens. It is
+    computed once and needs no scheduler in the step; `split_tokens` turns shares into tokens."""
+    total, ends = sum(costs), torch.tensor(costs).cumsum(0).tolist()
+    plan = []
+    for w in range(workers):
+        low, high = w * total / workers, (w + 1) * total / workers
+        stretches = [
+            (h, max(0.0, (low - end + cost) / cost), min(1.0, (high - end + cost) / cost))
+            for h, (cost, end) in enumerate(zip(costs, ends, strict=True))
+        ]
+        plan.append([(h, a, b) for h, a, b in stretches if a < b])
+    return plan
+
+
+def split_tokens(low: float, high: float, length: int, block: int) -> tuple[int, int]:
+    """First token and last + 1 of a stretch of a row, at whole blocks: neighbours meet without a gap."""
+    first, last = (length if share >= 1 else int(share * length / block) * block for share in (low, high))
+    return first, last
+
+
+# ------------------------------------------------------------------------------------------------------- Palu
+
+
+@dataclass
+class PaluSettings:
+    """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
+
+    keep: float = setting(0.5, "rank of each head's K and V as a share of D (0.5: 50 % compression)")
+
+
+class PaluCache(FdcCache):
+    """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
+
+    K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
+    between B and the query, so every step rebuilds and rotates all keys."""
+
+    def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int], bias: Tensor):
+        super().__init__(room, bases, v_ranks)
+        self.bias = bias  # [Hkv, D]; it stays outside the latent
+
+    def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
+        x = x - self.bias
+        return [x[..., h, None, :] @ basis for h, basis in enumerate(self.bases)]
+
+    def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
+        return list(self.rope(q, positions).unflatten(-2, (self.config.n_kv_heads, -1)).unbind(-3))
+
+    def keys(self, head: int, stored: Tensor) -> Tensor:
+        rebuilt = stored @ self.bases[head].T + self.bias[head]  # [..., S, D]
+        return self.rope(rebuilt[..., None, :], slice(0, stored.shape[-2]))[..., 0, :]
+
+
+def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+    c = model.config
+    if not 0 < settings.keep <= 1:
+        raise UserError(f"--keep {settings.keep}: the share of each head's dims to keep must lie in (0, 1]")
+    ranks = torch.full((c.n_kv_heads,), max(1, round(settings.keep * c.head_dim)))
+    caches = []
+    for i, layer in enumerate(model.layers):
+        bias, _ = kv_bias(layer.attention, c)
+        fold_values(layer.attention, c, cut(artifact["v.basis"][i], ranks, room.device))
+        bases = cut(artifact["k.basis"][i], ranks, room.device)
+        caches.append(PaluCache(room, bases, ranks.tolist(), bias))
+    return caches
+
+
+def random_palu(model: Llama) -> dict[str, Tensor]:
+    c = model.config
+    basis = random_basis(c.n_layers, c.n_kv_heads, c.head_dim, c.head_dim)
+    return {"k.basis": basis, "v.basis": basis}
+
+
 # -------------------------------------------------------------------------------------- calibration artifacts
 
 
@@ -2200,6 +2494,9 @@ METHODS = {
         LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", random_loki
     ),
     "lrqk": Method(LrqkSettings, build_lrqk, "top-k attention by low-rank proxies; K and V in host memory"),
+    "fdc": Method(
+        FdcSettings, build_fdc, "attention on compressed vectors, each head at its own rank", random_fdc
+    ),
     "streaming": Method(StreamingSettings, build_streaming, "the first and the last tokens only"),
     "topk": Method(TopKSettings, build_topk, "exact top-k attention: the oracle of all selections"),
     "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
@@ -2209,6 +2506,7 @@ METHODS = {
     ),
     "kivi": Method(KiviSettings, build_kivi, "keys quantised per channel, values per token"),
     "shadowkv": Method(ShadowKvSettings, build_shadowkv, "low-rank keys, values in host memory"),
+    "palu": Method(PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", random_palu),
 }
 
 

@@ -208,12 +208,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
     heads = [
         t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)
     ]  # [B, H, S, D]: flash wants 4 dims
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=q.shape[-2] != k.shape[-2])
+    out = F.scaled_dot_product_attention(
+        *heads, is_causal=True, scale=scale, enable_gqa=q.shape[-2] != k.shape[-2]
+    )
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -223,7 +225,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        # A method may append rows to wqkv at load time: `attend` gets their results as further arguments.
+        # A method may append rows to wqkv at load time (or put them in v's place, and change wo): `attend`
+        # gets their results as further arguments.
         self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
         self.wqkv = nn.Linear(c.dim, sum(self.widths), bias=c.qkv_bias)

@@ -54,10 +54,12 @@ from compress import (
     DenseCache,
     EliteCache,
     EliteSettings,
+    FdcCache,
     LokiCache,
     LokiSettings,
     LrqkCache,
     LrqkSettings,
+    PaluCache,
     Room,
     SalsCache,
     SalsSettings,
@@ -66,6 +68,7 @@ from compress import (
     add_ridge,
     artifact_path,
     attend,
+    block_rows,
     contribution,
     dense_attention,
     dense_bytes,
@@ -75,8 +78,12 @@ from compress import (
     elite_convert,
     elite_dims,
     elite_limit,
+    fdc_ranks,
+    fdc_rates,
+    fold_values,
     load_artifact,
     loki_count,
+    longest_first,
     low_rank,
     lrqk_balance,
     lrqk_bases,
@@ -87,6 +94,7 @@ from compress import (
     lrqk_resolve,
     lrqk_scores,
     model_identity,
+    prefill_blocks,
     quantize,
     rope_deltas,
     ropelite,
@@ -95,6 +103,8 @@ from compress import (
     sals_select,
     settings_from,
     spd_solve_in_graph,
+    split_tokens,
+    static_split,
     uniform_order,
 )
 from generate import Engine, Sampling, decode_rows
@@ -186,6 +196,9 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
             "r": torch.tensor(2),
             "d_ckv": torch.tensor(16),
         }
+    if method in ("fdc", "palu"):
+        made = METHODS[method].random(model)  # a file wants tensors that share no memory
+        return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
     return bases(model) if METHODS[method].fitted else {}
 
 
@@ -399,6 +412,8 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window):
         *ROWS,
         ("elitekv", {"r": 3, "d_ckv": 20}),
         ("elitekv", {"pairs": "uniform", "lrd": "separate"}),
+        ("fdc", {"rate": 0.3}),
+        ("palu", {"keep": 0.5}),
     ],
 )
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
@@ -425,6 +440,8 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
         ("lrqk", {"rank": 8}),
         ("elitekv", {}),
         ("elitekv", {"r": 5, "d_ckv": 31, "lrd": "separate"}),
+        ("fdc", {"rate": 0.3}),
+        ("palu", {"keep": 0.5}),
     ],
 )
 def test_prefill_then_decode_equals_decode_all_the_way(method, options):
@@ -500,6 +517,7 @@ def test_measured_bytes_equal_the_formula(options, group):
         (method, chosen | ({"share_heads": 0} if "share_heads" in chosen else {})) for method, chosen in ROWS
     ]
     others += [("elitekv", {}), ("elitekv", {"r": 1, "d_ckv": 33})]
+    others += [("fdc", {}), ("fdc", {"adaptive": False}), ("palu", {"keep": 0.3})]
     for method, chosen in [("dense", {}), ("sals", options), *others, *rows]:
         engine = make_engine(tiny_model(group=group, head_dim=32), method, 3, 200, **chosen)
         for cache in engine.caches:
@@ -2331,6 +2349,318 @@ def test_lrqk_recall_of_the_modes(nano_haystack):
     assert all(recall["optimal", "-"] > value - 0.02 for value in recall.values())
 
 
+# --------------------------------------------------------------------------------------- FDC and Palu invariants
+
+
+def own_text(model: Llama, rows: int = 6, length: int = 48) -> torch.Tensor:
+    """Tokens [rows, length] that the model itself would write: a random model predicts these well."""
+    engine = make_engine(model, "dense", rows, length)
+    engine.prefill([[i] for i in range(rows)])
+    return torch.tensor(
+        [[i, *ids] for i, ids in enumerate(decode_rows(engine, length - 1, lambda _: False).token_ids)]
+    )
+
+
+@pytest.fixture(scope="module")
+def fdc_fit():
+    model = tiny_model(head_dim=48, qkv_bias=True)
+    tokens = own_text(model)
+    return model, tokens, *calibrate.fit_fdc(model, tokens, {}, 0.0, 0.5)
+
+
+def stacked_vectors(model: Llama, layer: int, head: int, low: int, high: int, seed: int = 1):
+    """Post-RoPE q [n * G, D] and k [n, D] of a KV head, fp64, on random tokens at random positions low .. high."""
+    generator, c = torch.Generator().manual_seed(seed), model.config
+    tokens = torch.randint(0, c.vocab_size, (20, 64), generator=generator)
+    cos, sin = rope_tables(c, high, CPU)
+    seen = []
+
+    def see(i, q, k, v):
+        if i == layer:
+            positions = torch.randint(low, high, (64,), generator=generator)
+            q, k = (apply_rope(x[0], cos[positions], sin[positions]).double() for x in (q, k))
+            seen.append((q.unflatten(1, (c.n_kv_heads, -1))[:, head].flatten(0, 1), k[:, head]))
+
+    for window in tokens:
+        calibrate.observe(model, window[None], see)
+    return (torch.cat(x) for x in zip(*seen, strict=True))
+
+
+def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
+    """Of unseen random tokens, up to the last position: FDC's claim that R belongs to the model."""
+    model, _, tensors, _ = fdc_fit
+    for layer, head in ((0, 1), (3, 2)):
+        basis = tensors["qk.basis"][layer, head].double()
+        theta2 = tensors["qk.values"][layer, head].double().square()
+        assert error(basis.T @ basis, torch.eye(48)) < 1e-5
+        q, k = stacked_vectors(model, layer, head, 0, 512)
+        assert error((q @ basis) @ (k @ basis).T, q @ k.T) < 1e-5
+        x = torch.cat((q, k))
+        for p in (16, 32):
+            kept = (x @ basis[:, :p]).square().sum() / x.square().sum()
+            assert abs(kept / (theta2[:p].sum() / theta2.sum()) - 1) < 0.02
+            for seed in range(5):
+                other = orthonormal(48, seed)[:, :p].double()
+                assert kept > (x @ other).square().sum() / x.square().sum()
+
+
+def test_fdc_basis_fits_far_positions_because_it_saw_them(fdc_fit):
+    """Keys with a mean: a basis of the first positions loses it where slow pairs have turned."""
+    model, _, tensors, _ = fdc_fit
+    x = torch.cat(tuple(stacked_vectors(model, 1, 0, 0, 40, seed=2)))
+    near = eigen(x.T @ x)[1][:, :16]
+    far = torch.cat(tuple(stacked_vectors(model, 1, 0, 472, 512, seed=3)))
+    everywhere = tensors["qk.basis"][1, 0, :, :16].double()
+    kept = [(far @ basis).square().sum() / far.square().sum() for basis in (near, everywhere)]
+    assert kept[1] > kept[0] * 1.02
+
+
+def test_fdc_rotation_against_the_best_pair_of_bases(fdc_fit):
+    """||QK' - A_Q A_K'|| of one rotation is above the optimum over rank p, and below random rotations."""
+    model, _, _, _ = fdc_fit
+    q, k = stacked_vectors(model, 2, 1, 0, 512)
+    x = torch.cat((q, k))
+    basis, product = eigen(x.T @ x)[1], q @ k.T
+    factors = [torch.linalg.qr(m).R for m in (q, k)]
+    tail = torch.linalg.svdvals(factors[0] @ factors[1].T).square().flip(0).cumsum(0).flip(0)
+    for p in (8, 16, 32):
+        lost = (product - (q @ basis[:, :p]) @ (k @ basis[:, :p]).T).square().sum()
+        random_basis = orthonormal(48, p)[:, :p].double()
+        assert (
+            tail[p] * (1 - 1e-9)
+            <= lost
+            < (product - (q @ random_basis) @ (k @ random_basis).T).square().sum()
+        )
+
+
+def test_fdc_values_are_the_svd_of_the_weights(fdc_fit):
+    model, _, tensors, _ = fdc_fit
+    weight = model.layers[1].attention.wqkv.weight.split(model.layers[1].attention.widths)[2][48:96].double()
+    basis, theta = tensors["v.basis"][1, 1].double(), tensors["v.values"][1, 1].double()
+    assert error(theta, torch.linalg.svdvals(weight)) < 1e-5
+    for n in (8, 16, 40):  # Eckart-Young: with identity inputs the error is the tail
+        residual = (weight - basis[:, :n] @ basis[:, :n].T @ weight).square().sum()
+        assert abs(residual / theta[n:].square().sum() - 1) < 1e-3
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.3, 0.6, 0.99])
+def test_fdc_ranks_obey_equation_1(rate):
+    values = torch.rand(2, 3, 80, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
+    values[0, 0, 20:] = 0  # a head that is of rank 20
+    for theta, rank in zip(
+        values.flatten(0, 1).double(), fdc_ranks(values, rate).flatten().tolist(), strict=True
+    ):
+        j = next(j for j in range(80) if theta[j + 1 :].sum() <= rate * theta.sum())
+        assert j == 0 or theta[j:].sum() > rate * theta.sum()
+        assert rank == min(80, math.ceil((j + 1) / 16) * 16)
+    assert (fdc_ranks(values, rate) >= fdc_ranks(values, rate + 0.005)).all()
+    equal = fdc_ranks(values, rate, adaptive=False)
+    assert (equal == equal[0, 0]).all() and 0 <= fdc_ranks(values, rate).double().mean() - equal[0, 0] < 1
+
+
+def test_fdc_rates_are_where_ranks_change():
+    values = torch.rand(2, 3, 64, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
+    rates = fdc_rates(values)
+    assert rates[0] == 0 and len(rates) == 1 + 2 * 3 * 3
+    totals = [int(fdc_ranks(values, rate).sum()) for rate in rates]
+    assert all(a - b == 16 for a, b in itertools.pairwise(totals))
+    between = [int(fdc_ranks(values, (a + b) / 2).sum()) for a, b in itertools.pairwise(rates)]
+    assert between == totals[:-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "out_bias": True}, {"group": 1}, {"group": 8}])
+@pytest.mark.parametrize("method,full", [("fdc", {"rate": 0.0}), ("palu", {"keep": 1.0})])
+def test_fdc_and_palu_at_full_rank_are_dense(method, full, options):
+    prompts, more = [random_ids(n, n) for n in (5, 40)], [random_ids(8, n) for n in (5, 40)]
+    changes = {"head_dim": 48} | options
+    reference = logits_through(make_engine(tiny_model(**changes), "dense", 2, 60), prompts, more)
+    got = logits_through(make_engine(tiny_model(**changes), method, 2, 60, **full), prompts, more)
+    assert error(got, reference) < 1e-4
+
+
+@pytest.mark.parametrize("method,options", [("fdc", {"rate": 0.2}), ("palu", {"keep": 0.4})])
+def test_fdc_and_palu_prefill_attends_what_decode_attends(method, options):
+    """The prompt too is attended as compressed: both ways of reading it agree, at unequal ranks."""
+    ids, changes = random_ids(50), {"head_dim": 48, "qkv_bias": True}
+    late = logits_through(
+        make_engine(tiny_model(**changes), method, 1, 60, **options), [ids[:40]], [ids[40:]]
+    )
+    early = logits_through(make_engine(tiny_model(**changes), method, 1, 60, **options), [ids[:1]], [ids[1:]])
+    assert error(late, early[-len(late) :]) < 1e-4
+    dense = logits_through(make_engine(tiny_model(**changes), "dense", 1, 60), [ids[:40]], [ids[40:]])
+    assert error(late[0], dense[0]) > 1e-2
+
+
+@pytest.mark.parametrize("ranks", [[16, 48, 32, 16], [48, 48, 48, 48], [16, 16, 16, 48]])
+def test_fdc_ragged_cache_equals_a_padded_one(ranks):
+    """Against K R and V' with zeros up to D; the buffer itself has no padding."""
+    torch.manual_seed(0)
+    model = tiny_model(head_dim=48)
+    room, v_ranks = Room(model, 2, 40), ranks[::-1]
+    rotations = [orthonormal(48, h) for h in range(4)]
+    cache = FdcCache(room, [r[:, :n] for r, n in zip(rotations, ranks, strict=True)], v_ranks)
+    assert cache.measured() == 2 * 40 * (sum(ranks) + sum(v_ranks)) * 4
+    q, k, latent = torch.randn(2, 31, 8, 48), torch.randn(2, 31, 4, 48), torch.randn(2, 31, sum(v_ranks))
+    lengths = (30, 17)
+    for row, n in enumerate(lengths):
+        prompt = cache.prefill(row, q[row, :n], k[row, :n], k[row, :n, :0], latent[row, :n])
+        assert prompt.shape == (n, 1, 2 * sum(v_ranks))
+    pos = torch.tensor(lengths)
+    rows = torch.arange(2)
+    got = cache.decode(pos, q[rows, pos], k[rows, pos], k[rows, pos, :0], latent[rows, pos])
+    for row, n in enumerate(lengths):
+        columns = [r * (torch.arange(48) < m) for r, m in zip(rotations, ranks, strict=True)]
+        basis = torch.stack(columns)
+        queries = torch.einsum("hgd,hde->hge", cache.rope(q[row, n], n).unflatten(0, (4, 2)), basis)
+        keys = torch.einsum("shd,hde->hse", cache.rope(k[row, : n + 1], slice(0, n + 1)), basis)
+        weights = (queries @ keys.transpose(1, 2) / 48**0.5).softmax(-1)  # [Hkv, G, n + 1]
+        values = latent[row, : n + 1].split(v_ranks, -1)
+        truth = torch.cat([(w @ v).flatten() for w, v in zip(weights, values, strict=True)])
+        assert error(got[row, 0], truth) < 1e-5
+
+
+def test_fold_values_shrinks_the_weights_to_the_latents():
+    model = tiny_model(head_dim=48)
+    attention, c = model.layers[0].attention, model.config
+    ranks, before = [16, 48, 32, 16], sum(p.numel() for p in attention.parameters())
+    x = torch.randn(5, c.dim)
+    weight = attention.wqkv.weight.split(attention.widths)[2].unflatten(0, (4, 48))
+    bases = [orthonormal(48, h)[:, :n] for h, n in enumerate(ranks)]
+    heads = [(x @ w.T) @ b @ b.T for w, b in zip(weight, bases, strict=True)]  # x W_V R R^T
+    truth = torch.stack(heads, 1).repeat_interleave(2, 1).flatten(1) @ attention.wo.weight.T
+    fold_values(attention, c, bases)
+    lost = sum(48 - n for n in ranks)
+    assert sum(p.numel() for p in attention.parameters()) == before - lost * c.dim * (1 + c.group)
+
+    def repeat(q, k, v, latent):  # every token attends itself
+        assert v.shape == (5, 0, 48)
+        parts = latent.split(ranks, -1)
+        return torch.cat([p for p in parts for _ in range(2)], -1)[:, None]
+
+    assert error(attention(x, repeat), truth) < 1e-5
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
+def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
+    """One forward pass with projectors gives the perplexity of token-by-token decoding through the cache."""
+    _, tokens, tensors, _ = fdc_fit
+    model = tiny_model(head_dim=48, qkv_bias=True)
+    bar = generate.Progress("test", 1000)
+    searched = calibrate.fdc_accuracy(model, tokens, tensors, rate, bar)[1].item()
+    room = Room(model, *tokens.shape)
+    caches = METHODS["fdc"].build(model, settings_from("fdc", {"rate": rate}), room, tensors)
+    engine = Engine(model, caches, room, Sampling())
+    cached, _, _ = calibrate.eval_perplexity(engine, tokens, 1, None, bar)
+    assert abs(cached / searched - 1) < 1e-3
+
+
+def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
+    model, tokens, tensors, facts = fdc_fit
+    bar = generate.Progress("test", 1000)
+    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
+    found = rates.index(float(tensors["rate"]))
+    dense, at, beyond = (
+        calibrate.fdc_accuracy(model, tokens, tensors, rate, bar)[0].item()
+        for rate in (0.0, rates[found], rates[found + 1])
+    )
+    assert dense > 0.95 and 0 < found  # the model wrote the text itself
+    assert at >= 0.5 * dense > beyond and abs(float(facts["accuracy"]) - at / dense) < 1e-3
+    all_of_it = calibrate.fdc_search(model, tokens, tensors, 1.0)
+    assert all_of_it[0] < rates[found] and all_of_it[1] >= 1
+
+
+def test_longest_first_is_near_the_best_schedule():
+    rng = random.Random(0)
+    for workers in (2, 3):
+        for _ in range(15):
+            costs = [rng.randint(1, 20) for _ in range(7)]
+            plan = longest_first(costs, workers)
+            assert sorted(t for tasks in plan for t in tasks) == list(range(7))
+            span = max(sum(costs[t] for t in tasks) for tasks in plan)
+            places = itertools.product(range(workers), repeat=7)
+            best = min(
+                max(sum(c for c, p in zip(costs, place, strict=True) if p == w) for w in range(workers))
+                for place in places
+            )
+            assert span <= (4 / 3 - 1 / (3 * workers)) * best + 1e-9
+    tasks = longest_first([7, 6, 5, 4, 3, 2, 1], 3)  # the paper's Fig. 8 deals the longest in this order
+    assert [plan[0] for plan in tasks] == [0, 1, 2]
+
+
+def test_prefill_blocks_cover_every_row_once_and_cost_the_same():
+    costs, length, workers = [33, 129, 65, 97, 257], 1000, 12
+    steps = block_rows(costs)
+    assert steps[4] == 64 and all(abs(n * c - 64 * 257) <= 8 * c for n, c in zip(steps, costs, strict=True))
+    plan = prefill_blocks(costs, length, workers)
+    covered = sorted((h, row) for blocks in plan for h, a, b in blocks for row in range(a, b))
+    assert covered == [(h, row) for h in range(5) for row in range(length)]
+
+    def span(plan):
+        return max(sum((b - a) * costs[h] for h, a, b in blocks) for blocks in plan)
+
+    plain = [(h, a, min(length, a + 64)) for h in range(5) for a in range(0, length, 64)]
+    assert span(plan) < 0.9 * span([plain[w::workers] for w in range(workers)])
+    assert span(plan) <= 1.15 * length * sum(costs) / workers
+
+
+@pytest.mark.parametrize("length", [1, 63, 1000, 32768])
+@pytest.mark.parametrize("costs,workers", [([32, 160, 96, 256], 33), ([64], 7), ([32, 32, 256] * 8, 20)])
+def test_static_split_covers_every_token_once_and_evenly(costs, workers, length):
+    block, seen, loads = 16, [0] * len(costs), []
+    for stretches in static_split(costs, workers):
+        loads.append(0)
+        for h, low, high in stretches:
+            first, last = split_tokens(low, high, length, block)
+            assert first == seen[h]  # each goes on where the one before stopped
+            seen[h] = last
+            loads[-1] += (last - first) * costs[h]
+    assert seen == [length] * len(costs)
+    assert max(loads) <= length * sum(costs) / workers + block * max(costs)
+
+
+def test_palu_is_the_whitened_svd_of_the_weights():
+    """The Gram of the keys gives Palu's factors: the spectral tail on the text, less than a plain SVD's."""
+    model = tiny_model(head_dim=48, qkv_bias=True)
+    tokens = torch.randint(0, 96, (6, 64), generator=torch.Generator().manual_seed(0))
+    tensors, _ = calibrate.fit_palu(model, tokens, {}, 0.0)
+    inputs = []
+    layer = model.layers[1]
+    hook = layer.attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0].double()))
+    for window in tokens:
+        calibrate.observe(model, window[None], lambda *_: None)
+    hook.remove()
+    x = torch.cat(inputs)
+    for kind, part in (("k", 1), ("v", 2)):
+        weight = layer.attention.wqkv.weight.split(layer.attention.widths)[part][48:96].T.double()  # [dim, D]
+        cholesky = torch.linalg.cholesky(x.T @ x)  # L of X^T X = L L^T
+        u, s, vh = torch.linalg.svd(cholesky.T @ weight, full_matrices=False)
+        basis = tensors[f"{kind}.basis"][1, 1].double()
+        plain = torch.linalg.svd(weight).Vh.T
+        for r in (8, 24):
+            a = torch.linalg.solve_triangular(cholesky.T, u[:, :r] * s[:r], upper=True)
+            ours = x @ weight @ basis[:, :r] @ basis[:, :r].T
+            assert error(ours, x @ a @ vh[:r]) < 1e-4
+            lost = (x @ weight - ours).square().sum()
+            assert abs(lost / s[r:].square().sum() - 1) < 1e-4
+            assert lost <= (x @ weight @ (torch.eye(48) - plain[:, :r] @ plain[:, :r].T)).square().sum()
+
+
+def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
+    """Keys that are a bias and a vector of the basis come back exactly; decode is attention over them."""
+    model = tiny_model(head_dim=48)
+    bias, rotations = torch.randn(4, 48), torch.stack([orthonormal(48, h) for h in range(4)])
+    cache = PaluCache(Room(model, 1, 33), [r[:, :12] for r in rotations], [20] * 4, bias)
+    k = torch.einsum("shr,hdr->shd", torch.randn(33, 4, 12), rotations[..., :12]) + bias
+    q, latent = torch.randn(33, 8, 48), torch.randn(33, 80)
+    cache.prefill(0, q[:32], k[:32], k[:32, :0], latent[:32])
+    got = cache.decode(torch.tensor([32]), q[32:], k[32:], k[32:, :0], latent[32:])
+    keys = cache.rope(k, slice(0, 33)).transpose(0, 1)  # [Hkv, S, D]
+    weights = (cache.rope(q[32], 32).unflatten(0, (4, 2)) @ keys.transpose(1, 2) / 48**0.5).softmax(-1)
+    truth = (weights @ latent.unflatten(1, (4, 20)).transpose(0, 1)).flatten()
+    assert error(got[0, 0], truth) < 1e-5
+    assert cache.measured() == 33 * 4 * (12 + 20) * 4
+
+
 # ------------------------------------------------------------------------------------ sampling and the engine
 
 
@@ -2382,6 +2712,8 @@ def test_the_same_seed_gives_the_same_sample():
         ("lrqk", LRQK | {"mode": "paper", "slots": 2.0}),
         ("lrqk", LRQK | {"kv_device": "cuda"}),
         ("elitekv", {}),
+        ("fdc", {}),
+        ("palu", {}),
     ],
 )
 def test_graph_replay_equals_eager(method, options):
@@ -3826,7 +4158,7 @@ def tiny_checkpoint(folder: Path, **changes) -> Path:
     save_checkpoint(model, folder)
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
-    for method in ("sals", "loki", "elitekv", "doublesparse"):
+    for method in ("sals", "loki", "elitekv", "fdc", "palu", "doublesparse"):
         save_artifact(artifact_of(method, model), artifact_path(folder, method), model_identity(model))
     return folder
 
@@ -3913,7 +4245,7 @@ def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
 BAD_OPTIONS = {
     "unknown method": (
         ["--method", "magic"],
-        "unknown method 'magic'; the methods are: dense, sals, elitekv, loki, lrqk, streaming",
+        "unknown method 'magic'; the methods are: dense, sals, elitekv, loki, lrqk, fdc, streaming",
     ),
     "setting of another method": (["--rank", "0.5"], "--rank is neither an option nor a setting of dense"),
     "kv_bits where they do not fit": (
@@ -3952,6 +4284,8 @@ BAD_OPTIONS = {
         "the model runs on the CPU",
     ),
     "no recent tokens": (["--method", "sals", "--recent", "0", "--prompt", "5"], "recent >= 1"),
+    "all singular values": (["--method", "fdc", "--rate", "1", "--prompt", "5"], "--rate 1.0: the share"),
+    "no rank": (["--method", "palu", "--keep", "0", "--prompt", "5"], "must lie in (0, 1]"),
     "bad layer list": (["--method", "sals", "--skip", "first", "--prompt", "5"], "layer numbers"),
     "bad sampling": (["--top_p", "0", "--prompt", "5"], "--top_p"),
     "batch smaller than prompts": (
@@ -4226,6 +4560,10 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
             "--depth is not a setting of sals",
         ),
         (["train", "--out", checkpoint, "--text", checkpoint, "--stages", "8x8"], "BATCHxLENGTHxSTEPS"),
+        (
+            ["fit", "--checkpoint", checkpoint, "--method", "fdc", "--accuracy", "2"],
+            "--accuracy 2.0: the share",
+        ),
         (["fly"], "invalid choice"),
         (
             ["overlap", "--checkpoint", checkpoint, "--method", "dense", "--length", "400"],
