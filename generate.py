@@ -338,7 +338,7 @@ def check_memory(
 
 
 def build_engine(model: Llama, method: str, options: dict, args, rows: int, capacity: int) -> Engine:
-    settings, room = settings_from(method, options), Room(model, rows, capacity)
+    settings, room = settings_from(method, options), Room(model, rows, capacity, args.kernels)
     artifact = artifact_for(method, model, args)
     check_memory(model, method, settings, artifact, room)
     caches = METHODS[method].build(model, settings, room, artifact)
@@ -583,6 +583,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile the decode step; on CUDA it becomes one CUDA graph (default: on CUDA)",
+    )
+    parser.add_argument(
+        "--kernels",
+        action=argparse.BooleanOptionalAction,
+        help="the Triton kernels, or plain PyTorch (default: kernels on CUDA)",
     )
     parser.add_argument("--interactive", action="store_true", help="read one turn a line from the terminal")
     parser.add_argument("--chat", action="store_true", help="wrap prompts in the model's chat template")

@@ -1705,7 +1705,7 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
         truth[1][rows, pos.long()], truth[2][rows, pos.long()] = quantize(v, bits, group)
     else:
         truth[1][rows, pos.long()] = v
-    kernels.sals_append(new, k, v, pos, cos, sin, *stores, bits)
+    kernels.sals_append(new, q, k, v, pos, cos, sin, *stores, bits)
     for i, (got, want) in enumerate(zip(stores, truth)):
         if i == 3:
             close(got, want.float(), dtype)
@@ -1729,7 +1729,7 @@ def test_kernel_graph_follows_pos():
     pos = positions(2000, 500, 5)
 
     def step():
-        kernels.sals_append(new, k, v, pos, cos, sin, latent, values, low_scale, ring_k, ring_v, 4)
+        kernels.sals_append(new, q, k, v, pos, cos, sin, latent, values, low_scale, ring_k, ring_v, 4)
         index = kernels.select(
             kernels.latent_scores(queries, latent, pos, D**-0.5, "softmax"), pos, 4, 100, z
         )
