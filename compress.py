@@ -497,7 +497,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
 
 def random_sals(model: Llama) -> dict[str, Tensor]:
     n = model.config.kv_dim
-    return {f"{i}.basis": random_basis(n, n // 2) for i in range(model.config.n_layers)}
+    return dict.fromkeys((f"{i}.basis" for i in range(model.config.n_layers)), random_basis(n, n // 2))
 
 
 # ------------------------------------------------------------------------------------------------------- Loki
