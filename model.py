@@ -259,6 +259,16 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+def decode_layer(
+    layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache: nn.Module
+) -> tuple[Tensor, Tensor]:
+    """A layer of the decode step: Layer.forward, but for the last sum, which is left to the next layer: so it becomes
+    part of that layer's norm where layers are compiled one by one."""
+    x = x + update
+    x = x + layer.attention(layer.attention_norm(x), lambda *qkv: cache.decode(pos, *qkv))
+    return x, layer.feed_forward(layer.ffn_norm(x))
+
+
 class Llama(nn.Module):
     """The network. Rows of a batch are independent: each has its own length, and no cache holds padding."""
 
@@ -299,12 +309,13 @@ class Llama(nn.Module):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
         return self.output(self.norm(x[-1]))
 
-    def decode(self, tokens: Tensor, pos: Tensor, caches: list) -> Tensor:
+    def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer) -> Tensor:
         """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
         x = self.tok_embeddings(tokens)  # [B, dim]
+        update = torch.zeros_like(x)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, lambda *qkv, c=cache: c.decode(pos, *qkv))
-        return self.output(self.norm(x))
+            x, update = step(layer, x, update, pos, cache)
+        return self.output(self.norm(x + update))
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
