@@ -375,7 +375,8 @@ class SalsCache(Cache):
         """The latent queries [B, heads, r*]; folded in for the sum rule."""
         if folded:
             return folded[0][:, None]
-        return sals_queries(q, self.basis[:, : self.r_score], self.config.n_kv_heads, self.settings.score)
+        basis = self.basis[:, : self.r_score]
+        return sals_queries(q, basis, self.config.n_kv_heads, self.settings.score).contiguous()
 
     def select(self, pos: Tensor, q: Tensor, *folded: Tensor) -> tuple[Tensor, Tensor]:
         c, rule = self.config, self.settings.score

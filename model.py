@@ -208,6 +208,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
+    v = v.contiguous()  # CUDA's kernels need 16-byte rows, and folded ranks make those of wqkv any width
     heads = [
         t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)
     ]  # [B, H, S, D]: flash wants 4 dims
