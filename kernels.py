@@ -254,12 +254,22 @@ def _sort_key(x):
 
 
 @jit
+def _narrow(guess, count, lo, hi, count_lo, count_hi, least, most):
+    """The bracket lo, hi with what one guess and the number of keys >= guess say."""
+    too_many, too_few = (count > most) & (guess > lo), (count < least) & (guess < hi)
+    exact = (count >= least) & (count <= most)
+    lo, count_lo = tl.where(too_many | exact, guess, lo), tl.where(too_many, count, count_lo)
+    hi, count_hi = tl.where(too_few | exact, guess, hi), tl.where(too_few | exact, count, count_hi)
+    return lo, hi, count_lo, count_hi
+
+
+@jit
 def _threshold(keys, alive, least, most):
     """lo, hi, count(keys >= hi): lo = hi if it leaves least..most keys, else hi = lo + 1 and keys equal to
     lo tie.
 
-    Alternates interpolation on the counts (fast where the numbers are smooth) with bisection (never over 64
-    steps)."""
+    Every step counts for two guesses in one sum: where interpolation on the counts sees the threshold, and the
+    middle of the bracket, so that 32 steps always do."""
     count_lo = tl.sum(alive.to(tl.int32), 0)
     lo = tl.min(tl.where(alive, keys, 2147483646), 0)
     hi = tl.max(keys, 0) + 1
@@ -268,21 +278,17 @@ def _threshold(keys, alive, least, most):
         lo = count_lo * 0 - 2147483647
         hi = lo
         count_hi = count_lo
-    step = count_lo * 0
     while (hi != lo) & (hi != lo + 1):
         # 32-bit scalars only, as 64-bit ones double the latency of a step; fp32 is exact enough for a guess.
-        share = (count_lo - (least + most) * 0.5).to(tl.float32) / (count_lo - count_hi).to(tl.float32)
-        low = lo.to(tl.float32)
-        between = (low + (hi.to(tl.float32) - low) * share).to(tl.int32)
-        middle = (lo >> 1) + (hi >> 1) + (lo & hi & 1)
-        guess = tl.minimum(tl.maximum(tl.where(step % 2 == 0, between, middle), lo + 1), hi - 1)
-        count = tl.sum((keys >= guess).to(tl.int32), 0)
-        too_many, too_few = count > most, count < least
-        lo = tl.where(too_few, lo, guess)
-        count_lo = tl.where(too_few, count_lo, count)
-        hi = tl.where(too_many, hi, guess)
-        count_hi = tl.where(too_many, count_hi, count)
-        step += 1
+        inside = (count_lo - count_hi).to(tl.float32)
+        low, width = lo.to(tl.float32), hi.to(tl.float32) - lo.to(tl.float32)
+        there = low + width * ((count_lo - (least + most) * 0.5).to(tl.float32) / inside)
+        there = tl.minimum(tl.maximum(there.to(tl.int32), lo + 1), hi - 1)
+        middle = tl.maximum((lo >> 1) + (hi >> 1) + (lo & hi & 1), lo + 1)
+        counts = tl.sum((keys >= there).to(tl.int32) | ((keys >= middle).to(tl.int32) << 16), 0)
+        count, other = counts & 65535, (counts >> 16) & 65535  # of at most 2**15 keys each
+        lo, hi, count_lo, count_hi = _narrow(there, count, lo, hi, count_lo, count_hi, least, most)
+        lo, hi, count_lo, count_hi = _narrow(middle, other, lo, hi, count_lo, count_hi, least, most)
     return lo, hi, count_hi
 
 
@@ -445,7 +451,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
 
 
 def warps_for(n: int) -> int:
-    return max(4, min(32, n // 1024))
+    return max(4, min(32, n // 512))
 
 
 # -------------------------------------------------------------------- attention over compressed tokens (SALS)
@@ -795,7 +801,7 @@ def sals_attend(
         max(16, min(64, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=4)
+        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
     return out
 
 
@@ -906,7 +912,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     _dense_kernel[splits, Hkv, B](
         q, k, v, pos, tops, sums, parts, S, scale, D, DP, G, max(16, power2(G)), T, stages, num_warps=warps
     )
-    _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=4)
+    _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
     return out
 
 
@@ -1144,7 +1150,7 @@ def sals_calls(case: dict) -> dict:
         return select(scores, c["pos"], c["x"], c["y"], c["z"])
 
     def whole(s, rule):
-        append(s)
+        s = s | {"q": append(s)}
         return attend(s, choose(latent_scores(s[rule], s["latent"], c["pos"], scale, rule)))
 
     operators = {
@@ -1195,10 +1201,16 @@ def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
     }
 
 
-LLAMA2 = [(B, S) for S in (1024, 2048, 4096, 8192, 16384, 32768) for B in (8, 16)]
+LLAMA2 = [(B, S) for S in (1024, 2048, 4096) for B in (8, 16)] + [
+    (8, 8192),
+    (8, 16384),
+    (8, 32768),
+    (1, 131072),
+]
+LLAMA31 = [(8, 4096), (8, 32768), (1, 131072), (4, 131072)]
 SHAPES = {  # name -> (Hq, Hkv, D), [(r, bits)], [(B, S)], (x, y, z)
     "7b": ((32, 32, 128), [(1024, 4), (512, 2)], LLAMA2, (16, 432, 64)),
-    "8b": ((32, 8, 128), [(256, 4), (128, 2)], [(8, 4096), (8, 32768), (1, 131072)], (16, 1968, 64)),
+    "8b": ((32, 8, 128), [(256, 4), (128, 2)], LLAMA31, (16, 1968, 64)),
 }
 
 
