@@ -838,56 +838,30 @@ def _dense_kernel(
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     d = tl.arange(0, DP)
     base = (b * heads + h) * S
-    if G == 1:
-        # Every place of the tile keeps a softmax of its own: nothing crosses threads until the end.
-        q = tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
-        top = tl.full([T], float("-inf"), tl.float32)
-        total = tl.zeros([T], tl.float32)
-        acc = tl.zeros([T, DP], tl.float32)
-        for tile in tl.range(first, stop, num_stages=STAGES):
-            token = tile * T + tl.arange(0, T)
-            at = (base + token[:, None]) * D + d[None, :]
-            inside = (token < length)[:, None] & (d < D)[None, :]
-            k = tl.load(k_p + at, mask=inside, other=0.0)
-            v = tl.load(v_p + at, mask=inside, other=0.0)
-            score = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
-            score = tl.where(token < length, score, -1e30)
-            new_top = tl.maximum(top, score)
-            shrink, weight = tl.exp2(top - new_top), tl.where(token < length, tl.exp2(score - new_top), 0.0)
-            total = total * shrink + weight
-            acc = acc * shrink[:, None] + v.to(tl.float32) * weight[:, None]
-            top = new_top
-        best = tl.max(top, 0)
-        factor = tl.where(total > 0, tl.exp2(top - tl.where(best == float("-inf"), 0.0, best)), 0.0)
-        at = (b * heads + h) * splits + split
-        tl.store(top_p + at, best)
-        tl.store(sum_p + at, tl.sum(total * factor, 0))
-        tl.store(part_p + at * D + d, tl.sum(acc * factor[:, None], 0), mask=d < D)
-    else:
-        g = tl.arange(0, GP)
-        query_at = q_p + ((b * heads + h) * G + g[:, None]) * D + d[None, :]
-        q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
-        tops = tl.full([GP], float("-inf"), tl.float32)
-        totals = tl.zeros([GP], tl.float32)
-        out = tl.zeros([GP, DP], tl.float32)
-        for tile in tl.range(first, stop, num_stages=STAGES):
-            token = tile * T + tl.arange(0, T)
-            at = (base + token[:, None]) * D + d[None, :]
-            inside = (token < length)[:, None] & (d < D)[None, :]
-            k = tl.load(k_p + at, mask=inside, other=0.0)
-            v = tl.load(v_p + at, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = tl.where((token < length)[None, :], scores, float("-inf"))
-            new_tops = tl.maximum(tops, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_tops[:, None])
-            shrinks = tl.exp2(tops - new_tops)
-            totals = totals * shrinks + tl.sum(weights, 1)
-            out = tl.dot(weights.to(v.dtype), v, out * shrinks[:, None], input_precision="ieee")
-            tops = new_tops
-        at = ((b * heads + h) * G + g) * splits + split
-        tl.store(top_p + at, tops, mask=g < G)
-        tl.store(sum_p + at, totals, mask=g < G)
-        tl.store(part_p + at[:, None] * D + d[None, :], out, mask=(g < G)[:, None] & (d < D)[None, :])
+    g = tl.arange(0, GP)
+    query_at = q_p + ((b * heads + h) * G + g[:, None]) * D + d[None, :]
+    q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    tops = tl.full([GP], float("-inf"), tl.float32)
+    totals = tl.zeros([GP], tl.float32)
+    out = tl.zeros([GP, DP], tl.float32)
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        token = tile * T + tl.arange(0, T)
+        at = (base + token[:, None]) * D + d[None, :]
+        inside = (token < length)[:, None] & (d < D)[None, :]
+        k = tl.load(k_p + at, mask=inside, other=0.0)
+        v = tl.load(v_p + at, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((token < length)[None, :], scores, float("-inf"))
+        new_tops = tl.maximum(tops, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_tops[:, None])
+        shrinks = tl.exp2(tops - new_tops)
+        totals = totals * shrinks + tl.sum(weights, 1)
+        out = tl.dot(weights.to(v.dtype), v, out * shrinks[:, None], input_precision="ieee")
+        tops = new_tops
+    at = ((b * heads + h) * G + g) * splits + split
+    tl.store(top_p + at, tops, mask=g < G)
+    tl.store(sum_p + at, totals, mask=g < G)
+    tl.store(part_p + at[:, None] * D + d[None, :], out, mask=(g < G)[:, None] & (d < D)[None, :])
 
 
 @operator(lambda q, *_: torch.empty_like(q))
@@ -918,9 +892,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
 
 def dense_config(G: int, DP: int, itemsize: int) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs for each multiprocessor)."""
-    if G == 1:
-        return 64, 4, 2, 4
-    return (128, 4, 2, 2) if itemsize == 2 else (32, 4, 2, 4)
+    return (128, 4, 2, 4 if G == 1 else 2) if itemsize == 2 else (32, 4, 2, 4)
 
 
 # ----------------------------------------------------------------------------------------------------- append
