@@ -404,38 +404,17 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
     check(pos, B, scores=scores)
     out = torch.empty(B, x + y, dtype=torch.int32, device=scores.device)
     XP, YP = power2(x), power2(y)
-    if S <= 8192:
-        N = max(128, power2(S))
-        _select_kernel[B,](
-            scores,
-            pos,
-            scores,
-            scores,
-            scores,
-            out,
-            S,
-            x,
-            y,
-            z,
-            0,
-            0,
-            N,
-            1,
-            XP,
-            YP,
-            1,
-            num_warps=warps_for(N),
-        )
-        return out
     chunks = min(128, power2(cdiv(S, 2048)))
     part = cdiv(y, chunks)
     CAP = power2(part + int(6 * part**0.5) + 16)
     width = chunks * CAP
     N = power2(cdiv(cdiv(S, 4), chunks) * 4)
-    if width > 32768 or CAP >= N:
+    if S <= 4096 or width > 32768 or CAP >= N:  # one program a row; beyond 8192 tokens it takes the slow pass
+        level, N = (1, max(128, power2(S))) if S <= 8192 else (3, 8192)
         _select_kernel[B,](
-            scores, pos, scores, scores, scores, out, S, x, y, z, 0, 0, 8192, 1, XP, YP, 3, num_warps=16
-        )
+            scores, pos, scores, scores, scores, out, S, x, y, z, 0, 0, N, 1, XP, YP, level,
+            num_warps=warps_for(N),
+        )  # fmt: skip
         return out
     keys, index = torch.empty(2, B, width, dtype=torch.int32, device=scores.device)
     cut = torch.empty(B, chunks, dtype=torch.int32, device=scores.device)
@@ -878,7 +857,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     check(pos, B, q=q, k=k, v=v)
     G, DP = Hq // Hkv, power2(D)
     T, warps, stages, fill = dense_config(G, DP, q.element_size())
-    splits = max(1, min(cdiv(S, T), cdiv(fill * SMS, B * Hkv)))
+    splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))  # whole waves of programs
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     parts = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
