@@ -358,7 +358,9 @@ class SalsCache(Cache):
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         """The same as decode in Triton kernels."""
         kernels, room, bits, index = self.room.kernels, self.room, self.settings.bits, None
-        values, low_scale = (self.values.plain, None) if bits == 16 else (self.values.codes, self.values.low_scale)
+        values, low_scale = (
+            (self.values.plain, None) if bits == 16 else (self.values.codes, self.values.low_scale)
+        )
         ring_k, ring_v, rope = self.ring_k, self.ring_values.plain, (pos, room.cos, room.sin)
         new = folded[0] if folded else k.flatten(1) @ self.basis
         rotated = kernels.sals_append(

@@ -142,7 +142,9 @@ class Engine:
         started = time.time()
         # Layers of one kind share their compiled code: that takes seconds, the whole step would take half a minute.
         self.layer = torch.compile(decode_layer, dynamic=False) if compiled else decode_layer
-        if compiled:  # kinds of layers and shapes, over all engines of a process; beyond this they would run uncompiled
+        if (
+            compiled
+        ):  # kinds of layers and shapes, over all engines of a process; beyond this they would run uncompiled
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1 << 12
         self.step = self._capture() if graphed else self._step

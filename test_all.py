@@ -1746,7 +1746,9 @@ def test_kernel_graph_follows_pos():
     pos = positions(2000, 500, 5)
 
     def step():
-        rotated = kernels.sals_append(new, q, k, v, pos, cos, sin, latent, values, low_scale, ring_k, ring_v, 4)
+        rotated = kernels.sals_append(
+            new, q, k, v, pos, cos, sin, latent, values, low_scale, ring_k, ring_v, 4
+        )
         index = kernels.select(
             kernels.latent_scores(queries, latent, pos, D**-0.5, "softmax"), pos, 4, 100, z
         )
@@ -1781,7 +1783,9 @@ def test_decode_with_kernels_equals_decode_without(method, options, group):
     for kernels_ in (False, True):
         model = tiny_model(group=group).to(DEVICE)
         room = Room(model, 2, 64, kernels_)
-        caches = METHODS[method].build(model, settings_from(method, options), room, artifact_of(method, model))
+        caches = METHODS[method].build(
+            model, settings_from(method, options), room, artifact_of(method, model)
+        )
         assert method == "dense" or caches[2].fused == (kernels_ and options.get("window") != "half")
         engine = Engine(model, caches, room, Sampling())
         engine.prefill([random_ids(n, n) for n in (5, 31)])
