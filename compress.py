@@ -10,6 +10,8 @@ What is stored is a buffer, so the measured size is the sum of the buffers: noth
 """
 
 import dataclasses
+import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,16 +46,32 @@ def kv_bits_setting():
     return setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
 
 
-class Room:
-    """What all caches of a run share: the model's shape, B rows of `capacity` tokens, RoPE, device, dtype."""
+def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
+    """The module kernels.py, or None for plain PyTorch. wanted None: where they run, which is on CUDA with triton
+    and head dims of at least 16, the least that tensor cores take. Raises UserError if wanted elsewhere."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
+    found = importlib.util.find_spec("triton") is not None
+    if wanted and not (found and config.head_dim >= 16 and (device.type == "cuda" or interpreted)):
+        raise UserError("the kernels need CUDA, triton and a head dim of at least 16; use --no-kernels")
+    if wanted is False or not (found and config.head_dim >= 16 and (wanted or device.type == "cuda")):
+        return None
+    import kernels  # only now: it imports triton
 
-    def __init__(self, model: Llama, rows: int, capacity: int):
+    return kernels
+
+
+class Room:
+    """What all caches of a run share: the model's shape, B rows of `capacity` tokens, RoPE, device, dtype, and the
+    Triton kernels (None: PyTorch does it all)."""
+
+    def __init__(self, model: Llama, rows: int, capacity: int, kernels: bool | None = None):
         self.config, self.rows, self.capacity = model.config, rows, capacity
         weight = model.tok_embeddings.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.cos, self.sin = rope_tables(model.config, capacity, self.device)  # [capacity, D/2] each
         self.row_ids = torch.arange(rows, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
+        self.kernels = triton_kernels(model.config, self.device, kernels)
 
 
 class Cache(nn.Module):
@@ -142,6 +160,8 @@ class DenseCache(Cache):
         rows = self.room.row_ids
         self.k[rows, :, pos], self.v[rows, :, pos] = self.rope(k, pos), v
         q = self.rope(q, pos)
+        if self.room.kernels:
+            return self.room.kernels.dense_attend(q, self.k, self.v, pos)
         return attend(q, self.k, self.v, self.room.positions <= pos[:, None])
 
     def formula(self) -> int:
@@ -337,6 +357,9 @@ class SalsCache(Cache):
         else:
             self.register_buffer("ring_k", self.store(self.z, c.n_kv_heads, c.head_dim))
             self.ring_values = Values(self, self.z, 16)
+        self.fused = room.kernels is not None and not self.half and self.y > 0
+        if self.fused:
+            self.paired_basis = room.kernels.interleave_rope(self.basis, c.n_kv_heads)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         length = q.shape[0]
@@ -355,6 +378,8 @@ class SalsCache(Cache):
         self.ring_values.write(where, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        if self.fused:
+            return self.decode_fused(pos, q, k, v, *folded)
         rows = self.room.row_ids
         self.latent[rows, pos] = folded[0] if folded else k.flatten(1) @ self.basis
         self.values.write((rows, pos), v)
@@ -372,12 +397,34 @@ class SalsCache(Cache):
         v_all = torch.cat((v_old, v_new), 1).transpose(1, 2)
         return attend(self.rope(q, pos), k_all, v_all, torch.cat((live, ring_live), 1))
 
+    def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        """The same as decode in Triton kernels."""
+        kernels, room, bits, index = self.room.kernels, self.room, self.settings.bits, None
+        values, low_scale = (
+            (self.values.plain, None) if bits == 16 else (self.values.codes, self.values.low_scale)
+        )
+        ring_k, ring_v, rope = self.ring_k, self.ring_values.plain, (pos, room.cos, room.sin)
+        new = folded[0] if folded else k.flatten(1) @ self.basis
+        rotated = kernels.sals_append(
+            new, q, k, v, *rope, self.latent, values, low_scale, ring_k, ring_v, bits
+        )
+        if self.sparse:
+            queries, scale = self.queries(q, *folded[1:]), self.config.head_dim**-0.5
+            scores = kernels.latent_scores(queries, self.latent, pos, scale, self.settings.score)
+            index = kernels.select(scores, pos, self.x, self.y, self.z)
+        stores = (self.latent, self.paired_basis, values, low_scale, ring_k, ring_v)
+        return kernels.sals_attend(rotated, index, *stores, *rope, bits)
+
+    def queries(self, q: Tensor, *folded: Tensor) -> Tensor:
+        """The latent queries [B, heads, r*]; folded in for the sum rule."""
+        if folded:
+            return folded[0][:, None]
+        basis = self.basis[:, : self.r_score]
+        return sals_queries(q, basis, self.config.n_kv_heads, self.settings.score).contiguous()
+
     def select(self, pos: Tensor, q: Tensor, *folded: Tensor) -> tuple[Tensor, Tensor]:
         c, rule = self.config, self.settings.score
-        if folded:
-            queries = folded[0][:, None]  # [B, 1, r*]
-        else:
-            queries = sals_queries(q, self.basis[:, : self.r_score], c.n_kv_heads, rule)
+        queries = self.queries(q, *folded)
         live = self.room.positions <= pos[:, None]
         scores = sals_scores(queries, self.latent[..., : self.r_score], live, rule, c.head_dim)
         return sals_select(scores, pos, self.x, self.y, self.z)
@@ -497,7 +544,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
 
 def random_sals(model: Llama) -> dict[str, Tensor]:
     n = model.config.kv_dim
-    return {f"{i}.basis": random_basis(n, n // 2) for i in range(model.config.n_layers)}
+    return dict.fromkeys((f"{i}.basis" for i in range(model.config.n_layers)), random_basis(n, n // 2))
 
 
 # ---------------------------------------------------------------------------------------------------- EliteKV
@@ -1206,11 +1253,7 @@ class LrqkCache(Cache):
         self.register_buffer("stamp", self.store(heads, self.slots, dtype=i32).fill_(-1))
         self.register_buffer("step", torch.zeros((), dtype=i32, device=room.device))
         self.register_buffer("counts", self.store(2, dtype=torch.int64))  # rows selected, rows missed
-        self.fetch = fetch_rows
-        if room.device.type == "cuda":
-            from kernels import fetch_rows as fetch_rows_kernel
-
-            self.fetch = fetch_rows_kernel
+        self.fetch = room.kernels.fetch_rows if room.kernels else fetch_rows
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         length = q.shape[0]

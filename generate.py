@@ -37,6 +37,7 @@ from model import (
     StreamDecoder,
     UserError,
     chat_style,
+    decode_layer,
     encode_chat,
     load_model,
     load_tokenizer,
@@ -139,10 +140,15 @@ class Engine:
         shape = (room.rows, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=room.dtype, device=room.device)  # of the last step
         started = time.time()
-        self.step = torch.compile(self._step, dynamic=False) if compiled else self._step
-        if graphed:
-            self.step = self._capture(self.step)
-        elif compiled:
+        # Layers of one kind share their compiled code: that takes seconds, the whole step would take half a minute.
+        self.layer = torch.compile(decode_layer, dynamic=False) if compiled else decode_layer
+        if (
+            compiled
+        ):  # kinds of layers and shapes, over all engines of a process; beyond this they would run uncompiled
+            dynamo = torch._dynamo.config
+            dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1 << 12
+        self.step = self._capture() if graphed else self._step
+        if compiled and not graphed:
             self.step()
         # What warm-up wrote lies beyond every row's length: prefill and decode overwrite it.
         self.tokens.zero_()
@@ -151,21 +157,21 @@ class Engine:
 
     def _step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
-        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches))
+        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, self.layer))
         self.tokens.copy_(self.sampling(self.logits))
         self.pos += 1
 
-    def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
+    def _capture(self) -> Callable[[], None]:
         """The step as one CUDA graph; warmed up on a side stream first, as capture requires."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                step()
+                self._step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            step()
+            self._step()
         return graph.replay
 
     def prefill(self, prompts: list[list[int]]) -> None:
@@ -342,7 +348,7 @@ def check_memory(
 
 
 def build_engine(model: Llama, method: str, options: dict, args, rows: int, capacity: int) -> Engine:
-    settings, room = settings_from(method, options), Room(model, rows, capacity)
+    settings, room = settings_from(method, options), Room(model, rows, capacity, args.kernels)
     artifact = artifact_for(method, model, args)
     check_memory(model, method, settings, artifact, room)
     caches = METHODS[method].build(model, settings, room, artifact)
@@ -592,6 +598,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile the decode step; on CUDA it becomes one CUDA graph (default: on CUDA)",
+    )
+    parser.add_argument(
+        "--kernels",
+        action=argparse.BooleanOptionalAction,
+        help="the Triton kernels, or plain PyTorch (default: kernels on CUDA)",
     )
     parser.add_argument("--interactive", action="store_true", help="read one turn a line from the terminal")
     parser.add_argument("--chat", action="store_true", help="wrap prompts in the model's chat template")

@@ -37,6 +37,17 @@ LOG2E = math.log2(math.e)
 LOWEST = -(2**31)  # sort key of a token that is no candidate; no number has it
 
 
+def operator(fake, mutates: tuple = ()):
+    """Makes a wrapper a PyTorch operator, which torch.compile calls as it stands; `fake` shapes its result."""
+
+    def wrap(function):
+        made = torch.library.custom_op(f"kv_kernels::{function.__name__}", function, mutates_args=mutates)
+        made.register_fake(fake)
+        return made
+
+    return wrap
+
+
 def need(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(message)
@@ -76,7 +87,7 @@ def cdiv(a: int, b: int) -> int:
 
 @jit
 def _sum_scores_kernel(
-    query_p, latent_p, pos_p, out_p, S, r_score, r, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
+    query_p, latent_p, pos_p, out_p, S, r_score, r, row, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
@@ -84,7 +95,7 @@ def _sum_scores_kernel(
     score = tl.zeros([T], tl.float32)
     for i in tl.static_range(NR):
         dims = i * RB + tl.arange(0, RB)
-        query = tl.load(query_p + b * r_score + dims, mask=dims < r_score, other=0.0).to(tl.float32)
+        query = tl.load(query_p + b * row + dims, mask=dims < r_score, other=0.0).to(tl.float32)
         where = latent_p + (b * S + tokens[:, None]) * r + dims[None, :]
         rows = tl.load(where, mask=live[:, None] & (dims < r_score)[None, :], other=0.0)
         score += tl.sum(rows.to(tl.float32) * query[None, :], 1)
@@ -93,8 +104,8 @@ def _sum_scores_kernel(
 
 @jit
 def _head_logits_kernel(
-    query_p, latent_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, scale, boost, tiles,
-    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr
+    query_p, latent_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, row, scale, boost,
+    tiles, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     split, splits = tl.program_id(0), tl.num_programs(0)
@@ -102,7 +113,7 @@ def _head_logits_kernel(
     head = tl.arange(0, HP)
     share = tl.cdiv(tl.cdiv(length, T), splits)  # tiles of this program, of the live ones only
     dims = tl.arange(0, RB)[None, :]
-    query_at = query_p + (b * heads + head[:, None]) * r_score + dims
+    query_at = query_p + b * row + head[:, None] * r_score + dims
     if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
         query = tl.load(query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
     top = tl.full([HP], float("-inf"), tl.float32)
@@ -161,13 +172,14 @@ def _normalise_kernel(
         tl.store(out_p + b * S + tokens, score, mask=tokens < S)
 
 
+@operator(lambda queries, latent, *_: latent.new_empty(latent.shape[:2], dtype=torch.float32))
 def latent_scores(
     queries: Tensor, latent: Tensor, pos: Tensor, scale: float = 1.0, rule: str = "sum"
 ) -> Tensor:
     """One score a token from the leading dims of its latent row, which is read once for all heads.
 
-    queries [B, heads, r*], latent [B, S, r] of the same dtype, r* <= r -> [B, S] fp32, -inf beyond pos. sum
-    (heads = 1): queries[:, 0] @ latent[..., :r*]^T. softmax: (logits * scale).softmax over the tokens up to
+    queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r -> [B, S] fp32, -inf
+    beyond pos. sum (heads = 1): queries[:, 0] @ latent[..., :r*]^T. softmax: (logits * scale).softmax over the tokens up to
     pos, for each head, then summed over heads: each program keeps exp(logit - running maximum) in half
     precision (2 bytes a head and token, against 2 r* read), and a second kernel multiplies by exp(that
     maximum - maximum) / sum. Truth: compress.sals_scores."""
@@ -177,7 +189,8 @@ def latent_scores(
     need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
     need(queries.dtype == latent.dtype, f"queries are {queries.dtype}, latent {latent.dtype}")
     need(rule == "softmax" or heads == 1, f"rule sum takes one query a row, not {heads}")
-    check(pos, B, queries=queries, latent=latent)
+    check(pos, B, queries=queries[0], latent=latent)
+    row = queries.stride(0)
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
     exact = latent.dtype == torch.float32
@@ -185,7 +198,7 @@ def latent_scores(
     NR = cdiv(r_score, RB)
     if rule == "sum":
         grid = (cdiv(S, T), B)
-        _sum_scores_kernel[grid](queries, latent, pos, out, S, r_score, r, T, RB, NR, num_warps=warps)
+        _sum_scores_kernel[grid](queries, latent, pos, out, S, r_score, r, row, T, RB, NR, num_warps=warps)
         return out
     tiles = cdiv(S, T)
     splits = max(1, min(tiles, programs // B, 128))
@@ -195,8 +208,8 @@ def latent_scores(
     tile_max = torch.empty(B, tiles, HP, dtype=torch.float32, device=latent.device)
     tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
     _head_logits_kernel[splits, B](
-        queries, latent, pos, weight, tile_max, tops, sums, S, heads, r_score, r, scale * LOG2E, boost, tiles,
-        T, RB, NR, HP, num_warps=warps, num_stages=stages
+        queries, latent, pos, weight, tile_max, tops, sums, S, heads, r_score, r, row, scale * LOG2E, boost,
+        tiles, T, RB, NR, HP, num_warps=warps, num_stages=stages
     )  # fmt: skip
     _normalise_kernel[max(1, min(tiles, 4 * SMS // B)), B](
         weight,
@@ -241,12 +254,22 @@ def _sort_key(x):
 
 
 @jit
+def _narrow(guess, count, lo, hi, count_lo, count_hi, least, most):
+    """The bracket lo, hi with what one guess and the number of keys >= guess say."""
+    too_many, too_few = (count > most) & (guess > lo), (count < least) & (guess < hi)
+    exact = (count >= least) & (count <= most)
+    lo, count_lo = tl.where(too_many | exact, guess, lo), tl.where(too_many, count, count_lo)
+    hi, count_hi = tl.where(too_few | exact, guess, hi), tl.where(too_few | exact, count, count_hi)
+    return lo, hi, count_lo, count_hi
+
+
+@jit
 def _threshold(keys, alive, least, most):
     """lo, hi, count(keys >= hi): lo = hi if it leaves least..most keys, else hi = lo + 1 and keys equal to
     lo tie.
 
-    Alternates interpolation on the counts (fast where the numbers are smooth) with bisection (never over 64
-    steps)."""
+    Every step counts for two guesses in one sum: where interpolation on the counts sees the threshold, and the
+    middle of the bracket, so that 32 steps always do."""
     count_lo = tl.sum(alive.to(tl.int32), 0)
     lo = tl.min(tl.where(alive, keys, 2147483646), 0)
     hi = tl.max(keys, 0) + 1
@@ -255,21 +278,17 @@ def _threshold(keys, alive, least, most):
         lo = count_lo * 0 - 2147483647
         hi = lo
         count_hi = count_lo
-    step = count_lo * 0
     while (hi != lo) & (hi != lo + 1):
         # 32-bit scalars only, as 64-bit ones double the latency of a step; fp32 is exact enough for a guess.
-        share = (count_lo - (least + most) * 0.5).to(tl.float32) / (count_lo - count_hi).to(tl.float32)
-        low = lo.to(tl.float32)
-        between = (low + (hi.to(tl.float32) - low) * share).to(tl.int32)
-        middle = (lo >> 1) + (hi >> 1) + (lo & hi & 1)
-        guess = tl.minimum(tl.maximum(tl.where(step % 2 == 0, between, middle), lo + 1), hi - 1)
-        count = tl.sum((keys >= guess).to(tl.int32), 0)
-        too_many, too_few = count > most, count < least
-        lo = tl.where(too_few, lo, guess)
-        count_lo = tl.where(too_few, count_lo, count)
-        hi = tl.where(too_many, hi, guess)
-        count_hi = tl.where(too_many, count_hi, count)
-        step += 1
+        inside = (count_lo - count_hi).to(tl.float32)
+        low, width = lo.to(tl.float32), hi.to(tl.float32) - lo.to(tl.float32)
+        there = low + width * ((count_lo - (least + most) * 0.5).to(tl.float32) / inside)
+        there = tl.minimum(tl.maximum(there.to(tl.int32), lo + 1), hi - 1)
+        middle = tl.maximum((lo >> 1) + (hi >> 1) + (lo & hi & 1), lo + 1)
+        counts = tl.sum((keys >= there).to(tl.int32) | ((keys >= middle).to(tl.int32) << 16), 0)
+        count, other = counts & 65535, (counts >> 16) & 65535  # of at most 2**15 keys each
+        lo, hi, count_lo, count_hi = _narrow(there, count, lo, hi, count_lo, count_hi, least, most)
+        lo, hi, count_lo, count_hi = _narrow(middle, other, lo, hi, count_lo, count_hi, least, most)
     return lo, hi, count_hi
 
 
@@ -366,6 +385,7 @@ def _select_kernel(
     tl.store(out_p + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
 
 
+@operator(lambda scores, pos, x, y, z: pos.new_empty(len(pos), x + y))
 def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
     """The x sinks and the exact top y of the tokens between sinks and recent window.
 
@@ -384,38 +404,17 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
     check(pos, B, scores=scores)
     out = torch.empty(B, x + y, dtype=torch.int32, device=scores.device)
     XP, YP = power2(x), power2(y)
-    if S <= 8192:
-        N = max(128, power2(S))
-        _select_kernel[B,](
-            scores,
-            pos,
-            scores,
-            scores,
-            scores,
-            out,
-            S,
-            x,
-            y,
-            z,
-            0,
-            0,
-            N,
-            1,
-            XP,
-            YP,
-            1,
-            num_warps=warps_for(N),
-        )
-        return out
     chunks = min(128, power2(cdiv(S, 2048)))
     part = cdiv(y, chunks)
     CAP = power2(part + int(6 * part**0.5) + 16)
     width = chunks * CAP
     N = power2(cdiv(cdiv(S, 4), chunks) * 4)
-    if width > 32768 or CAP >= N:
+    if S <= 4096 or width > 32768 or CAP >= N:  # one program a row; beyond 8192 tokens it takes the slow pass
+        level, N = (1, max(128, power2(S))) if S <= 8192 else (3, 8192)
         _select_kernel[B,](
-            scores, pos, scores, scores, scores, out, S, x, y, z, 0, 0, 8192, 1, XP, YP, 3, num_warps=16
-        )
+            scores, pos, scores, scores, scores, out, S, x, y, z, 0, 0, N, 1, XP, YP, level,
+            num_warps=warps_for(N),
+        )  # fmt: skip
         return out
     keys, index = torch.empty(2, B, width, dtype=torch.int32, device=scores.device)
     cut = torch.empty(B, chunks, dtype=torch.int32, device=scores.device)
@@ -431,7 +430,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
 
 
 def warps_for(n: int) -> int:
-    return max(4, min(32, n // 1024))
+    return max(4, min(32, n // 512))
 
 
 # -------------------------------------------------------------------- attention over compressed tokens (SALS)
@@ -712,6 +711,7 @@ def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
     return torch.nn.functional.pad(paired, (0, 0, 0, padding)).contiguous()
 
 
+@operator(lambda q, *_: torch.empty_like(q))
 def sals_attend(
     q: Tensor, index: Tensor | None, latent: Tensor, basis: Tensor, values: Tensor, low_scale: Tensor | None,
     ring_k: Tensor, ring_v: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, bits: int
@@ -780,7 +780,7 @@ def sals_attend(
         max(16, min(64, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=4)
+        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
     return out
 
 
@@ -817,58 +817,33 @@ def _dense_kernel(
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     d = tl.arange(0, DP)
     base = (b * heads + h) * S
-    if G == 1:
-        # Every place of the tile keeps a softmax of its own: nothing crosses threads until the end.
-        q = tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
-        top = tl.full([T], float("-inf"), tl.float32)
-        total = tl.zeros([T], tl.float32)
-        acc = tl.zeros([T, DP], tl.float32)
-        for tile in tl.range(first, stop, num_stages=STAGES):
-            token = tile * T + tl.arange(0, T)
-            at = (base + token[:, None]) * D + d[None, :]
-            inside = (token < length)[:, None] & (d < D)[None, :]
-            k = tl.load(k_p + at, mask=inside, other=0.0)
-            v = tl.load(v_p + at, mask=inside, other=0.0)
-            score = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
-            score = tl.where(token < length, score, -1e30)
-            new_top = tl.maximum(top, score)
-            shrink, weight = tl.exp2(top - new_top), tl.where(token < length, tl.exp2(score - new_top), 0.0)
-            total = total * shrink + weight
-            acc = acc * shrink[:, None] + v.to(tl.float32) * weight[:, None]
-            top = new_top
-        best = tl.max(top, 0)
-        factor = tl.where(total > 0, tl.exp2(top - tl.where(best == float("-inf"), 0.0, best)), 0.0)
-        at = (b * heads + h) * splits + split
-        tl.store(top_p + at, best)
-        tl.store(sum_p + at, tl.sum(total * factor, 0))
-        tl.store(part_p + at * D + d, tl.sum(acc * factor[:, None], 0), mask=d < D)
-    else:
-        g = tl.arange(0, GP)
-        query_at = q_p + ((b * heads + h) * G + g[:, None]) * D + d[None, :]
-        q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
-        tops = tl.full([GP], float("-inf"), tl.float32)
-        totals = tl.zeros([GP], tl.float32)
-        out = tl.zeros([GP, DP], tl.float32)
-        for tile in tl.range(first, stop, num_stages=STAGES):
-            token = tile * T + tl.arange(0, T)
-            at = (base + token[:, None]) * D + d[None, :]
-            inside = (token < length)[:, None] & (d < D)[None, :]
-            k = tl.load(k_p + at, mask=inside, other=0.0)
-            v = tl.load(v_p + at, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = tl.where((token < length)[None, :], scores, float("-inf"))
-            new_tops = tl.maximum(tops, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_tops[:, None])
-            shrinks = tl.exp2(tops - new_tops)
-            totals = totals * shrinks + tl.sum(weights, 1)
-            out = tl.dot(weights.to(v.dtype), v, out * shrinks[:, None], input_precision="ieee")
-            tops = new_tops
-        at = ((b * heads + h) * G + g) * splits + split
-        tl.store(top_p + at, tops, mask=g < G)
-        tl.store(sum_p + at, totals, mask=g < G)
-        tl.store(part_p + at[:, None] * D + d[None, :], out, mask=(g < G)[:, None] & (d < D)[None, :])
+    g = tl.arange(0, GP)
+    query_at = q_p + ((b * heads + h) * G + g[:, None]) * D + d[None, :]
+    q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    tops = tl.full([GP], float("-inf"), tl.float32)
+    totals = tl.zeros([GP], tl.float32)
+    out = tl.zeros([GP, DP], tl.float32)
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        token = tile * T + tl.arange(0, T)
+        at = (base + token[:, None]) * D + d[None, :]
+        inside = (token < length)[:, None] & (d < D)[None, :]
+        k = tl.load(k_p + at, mask=inside, other=0.0)
+        v = tl.load(v_p + at, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((token < length)[None, :], scores, float("-inf"))
+        new_tops = tl.maximum(tops, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_tops[:, None])
+        shrinks = tl.exp2(tops - new_tops)
+        totals = totals * shrinks + tl.sum(weights, 1)
+        out = tl.dot(weights.to(v.dtype), v, out * shrinks[:, None], input_precision="ieee")
+        tops = new_tops
+    at = ((b * heads + h) * G + g) * splits + split
+    tl.store(top_p + at, tops, mask=g < G)
+    tl.store(sum_p + at, totals, mask=g < G)
+    tl.store(part_p + at[:, None] * D + d[None, :], out, mask=(g < G)[:, None] & (d < D)[None, :])
 
 
+@operator(lambda q, *_: torch.empty_like(q))
 def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     """Exact attention of one token a row over the tokens 0..pos of a dense cache (split-KV flash-decode).
 
@@ -882,7 +857,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     check(pos, B, q=q, k=k, v=v)
     G, DP = Hq // Hkv, power2(D)
     T, warps, stages, fill = dense_config(G, DP, q.element_size())
-    splits = max(1, min(cdiv(S, T), cdiv(fill * SMS, B * Hkv)))
+    splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))  # whole waves of programs
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     parts = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
@@ -890,15 +865,13 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     _dense_kernel[splits, Hkv, B](
         q, k, v, pos, tops, sums, parts, S, scale, D, DP, G, max(16, power2(G)), T, stages, num_warps=warps
     )
-    _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=4)
+    _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
     return out
 
 
 def dense_config(G: int, DP: int, itemsize: int) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs for each multiprocessor)."""
-    if G == 1:
-        return 64, 4, 2, 4
-    return (128, 4, 2, 2) if itemsize == 2 else (32, 4, 2, 4)
+    return (128, 4, 2, 4 if G == 1 else 2) if itemsize == 2 else (32, 4, 2, 4)
 
 
 # ----------------------------------------------------------------------------------------------------- append
@@ -906,9 +879,10 @@ def dense_config(G: int, DP: int, itemsize: int) -> tuple[int, int, int, int]:
 
 @jit
 def _append_kernel(
-    new_p, k_p, v_p, pos_p, cos_p, sin_p, latent_p, values_p, low_scale_p, ring_k_p, ring_v_p, S, r, z,
-    slice_r, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
+    new_p, q_p, k_p, v_p, pos_p, cos_p, sin_p, latent_p, values_p, low_scale_p, ring_k_p, ring_v_p, out_p,
+    new_row, q_row, k_row, v_row, S, r, z, slice_r,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
     h, heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1).to(tl.int64)
@@ -916,20 +890,30 @@ def _append_kernel(
     row = b * S + pos
     part = h * slice_r + tl.arange(0, RP)
     inside = (part < r) & (tl.arange(0, RP) < slice_r)
-    tl.store(latent_p + row * r + part, tl.load(new_p + b * r + part, mask=inside, other=0.0), mask=inside)
-    head = (b * heads + h) * D
+    new = tl.load(new_p + b * new_row + part, mask=inside, other=0.0)
+    tl.store(latent_p + row * r + part, new, mask=inside)
     ring = ((b * z + pos % z) * heads + h) * D
     pair = tl.arange(0, DP // 2)
     real = pair < D // 2
     cos = tl.load(cos_p + pos.to(tl.int64) * (D // 2) + pair, mask=real, other=0.0)
     sin = tl.load(sin_p + pos.to(tl.int64) * (D // 2) + pair, mask=real, other=0.0)
-    a = tl.load(k_p + head + pair, mask=real, other=0.0).to(tl.float32)
-    c = tl.load(k_p + head + D // 2 + pair, mask=real, other=0.0).to(tl.float32)
+    k_p += b * k_row + h * D + pair
+    a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
+    c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
     dtype: tl.constexpr = ring_k_p.dtype.element_ty
     tl.store(ring_k_p + ring + pair, (a * cos - c * sin).to(dtype), mask=real)
     tl.store(ring_k_p + ring + D // 2 + pair, (c * cos + a * sin).to(dtype), mask=real)
+    g = tl.arange(0, GP)[:, None]
+    query = (g < G) & real[None, :]
+    q_p += b * q_row + (h * G + g) * D + pair[None, :]
+    out_p += ((b * heads + h) * G + g) * D + pair[None, :]
+    a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
+    c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
+    tl.store(out_p, (a * cos[None, :] - c * sin[None, :]).to(dtype), mask=query)
+    tl.store(out_p + D // 2, (c * cos[None, :] + a * sin[None, :]).to(dtype), mask=query)
     d = tl.arange(0, DP)
-    v = tl.load(v_p + head + d, mask=d < D, other=0.0)
+    v_p += b * v_row + h * D
+    v = tl.load(v_p + d, mask=d < D, other=0.0)
     tl.store(ring_v_p + ring + d, v, mask=d < D)
     stored = row * heads + h
     if BITS == 16:
@@ -950,7 +934,7 @@ def _append_kernel(
             at = low_scale_p + (stored * GROUPS + (i * WIDTH + j) // GROUP) * 2
             lows = tl.load(at, mask=j < WIDTH, other=0.0).to(tl.float32)
             scales = tl.load(at + 1, mask=j < WIDTH, other=0.0).to(tl.float32)
-            plane = tl.load(v_p + head + i * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+            plane = tl.load(v_p + i * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
             code = tl.div_rn(plane - lows, tl.where(scales == 0, 1.0, scales))
             code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
             # Adding 2**23 + 2**22 rounds to the nearest integer, ties to even, as torch.round does.
@@ -958,38 +942,33 @@ def _append_kernel(
         tl.store(values_p + stored * WIDTH + j, packed.to(tl.uint8), mask=j < WIDTH)
 
 
+@operator(
+    lambda new, q, *_: q.new_empty(q.shape),
+    mutates=("latent", "values", "low_scale", "ring_k", "ring_v"),
+)
 def sals_append(
-    new: Tensor, k: Tensor, v: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, latent: Tensor, values: Tensor,
-    low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor, bits: int
-) -> None:  # fmt: skip
+    new: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, latent: Tensor,
+    values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor, bits: int
+) -> Tensor:  # fmt: skip
     """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
-    the ring.
+    the ring; returns q [B, Hq, D] after RoPE.
 
-    new [B, r] = k U_r; k [B, Hkv, D] before RoPE (rotated here for the ring), v [B, Hkv, D]; cos, sin fp32
-    [>= S, D/2]; the stores as sals_attend reads them. Truth: compress.quantize, apply_rope and three
-    assignments."""
+    new [B, r] = k U_r; q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart, as
+    in the output of wqkv; cos, sin fp32 [>= S, D/2]; the stores as sals_attend reads them. Truth:
+    compress.quantize, apply_rope and three assignments."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
+    G = q.shape[1] // Hkv
     need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
     shape("new", new, B, r, dtype=latent.dtype)
+    shape("q", q, B, Hkv * G, D, dtype=k.dtype)
     shape("v", v, B, Hkv, D, dtype=k.dtype)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=k.dtype)
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=k.dtype)
     need(cos.dtype == sin.dtype == torch.float32, "cos and sin must be fp32")
-    check(
-        pos,
-        B,
-        new=new,
-        k=k,
-        v=v,
-        cos=cos,
-        sin=sin,
-        latent=latent,
-        values=values,
-        ring_k=ring_k,
-        ring_v=ring_v,
-    )
+    check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], cos=cos, sin=sin)
+    check(pos, B, latent=latent, values=values, ring_k=ring_k, ring_v=ring_v)
     group = min(32, D)
     width = D if bits == 16 else D * bits // 8
     shape("values", values, B, S, Hkv, width, dtype=k.dtype if bits == 16 else torch.uint8)
@@ -998,11 +977,13 @@ def sals_append(
         shape("low_scale", low_scale, B, S, Hkv, D // group, 2, dtype=torch.float16)
         check(pos, B, low_scale=low_scale)
     slice_r = cdiv(r, Hkv)
+    out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     _append_kernel[Hkv, B](
-        new, k, v, pos, cos, sin, latent, values, pos if low_scale is None else low_scale, ring_k, ring_v,
-        S, r, z, slice_r, D, power2(D), bits, group, D // group, width, power2(width), power2(slice_r),
-        num_warps=4,
+        new, q, k, v, pos, cos, sin, latent, values, pos if low_scale is None else low_scale, ring_k, ring_v,
+        out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r, D, power2(D), G, power2(G),
+        bits, group, D // group, width, power2(width), power2(slice_r), num_warps=4,
     )  # fmt: skip
+    return out
 
 
 # ----------------------------------------------------------------------------------- rows out of host memory
@@ -1163,13 +1144,13 @@ def sals_calls(case: dict) -> dict:
 
     def append(s):
         stores = (s["latent"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        sals_append(s["new"], s["k"], s["k"], *shared, *stores, c["bits"])
+        return sals_append(s["new"], s["q"], s["k"], s["k"], *shared, *stores, c["bits"])
 
     def choose(scores):
         return select(scores, c["pos"], c["x"], c["y"], c["z"])
 
     def whole(s, rule):
-        append(s)
+        s = s | {"q": append(s)}
         return attend(s, choose(latent_scores(s[rule], s["latent"], c["pos"], scale, rule)))
 
     operators = {
@@ -1220,10 +1201,16 @@ def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
     }
 
 
-LLAMA2 = [(B, S) for S in (1024, 2048, 4096, 8192, 16384, 32768) for B in (8, 16)]
+LLAMA2 = [(B, S) for S in (1024, 2048, 4096) for B in (8, 16)] + [
+    (8, 8192),
+    (8, 16384),
+    (8, 32768),
+    (1, 131072),
+]
+LLAMA31 = [(8, 4096), (8, 32768), (1, 131072), (4, 131072)]
 SHAPES = {  # name -> (Hq, Hkv, D), [(r, bits)], [(B, S)], (x, y, z)
     "7b": ((32, 32, 128), [(1024, 4), (512, 2)], LLAMA2, (16, 432, 64)),
-    "8b": ((32, 8, 128), [(256, 4), (128, 2)], [(8, 4096), (8, 32768), (1, 131072)], (16, 1968, 64)),
+    "8b": ((32, 8, 128), [(256, 4), (128, 2)], LLAMA31, (16, 1968, 64)),
 }
 
 

@@ -210,6 +210,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
+    v = v.contiguous()  # CUDA's kernels need 16-byte rows, and folded ranks make those of wqkv any width
     heads = [
         t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)
     ]  # [B, H, S, D]: flash wants 4 dims
@@ -268,6 +269,16 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+def decode_layer(
+    layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache: nn.Module
+) -> tuple[Tensor, Tensor]:
+    """A layer of the decode step: Layer.forward, but for the last sum, which is left to the next layer: so it becomes
+    part of that layer's norm where layers are compiled one by one."""
+    x = x + update
+    x = x + layer.attention(layer.attention_norm(x), lambda *qkv: cache.decode(pos, *qkv))
+    return x, layer.feed_forward(layer.ffn_norm(x))
+
+
 class Llama(nn.Module):
     """The network. Rows of a batch are independent: each has its own length, and no cache holds padding."""
 
@@ -304,12 +315,13 @@ class Llama(nn.Module):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
         return self.output(self.norm(x[-1]))
 
-    def decode(self, tokens: Tensor, pos: Tensor, caches: list) -> Tensor:
+    def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer) -> Tensor:
         """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
         x = self.tok_embeddings(tokens)  # [B, dim]
+        update = torch.zeros_like(x)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, lambda *qkv, c=cache: c.decode(pos, *qkv))
-        return self.output(self.norm(x))
+            x, update = step(layer, x, update, pos, cache)
+        return self.output(self.norm(x + update))
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

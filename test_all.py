@@ -1049,7 +1049,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     artifact = load_artifact(out, "elitekv", model)
     elite_convert(model, EliteSettings(), artifact)
     tokens = torch.randint(3, 4096, (1, 50))
-    assert error(model(tokens), trained[0].eval()(tokens).detach()) < 2e-2  # bf16 weights
+    assert error(model(tokens), trained[0].eval()(tokens).detach()) < 5e-2  # bf16 weights
     for name in ("down", "up", "wo"):  # all of them were trained
         start = load_model(source, CPU, torch.float32)
         elite_convert(start, EliteSettings(3, 24), load_artifact(source, "elitekv", start))
@@ -2741,18 +2741,29 @@ def test_graph_replay_equals_eager(method, options):
         ("lrqk", {"mode": "paper"}),
     ],
 )
-def test_compiled_graph_gives_nanos_greedy_tokens(method, options, nano_haystack):
+def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options, nano_haystack):
+    """The compiled graph neither compiles again nor waits for the host once it is captured."""
     prompts = [eval_sample(nano_haystack, "multikey", seed, n)[0] for seed, n in ((0, 700), (1, 1500))]
     tokens = []
-    for compiled in (False, True):
+    for kernels_, graphed in ((False, False), (True, False), (False, True), (True, True)):
         model = load_model(NANO, torch.device("cuda"), torch.float32)
         artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
-        room = Room(model, 2, 1600)
+        room = Room(model, 2, 1600, kernels_)
         caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), compiled=compiled, graphed=compiled)
+        engine = Engine(model, caches, room, Sampling(), compiled=graphed, graphed=graphed)
         engine.prefill(prompts)
-        tokens.append(decode_rows(engine, 8, lambda ids: False).token_ids)
-    assert tokens[0] == tokens[1]
+        if graphed:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            torch.compiler.set_stance("fail_on_recompile")
+        made = []
+        for _ in range(24):
+            made.append(engine.tokens.clone())
+            engine.step()
+        torch.cuda.set_sync_debug_mode("default")
+        torch.compiler.set_stance("default")
+        tokens.append(torch.stack(made).tolist())
+    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
@@ -3462,6 +3473,8 @@ def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch):
         (300, 0, 1, 1, (299, 1, 0)),
         (4096, 16, 432, 64, (4095, 300)),
         (40, 3, 64, 5, (39, 20)),
+        (5000, 4, 600, 16, (4999, 700)),
+        (5000, 4, 4000, 16, (4999,)),
         (8193, 4, 256, 16, (8192, 5000, 7)),
         (10000, 4, 7000, 8, (9999,)),
     ],
@@ -3638,7 +3651,10 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
     B, S, z, group = 3, 20, 8, min(32, D)
     pos = positions(19, 8, 0)
     rows = torch.arange(B, device=DEVICE)
-    new, k, v = randn(B, r, dtype=dtype), randn(B, Hkv, D, dtype=dtype), randn(B, Hkv, D, seed=1, dtype=dtype)
+    G = 3 if Hkv == 1 else 2
+    qkv = randn(B, (G + 2) * Hkv * D + r, dtype=dtype)  # rows as wqkv gives them: apart
+    q, k, v, new = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r], 1)
+    q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
     v[0, 0] = 1.5  # a constant group has scale 0
     cos, sin = tables(S, D)
     latent, ring_k, ring_v = (
@@ -3660,7 +3676,8 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
         truth[1][rows, pos.long()], truth[2][rows, pos.long()] = quantize(v, bits, group)
     else:
         truth[1][rows, pos.long()] = v
-    kernels.sals_append(new, k, v, pos, cos, sin, *stores, bits)
+    rotated = kernels.sals_append(new, q, k, v, pos, cos, sin, *stores, bits)
+    close(rotated, apply_rope(q.float(), cos[pos.long()], sin[pos.long()]), dtype)
     for i, (got, want) in enumerate(zip(stores, truth)):
         if i == 3:
             close(got, want.float(), dtype)
@@ -3717,12 +3734,14 @@ def test_kernel_graph_follows_pos():
     pos = positions(2000, 500, 5)
 
     def step():
-        kernels.sals_append(new, k, v, pos, cos, sin, latent, values, low_scale, ring_k, ring_v, 4)
+        rotated = kernels.sals_append(
+            new, q, k, v, pos, cos, sin, latent, values, low_scale, ring_k, ring_v, 4
+        )
         index = kernels.select(
             kernels.latent_scores(queries, latent, pos, D**-0.5, "softmax"), pos, 4, 100, z
         )
         stores = (latent, basis, values, low_scale, ring_k, ring_v, pos, cos, sin, 4)
-        sparse, full = kernels.sals_attend(q, index, *stores), kernels.sals_attend(q, None, *stores)
+        sparse, full = (kernels.sals_attend(rotated, i, *stores) for i in (index, None))
         return index, sparse, full, kernels.dense_attend(q, dense_k, dense_v, pos)
 
     step()
@@ -3736,6 +3755,38 @@ def test_kernel_graph_follows_pos():
         replayed = [x.clone() for x in captured]
         for got, want in zip(replayed, step()):
             assert torch.equal(got, want)
+
+
+OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
+
+
+@pytest.mark.parametrize(
+    "method,options,group",
+    [("dense", {}, 4), ("sals", SPARSE, 2), ("sals", SPARSE | {"score": "sum", "bits": 16, "rank": 0.3}, 1)]
+    + [("sals", SPARSE | {"fold": False, "skip_as": "dense"}, 8), ("sals", SPARSE | OLD, 2)],
+)
+def test_decode_with_kernels_equals_decode_without(method, options, group):
+    """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
+    results = []
+    for kernels_ in (False, True):
+        model = tiny_model(group=group).to(DEVICE)
+        room = Room(model, 2, 64, kernels_)
+        caches = METHODS[method].build(
+            model, settings_from(method, options), room, artifact_of(method, model)
+        )
+        assert method == "dense" or caches[2].fused == (kernels_ and options.get("window") != "half")
+        engine = Engine(model, caches, room, Sampling())
+        engine.prefill([random_ids(n, n) for n in (5, 31)])
+        results.append((decode_rows(engine, 4, lambda ids: False).token_ids, engine.logits.cpu()))
+    assert results[0][0] == results[1][0]
+    assert error(results[1][1], results[0][1]) < 1e-5
+
+
+def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
+    model = tiny_model(head_dim=8).to(DEVICE)
+    assert Room(model, 1, 20).kernels is None
+    with pytest.raises(UserError, match="--no-kernels"):
+        Room(model, 1, 20, True)
 
 
 @poisoned
@@ -3757,11 +3808,12 @@ def test_kernel_bad_input():
 
 
 @needs_real
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("method,options", [("dense", []), ("sals", FULL)])
-def test_stories260k_gives_its_golden_text(method, options):
+def test_stories260k_gives_its_golden_text(method, options, device):
     golden = json.loads((REAL / "stories260k" / "golden.json").read_text())
     model, tokenizer = (
-        load_model(REAL / "stories260k", CPU, torch.float32),
+        load_model(REAL / "stories260k", torch.device(device), torch.float32),
         load_tokenizer(REAL / "stories260k"),
     )
     prompt = tokenizer.encode(golden["prompt"])
