@@ -412,6 +412,7 @@ class SalsCache(Cache):
             queries, scale = self.queries(q, *folded[1:]), self.config.head_dim**-0.5
             scores = kernels.latent_scores(queries, self.latent, pos, scale, self.settings.score)
             index = kernels.select(scores, pos, self.x, self.y, self.z)
+            self.attends(pos, index, index >= 0, recent=self.z)
         stores = (self.latent, self.paired_basis, values, low_scale, ring_k, ring_v)
         return kernels.sals_attend(rotated, index, *stores, *rope, bits)
 
