@@ -557,7 +557,9 @@ class EliteSettings:
 
     r: int = setting(0, "r: elite pairs of each head, which stay rotated (0: as calibrated or uptrained)")
     d_ckv: int = setting(
-        0, "d_ckv: dims of the latent that the other keys and V share (0: as calibrated or uptrained)"
+        0,
+        "d_ckv: dims of the latent that the other keys and V share (0: as calibrated or uptrained)",
+        sets="bytes",
     )
     pairs: str = setting(
         "elite",
@@ -2181,7 +2183,9 @@ class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
 
     rate: float = setting(
-        -1.0, "r: share of the singular values that each head loses (Eq. 1); -1: as calibrate.py fit found"
+        -1.0,
+        "r: share of the singular values that each head loses (Eq. 1); -1: as calibrate.py fit found",
+        sets="bytes",
     )
     adaptive: bool = setting(
         True, "each head has its own rank by Eq. 1; --no-adaptive: all have their mean (the paper's /AC)"
@@ -2421,7 +2425,9 @@ def split_tokens(low: float, high: float, length: int, block: int) -> tuple[int,
 class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
-    keep: float = setting(0.5, "rank of each head's K and V as a share of D (0.5: 50 % compression)")
+    keep: float = setting(
+        0.5, "rank of each head's K and V as a share of D (0.5: 50 % compression)", sets="bytes"
+    )
 
 
 class PaluCache(FdcCache):
