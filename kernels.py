@@ -181,8 +181,8 @@ def latent_scores(
     queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r -> [B, S] fp32,
     -inf beyond pos. sum (heads = 1): queries[:, 0] @ latent[..., :r*]^T. softmax: (logits * scale).softmax
     over the tokens up to pos, for each head, then summed over heads: each program keeps
-    exp(logit - running maximum) in half precision (2 bytes a head and token, against 2 r* read), and a second kernel multiplies by exp(that
-    maximum - maximum) / sum. Truth: compress.sals_scores."""
+    exp(logit - running maximum) in half precision (2 bytes a head and token, against 2 r* read), and a second
+    kernel multiplies by exp(that maximum - maximum) / sum. Truth: compress.sals_scores."""
     need(rule in ("sum", "softmax"), f"rule must be sum or softmax, not {rule!r}")
     rows, heads, r_score = queries.shape
     B, S, r = latent.shape
