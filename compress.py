@@ -47,8 +47,8 @@ def kv_bits_setting():
 
 
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
-    """The module kernels.py, or None for plain PyTorch. wanted None: where they run, which is on CUDA with triton
-    and head dims of at least 16, the least that tensor cores take. Raises UserError if wanted elsewhere."""
+    """The module kernels.py, or None for plain PyTorch. wanted None: where they run, which is on CUDA with
+    triton and head dims of at least 16 (a tensor core's tile). Raises UserError if wanted elsewhere."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
     found = importlib.util.find_spec("triton") is not None
     if wanted and not (found and config.head_dim >= 16 and (device.type == "cuda" or interpreted)):
@@ -61,8 +61,8 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
 
 
 class Room:
-    """What all caches of a run share: the model's shape, B rows of `capacity` tokens, RoPE, device, dtype, and the
-    Triton kernels (None: PyTorch does it all)."""
+    """What all caches of a run share: the model's shape, B rows of `capacity` tokens, RoPE, device, dtype,
+    and the Triton kernels (None: PyTorch does it all)."""
 
     def __init__(self, model: Llama, rows: int, capacity: int, kernels: bool | None = None):
         self.config, self.rows, self.capacity = model.config, rows, capacity

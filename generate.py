@@ -140,7 +140,7 @@ class Engine:
         shape = (room.rows, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=room.dtype, device=room.device)  # of the last step
         started = time.time()
-        # Layers of one kind share their compiled code: that takes seconds, the whole step would take half a minute.
+        # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         self.layer = torch.compile(decode_layer, dynamic=False) if compiled else decode_layer
         if (
             compiled

@@ -38,7 +38,7 @@ LOWEST = -(2**31)  # sort key of a token that is no candidate; no number has it
 
 
 def operator(fake, mutates: tuple = ()):
-    """Makes a wrapper a PyTorch operator, which torch.compile calls as it stands; `fake` shapes its result."""
+    """Makes a wrapper a PyTorch operator, which torch.compile calls as it is; `fake` shapes its result."""
 
     def wrap(function):
         made = torch.library.custom_op(f"kv_kernels::{function.__name__}", function, mutates_args=mutates)
@@ -178,11 +178,11 @@ def latent_scores(
 ) -> Tensor:
     """One score a token from the leading dims of its latent row, which is read once for all heads.
 
-    queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r -> [B, S] fp32, -inf
-    beyond pos. sum (heads = 1): queries[:, 0] @ latent[..., :r*]^T. softmax: (logits * scale).softmax over the tokens up to
-    pos, for each head, then summed over heads: each program keeps exp(logit - running maximum) in half
-    precision (2 bytes a head and token, against 2 r* read), and a second kernel multiplies by exp(that
-    maximum - maximum) / sum. Truth: compress.sals_scores."""
+    queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r -> [B, S] fp32,
+    -inf beyond pos. sum (heads = 1): queries[:, 0] @ latent[..., :r*]^T. softmax: (logits * scale).softmax
+    over the tokens up to pos, for each head, then summed over heads: each program keeps
+    exp(logit - running maximum) in half precision (2 bytes a head and token, against 2 r* read), and a second
+    kernel multiplies by exp(that maximum - maximum) / sum. Truth: compress.sals_scores."""
     need(rule in ("sum", "softmax"), f"rule must be sum or softmax, not {rule!r}")
     rows, heads, r_score = queries.shape
     B, S, r = latent.shape
@@ -268,8 +268,8 @@ def _threshold(keys, alive, least, most):
     """lo, hi, count(keys >= hi): lo = hi if it leaves least..most keys, else hi = lo + 1 and keys equal to
     lo tie.
 
-    Every step counts for two guesses in one sum: where interpolation on the counts sees the threshold, and the
-    middle of the bracket, so that 32 steps always do."""
+    Every step counts for two guesses in one sum: where interpolation on the counts sees the threshold, and
+    the middle of the bracket, so that 32 steps always do."""
     count_lo = tl.sum(alive.to(tl.int32), 0)
     lo = tl.min(tl.where(alive, keys, 2147483646), 0)
     hi = tl.max(keys, 0) + 1
@@ -953,8 +953,8 @@ def sals_append(
     """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
     the ring; returns q [B, Hq, D] after RoPE.
 
-    new [B, r] = k U_r; q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart, as
-    in the output of wqkv; cos, sin fp32 [>= S, D/2]; the stores as sals_attend reads them. Truth:
+    new [B, r] = k U_r; q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart,
+    as in the output of wqkv; cos, sin fp32 [>= S, D/2]; the stores as sals_attend reads them. Truth:
     compress.quantize, apply_rope and three assignments."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
@@ -980,8 +980,8 @@ def sals_append(
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     _append_kernel[Hkv, B](
         new, q, k, v, pos, cos, sin, latent, values, pos if low_scale is None else low_scale, ring_k, ring_v,
-        out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r, D, power2(D), G, power2(G),
-        bits, group, D // group, width, power2(width), power2(slice_r), num_warps=4,
+        out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r, D, power2(D), G,
+        power2(G), bits, group, D // group, width, power2(width), power2(slice_r), num_warps=4,
     )  # fmt: skip
     return out
 

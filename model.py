@@ -272,8 +272,8 @@ class Layer(nn.Module):
 def decode_layer(
     layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache: nn.Module
 ) -> tuple[Tensor, Tensor]:
-    """A layer of the decode step: Layer.forward, but for the last sum, which is left to the next layer: so it becomes
-    part of that layer's norm where layers are compiled one by one."""
+    """A layer of the decode step: Layer.forward, but for the last sum, which is left to the next layer, so
+    that it becomes part of that layer's norm where layers are compiled one by one."""
     x = x + update
     x = x + layer.attention(layer.attention_norm(x), lambda *qkv: cache.decode(pos, *qkv))
     return x, layer.feed_forward(layer.ffn_norm(x))
