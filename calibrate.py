@@ -884,6 +884,9 @@ def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     return hits / n, hits / (2 * n - hits)
 
 
+ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
+
+
 @dataclass
 class Candidate:
     """A method with its settings, written sals:rank=0.125,bits=2 on the command line; with @FOLDER after it,
@@ -916,10 +919,8 @@ class Candidate:
         """A fresh engine over freshly loaded weights, since a method may change them.
 
         watched: with the exact keys beside each cache (Watched)."""
-        folder = self.folder or args.checkpoint
-        model, _ = load(argparse.Namespace(**vars(args) | {"checkpoint": folder}))
+        model, artifact = self.load(args)
         method, room = METHODS[self.method], Room(model, rows, capacity)
-        artifact = load_artifact(folder, self.method, model) if method.fitted else {}
         if capacity not in self.used:
             self.used[capacity] = self.equalised(args, model, artifact, capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
@@ -928,6 +929,21 @@ class Candidate:
         for cache in caches if watched else []:
             cache.reset()  # forgets what the graph's warm-up saw
         return engine
+
+    def load(self, args: argparse.Namespace) -> tuple[Llama, dict[str, Tensor]]:
+        """The model and the method's artifact, of the candidate's own folder where it names one."""
+        folder = self.folder or args.checkpoint
+        model, _ = load(argparse.Namespace(**vars(args) | {"checkpoint": folder}))
+        return model, load_artifact(folder, self.method, model) if METHODS[self.method].fitted else {}
+
+    def check(self, args: argparse.Namespace, capacities: set[int]) -> None:
+        """Raises UserError now, rather than after the rows before it, where the method cannot be built."""
+        model, artifact = self.load(args)
+        for capacity in sorted(capacities):
+            self.used[capacity] = self.equalised(args, model, artifact, capacity)
+            method_costs(
+                model, self.method, settings_from(self.method, self.used[capacity]), artifact, capacity
+            )
 
     def equalised(
         self, args: argparse.Namespace, model: Llama, artifact: dict[str, Tensor], capacity: int
@@ -1096,7 +1112,7 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
     `single` also has its score for each fifth of the depth, under "depth LENGTH" (in the JSON only)."""
     row = {}
     for length in args.lengths:
-        engine = candidate.engine(args, min(args.rows, args.samples), length + 96)
+        engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM)
         rows = engine.room.rows
         row |= ledger(engine, length)
         for kind in args.tasks:
@@ -1134,6 +1150,9 @@ def run_eval(args: argparse.Namespace) -> None:
     hay_files = text_files(args.haystack) if args.haystack else held
     hay = Haystack(tokenizer, [text_ids(tokenizer, hay_files, 1 << 19)])
 
+    capacities = {n + ANSWER_ROOM for n in args.lengths if args.samples} | ({length} if rows else set())
+    for candidate in candidates:
+        candidate.check(args, capacities)
     prompts = len(args.lengths) * len(args.tasks) * args.samples
     bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
     results, reference = [], {}

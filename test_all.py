@@ -1743,7 +1743,7 @@ def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(checkpoint, mon
     code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
     report = json.loads(out.splitlines()[-1])
     assert code == 0 and report["cache_bytes_host"] == report["cache_bytes_dense"] // 2
-    assert report["cache_bytes_measured"] == report["cache_bytes_formula"] and "in host memory" in err
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"] and "host memory" in err
 
 
 @pytest.mark.parametrize("method,options", ROWS)
@@ -4464,7 +4464,7 @@ def test_report_of_a_mixed_cache(tmp_path, monkeypatch, capsys):
     report = json.loads(out.splitlines()[-1])
     assert code == 0 and 0 < report["miss_rate"] < 1
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
-    assert f"{report['miss_rate']:.1%} of the selected rows fetched" in err
+    assert f"{report['miss_rate']:.1%} of the selected rows come from there" in err
     code, out, err = run_main(generate.main, [*argv, "--method", "dense"][:6], monkeypatch, capsys)
     report = json.loads(out.splitlines()[-1])
     assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in err
@@ -4597,6 +4597,15 @@ def test_perplexity_through_the_cache_equals_a_full_forward(checkpoint):
     log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
     reference = (-log_p.gather(-1, tokens[:, 40:, None]).mean()).exp()
     assert abs(ppl / reference - 1) < 1e-4
+
+
+def test_eval_builds_every_method_before_it_evaluates_one(checkpoint, monkeypatch, capsys):
+    """A mistake in the last method of a long table is told at once."""
+    monkeypatch.setattr(calibrate, "eval_perplexity", lambda *args: pytest.fail("evaluated first"))
+    argv = ["eval", "--checkpoint", checkpoint, "--method", "dense", "--method", "lrqk:rank=500"]
+    argv += ["--samples", "0", "--prefix", "30", "--continuation", "2"]
+    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    assert code == 2 and "--rank 500: r must be 1 to" in err.splitlines()[-1]
 
 
 def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
