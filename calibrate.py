@@ -4,7 +4,7 @@
     python calibrate.py eval    --method dense --method sals   perplexity and retrieval, one table
     python calibrate.py ranks                                  rank of the keys before and after RoPE
     python calibrate.py overlap --method sals --method loki    attention mass that the selection captures
-    python calibrate.py masked                                 Loki's masked prefill, the paper's accuracy path
+    python calibrate.py masked                                 Loki's masked prefill, the paper's own way
     python calibrate.py pairs                                  what EliteKV's pairs and latents lose
     python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama, or uptrain one for EliteKV
 Evaluation always decodes token by token through the method's own cache, with the dense row in the same run.
@@ -331,7 +331,7 @@ def eval_sample(
 
 
 def forward_through(model: Llama, tokens: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]):
-    """Runs tokens [B, S] with attend(layer, q, k, v), before RoPE, as attention -> hidden states [B, S, dim]."""
+    """Runs tokens [B, S] with attend(layer, q, k, v), before RoPE, as attention -> hidden [B, S, dim]."""
     x = model.tok_embeddings(tokens)
     for i, layer in enumerate(model.layers):
         x = layer(x, partial(attend, i))
@@ -385,7 +385,7 @@ def calibration_windows(args: argparse.Namespace, model: Llama, tokenizer) -> Te
 class KeyMoments:
     """Second moment K^T K / N [L, Hkv*D, Hkv*D] and mean [L, Hkv*D] of all heads' keys jointly, fp64.
 
-    product [L, Hkv, D]: mean over tokens of |q_c k_c|, query and key of the same token, summed over a group."""
+    product [L, Hkv, D]: mean over tokens of |q_c k_c|, q and k of the same token, summed over a group."""
 
     second: Tensor
     mean: Tensor
@@ -437,7 +437,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
 def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
     """Says what a long pass over the text will take, from its first window: `seconds` each, `windows` to go.
 
-    held: bytes of the sums. They are all that is kept: the peak after one window is that of the whole pass."""
+    held: bytes of the sums. They are all that is kept: the peak after one window is that of the pass."""
     if seconds * windows > 10:
         print(
             f"{label}: {windows} more windows at {seconds:.2f} s, about {seconds * windows / 60:.1f} min; "
@@ -510,8 +510,8 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 
 @torch.inference_mode()
 def see_deltas(model: Llama, tokens: Tensor, see: Callable[[int, int, Tensor, Tensor, Tensor], None]) -> None:
-    """Runs tokens [N, S] and calls see(layer, KV head, deltas, q, k): `rope_deltas` of ELITE_ROWS random queries
-    of each window against all keys before them, and the head's q [N, S, G, D] and k [N, S, D]."""
+    """Runs tokens [N, S] and calls see(layer, KV head, deltas, q, k): `rope_deltas` of ELITE_ROWS random
+    queries of each window against all keys before them, and the head's q [N, S, G, D] and k [N, S, D]."""
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
@@ -528,8 +528,8 @@ def see_deltas(model: Llama, tokens: Tensor, see: Callable[[int, int, Tensor, Te
 
 
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and by
-    Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S]; the search itself is exact."""
+    """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and
+    by Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S]; the search itself is exact."""
     found = {"elite": [], "distance": [], "contribution": []}
 
     def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
@@ -565,8 +565,9 @@ def elite_trial(
 def fit_elitekv(
     model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the lowest
-    perplexity on the last windows without uptraining (App. C). A and B follow from the weights at load time."""
+    """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
+    lowest perplexity on the last windows without uptraining (App. C). A and B follow from the weights when
+    the model loads."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
     tensors |= {"r": torch.tensor(0), "d_ckv": torch.tensor(0)}
     allocations = elite_allocations(model.config, 0.25)
@@ -590,8 +591,8 @@ def head_bases(
 ) -> tuple[Tensor, Tensor]:
     """Singular values [L, H, D] and right singular vectors [L, H, D, D] of vectors seen on tokens [N, S].
 
-    rows(layer, q, k, v) names the vectors of each of H heads, [n, H, D]. Their Gram matrix is summed in fp64: Eq. 1
-    of FDC adds singular values, and fp32 noise in a Gram is larger than the small ones."""
+    rows(layer, q, k, v) names the vectors of each of H heads, [n, H, D]. Their Gram matrix is summed in
+    fp64: Eq. 1 of FDC adds singular values, and fp32 noise in a Gram is larger than the small ones."""
     grams, bar = [0] * model.config.n_layers, Progress(label, len(tokens) * model.config.n_layers)
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -666,7 +667,7 @@ def fdc_search(
     """F_p (FDC sec. 5.2): the largest rate at which `accuracy` of the dense model's accuracy is left.
 
     Ranks fall with the rate, so it bisects the rates at which a rank changes; accuracy is the share of
-    tokens [N, S] that the model predicts. -> the rate, and its accuracy and perplexity over the dense ones."""
+    tokens [N, S] that the model predicts. -> the rate, its accuracy and perplexity over the dense ones."""
     rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
     bar = Progress("rate", len(tokens) * (len(rates).bit_length() + 2))
 
@@ -1007,8 +1008,8 @@ def allowed_cost(costs: Callable, options: dict, name: str, limits: dict[str, fl
 
 
 def dearest(knob: dataclasses.Field, cost: Callable, capacity: int, limits: dict[str, float]):
-    """The value of a knob of the highest cost(value), which is None where a value is not allowed; None if none
-    is, and if the knob changes nothing with the other settings.
+    """The value of a knob of the highest cost(value), which is None where a value is not allowed; None if
+    none is, and if the knob changes nothing with the other settings.
 
     Shares lie in (0, 1], whole numbers in 1 .. capacity. Every round looks closer around the best one."""
     top = capacity if knob.type is int else 1.0
@@ -1085,7 +1086,7 @@ def eval_retrieval(
 def perplexity_row(
     candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar: Progress
 ) -> dict:
-    """Perplexity, KL and (means over all texts) what is attended; the first candidate, dense, fills `reference`."""
+    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`."""
     row, capacity, seen = {}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
@@ -1097,8 +1098,8 @@ def perplexity_row(
 
 
 def ledger(engine: Engine, length: int) -> dict:
-    """Bytes per token of the cache's true size (on the device, and in host memory where a method uses it), and
-    bytes that a step reads from a row of `length` tokens."""
+    """Bytes per token of the cache's true size (on the device, and in host memory where a method uses it),
+    and bytes that a step reads from a row of `length` tokens."""
     tokens, host = engine.room.rows * engine.room.capacity, sum(c.host_bytes() for c in engine.caches)
     return {
         "bytes/token": sum(cache.measured() for cache in engine.caches) / tokens,
@@ -1248,7 +1249,7 @@ def run_overlap(args: argparse.Namespace) -> None:
         print(json.dumps(results))
 
 
-# ----------------------------------------------------------------------------------------- Loki's masked prefill
+# ------------------------------------------------------------------------------------ Loki's masked prefill
 
 
 def masked_attention(
@@ -1286,7 +1287,7 @@ def rows_count(share: float, length: int, rule: str, rows: Tensor) -> Tensor:
 def kept_shares(share: float, length: int, rule: str) -> tuple[float, float]:
     """Of the causal keys, what the k best are: mean over rows, and of all pairs of query and key.
 
-    For "final" and long texts k_f (1 + ln(1 / k_f)) and 2 k_f - k_f^2: the first k rows are full attention."""
+    For "final" and long texts k_f (1 + ln(1 / k_f)) and 2 k_f - k_f^2: the first k rows attend to all."""
     rows = torch.arange(length)
     kept = torch.minimum(rows_count(share, length, rule, rows), rows + 1).double()
     return (kept / (rows + 1)).mean().item(), (kept.sum() / (rows + 1).sum()).item()
@@ -1342,7 +1343,7 @@ def run_masked(args: argparse.Namespace) -> None:
         )
     bar.close()
     print(
-        f"perplexity of {len(tokens)} windows of {length} tokens, every row of the prompt masked to its k best"
+        f"perplexity of {len(tokens)} windows of {length} tokens, each row of the prompt masked to its k best"
     )
     print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
     if args.json:
@@ -1355,8 +1356,8 @@ def run_masked(args: argparse.Namespace) -> None:
 def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]]) -> dict[str, list[float]]:
     """How far the logits of tokens [N, S] lie from RoPE's when only the first r pairs of an order rotate.
 
-    orders: name -> [L, Hkv, r] for several r. The distance (mean absolute difference of the logits) is relative
-    to that of no pair rotated, and a mean over layers and heads: 1 for none, 0 for all."""
+    orders: name -> [L, Hkv, r] for several r. The distance (mean absolute difference of the logits) is
+    relative to that of no pair rotated, and a mean over layers and heads: 1 for none, 0 for all."""
     results = {name: [[] for _ in sets] for name, sets in orders.items()}
 
     def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
@@ -1799,7 +1800,7 @@ def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
 
 @torch.no_grad()
 def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, count: int) -> float:
-    """Perplexity of up to `count` spread windows of `length` tokens, each led by BOS, by full forward passes."""
+    """Perplexity of up to `count` spread windows of `length` tokens, BOS first, by full forward passes."""
     device = next(model.parameters()).device
     available = len(ids) // length
     starts = np.linspace(0, available - 1, min(count, available)).astype(int) * length
@@ -1951,7 +1952,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument(
         "--lr",
         type=float,
-        help="peak learning rate (default 2e-3), or the constant one of --from (2e-4: where the peak's decay ends)",
+        help="peak learning rate (default 2e-3), or the constant one of --from (2e-4)",
     )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--workers", type=int, default=12, help="processes that make batches")

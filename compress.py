@@ -98,7 +98,7 @@ class Cache(nn.Module):
     def attends(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
         """Decode says here which tokens it attends if these are not all: one line in a method that selects.
 
-        index [B, n] for all heads, [B, Hkv, n] or [B, Hkv, G, n]; live, which of them count, in the same shape;
+        index [B, n] for all heads, [B, Hkv, n] or [B, Hkv, G, n]; live, alike, which of them count;
         and the last `recent` tokens up to pos. From this evaluation takes recall and attention mass."""
         if self.watch:
             self.watch(pos, index, live, recent)
@@ -570,7 +570,7 @@ class EliteSettings:
 
 
 def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Delta_c: what rotating pair c changes in the logits of one KV head, so s(RoPE) - s(E) = sum of c not in E.
+    """Delta_c: what rotating pair c changes in a KV head's logits: s(RoPE) - s(E) = sum of c not in E.
 
     q [N, I, G, D] at positions rows [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
     with the scale 1/sqrt(D), and 0 where the key comes after the query."""
@@ -583,7 +583,7 @@ def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) ->
 
 
 def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """RoPElite's greedy search for one KV head (Algorithm 1): deltas [D/2, ...] -> order [D/2], distance [D/2].
+    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
 
     Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference before
     the softmax. The first r picks are the elite set of any r; distance is J after each (it may rise)."""
@@ -598,14 +598,14 @@ def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniform_order(half: int, r: int) -> Tensor:
-    """Uniform (sec. 4.3.1): r pairs spread evenly over the D/2 = half frequencies, then the others; [half]."""
+    """Uniform (sec. 4.3.1): r pairs spread evenly over the `half` = D/2, then the others; [half]."""
     chosen = [i * (half - 1) // max(1, r - 1) for i in range(r)]
     return torch.tensor(chosen + [c for c in range(half) if c not in chosen])
 
 
 def contribution(q: Tensor, k: Tensor) -> Tensor:
-    """Contribution (sec. 4.3.1) of one KV head: the mean norm of q's pair times that of k's, which no rotation
-    changes. q [..., G, D], averaged over the query heads of the group, k [..., D] -> [D/2]."""
+    """Contribution (sec. 4.3.1) of one KV head: the mean norm of q's pair times that of k's, which no
+    rotation changes. q [..., G, D], averaged over the query heads of the group, k [..., D] -> [D/2]."""
     q, k = (x.unflatten(-1, (2, -1)).norm(dim=-2).flatten(0, -2).mean(0) for x in (q, k))
     return q * k
 
@@ -622,8 +622,8 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
 def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> tuple[Tensor, Tensor]:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
-    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with a
-    head's keys before its values; fp64. J-LRD truncates the SVD of both. S-LRD takes the d_ckv largest
+    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with
+    a head's keys before its values; fp64. J-LRD truncates the SVD of both. S-LRD takes the d_ckv largest
     singular values of the two matrices (c_k and c_v follow): a block-diagonal B, so never better."""
     m = torch.cat((k, v), -1).double()
     if kind == "joint":
@@ -687,7 +687,8 @@ class EliteAttention(nn.Module):
 def elite_attention(
     attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
 ) -> EliteAttention:
-    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v) gives A and B (`low_rank`)."""
+    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v) gives A and B
+    (`low_rank`)."""
     wqkv = attention.wqkv
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r)  # [Hkv, D]
@@ -849,7 +850,7 @@ def build_elitekv(
 
 
 def elite_artifact(model: Llama) -> dict[str, Tensor]:
-    """What elite_convert needs to give a model's layers, now EliteAttention, again: orders, r, d_ckv, A, B."""
+    """What elite_convert needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
     attentions = [layer.attention for layer in model.layers]
     _, _, d_ckv = attentions[0].widths
     order = torch.stack([attention.order for attention in attentions])
@@ -1177,8 +1178,8 @@ def lrqk_resolve(
     the longest time. Updates the tables in place; fixed shapes, no wait for the host.
 
     index [B, Hkv, k] distinct positions, live which of them count; slot_of [B, Hkv, S] the slot of a position
-    and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp [B, Hkv, C] the last step that used a slot.
-    Returns the slots [B, Hkv, k] and which entries miss."""
+    and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp [B, Hkv, C] the last step that used a
+    slot. Returns the slots [B, Hkv, k] and which entries miss."""
     slot = slot_of.gather(-1, index).long()
     hit = slot >= 0  # what does not count has no slot
     stamp.scatter_reduce_(-1, slot.clamp(min=0), torch.where(hit, step, -1), "amax")
@@ -1228,7 +1229,7 @@ class LrqkCache(Cache):
 
     hot_k and hot_v hold C slots for selected tokens, then the ring: slot C + p % z has position p. Every row
     is written to host memory as it is made, so that a slot is given up by forgetting it. Each KV head selects
-    k of the tokens that left the ring; only those without a slot are fetched. Attention over both is exact."""
+    k of the tokens that left the ring; only those without a slot are fetched. Attention is exact."""
 
     def __init__(self, room: Room, settings: LrqkSettings):
         super().__init__(room)
@@ -1333,7 +1334,7 @@ class LrqkCache(Cache):
         self.counts[rows] += torch.stack((live.sum((1, 2)), miss.sum((1, 2))), 1)
 
     def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
-        """The k best tokens that left the ring: indices [B, Hkv, k] and which count; short rows have fewer."""
+        """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
         live = self.room.positions <= pos[:, None] - self.z
         scores = lrqk_scores(q_hat, self.a_k[rows], live, self.config.head_dim)
         best, index = scores.topk(self.chosen, dim=-1, sorted=False)
@@ -1909,7 +1910,7 @@ class KiviCache(Cache):
     inner: a cache with k and v [B, Hkv, capacity, width]. Of these only one working copy is left, which all
     layers share and each fills from its packed ones before a step (a fused kernel would need none).
     Keys wait in a ring until R of them are there, and are then quantised per channel in groups of 32 tokens;
-    a value is quantised per token in groups of 32 channels, and read from its ring while it is among the last R."""
+    a value is quantised per token in groups of 32 channels, and read from its ring while among the last R."""
 
     def __init__(self, inner: Cache, bits: int, residual: int):
         super().__init__(inner.room)
@@ -2029,7 +2030,7 @@ class ShadowKvSettings:
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(outliers, selected, recent) in tokens, whole chunks; all chunks where the budget is the context."""
+        """(outliers, selected, recent) in tokens, whole chunks; all where the budget is the context."""
         outliers, recent = self.outliers * self.chunk, self.recent + self.chunk - 1
         total, chunks = kept_tokens(self.keep, capacity), -(-capacity // self.chunk)
         if total >= capacity:

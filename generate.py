@@ -491,6 +491,7 @@ def print_report(r: dict) -> None:
         if r["bandwidth_share"] is None
         else f", {r['bandwidth_share']:.1%} of the memory bandwidth measured"
     )
+    each = round(dense / tokens)
     missed = "" if r["miss_rate"] is None else f"; {r['miss_rate']:.1%} of the selected rows come from there"
     host = f"\nhost memory  {human(r['cache_bytes_host'])}{missed}" if r["cache_bytes_host"] else ""
     print(
@@ -500,7 +501,7 @@ tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {ro
 time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s
 decode       {r["decode_tokens_per_s"]} tokens/s{share}
 cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
-per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {dense / tokens:.0f} B dense{host}
+per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {each} B dense{host}
 each step    reads {human(r["bytes_read_per_step"])} of cache
 peak memory  {human(r["peak_memory_bytes"])}""",
         file=sys.stderr,

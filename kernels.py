@@ -1014,8 +1014,8 @@ def fetch_rows(
 ) -> None:
     """hot[place] = rows[index] where miss, for K and V; only missing rows are read.
 
-    k, v [B, Hkv, S, D], on the GPU or host memory mapped into it; index, place int64 [B, Hkv, n] and miss bool
-    [B, Hkv, n], the places of missing rows distinct; hot_k, hot_v [B, Hkv, slots, D]. Truth:
+    k, v [B, Hkv, S, D], on the GPU or host memory mapped into it; index, place int64 [B, Hkv, n] and miss
+    bool [B, Hkv, n], the places of missing rows distinct; hot_k, hot_v [B, Hkv, slots, D]. Truth:
     compress.fetch_rows."""
     B, Hkv, S, D = k.shape
     n, slots, rows = index.shape[2], hot_k.shape[2], 16
@@ -1031,7 +1031,8 @@ def fetch_rows(
         need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
     if n:
         _fetch_kernel[B * Hkv, cdiv(n, rows)](
-            k, v, index, place, miss.to(torch.int8), hot_k, hot_v, S, n, slots, D, power2(D), rows, num_warps=4
+            k, v, index, place, miss.to(torch.int8), hot_k, hot_v, S, n, slots, D, power2(D), rows,
+            num_warps=4,
         )  # fmt: skip
 
 

@@ -743,7 +743,7 @@ def elite_order(c: ModelConfig, seed: int = 0) -> torch.Tensor:
 
 
 def elite_tables(order: torch.Tensor, r: int, n: int, c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE tables of each KV head [S, Hkv, 1, D/2] that leave all but the first r pairs of its order alone."""
+    """RoPE tables of each KV head [S, Hkv, 1, D/2] that rotate only the first r pairs of its order."""
     cos, sin = (t[:, None].expand(-1, c.n_kv_heads, -1) for t in rope_tables(c, n, CPU))
     elite = torch.zeros(cos.shape[1:], dtype=torch.bool).scatter(1, order[:, :r], True)
     return torch.where(elite, cos, 1.0), torch.where(elite, sin, 0.0)
@@ -2092,7 +2092,7 @@ def test_lrqk_new_bases_reproduce_the_token_by_the_least_change(group):
 
 @pytest.mark.parametrize("rotation", [True, False])
 def test_lrqk_scores_do_not_depend_on_the_gauge(rotation):
-    """Invariant 4: A_K M^-T, M^-1 B_Q and M^T B_K give q^ M, k^ M^-T and the same scores (up to the ridge)."""
+    """Invariant 4: A_K M^-T, M^-1 B_Q and M^T B_K give q^ M, k^ M^-T and the same scores."""
     q, k, b_q, b_k, a, keys = refit_data()
     m = orthonormal(6).double()
     if not rotation:
@@ -2286,7 +2286,7 @@ def test_lrqk_prefill_forgets_the_prompt_before(mode):
 
 
 def test_lrqk_bytes_of_host_and_device():
-    """A_K per KV head: at r = 32 and D = 128 it is 1/8 of K and V (the released code's is 1/2 under G = 4)."""
+    """A_K per KV head: at r = 32 and D = 128 it is 1/8 of K and V (released: 1/2 under G = 4)."""
     model = tiny_model(head_dim=128, group=4)
     (cache, *_), dense = (
         make_engine(model, "lrqk", 2, 400, k=20, recent=10).caches,
@@ -2330,7 +2330,7 @@ def lrqk_recall(model: Llama, prompts: list, more: list, **options) -> tuple[flo
 
 
 def test_lrqk_recall_of_the_modes(nano_haystack):
-    """On the embedded model: true top-64 of 960 tokens, rank 32, over text and retrieval prompts; -s prints."""
+    """On the embedded model: true top-64 of 960 tokens, rank 32, text and retrieval prompts; -s prints."""
     model = load_model(NANO, CPU, torch.float32)
     text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
     samples = [eval_sample(nano_haystack, kind, 0, 1024) for kind in ("multikey", "multiquery")]
@@ -2349,7 +2349,7 @@ def test_lrqk_recall_of_the_modes(nano_haystack):
     assert all(recall["optimal", "-"] > value - 0.02 for value in recall.values())
 
 
-# --------------------------------------------------------------------------------------- FDC and Palu invariants
+# ------------------------------------------------------------------------------------ FDC and Palu invariants
 
 
 def own_text(model: Llama, rows: int = 6, length: int = 48) -> torch.Tensor:
@@ -2369,7 +2369,7 @@ def fdc_fit():
 
 
 def stacked_vectors(model: Llama, layer: int, head: int, low: int, high: int, seed: int = 1):
-    """Post-RoPE q [n * G, D] and k [n, D] of a KV head, fp64, on random tokens at random positions low .. high."""
+    """Post-RoPE q [n * G, D] and k [n, D] of a KV head, fp64, on random tokens at positions low .. high."""
     generator, c = torch.Generator().manual_seed(seed), model.config
     tokens = torch.randint(0, c.vocab_size, (20, 64), generator=generator)
     cos, sin = rope_tables(c, high, CPU)
