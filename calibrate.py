@@ -73,6 +73,7 @@ from generate import (
     human,
     load,
     peak_memory,
+    plan_caches,
     run_command,
     synchronize,
 )
@@ -920,7 +921,8 @@ class Candidate:
         """A fresh engine over freshly loaded weights, since a method may change them.
 
         watched: with the exact keys beside each cache (Watched)."""
-        model, artifact = self.load(args)
+        model = self.load(args)
+        artifact = self.artifact(args, model)
         method, room = METHODS[self.method], Room(model, rows, capacity)
         if capacity not in self.used:
             self.used[capacity] = self.equalised(args, model, artifact, capacity)
@@ -931,15 +933,17 @@ class Candidate:
             cache.reset()  # forgets what the graph's warm-up saw
         return engine
 
-    def load(self, args: argparse.Namespace) -> tuple[Llama, dict[str, Tensor]]:
-        """The model and the method's artifact, of the candidate's own folder where it names one."""
-        folder = self.folder or args.checkpoint
-        model, _ = load(argparse.Namespace(**vars(args) | {"checkpoint": folder}))
-        return model, load_artifact(folder, self.method, model) if METHODS[self.method].fitted else {}
+    def load(self, args: argparse.Namespace) -> Llama:
+        """The model, of the candidate's own folder where it names one."""
+        return load(argparse.Namespace(**vars(args) | {"checkpoint": self.folder or args.checkpoint}))[0]
 
-    def check(self, args: argparse.Namespace, capacities: set[int]) -> None:
+    def artifact(self, args: argparse.Namespace, model: Llama) -> dict[str, Tensor]:
+        fitted = METHODS[self.method].fitted
+        return load_artifact(self.folder or args.checkpoint, self.method, model) if fitted else {}
+
+    def check(self, args: argparse.Namespace, model: Llama, capacities: set[int]) -> None:
         """Raises UserError now, rather than after the rows before it, where the method cannot be built."""
-        model, artifact = self.load(args)
+        artifact = self.artifact(args, model)
         for capacity in sorted(capacities):
             self.used[capacity] = self.equalised(args, model, artifact, capacity)
             method_costs(
@@ -967,13 +971,10 @@ def method_costs(
     model: Llama, method: str, settings: object, artifact: dict[str, Tensor], capacity: int
 ) -> dict[str, float]:
     """Bytes per token by formula, and tokens attended, of a row of `capacity` tokens, as shares of dense."""
-    with torch.device("meta"):
-        shadow = Llama(model.config).to(model.tok_embeddings.weight.dtype)
-    room = Room(shadow, 1, capacity)
-    caches = METHODS[method].build(shadow, settings, room, artifact)
+    caches = plan_caches(model, method, settings, artifact, 1, capacity)
     budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
     return {
-        "bytes": sum(cache.formula() for cache in caches) / (len(caches) * dense_bytes(room)),
+        "bytes": sum(cache.formula() for cache in caches) / (len(caches) * dense_bytes(caches[0].room)),
         "tokens": min(1.0, sum(budget) / capacity),
     }
 
@@ -1152,8 +1153,12 @@ def run_eval(args: argparse.Namespace) -> None:
     hay = Haystack(tokenizer, [text_ids(tokenizer, hay_files, 1 << 19)])
 
     capacities = {n + ANSWER_ROOM for n in args.lengths if args.samples} | ({length} if rows else set())
-    for candidate in candidates:
-        candidate.check(args, capacities)
+    for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
+        group = list(group)
+        model = group[0].load(args)  # planning leaves it as it is
+        for candidate in group:
+            candidate.check(args, model, capacities)
+    del model
     prompts = len(args.lengths) * len(args.tasks) * args.samples
     bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
     results, reference = [], {}
@@ -1829,11 +1834,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     def json_option(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
 
-    def text_options(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument(
-            "--text", type=Path, help="a text file or folder (default: the Python standard library)"
-        )
-        sub.add_argument("--windows", type=int, default=128, help="how many windows of text to read")
+    def text_options(
+        sub: argparse.ArgumentParser, default: str = "the Python standard library", windows: int = 128
+    ) -> None:
+        sub.add_argument("--text", type=Path, help=f"a text file or folder (default: {default})")
+        sub.add_argument("--windows", type=int, default=windows, help="how many windows of text to read")
         sub.add_argument("--window", type=int, default=2048, help="tokens in a window")
 
     p = command("fit", run_fit, "fit what a method needs and store it beside the checkpoint")
@@ -1914,9 +1919,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     add_model_options(p)
     json_option(p)
-    p.add_argument("--text", type=Path, help="a text file or folder (default: held-out Python sources)")
-    p.add_argument("--windows", type=int, default=8, help="how many windows of text are scored")
-    p.add_argument("--window", type=int, default=2048, help="tokens in a window")
+    text_options(p, "held-out Python sources", 8)
     p.add_argument("--k", nargs="+", type=float, default=[0.5, 0.25, 0.125], help="k_f: shares attended")
     p.add_argument("--d", nargs="+", type=float, default=[0.5, 0.25], help="d_f: shares of D that score")
     p.add_argument("--basis", choices=("auto", "pre", "post"), default="auto", help="keys P was fitted on")
@@ -1924,9 +1927,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command("pairs", run_pairs, "what EliteKV loses by rotating few pairs, and by its latents")
     add_model_options(p)
     json_option(p)
-    p.add_argument("--text", type=Path, help="a text file or folder (default: held-out Python sources)")
-    p.add_argument("--windows", type=int, default=8, help="how many windows of text to read")
-    p.add_argument("--window", type=int, default=2048, help="tokens in a window")
+    text_options(p, "held-out Python sources", 8)
     p.add_argument("--r", nargs="+", type=int, default=[4, 8, 16], help="r: pairs of each head that rotate")
     p.add_argument("--share", type=float, default=0.25, help="share of the cache, which sets d_ckv")
 

@@ -326,14 +326,20 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def plan_caches(
+    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], rows: int, capacity: int
+) -> list[Cache]:
+    """The method's caches on the meta device: their bytes and their refusals, without their memory."""
+    with torch.device("meta"):
+        shadow = Llama(model.config).to(model.tok_embeddings.weight.dtype)
+    return METHODS[method].build(shadow, settings, Room(shadow, rows, capacity), artifact)
+
+
 def check_memory(
     model: Llama, method: str, settings: object, artifact: dict[str, Tensor], room: Room
 ) -> None:
-    """Raises UserError, with what would fit, where the caches would not; plans them on the meta device."""
-    with torch.device("meta"):
-        shadow = Llama(model.config).to(room.dtype)
-    plan = Room(shadow, room.rows, room.capacity)
-    caches = METHODS[method].build(shadow, settings, plan, artifact)
+    """Raises UserError, with what would fit, where the caches would not."""
+    caches = plan_caches(model, method, settings, artifact, room.rows, room.capacity)
     needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
     needs[room.device.type] = needs.get(room.device.type, 0) + sum(cache.formula() for cache in caches)
     for kind, needed in needs.items():
