@@ -444,7 +444,7 @@ def _half_at(words, shift: tl.constexpr):
 @jit
 def _logits_kernel(
     q_p, index_p, latent_p, basis_p, pos_p, cos_p, sin_p, logits_p, B, n, S, r, z, scale, blocks, Hkv,
-    D: tl.constexpr, PAIRS: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     NC: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, EVEN: tl.constexpr, CHOSEN: tl.constexpr,
     PACK: tl.constexpr,
 ):  # fmt: skip
@@ -456,7 +456,7 @@ def _logits_kernel(
     first, stop = (pid * units // programs).to(tl.int32), ((pid + 1) * units // programs).to(tl.int32)
     WIDE: tl.constexpr = HEADS * PAIRS * 2
     wide, column, pair = tl.arange(0, WIDE), tl.arange(0, NC), tl.arange(0, PAIRS)
-    same_head = (wide // (2 * PAIRS))[:, None] == ((column // G) % HEADS)[None, :]
+    same_head = (wide // (2 * PAIRS))[:, None] == (column % HEADS)[None, :]
     same_head = same_head & ((wide % (2 * PAIRS)) // 2 < D // 2)[:, None]
     dim = (wide % (2 * PAIRS)) // 2 + (wide % 2) * (D // 2)
     for tile in range(first // blocks, tl.cdiv(stop, blocks)):
@@ -481,12 +481,12 @@ def _logits_kernel(
         if PACK:  # as halves, two in a register: they wait through the loops
             words = cos.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             words |= sin.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        query_row = first_row + column // (HEADS * G)
-        real = (column < ROWS * HEADS * G) & (query_row < B)
+        query_row = first_row + column // HEADS
+        real = (column < ROWS * HEADS) & (query_row < B)
         own = same_head & real[None, :]
-        head_of = query_row.to(tl.int64) * (Hkv * G) + column % (HEADS * G)
+        head_of = query_row.to(tl.int64) * Hkv + column % HEADS
         for block in range(tl.maximum(first - tile * blocks, 0), block_stop):
-            head = head_of + block * HEADS * G
+            head = head_of + block * HEADS
             # Queries of other heads are zero in `query`: one product serves all heads of the tile.
             query = tl.load(q_p + head[None, :] * D + dim[:, None], mask=own, other=0.0)
             k = tl.zeros([T, WIDE], tl.float32)
@@ -514,11 +514,38 @@ def _logits_kernel(
 
 
 @jit
+def _columns(
+    D: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr,
+    RUN: tl.constexpr
+):  # fmt: skip
+    """Column c of an unpacked tile of V is channel (plane, byte), padded where a plane is no power of two
+    wide: the channel and whether it exists [C]; byte, plane and quantiser group [1, PLANES, RUNS, RUN]."""
+    column = tl.arange(0, PLANES * RUNS * RUN)
+    byte = column % (RUNS * RUN)
+    byte4 = (tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])[None, None, :, :]
+    plane = tl.arange(0, PLANES)[None, :, None, None]
+    if RUNS * RUN == WIDTH:  # a run of channels shares its scale
+        group = (plane * WIDTH + tl.arange(0, RUNS)[None, None, :, None] * RUN) // GROUP
+    else:
+        group = tl.minimum(plane * WIDTH + byte4, D - 1) // GROUP
+    return (column // (RUNS * RUN)) * WIDTH + byte, byte < WIDTH, byte4, plane, group
+
+
+@jit
+def _decode(code, pairs, plane, BITS: tl.constexpr):
+    """Bytes, and words of (minimum, scale) of their groups -> code, low, step: value = code * step + low."""
+    step = _half_at(pairs, 16) * (1 << BITS)
+    # A code as the top bits of a mantissa reads 1 + code / 2**bits: no conversion (those run at a quarter
+    # of the rate).
+    code = (code.to(tl.int32) << (23 - BITS - plane * BITS)) & (((1 << BITS) - 1) << (23 - BITS))
+    return (code | 0x3F800000).to(tl.float32, bitcast=True), _half_at(pairs, 0) - step, step
+
+
+@jit
 def _values_kernel(
     logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p,
-    n, S, z, scale, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr,
-    RUN: tl.constexpr, T: tl.constexpr,
+    n, S, z, scale, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr,
     ZB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     split, splits = tl.program_id(0), tl.num_programs(0)
@@ -531,76 +558,38 @@ def _values_kernel(
     share = tl.cdiv(tl.cdiv(length, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     C: tl.constexpr = PLANES * RUNS * RUN
-    # Column c of an unpacked tile is channel (plane, byte); padded where a plane is no power of two wide.
-    byte = tl.arange(0, C) % (RUNS * RUN)
-    channel = (tl.arange(0, C) // (RUNS * RUN)) * WIDTH + byte
-    inside = byte < WIDTH
-    d, g = tl.arange(0, DP), tl.arange(0, GP)
-    byte4 = tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    byte4 = byte4[None, None, :, :]
-    plane = tl.arange(0, PLANES)[None, :, None, None]
-    if RUNS * RUN == WIDTH:  # a run of channels shares its scale
-        group = (plane * WIDTH + tl.arange(0, RUNS)[None, None, :, None] * RUN) // GROUP
-    else:
-        group = tl.minimum(plane * WIDTH + byte4, D - 1) // GROUP
-    query_at = q_p + ((b * heads + h) * G + g[:, None]) * D + d[None, :]
-    # The logits are there: with their maximum known first, nothing is ever rescaled.
-    if G == 1:
-        q = tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
-        total = tl.zeros([T], tl.float32)
-        out = tl.zeros([T, C], tl.float32)
-    else:
-        q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
-        total = tl.zeros([GP], tl.float32)
-        out = tl.zeros([GP, C], tl.float32)
+    channel, inside, byte4, plane, group = _columns(D, GROUP, PLANES, WIDTH, RUNS, RUN)
+    d = tl.arange(0, DP)
+    q = tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    total = tl.zeros([T], tl.float32)
+    out = tl.zeros([T, C], tl.float32)
     base = tl.zeros([T, PLANES, RUNS], tl.float32)
-    dtype: tl.constexpr = q_p.dtype.element_ty
-    logits_p += (b * heads + h) * G * n
+    # The logits are there: with their maximum known first, nothing is ever rescaled.
+    logits_p += (b * heads + h) * n
     LOOK: tl.constexpr = 512
-    peak = tl.full([GP, LOOK], -1e30, tl.float32)
+    peak = tl.full([LOOK], -1e30, tl.float32)
     for start in range(first * T, stop * T, LOOK):
         place = start + tl.arange(0, LOOK)
-        mask = (g < G)[:, None] & (place < tl.minimum(length, stop * T))[None, :]
-        peak = tl.maximum(peak, tl.load(logits_p + g[:, None] * n + place[None, :], mask=mask, other=-1e30))
-    top = tl.max(peak, 1)
+        mask = place < tl.minimum(length, stop * T)
+        peak = tl.maximum(peak, tl.load(logits_p + place, mask=mask, other=-1e30))
+    top = tl.max(peak, 0)
     extra, extra_total = tl.zeros([C], tl.float32), tl.sum(tl.zeros([C], tl.float32), 0)
     if split == splits - 1:  # the recent window
-        if z > ZB:
-            for start in range(0, z, ZB):
-                slot = start + tl.arange(0, ZB)
-                live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
-                at = ring_k_p + (b * z + slot[:, None]) * (heads * D) + h * D + d[None, :]
-                k = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
-                if G == 1:
-                    score = tl.sum(k.to(tl.float32) * q[None, :], 1)[None, :] * scale
-                else:
-                    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                ring_top = tl.max(tl.where(live[None, :], score, -1e30), 1)
-                top = tl.where(ring_top > top, ring_top, top)
         for start in range(0, z, ZB):
             slot = start + tl.arange(0, ZB)
-            live = (slot < z) & (slot <= pos)
+            live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
             ring_at = (b * z + slot[:, None]) * (heads * D) + h * D
             k = tl.load(ring_k_p + ring_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
             v = tl.load(
                 ring_v_p + ring_at + channel[None, :], mask=live[:, None] & inside[None, :], other=0.0
             )
-            if G == 1:
-                score = tl.sum(k.to(tl.float32) * q[None, :], 1)[None, :] * scale
-            else:
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            score = tl.where(live[None, :], score, -1e30)
-            if z <= ZB:
-                top = tl.maximum(top, tl.max(score, 1))
-            weight = tl.where(live[None, :], tl.exp2(score - top[:, None]), 0.0)
-            if G == 1:
-                column = tl.reshape(weight, [ZB])
-                extra_total += tl.sum(column, 0)
-                extra += tl.sum(v.to(tl.float32) * column[:, None], 0)
-            else:
-                total += tl.sum(weight, 1)
-                out = tl.dot(weight.to(dtype), v, out, input_precision="ieee")
-    best = tl.max(top, 0)
+            score = tl.where(live, tl.sum(k.to(tl.float32) * q[None, :], 1) * scale, -1e30)
+            new_top = tl.maximum(top, tl.max(score, 0))
+            weight = tl.where(live, tl.exp2(score - new_top), 0.0)
+            shrink = tl.exp2(top - new_top)
+            extra_total = extra_total * shrink + tl.sum(weight, 0)
+            extra = extra * shrink + tl.sum(v.to(tl.float32) * weight[:, None], 0)
+            top = new_top
     place = first * T + tl.arange(0, T)
     if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
         ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
@@ -614,19 +603,132 @@ def _values_kernel(
             live = place < length
             token = tl.where(live, place, 0)
         head = (b * S + token) * heads + h
-        if G == 1:
-            score = tl.load(logits_p + place, mask=live, other=-1e30)
-            weight = tl.where(live, tl.exp2(score - best), 0.0)
-            total += weight
-        else:
-            at = logits_p + g[:, None] * n + place[None, :]
-            score = tl.load(at, mask=(g < G)[:, None] & live[None, :], other=-1e30)
-            weight = tl.where(live[None, :], tl.exp2(score - top[:, None]), 0.0)
-            total += tl.sum(weight, 1)
+        score = tl.load(logits_p + place, mask=live, other=-1e30)
+        weight = tl.where(live, tl.exp2(score - top), 0.0)
+        total += weight
         if BITS == 16:
             v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
-            if G == 1:
-                out += v.to(tl.float32) * weight[:, None]
+            out += v.to(tl.float32) * weight[:, None]
+        else:
+            at = head[:, None, None, None]
+            weight4 = weight[:, None, None, None]
+            if RUNS * RUN == WIDTH:
+                code = tl.load(values_p + at * WIDTH + byte4)
+            else:
+                code = tl.load(values_p + at * WIDTH + byte4, mask=byte4 < WIDTH, other=0)
+            pairs = tl.load(low_scale_p + at * (D // GROUP) + group)  # minimum and scale as one 32-bit word
+            code, low, step = _decode(code, pairs, plane, BITS)
+            out += tl.reshape(code * (step * weight4), [T, C])
+            if RUNS * RUN == WIDTH:
+                base += tl.reshape(low * weight4, [T, PLANES, RUNS])
+            else:
+                out += tl.reshape(tl.broadcast_to(low * weight4, [T, PLANES, RUNS, RUN]), [T, C])
+    total = tl.sum(total, 0) + extra_total
+    result = tl.sum(out, 0) + extra
+    if BITS < 16 and RUNS * RUN == WIDTH:
+        bases = tl.broadcast_to(tl.sum(base, 0)[:, :, None], [PLANES, RUNS, RUN])
+        result += tl.reshape(bases, [C])
+    if FINAL:
+        out_at = out_p + (b * heads + h) * D + channel
+        tl.store(out_at, (result / total).to(out_p.dtype.element_ty), mask=inside)
+    else:
+        at = (b * heads + h) * splits + split
+        tl.store(top_p + at, top)
+        tl.store(sum_p + at, total)
+        tl.store(out_p + at * D + channel, result, mask=inside)
+
+
+@jit
+def _attend_tile(logits, live, v, top, total, out):
+    """Online softmax: logits [T, GP] in log2 units, live [T], v [T, C] -> top [GP], total [T, GP] (summed
+    over T at the end, not in every tile) and out [GP, C] with this tile."""
+    logits = tl.where(live[:, None], logits, -1e30)
+    new_top = tl.maximum(top, tl.max(logits, 0))
+    weight = tl.where(live[:, None], tl.exp2(logits - new_top[None, :]), 0.0)
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink[None, :] + weight
+    out = tl.dot(tl.trans(weight).to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+    return new_top, total, out
+
+
+@jit
+def _grouped_kernel(
+    q_p, index_p, latent_p, basis_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, cos_p, sin_p,
+    top_p, sum_p, out_p, n, S, r, z, scale,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    T: tl.constexpr, KB: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    CHOSEN: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    pos = tl.load(pos_p + b)
+    length = n
+    if not CHOSEN:
+        length = tl.maximum(pos - z + 1, 0)
+    share = tl.cdiv(tl.cdiv(length, T), splits)
+    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
+    place = first * T + tl.arange(0, T)
+    if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
+        ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
+    C: tl.constexpr = PLANES * RUNS * RUN
+    channel, inside, byte4, plane, group = _columns(D, GROUP, PLANES, WIDTH, RUNS, RUN)
+    d, g, pair = tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, DP // 2)
+    query_p = q_p + (b * heads + h) * G * D
+    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
+    paired = d // 2 + (d % 2) * (D // 2)
+    real = (g < G)[None, :] & (d < D)[:, None]
+    query = tl.load(query_p + g[None, :] * D + paired[:, None], mask=real, other=0.0)
+    dims = tl.arange(0, KB)
+    basis_at = basis_p + (h * DP + d)[None, :] * r + dims[:, None]
+    if WHOLE:  # all ranks in one product, and the basis stays through the loop
+        basis = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
+    dtype: tl.constexpr = q_p.dtype.element_ty
+    top = tl.full([GP], -1e30, tl.float32)
+    total = tl.zeros([T, GP], tl.float32)
+    out = tl.zeros([GP, C], tl.float32)
+    if split == splits - 1:  # the recent window
+        q = tl.load(query_p + g[None, :] * D + d[:, None], mask=real, other=0.0)
+        for start in range(0, z, T):
+            slot = start + tl.arange(0, T)
+            live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
+            ring_at = (b * z + slot[:, None]) * (heads * D) + h * D
+            k = tl.load(ring_k_p + ring_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+            v = tl.load(
+                ring_v_p + ring_at + channel[None, :], mask=live[:, None] & inside[None, :], other=0.0
+            )
+            logits = tl.dot(k, q, input_precision="ieee") * scale
+            top, total, out = _attend_tile(logits, live, v, top, total, out)
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        place = tile * T + tl.arange(0, T)
+        if CHOSEN:
+            live = ahead >= 0
+            token = ahead
+            ahead = tl.load(index_p + b * n + place + T, mask=place + T < n, other=-1)
+        else:
+            live = place < length
+            token = place
+        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
+        token = tl.where(live, token, 0)
+        latent_at = latent_p + (b * S + token)[:, None] * r + dims[None, :]
+        if WHOLE:
+            k = tl.dot(tl.load(latent_at, mask=(dims < r)[None, :], other=0.0), basis, input_precision="ieee")
+        else:
+            k = tl.zeros([T, DP], tl.float32)
+            for start in range(0, r, KB):
+                left = tl.load(latent_at + start, mask=(dims + start < r)[None, :], other=0.0)
+                right = tl.load(basis_at + start, mask=(dims + start < r)[:, None], other=0.0)
+                k = tl.dot(left, right, k, input_precision="ieee")
+        table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
+        cos = tl.load(cos_p + table, mask=(pair < D // 2)[None, :], other=0.0)
+        sin = tl.load(sin_p + table, mask=(pair < D // 2)[None, :], other=0.0)
+        a, c = tl.split(tl.reshape(k, [T, DP // 2, 2]))
+        rotated = tl.reshape(tl.join(a * cos - c * sin, c * cos + a * sin), [T, DP]).to(dtype)
+        logits = tl.dot(rotated, query, input_precision="ieee") * scale
+        head = (b * S + token) * heads + h
+        if BITS == 16:
+            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
         else:
             at = head[:, None, None, None]
             if RUNS * RUN == WIDTH:
@@ -634,48 +736,20 @@ def _values_kernel(
             else:
                 code = tl.load(values_p + at * WIDTH + byte4, mask=byte4 < WIDTH, other=0)
             pairs = tl.load(low_scale_p + at * (D // GROUP) + group)  # minimum and scale as one 32-bit word
-            low, step = _half_at(pairs, 0), _half_at(pairs, 16) * (1 << BITS)
-            low -= step
-            # A code as the top bits of a mantissa reads 1 + code / 2**bits: no conversion, which runs at a
-            # quarter rate.
-            code = (code.to(tl.int32) << (23 - BITS - plane * BITS)) & (((1 << BITS) - 1) << (23 - BITS))
-            v = (code | 0x3F800000).to(tl.float32, bitcast=True)
-            if G == 1:
-                weight4 = weight[:, None, None, None]
-                out += tl.reshape(v * (step * weight4), [T, C])
-                if RUNS * RUN == WIDTH:
-                    base += tl.reshape(low * weight4, [T, PLANES, RUNS])
-                else:
-                    out += tl.reshape(tl.broadcast_to(low * weight4, [T, PLANES, RUNS, RUN]), [T, C])
-            else:
-                v = tl.reshape(v * step + low, [T, C])
-        if G > 1:
-            out = tl.dot(weight.to(dtype), v.to(dtype), out, input_precision="ieee")
-    if G == 1:
-        sums = tl.sum(total, 0) + extra_total
-        result = tl.sum(out, 0) + extra
-        if BITS < 16 and RUNS * RUN == WIDTH:
-            bases = tl.broadcast_to(tl.sum(base, 0)[:, :, None], [PLANES, RUNS, RUN])
-            result += tl.reshape(bases, [C])
-        if FINAL:
-            out_at = out_p + (b * heads + h) * D + channel
-            tl.store(out_at, (result / sums).to(out_p.dtype.element_ty), mask=inside)
-        else:
-            at = (b * heads + h) * splits + split
-            tl.store(top_p + at, best)
-            tl.store(sum_p + at, sums)
-            tl.store(out_p + at * D + channel, result, mask=inside)
+            code, low, step = _decode(code, pairs, plane, BITS)
+            v = tl.reshape(code * step + low, [T, C]).to(dtype)
+        top, total, out = _attend_tile(logits, live, v, top, total, out)
+    total = tl.sum(total, 0)
+    head_row = (b * heads + h) * G + g
+    if FINAL:
+        out_at = out_p + head_row[:, None] * D + channel[None, :]
+        result = (out / total[:, None]).to(out_p.dtype.element_ty)
+        tl.store(out_at, result, mask=(g < G)[:, None] & inside[None, :])
     else:
-        head_row = (b * heads + h) * G + g
-        if FINAL:
-            out_at = out_p + head_row[:, None] * D + channel[None, :]
-            result = (out / total[:, None]).to(out_p.dtype.element_ty)
-            tl.store(out_at, result, mask=(g < G)[:, None] & inside[None, :])
-        else:
-            at = head_row * splits + split
-            tl.store(top_p + at, top, mask=g < G)
-            tl.store(sum_p + at, total, mask=g < G)
-            tl.store(out_p + at[:, None] * D + channel[None, :], out, mask=(g < G)[:, None] & inside[None, :])
+        at = head_row * splits + split
+        tl.store(top_p + at, top, mask=g < G)
+        tl.store(sum_p + at, total, mask=g < G)
+        tl.store(out_p + at[:, None] * D + channel[None, :], out, mask=(g < G)[:, None] & inside[None, :])
 
 
 @jit
@@ -721,10 +795,13 @@ def sals_attend(
     q [B, Hq, D] after RoPE; index [B, n] int32 of tokens (-1: none), or None for all tokens up to pos - z;
     latent [B, S, r]; basis [Hkv, DP, r] of interleave_rope; values: codes [B, S, Hkv, D*bits/8] uint8 with
     low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V [B, S, Hkv, D] and None; ring_k (after RoPE)
-    and ring_v [B, z, Hkv, D], position p in slot p % z; cos, sin [>= S, D/2] fp32 -> [B, Hq, D]. One kernel
-    makes K = latent[index] U_r^T on tensor cores, rotates it at the original positions and keeps only its
-    logits; a second one decodes V, attends it and the ring, a third merges the splits where there are several
-    (log-sum-exp). Truth: SalsCache.reconstruct and attend."""
+    and ring_v [B, z, Hkv, D], position p in slot p % z; cos, sin [>= S, D/2] fp32 -> [B, Hq, D].
+
+    K = latent[index] U_r^T is made on tensor cores and rotated at the original positions in registers. Where
+    query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
+    they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
+    one decodes V and attends V and the ring. Splits merge by log-sum-exp. Truth: SalsCache.reconstruct and
+    attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
     Hkv, DP, _ = basis.shape
@@ -757,28 +834,39 @@ def sals_attend(
         check(pos, B, index=index)
     n = S if index is None else index.shape[1]
     G = Hq // Hkv
-    T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, q.element_size())
-    logits = torch.empty(B, Hq, n, dtype=torch.float32, device=q.device)
-    rows = 1 if n % T == 0 else min(B, (T - 2) // n + 2)  # that a tile can span
     scale = D**-0.5 * LOG2E
     given = pos if index is None else index
-    _logits_kernel[min(cdiv(B * n, T) * (Hkv // heads), programs),](
-        q, given, latent, basis, pos, cos, sin, logits, B, n, S, r, z, scale, Hkv // heads, Hkv,
-        D, DP // 2, G, heads, rows, max(16, power2(rows * heads * G)), T, KB, r % KB == 0, index is not None,
-        q.element_size() == 2, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    T, warps, stages, splits = values_config(B, n, Hkv, G)
+    codes = (values, pos if low_scale is None else low_scale.view(torch.int32), ring_k, ring_v)
     run = min(group, width) if bits < 16 and width == power2(width) else power2(width)
+    packing = (bits, group, planes, width, power2(width) // run, run)
+    if G > 1:
+        T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, q.element_size())
+    else:
+        T, warps, stages, splits = values_config(B, n, Hkv)
     out = torch.empty_like(q)
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
-    _values_kernel[splits, Hkv, B](
-        logits, q, given, values, pos if low_scale is None else low_scale.view(torch.int32), ring_k, ring_v,
-        pos, tops, sums, parts, n, S, z, scale, D, DP, G, 1 if G == 1 else max(16, power2(G)), bits, group,
-        planes, width,
-        power2(width) // run, run, T,
-        max(16, min(64, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
-    )  # fmt: skip
+    if G > 1:
+        _grouped_kernel[splits, Hkv, B](
+            q, given, latent, basis, *codes, pos, cos, sin, tops, sums, parts, n, S, r, z, scale,
+            D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages, index is not None, splits == 1,
+            num_warps=warps,
+        )  # fmt: skip
+    else:
+        logits = torch.empty(B, Hq, n, dtype=torch.float32, device=q.device)
+        tile, heads, KB, tile_warps, tile_stages, programs = logits_config(
+            B * n, Hkv, DP, r, q.element_size()
+        )
+        rows = 1 if n % tile == 0 else min(B, (tile - 2) // n + 2)  # that a tile can span
+        _logits_kernel[min(cdiv(B * n, tile) * (Hkv // heads), programs),](
+            q, given, latent, basis, pos, cos, sin, logits, B, n, S, r, z, scale, Hkv // heads, Hkv,
+            D, DP // 2, heads, rows, max(16, power2(rows * heads)), tile, KB, r % KB == 0, index is not None,
+            q.element_size() == 2, num_warps=tile_warps, num_stages=tile_stages,
+        )  # fmt: skip
+        _values_kernel[splits, Hkv, B](
+            logits, q, given, *codes, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
+            max(16, min(64, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
+        )  # fmt: skip
     if splits > 1:
         _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
     return out
@@ -794,10 +882,17 @@ def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tupl
     return 64, 1, KB, 4, 3, 2 * SMS
 
 
-def values_config(B: int, n: int, Hkv: int, G: int) -> tuple:
+def values_config(B: int, n: int, Hkv: int) -> tuple:
     """(tokens a tile, warps, stages, splits)."""
-    T, warps, stages = (32, 2, 4) if G == 1 else (64, 4, 3)
-    return T, warps, stages, max(1, min(cdiv(n, 2 * T), 2 * SMS // (B * Hkv)))
+    return 32, 2, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
+
+
+def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
+    """(tokens a tile, ranks a step: all where they fit, warps, stages, splits) by shape."""
+    KB = max(16, power2(r))
+    if KB * itemsize > 512:
+        KB = 128 // itemsize
+    return 64, KB, 4, 2, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
 
 
 # -------------------------------------------------------------------------------------------- dense attention

@@ -3591,7 +3591,6 @@ def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos):
 # (tokens a tile, heads a tile, ranks a step, warps, stages, programs): tiles that span one, two and several
 # rows, programs that stop in the middle of a tile; then (tokens a tile, warps, stages, splits): one and
 # several splits.
-@pytest.mark.parametrize("G, D", [(1, 64), (4, 96)])
 @pytest.mark.parametrize("n", [128, 33, None])
 @pytest.mark.parametrize(
     "logits, values",
@@ -3602,10 +3601,21 @@ def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos):
     ],
 )
 @poisoned
-def test_kernel_sals_attend_tiles(monkeypatch, G, D, n, logits, values):
+def test_kernel_sals_attend_tiles(monkeypatch, n, logits, values):
     monkeypatch.setattr(kernels, "logits_config", lambda *_: logits)
     monkeypatch.setattr(kernels, "values_config", lambda *_: values)
-    check_sals_attend(torch.float16, 3, 200, 4, G, D, 64, 4, n, 24, (199, 120, 30))
+    check_sals_attend(torch.float16, 3, 200, 4, 1, 64, 64, 4, n, 24, (199, 120, 30))
+
+
+# (tokens a tile, ranks a step, warps, stages, splits): the basis whole and in steps, a ring of several tiles.
+@pytest.mark.parametrize("n", [128, 33, None])
+@pytest.mark.parametrize(
+    "D, config", [(96, (16, 64, 4, 2, 1)), (128, (64, 32, 4, 2, 3)), (64, (32, 16, 4, 1, 7))]
+)
+@poisoned
+def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n):
+    monkeypatch.setattr(kernels, "grouped_config", lambda *_: config)
+    check_sals_attend(torch.float16, 3, 200, 2, 4, D, 57, 4, n, 24, (199, 120, 30))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
