@@ -690,7 +690,7 @@ def _grouped_kernel(
     out = tl.zeros([GP, C], tl.float32)
     if split == splits - 1:  # the recent window
         q = tl.load(query_p + g[None, :] * D + d[:, None], mask=real, other=0.0)
-        for start in range(0, z, T):
+        for start in tl.range(0, z, T, num_stages=1):
             slot = start + tl.arange(0, T)
             live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
             ring_at = (b * z + slot[:, None]) * (heads * D) + h * D
