@@ -847,7 +847,7 @@ class Watched:
         places = self.cache.room.positions
         age = pos[:, None, None, None] - places  # [B, 1, 1, S]
         chosen = torch.zeros(*heads, len(places), device=pos.device)
-        chosen = chosen.scatter_add(-1, index.clamp(min=0).long(), live.float()) > 0
+        chosen = chosen.scatter_add(-1, index.where(live, 0).long(), live.float()) > 0
         chosen = (chosen | (age < recent)) & (age >= 0)
         query = self.query.unflatten(1, (self.keys.shape[1], -1)).float()  # [B, Hkv, G, D]
         logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5

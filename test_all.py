@@ -3997,6 +3997,7 @@ def test_agreement_tells_recall_from_jaccard():
         ("sals", SPARSE | {"skip": ""}),
         ("loki", {"k": 0.3, "d": 0.25}),
         ("streaming", {"sinks": 3, "recent": 9}),
+        ("quest", {"keep": 32, "skip": ""}),  # the last page reaches beyond the capacity
     ],
 )
 def test_watched_figures_equal_a_plain_count(method, options, group):
@@ -4024,7 +4025,9 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
             for select in {2: [()], 3: [(h,) for h in range(8 // group)]}.get(
                 index.ndim, [(h, g) for h in range(8 // group) for g in range(group)]
             ):
-                heads = range(8) if not select else [select[0] * group + select[1]]
+                heads = range(8)  # those that share the selection: all, a group, one
+                for i, size in zip(select, (group, 1), strict=False):
+                    heads = heads[i * size : (i + 1) * size]
                 places = index[(row, *select)][live[(row, *select)]].tolist()
                 chosen = set(places) | set(range(max(0, n - recent), n))
                 together = sum(weights[h] for h in heads)
