@@ -72,6 +72,8 @@ class Room:
         self.row_ids = torch.arange(rows, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
         self.kernels = triton_kernels(model.config, self.device, kernels)
+        if self.kernels:
+            self.rope_pairs = self.kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
 
 class Cache(nn.Module):
@@ -403,7 +405,7 @@ class SalsCache(Cache):
         values, low_scale = (
             (self.values.plain, None) if bits == 16 else (self.values.codes, self.values.low_scale)
         )
-        ring_k, ring_v, rope = self.ring_k, self.ring_values.plain, (pos, room.cos, room.sin)
+        ring_k, ring_v, rope = self.ring_k, self.ring_values.plain, (pos, room.rope_pairs)
         new = folded[0] if folded else k.flatten(1) @ self.basis
         rotated = kernels.sals_append(
             new, q, k, v, *rope, self.latent, values, low_scale, ring_k, ring_v, bits

@@ -442,11 +442,23 @@ def _half_at(words, shift: tl.constexpr):
 
 
 @jit
+def _load_rope(rope_p, at, mask, WORDS: tl.constexpr):
+    """cos and sin of a position's pair: two halves of a 32-bit word, or two fp32 numbers."""
+    if WORDS:
+        word = tl.load(rope_p + at, mask=mask, other=0)
+        return _half_at(word, 0), _half_at(word, 16)
+    else:
+        return tl.load(rope_p + 2 * at, mask=mask, other=0.0), tl.load(
+            rope_p + 2 * at + 1, mask=mask, other=0.0
+        )
+
+
+@jit
 def _logits_kernel(
-    q_p, index_p, latent_p, basis_p, pos_p, cos_p, sin_p, logits_p, B, n, S, r, z, scale, blocks, Hkv,
+    q_p, index_p, latent_p, basis_p, pos_p, rope_p, logits_p, B, n, S, r, z, scale, blocks, Hkv,
     D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     NC: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, EVEN: tl.constexpr, CHOSEN: tl.constexpr,
-    PACK: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     # The tokens of all rows stand in one line of B * n, so that a tile may span rows and none is half empty.
     # A unit is a tile times a block of heads; every program takes an equal run of units, so that neighbours
@@ -476,11 +488,11 @@ def _logits_kernel(
         token = tl.where(live, token, 0)
         latent_row = latent_p + (tl.minimum(row, B - 1).to(tl.int64) * S + token)[:, None] * r
         table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
-        cos = tl.load(cos_p + table, mask=(pair < D // 2)[None, :], other=0.0)
-        sin = tl.load(sin_p + table, mask=(pair < D // 2)[None, :], other=0.0)
-        if PACK:  # as halves, two in a register: they wait through the loops
-            words = cos.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            words |= sin.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        real_pair = (pair < D // 2)[None, :]
+        if WORDS:  # cos and sin as halves, two in a register: they wait through the loops
+            words = tl.load(rope_p + table, mask=real_pair, other=0)
+        else:
+            cos, sin = _load_rope(rope_p, table, real_pair, WORDS)
         query_row = first_row + column // HEADS
         real = (column < ROWS * HEADS) & (query_row < B)
         own = same_head & real[None, :]
@@ -502,7 +514,7 @@ def _logits_kernel(
                     k = tl.dot(left, right, k, input_precision="ieee")
             # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
             a, c = tl.split(tl.reshape(k, [T, HEADS, PAIRS, 2]))
-            if PACK:
+            if WORDS:
                 cos4, sin4 = _half_at(words, 0)[:, None, :], _half_at(words, 16)[:, None, :]
             else:
                 cos4, sin4 = cos[:, None, :], sin[:, None, :]
@@ -653,12 +665,12 @@ def _attend_tile(logits, live, v, top, total, out):
 
 @jit
 def _grouped_kernel(
-    q_p, index_p, latent_p, basis_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, cos_p, sin_p,
+    q_p, index_p, latent_p, basis_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, rope_p,
     top_p, sum_p, out_p, n, S, r, z, scale,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     T: tl.constexpr, KB: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, FINAL: tl.constexpr,
+    CHOSEN: tl.constexpr, FINAL: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -721,8 +733,7 @@ def _grouped_kernel(
                 right = tl.load(basis_at + start, mask=(dims + start < r)[:, None], other=0.0)
                 k = tl.dot(left, right, k, input_precision="ieee")
         table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
-        cos = tl.load(cos_p + table, mask=(pair < D // 2)[None, :], other=0.0)
-        sin = tl.load(sin_p + table, mask=(pair < D // 2)[None, :], other=0.0)
+        cos, sin = _load_rope(rope_p, table, (pair < D // 2)[None, :], WORDS)
         a, c = tl.split(tl.reshape(k, [T, DP // 2, 2]))
         rotated = tl.reshape(tl.join(a * cos - c * sin, c * cos + a * sin), [T, DP]).to(dtype)
         logits = tl.dot(rotated, query, input_precision="ieee") * scale
@@ -774,6 +785,20 @@ def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.c
     tl.store(out_p + head * D + d, (out / total).to(out_p.dtype.element_ty), mask=d < D)
 
 
+def rope_pairs(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them: fp32 beside caches of fp32,
+    else fp16, 4 bytes a pair (an eighth of bf16's rounding)."""
+    return torch.stack((cos, sin), -1).to(torch.float32 if dtype == torch.float32 else torch.float16)
+
+
+def rope_words(rope: Tensor, positions: int, D: int, dtype: torch.dtype) -> Tensor:
+    """Checks a table of rope_pairs and shows its halves as words."""
+    kind = torch.float32 if dtype == torch.float32 else torch.float16
+    need(rope.ndim == 3 and len(rope) >= positions, f"rope has {len(rope)} positions, the cache {positions}")
+    shape("rope", rope, len(rope), D // 2, 2, dtype=kind)
+    return rope if kind == torch.float32 else rope.view(torch.int32)
+
+
 def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
     """The basis as sals_attend wants it: dims of a RoPE pair side by side, heads padded to a power of two.
 
@@ -788,14 +813,14 @@ def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
 @operator(lambda q, *_: torch.empty_like(q))
 def sals_attend(
     q: Tensor, index: Tensor | None, latent: Tensor, basis: Tensor, values: Tensor, low_scale: Tensor | None,
-    ring_k: Tensor, ring_v: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, bits: int
+    ring_k: Tensor, ring_v: Tensor, pos: Tensor, rope: Tensor, bits: int
 ) -> Tensor:  # fmt: skip
     """Attention of one token a row over tokens rebuilt from their latents and over the exact recent window.
 
     q [B, Hq, D] after RoPE; index [B, n] int32 of tokens (-1: none), or None for all tokens up to pos - z;
     latent [B, S, r]; basis [Hkv, DP, r] of interleave_rope; values: codes [B, S, Hkv, D*bits/8] uint8 with
     low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V [B, S, Hkv, D] and None; ring_k (after RoPE)
-    and ring_v [B, z, Hkv, D], position p in slot p % z; cos, sin [>= S, D/2] fp32 -> [B, Hq, D].
+    and ring_v [B, z, Hkv, D], position p in slot p % z; rope [>= S, D/2, 2] of rope_pairs -> [B, Hq, D].
 
     K = latent[index] U_r^T is made on tensor cores and rotated at the original positions in registers. Where
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
@@ -812,13 +837,8 @@ def sals_attend(
     shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=q.dtype)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=q.dtype)
-    need(cos.dtype == sin.dtype == torch.float32, "cos and sin must be fp32")
-    need(
-        cos.shape == sin.shape and cos.shape[0] >= S, f"cos, sin {list(cos.shape)} must be [>= {S}, {D // 2}]"
-    )
-    check(
-        pos, B, q=q, latent=latent, basis=basis, values=values, ring_k=ring_k, ring_v=ring_v, cos=cos, sin=sin
-    )
+    words = rope_words(rope, S, D, q.dtype)
+    check(pos, B, q=q, latent=latent, basis=basis, values=values, ring_k=ring_k, ring_v=ring_v, rope=rope)
     if bits == 16:
         shape("values", values, B, S, Hkv, D, dtype=q.dtype)
         group, width, planes = 1, D, 1
@@ -848,9 +868,9 @@ def sals_attend(
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     if G > 1:
         _grouped_kernel[splits, Hkv, B](
-            q, given, latent, basis, *codes, pos, cos, sin, tops, sums, parts, n, S, r, z, scale,
+            q, given, latent, basis, *codes, pos, words, tops, sums, parts, n, S, r, z, scale,
             D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages, index is not None, splits == 1,
-            num_warps=warps,
+            rope.dtype == torch.float16, num_warps=warps,
         )  # fmt: skip
     else:
         logits = torch.empty(B, Hq, n, dtype=torch.float32, device=q.device)
@@ -859,9 +879,9 @@ def sals_attend(
         )
         rows = 1 if n % tile == 0 else min(B, (tile - 2) // n + 2)  # that a tile can span
         _logits_kernel[min(cdiv(B * n, tile) * (Hkv // heads), programs),](
-            q, given, latent, basis, pos, cos, sin, logits, B, n, S, r, z, scale, Hkv // heads, Hkv,
+            q, given, latent, basis, pos, words, logits, B, n, S, r, z, scale, Hkv // heads, Hkv,
             D, DP // 2, heads, rows, max(16, power2(rows * heads)), tile, KB, r % KB == 0, index is not None,
-            q.element_size() == 2, num_warps=tile_warps, num_stages=tile_stages,
+            rope.dtype == torch.float16, num_warps=tile_warps, num_stages=tile_stages,
         )  # fmt: skip
         _values_kernel[splits, Hkv, B](
             logits, q, given, *codes, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
@@ -902,7 +922,7 @@ def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
 def _dense_kernel(
     q_p, k_p, v_p, pos_p, top_p, sum_p, part_p, S, scale,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
@@ -933,9 +953,13 @@ def _dense_kernel(
         out = tl.dot(weights.to(v.dtype), v, out * shrinks[:, None], input_precision="ieee")
         tops = new_tops
     at = ((b * heads + h) * G + g) * splits + split
-    tl.store(top_p + at, tops, mask=g < G)
-    tl.store(sum_p + at, totals, mask=g < G)
-    tl.store(part_p + at[:, None] * D + d[None, :], out, mask=(g < G)[:, None] & (d < D)[None, :])
+    if FINAL:
+        out = out / totals[:, None]
+    else:
+        tl.store(top_p + at, tops, mask=g < G)
+        tl.store(sum_p + at, totals, mask=g < G)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    tl.store(part_p + at[:, None] * D + d[None, :], out.to(part_p.dtype.element_ty), mask=mask)
 
 
 @operator(lambda q, *_: torch.empty_like(q))
@@ -954,13 +978,14 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     T, warps, stages, fill = dense_config(G, DP, q.element_size())
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))  # whole waves of programs
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
-    parts = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
-    scale = D**-0.5 * LOG2E
+    parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     _dense_kernel[splits, Hkv, B](
-        q, k, v, pos, tops, sums, parts, S, scale, D, DP, G, max(16, power2(G)), T, stages, num_warps=warps
-    )
-    _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
+        q, k, v, pos, tops, sums, parts, S, D**-0.5 * LOG2E,
+        D, DP, G, max(16, power2(G)), T, stages, splits == 1, num_warps=warps,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
     return out
 
 
@@ -974,10 +999,11 @@ def dense_config(G: int, DP: int, itemsize: int) -> tuple[int, int, int, int]:
 
 @jit
 def _append_kernel(
-    new_p, q_p, k_p, v_p, pos_p, cos_p, sin_p, latent_p, values_p, low_scale_p, ring_k_p, ring_v_p, out_p,
+    new_p, q_p, k_p, v_p, pos_p, rope_p, latent_p, values_p, low_scale_p, ring_k_p, ring_v_p, out_p,
     new_row, q_row, k_row, v_row, S, r, z, slice_r,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     h, heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1).to(tl.int64)
@@ -990,8 +1016,7 @@ def _append_kernel(
     ring = ((b * z + pos % z) * heads + h) * D
     pair = tl.arange(0, DP // 2)
     real = pair < D // 2
-    cos = tl.load(cos_p + pos.to(tl.int64) * (D // 2) + pair, mask=real, other=0.0)
-    sin = tl.load(sin_p + pos.to(tl.int64) * (D // 2) + pair, mask=real, other=0.0)
+    cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
     k_p += b * k_row + h * D + pair
     a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
     c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
@@ -1042,14 +1067,14 @@ def _append_kernel(
     mutates=("latent", "values", "low_scale", "ring_k", "ring_v"),
 )
 def sals_append(
-    new: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, latent: Tensor,
+    new: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: Tensor, latent: Tensor,
     values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor, bits: int
 ) -> Tensor:  # fmt: skip
     """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
     the ring; returns q [B, Hq, D] after RoPE.
 
     new [B, r] = k U_r; q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart,
-    as in the output of wqkv; cos, sin fp32 [>= S, D/2]; the stores as sals_attend reads them. Truth:
+    as in the output of wqkv; rope [>= S, D/2, 2] of rope_pairs; the stores as sals_attend reads them. Truth:
     compress.quantize, apply_rope and three assignments."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
@@ -1061,8 +1086,8 @@ def sals_append(
     shape("v", v, B, Hkv, D, dtype=k.dtype)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=k.dtype)
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=k.dtype)
-    need(cos.dtype == sin.dtype == torch.float32, "cos and sin must be fp32")
-    check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], cos=cos, sin=sin)
+    words = rope_words(rope, S, D, k.dtype)
+    check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], rope=rope)
     check(pos, B, latent=latent, values=values, ring_k=ring_k, ring_v=ring_v)
     group = min(32, D)
     width = D if bits == 16 else D * bits // 8
@@ -1074,9 +1099,10 @@ def sals_append(
     slice_r = cdiv(r, Hkv)
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     _append_kernel[Hkv, B](
-        new, q, k, v, pos, cos, sin, latent, values, pos if low_scale is None else low_scale, ring_k, ring_v,
+        new, q, k, v, pos, words, latent, values, pos if low_scale is None else low_scale, ring_k, ring_v,
         out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r, D, power2(D), G,
-        power2(G), bits, group, D // group, width, power2(width), power2(slice_r), num_warps=4,
+        power2(G), bits, group, D // group, width, power2(width), power2(slice_r),
+        rope.dtype == torch.float16, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -1207,6 +1233,7 @@ def sals_case(B: int, S: int, Hq: int, Hkv: int, D: int, r: int, bits: int, x: i
     case["plain_basis"] = torch.randn(Hkv * D, r, dtype=bf16, device=device) * r**-0.5
     case["basis"] = interleave_rope(case["plain_basis"], Hkv)
     case["cos"], case["sin"] = angles.cos(), angles.sin()
+    case["rope"] = rope_pairs(case["cos"], case["sin"], bf16)
     case["pos"] = torch.full((B,), S - 1, dtype=torch.int32, device=device)
     chosen = torch.rand(B, S - z, device=device).argsort(1)[:, : x + y].int()
     case["sets"] = []
@@ -1232,7 +1259,7 @@ def sals_case(B: int, S: int, Hq: int, Hkv: int, D: int, r: int, bits: int, x: i
 def sals_calls(case: dict) -> dict:
     """Operator -> the calls to time, one for each set of inputs."""
     c, scale = case, case["D"] ** -0.5
-    shared = (c["pos"], c["cos"], c["sin"])
+    shared = (c["pos"], c["rope"])
 
     def attend(s, index):
         stores = (c["basis"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])

@@ -3583,7 +3583,17 @@ def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos):
     ring_k[empty], ring_v[empty] = NAN, NAN
     paired = kernels.interleave_rope(basis, Hkv)
     out = kernels.sals_attend(
-        q, given, latent, paired, values, low_scale, ring_k, ring_v, pos, cos, sin, bits
+        q,
+        given,
+        latent,
+        paired,
+        values,
+        low_scale,
+        ring_k,
+        ring_v,
+        pos,
+        kernels.rope_pairs(cos, sin, dtype),
+        bits,
     )
     close(out, truth, dtype)
 
@@ -3686,7 +3696,7 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
         truth[1][rows, pos.long()], truth[2][rows, pos.long()] = quantize(v, bits, group)
     else:
         truth[1][rows, pos.long()] = v
-    rotated = kernels.sals_append(new, q, k, v, pos, cos, sin, *stores, bits)
+    rotated = kernels.sals_append(new, q, k, v, pos, kernels.rope_pairs(cos, sin, dtype), *stores, bits)
     close(rotated, apply_rope(q.float(), cos[pos.long()], sin[pos.long()]), dtype)
     for i, (got, want) in enumerate(zip(stores, truth)):
         if i == 3:
@@ -3740,17 +3750,15 @@ def test_kernel_graph_follows_pos():
     latent, basis = randn(B, S, r, dtype=bf16), kernels.interleave_rope(randn(Hkv * D, r, dtype=bf16), Hkv)
     ring_k, ring_v = randn(B, z, Hkv, D, dtype=bf16), randn(B, z, Hkv, D, seed=1, dtype=bf16)
     queries, new = randn(B, Hkv * G, 32, dtype=bf16), randn(B, r, dtype=bf16)
-    cos, sin = tables(S, D)
+    rope = kernels.rope_pairs(*tables(S, D), bf16)
     pos = positions(2000, 500, 5)
 
     def step():
-        rotated = kernels.sals_append(
-            new, q, k, v, pos, cos, sin, latent, values, low_scale, ring_k, ring_v, 4
-        )
+        rotated = kernels.sals_append(new, q, k, v, pos, rope, latent, values, low_scale, ring_k, ring_v, 4)
         index = kernels.select(
             kernels.latent_scores(queries, latent, pos, D**-0.5, "softmax"), pos, 4, 100, z
         )
-        stores = (latent, basis, values, low_scale, ring_k, ring_v, pos, cos, sin, 4)
+        stores = (latent, basis, values, low_scale, ring_k, ring_v, pos, rope, 4)
         sparse, full = (kernels.sals_attend(rotated, i, *stores) for i in (index, None))
         return index, sparse, full, kernels.dense_attend(q, dense_k, dense_v, pos)
 
