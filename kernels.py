@@ -201,7 +201,7 @@ def latent_scores(
         _sum_scores_kernel[grid](queries, latent, pos, out, S, r_score, r, row, T, RB, NR, num_warps=warps)
         return out
     tiles = cdiv(S, T)
-    splits = max(1, min(tiles, programs // B, 128))
+    splits = max(1, min(tiles, programs // B, max(128, 256 // B)))  # whose sums every program below reads
     # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
     weight = torch.empty(B, S, HP, dtype=torch.float32 if exact else torch.float16, device=latent.device)
     boost = 1.0 if exact else 2.0**15
@@ -404,7 +404,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
     check(pos, B, scores=scores)
     out = torch.empty(B, x + y, dtype=torch.int32, device=scores.device)
     XP, YP = power2(x), power2(y)
-    chunks = min(128, power2(cdiv(S, 2048)))
+    chunks = min(128, max(min(32, power2(cdiv(S, 2048))), power2(cdiv(S, 8192))))
     part = cdiv(y, chunks)
     CAP = power2(part + int(6 * part**0.5) + 16)
     width = chunks * CAP
@@ -910,9 +910,10 @@ def values_config(B: int, n: int, Hkv: int) -> tuple:
 def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a step: all where they fit, warps, stages, splits) by shape."""
     KB = max(16, power2(r))
+    stages = 2 if KB * itemsize <= 256 else 1  # two programs must fit a multiprocessor's shared memory
     if KB * itemsize > 512:
-        KB = 128 // itemsize
-    return 64, KB, 4, 2, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
+        KB, stages = 128 // itemsize, 2
+    return 64, KB, 4, stages, max(1, min(cdiv(n, 128), 2 * SMS // (B * Hkv)))
 
 
 # -------------------------------------------------------------------------------------------- dense attention
@@ -975,7 +976,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     shape("v", v, B, Hkv, S, D, dtype=q.dtype)
     check(pos, B, q=q, k=k, v=v)
     G, DP = Hq // Hkv, power2(D)
-    T, warps, stages, fill = dense_config(G, DP, q.element_size())
+    T, warps, stages, fill = dense_config(B * Hkv, q.element_size())
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))  # whole waves of programs
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
@@ -989,9 +990,12 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     return out
 
 
-def dense_config(G: int, DP: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(tokens a tile, warps, stages, programs for each multiprocessor)."""
-    return (128, 4, 2, 4 if G == 1 else 2) if itemsize == 2 else (32, 4, 2, 4)
+def dense_config(programs: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(tokens a tile, warps, stages, programs a multiprocessor) by B * Hkv, the fewest programs there are."""
+    if itemsize == 4:
+        return 32, 4, 2, 4
+    # Large tiles while two programs a multiprocessor do all; beyond, tiles of which more fit at a time.
+    return (128, 4, 2, 2) if programs <= 2 * SMS else (64, 4, 2, 6)
 
 
 # ----------------------------------------------------------------------------------------------------- append
