@@ -19,7 +19,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -434,10 +434,12 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Llama:
-    """A model of a published shape with random weights: for benchmarks, where only the shape matters."""
+    """A model of a published shape with random weights: for benchmarks, where only the shape matters.
+
+    It takes prompts of up to a million tokens: what was never trained has no trained length."""
     if name not in SHAPES:
         raise UserError(f"no shape {name!r}; the shapes are: {', '.join(SHAPES)}")
-    model = empty_model(SHAPES[name], device, dtype)
+    model = empty_model(replace(SHAPES[name], max_positions=1 << 20), device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for name_, parameter in model.named_parameters():
         if parameter.ndim == 1:

@@ -4545,6 +4545,16 @@ def test_interactive_keeps_the_conversation(checkpoint, monkeypatch, capsys):
     assert code == 0 and out.count("> ") == 3
 
 
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_random_weights_take_prompts_beyond_the_trained_length(method, monkeypatch, capsys):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config(max_positions=64))
+    argv = ["--random_weights", "tiny", "--prompt", "100", "--batch_size", "2", "--max_new_tokens", "4"]
+    code, out, err = run_main(generate.main, [*argv, "--method", method, "--json"], monkeypatch, capsys)
+    assert code == 0, err
+    report = json.loads(out.splitlines()[-1])
+    assert report["prompt_tokens"] == [100, 100] and [len(ids) for ids in report["token_ids"]] == [4, 4]
+
+
 def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsys):
     folder = tiny_checkpoint(tmp_path)
     artifact_path(folder, "sals").unlink()
