@@ -386,11 +386,14 @@ def calibration_windows(args: argparse.Namespace, model: Llama, tokenizer) -> Te
 class KeyMoments:
     """Second moment K^T K / N [L, Hkv*D, Hkv*D] and mean [L, Hkv*D] of all heads' keys jointly, fp64.
 
-    product [L, Hkv, D]: mean over tokens of |q_c k_c|, q and k of the same token, summed over a group."""
+    product [L, Hkv, D]: mean over tokens of |q_c k_c|, q and k of the same token, summed over a group.
+    queries [L, Hkv, D/2]: mean over tokens of the squared length of each pair of a query's dims that RoPE
+    rotates, summed over a group."""
 
     second: Tensor
     mean: Tensor
     product: Tensor
+    queries: Tensor
 
     def centred_heads(self, c: ModelConfig) -> Tensor:
         """The covariance of each KV head alone, about its mean: [L, Hkv, D, D]."""
@@ -407,6 +410,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
     second = {n: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, **shape) for n in ("pre", "post")}
     mean = {n: torch.zeros(c.n_layers, c.kv_dim, **shape) for n in ("pre", "post")}
     product = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim, **shape) for n in ("pre", "post")}
+    pairs = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim // 2, **shape) for n in ("pre", "post")}
     cos, sin = rope_tables(c, tokens.shape[1], device)
     bar = Progress(label, len(tokens) * c.n_layers)
 
@@ -418,8 +422,9 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
             second[name][i].addmm_(rows.T, rows)
             mean[name][i] += rows.sum(0)
-            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).abs().double().sum(-2)  # [B, S, Hkv, D]
-            product[name][i] += (grouped * keys.abs()).sum((0, 1))
+            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
+            product[name][i] += (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
+            pairs[name][i] += grouped.square().unflatten(-1, (2, -1)).sum((0, 1, 3, 4))
         bar.tick()
 
     held = sum(t.nbytes for totals in (second, mean) for t in totals.values())
@@ -431,7 +436,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             announce(label, time.time() - started, len(tokens) - 1, held, device)
     bar.close()
     n = tokens.numel()
-    sums = {name: (second[name], mean[name], product[name]) for name in second}
+    sums = {name: (second[name], mean[name], product[name], pairs[name]) for name in second}
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
 
 
@@ -457,18 +462,29 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 def fit_sals(
     model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """U: the leading eigenvectors of each layer's joint pre-RoPE key covariance (SALS sec. 4.2)."""
-    values, vectors = eigen(moments["pre"].second)
-    r = max(1, round(max_rank * model.config.kv_dim))
-    tensors = {"eigenvalues": values.float()}
-    for i in range(model.config.n_layers):
-        tensors[f"{i}.basis"] = vectors[i, :, :r].float().contiguous()
-    kept = {
-        s: (values[:, : round(s * model.config.kv_dim)].sum(1) / values.sum(1)).mean() for s in (0.25, 0.125)
-    }
+    """U of each layer: the leading eigenvectors of its joint pre-RoPE key covariance, of the keys k themselves
+    (SALS sec. 4.2) and of S k (ours).
+
+    An error e of a key changes a logit by q^T R e, where R rotates pair p by an angle that depends on the
+    distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims of
+    pair p, the U of S k is the one that keeps the logits best."""
+    c, second = model.config, moments["pre"].second
+    scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
+    scale = scale / scale.square().mean(1, keepdim=True).sqrt()
+    scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
+    r = max(1, round(max_rank * c.kv_dim))
+    tensors, energy = {"scale": scale.float()}, {}
+    for metric, s in (("query", scale), ("key", torch.ones_like(scale))):
+        values, vectors = eigen(s[:, :, None] * second * s[:, None])
+        tensors[f"{metric}_eigenvalues"] = values.float()
+        for i in range(c.n_layers):
+            tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float().contiguous()
+        for share in (0.25, 0.125):
+            kept = values[:, : round(share * c.kv_dim)].sum(1) / values.sum(1)
+            energy[f"{share:.1%}, {metric}"] = f"{kept.mean():.4f}"
     return tensors, {
         "max_rank": str(max_rank),
-        "energy": ", ".join(f"{s:.1%}: {e:.4f}" for s, e in kept.items()),
+        "energy": "; ".join(f"{name}: {e}" for name, e in energy.items()),
     }
 
 

@@ -278,6 +278,12 @@ class SalsSettings:
         "per-head softmax of the latent logits, summed; or the paper's sum of raw logits",
         ("softmax", "sum"),
     )
+    metric: str = setting(
+        "query",
+        "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do), or the keys (the "
+        "paper)",
+        ("query", "key"),
+    )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
         "latent", "how those layers are stored: compressed, or as a dense cache", ("latent", "dense")
@@ -299,6 +305,15 @@ class SalsSettings:
                     f"--keep {self.keep} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
                 )
         return min(x, capacity), min(y, capacity), min(z, capacity)
+
+
+def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
+    """`down` (keys to latent) and `up` (latent to keys, and queries to latent), both [Hkv*D, r].
+
+    basis [Hkv*D, >= r]: U, orthonormal, best direction first. Without a scale both are U_r, the paper's. With
+    scale S [Hkv*D] they are S U_r and S^-1 U_r: U is then best for the keys S k, and down^T up is still I."""
+    basis = basis[:, :r]
+    return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
 def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
@@ -340,20 +355,25 @@ class SalsCache(Cache):
     """Joint latent of the pre-RoPE keys, quantised values, and a ring of the z most recent tokens.
 
     Every token is written to the latent and value stores at once; the ring holds the last z exactly (or at
-    rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token."""
+    rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token.
+    basis, scale: see sals_maps."""
 
-    def __init__(self, room: Room, settings: SalsSettings, basis: Tensor, sparse: bool):
+    def __init__(
+        self, room: Room, settings: SalsSettings, basis: Tensor, sparse: bool, scale: Tensor | None = None
+    ):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
         self.x, self.y, self.z = settings.budget(room.capacity)
         self.r = sals_rank(settings, c)
         self.r_score = sals_score_rank(settings, c)
-        self.basis = basis[:, : self.r].to(room.device, room.dtype)  # U_r [Hkv*D, r]: a weight, not cache
+        maps = sals_maps(basis, scale, self.r)
+        self.down, self.up = (m.to(room.device, room.dtype) for m in maps)  # weights, not cache
         self.register_buffer("latent", self.store(room.capacity, self.r))
         self.values = Values(self, room.capacity, settings.bits)
         self.half = settings.window == "half"
         if self.half:
-            self.half_basis = basis[:, : c.kv_dim // 2].to(room.device, room.dtype)
+            maps = sals_maps(basis, scale, c.kv_dim // 2)
+            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in maps)
             self.register_buffer("ring_latent", self.store(self.z, c.kv_dim // 2))
             self.ring_values = Values(self, self.z, 8)
         else:
@@ -361,12 +381,12 @@ class SalsCache(Cache):
             self.ring_values = Values(self, self.z, 16)
         self.fused = room.kernels is not None and not self.half and self.y > 0
         if self.fused:
-            self.paired_basis = room.kernels.interleave_rope(self.basis, c.n_kv_heads)
+            self.paired_basis = room.kernels.interleave_rope(self.up, c.n_kv_heads)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         length = q.shape[0]
         rotated = self.rope(k, slice(0, length))
-        self.latent[row, :length] = folded[0] if folded else k.flatten(1) @ self.basis
+        self.latent[row, :length] = folded[0] if folded else k.flatten(1) @ self.down
         self.values.write((row, slice(0, length)), v)
         last = torch.arange(max(0, length - self.z), length, device=q.device)
         self.write_ring((row, last % self.z), k[last], rotated[last], v[last])
@@ -374,7 +394,7 @@ class SalsCache(Cache):
 
     def write_ring(self, where: tuple, k: Tensor, rotated: Tensor, v: Tensor) -> None:
         if self.half:
-            self.ring_latent[where] = k.flatten(-2) @ self.half_basis
+            self.ring_latent[where] = k.flatten(-2) @ self.half_down
         else:
             self.ring_k[where] = rotated
         self.ring_values.write(where, v)
@@ -383,7 +403,7 @@ class SalsCache(Cache):
         if self.fused:
             return self.decode_fused(pos, q, k, v, *folded)
         rows = self.room.row_ids
-        self.latent[rows, pos] = folded[0] if folded else k.flatten(1) @ self.basis
+        self.latent[rows, pos] = folded[0] if folded else k.flatten(1) @ self.down
         self.values.write((rows, pos), v)
         self.write_ring((rows, pos % self.z), k, self.rope(k, pos), v)
 
@@ -406,7 +426,7 @@ class SalsCache(Cache):
             (self.values.plain, None) if bits == 16 else (self.values.codes, self.values.low_scale)
         )
         ring_k, ring_v, rope = self.ring_k, self.ring_values.plain, (pos, room.rope_pairs)
-        new = folded[0] if folded else k.flatten(1) @ self.basis
+        new = folded[0] if folded else k.flatten(1) @ self.down
         rotated = kernels.sals_append(
             new, q, k, v, *rope, self.latent, values, low_scale, ring_k, ring_v, bits
         )
@@ -422,8 +442,8 @@ class SalsCache(Cache):
         """The latent queries [B, heads, r*]; folded in for the sum rule."""
         if folded:
             return folded[0][:, None]
-        basis = self.basis[:, : self.r_score]
-        return sals_queries(q, basis, self.config.n_kv_heads, self.settings.score).contiguous()
+        up = self.up[:, : self.r_score]
+        return sals_queries(q, up, self.config.n_kv_heads, self.settings.score).contiguous()
 
     def select(self, pos: Tensor, q: Tensor, *folded: Tensor) -> tuple[Tensor, Tensor]:
         c, rule = self.config, self.settings.score
@@ -435,7 +455,7 @@ class SalsCache(Cache):
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
         where = (self.room.row_ids[:, None], index)
-        k = (self.latent[where] @ self.basis.T).unflatten(-1, (self.config.n_kv_heads, -1))
+        k = (self.latent[where] @ self.up.T).unflatten(-1, (self.config.n_kv_heads, -1))
         return self.rope(k, index), self.values.read(where)
 
     def read_ring(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -446,7 +466,7 @@ class SalsCache(Cache):
         v = self.ring_values.read((slice(None),))
         if not self.half:
             return self.ring_k, v, position >= 0
-        k = (self.ring_latent @ self.half_basis.T).unflatten(-1, (self.config.n_kv_heads, -1))
+        k = (self.ring_latent @ self.half_up.T).unflatten(-1, (self.config.n_kv_heads, -1))
         return self.rope(k, position.clamp(min=0)), v, position >= 0
 
     def token_bytes(self) -> int:
@@ -485,21 +505,23 @@ def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
     return max(1, round(settings.score_rank * sals_rank(settings, config)))
 
 
-def sals_fold(attention: Attention, config: ModelConfig, basis: Tensor, r_score: int | None) -> None:
+def sals_fold(
+    attention: Attention, config: ModelConfig, down: Tensor, up: Tensor, r_score: int | None
+) -> None:
     """Appends W_k U_r, and for the sum rule (sum over each group of W_q) U_r*, to the rows of wqkv.
 
-    Exact, since everything up to the latent is linear; biases fold the same way. basis [Hkv*D, r]."""
+    Exact, since everything up to the latent is linear; biases fold the same way. down, up: of sals_maps."""
     linear = attention.wqkv
     parameters = {"weight": linear.weight, "bias": linear.bias}
-    widths = [basis.shape[1]] + ([r_score] if r_score else [])
+    widths = [down.shape[1]] + ([r_score] if r_score else [])
     for name, parameter in parameters.items():
         if parameter is None:
             continue
         q, k, _ = parameter.float().split(attention.widths)
-        rows = [basis.T @ k]
+        rows = [down.T @ k]
         if r_score:
             summed = q.unflatten(0, (config.n_kv_heads, config.group, config.head_dim)).sum(1).flatten(0, 1)
-            rows.append(basis[:, :r_score].T @ summed)
+            rows.append(up[:, :r_score].T @ summed)
         setattr(
             linear, name, nn.Parameter(torch.cat((parameter, *(r.to(parameter.dtype) for r in rows))), False)
         )
@@ -529,7 +551,8 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         if i in skipped and settings.skip_as == "dense":
             caches.append(DenseCache(room))
             continue
-        basis = artifact[f"{i}.basis"].to(room.device)  # [Hkv*D, fitted rank], best direction first
+        basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
+        scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None
         need = c.kv_dim // 2 if settings.window == "half" else 0
         need = max(need, sals_rank(settings, c))
         if basis.shape[1] < need:
@@ -537,17 +560,18 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
                 f"rank {need} is more than the {basis.shape[1]} directions in the artifact; "
                 f"run calibrate.py fit with --max_rank {need / c.kv_dim:g}"
             )
-        cache = SalsCache(room, settings, basis, sparse=i not in skipped)
+        cache = SalsCache(room, settings, basis, i not in skipped, scale)
         if settings.fold and not c.qk_norm:
             folded_scores = cache.r_score if settings.score == "sum" and cache.sparse else None
-            sals_fold(layer.attention, c, basis[:, : cache.r].float(), folded_scores)
+            sals_fold(layer.attention, c, *sals_maps(basis.float(), scale, cache.r), folded_scores)
         caches.append(cache)
     return caches
 
 
 def random_sals(model: Llama) -> dict[str, Tensor]:
-    n = model.config.kv_dim
-    return dict.fromkeys((f"{i}.basis" for i in range(model.config.n_layers)), random_basis(n, n // 2))
+    n, layers = model.config.kv_dim, model.config.n_layers
+    names = (f"{i}.{metric}_basis" for i in range(layers) for metric in ("query", "key"))
+    return dict.fromkeys(names, random_basis(n, n // 2)) | {"scale": torch.ones(layers, n)}
 
 
 # ---------------------------------------------------------------------------------------------------- EliteKV

@@ -98,6 +98,7 @@ from compress import (
     quantize,
     rope_deltas,
     ropelite,
+    sals_maps,
     sals_queries,
     sals_scores,
     sals_select,
@@ -170,8 +171,10 @@ def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def bases(model: Llama) -> dict[str, torch.Tensor]:
-    """Full-rank orthonormal bases in the place of fitted ones: at full rank any of them is exact."""
-    return {f"{i}.basis": orthonormal(model.config.kv_dim, i) for i in range(model.config.n_layers)}
+    """Full-rank orthonormal bases and any scale in the place of fitted ones: at full rank all are exact."""
+    n, layers = model.config.kv_dim, model.config.n_layers
+    made = {f"{i}.{metric}_basis": orthonormal(n, i) for i in range(layers) for metric in ("query", "key")}
+    return made | {"scale": 2 ** (2 * torch.rand(layers, n, generator=torch.Generator().manual_seed(0)) - 1)}
 
 
 def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
@@ -377,13 +380,14 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("score", ["sum", "softmax"])
 @pytest.mark.parametrize("window", ["exact", "half"])
-def test_sals_at_full_rank_and_budget_is_dense(group, score, window):
+@pytest.mark.parametrize("metric", ["query", "key"])
+def test_sals_at_full_rank_and_budget_is_dense(group, score, window, metric):
     prompts = [random_ids(n, n) for n in (5, 60, 33)]
     more = [random_ids(20, 100 + n) for n in (5, 60, 33)]
     reference = logits_through(make_engine(tiny_model(group=group), "dense", 3, 80), prompts, more)
     for skip in ("", "0,-1"):
         model = tiny_model(group=group)
-        options = FULL | {"score": score, "skip": skip}
+        options = FULL | {"score": score, "skip": skip, "metric": metric}
         if window == "half":  # the window's own latent is at rank 1/2 and 8 bits: close, not equal
             engine = make_engine(model, "sals", 3, 80, **options, window=window)
             got = logits_through(engine, prompts, more)
@@ -623,7 +627,7 @@ def test_sals_fit_is_orthonormal_optimal_and_joint_beats_per_head():
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     covariance = key_moments(model, tokens, "test")["pre"].second
     for i in range(4):
-        basis, values = tensors[f"{i}.basis"].double(), tensors["eigenvalues"][i].double()
+        basis, values = tensors[f"{i}.key_basis"].double(), tensors["key_eigenvalues"][i].double()
         assert error(basis.T @ basis, torch.eye(64)) < 1e-5
         for r in (8, 16, 32):
             kept = (basis[:, :r].T @ covariance[i] @ basis[:, :r]).trace()
@@ -634,6 +638,69 @@ def test_sals_fit_is_orthonormal_optimal_and_joint_beats_per_head():
             assert kept >= per_head * (1 - 1e-9)  # Lemma 1
             other = orthonormal(64, r)[:, :r].double()
             assert kept >= (other.T @ covariance[i] @ other).trace()
+
+
+def pair_energy(x: torch.Tensor) -> torch.Tensor:
+    """Squared length of each pair of dims that RoPE rotates: [..., D] -> [..., D / 2]."""
+    return x.square().unflatten(-1, (2, -1)).sum(-2)
+
+
+def test_a_keys_error_costs_logits_what_the_query_metric_says():
+    """Over all angles of every pair, the mean square of q^T R e is sum_p |q_p|^2 |e_p|^2 / 2."""
+    q, e = torch.randn(2, 8, dtype=torch.float64)
+    turns = torch.cartesian_prod(*[torch.arange(4).double()] * 4) * math.pi / 2  # exact up to second order
+    a, b = e.chunk(2)
+    rotated = torch.cat((a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()), -1)
+    assert error((rotated @ q).square().mean(), (pair_energy(q) * pair_energy(e)).sum() / 2) < 1e-12
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_sals_query_metric_keeps_the_logits_best(group):
+    model = tiny_model(group=group)
+    for layer in model.layers:  # queries that need some pairs more than others
+        dims = torch.tensor([4.0, 1.0, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]).repeat(2 * model.config.n_heads)
+        layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
+    tokens = torch.randint(0, 96, (6, 64), generator=torch.Generator().manual_seed(0))
+    tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
+    energy, keys = [0.0] * 4, [[] for _ in range(4)]
+
+    def see(i, q, k, v):
+        energy[i] += pair_energy(q.double()).unflatten(-2, (-1, group)).sum((0, 1, 3))  # [Hkv, D / 2]
+        keys[i].append(k.double().flatten(0, 1))
+
+    calibrate.observe(model, tokens, see)
+    for i in range(4):
+        k, n = torch.cat(keys[i]), model.config.kv_dim
+        scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
+        weight = energy[i] * (scale.square().sum() / (2 * energy[i].sum()))  # the fit's unit
+        assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
+
+        def lost(down, up, k=k, weight=weight):
+            return (pair_energy(k - (k.flatten(1) @ down @ up.T).view_as(k)) * weight).sum()
+
+        for r in (n // 8, n // 4):
+            down, up = sals_maps(U, scale, r)
+            assert error(down.T @ up, torch.eye(r)) < 1e-5
+            best = lost(down, up)
+            assert abs(best / len(k) / tensors["query_eigenvalues"][i, r:].sum() - 1) < 1e-4  # Eckart-Young
+            paper = sals_maps(tensors[f"{i}.key_basis"].double(), None, r)
+            assert paper[0] is paper[1] and best < 0.8 * lost(*paper)
+
+
+def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
+    model = load_model(NANO, CPU, torch.float32)
+    tokenizer = load_tokenizer(NANO)
+    ids = tokenizer.encode((NANO / "demo.txt").read_text(encoding="utf-8"))[:700]
+    prompts, more = [ids[:640]], [ids[640:]]
+    dense = logits_through(make_engine(model, "dense", 1, 704), prompts, more).log_softmax(-1)
+    far = {}
+    for metric in ("query", "key"):
+        model, room = load_model(NANO, CPU, torch.float32), Room(model, 1, 704)
+        settings = SalsSettings(rank=0.125, keep=0.25, metric=metric)
+        caches = METHODS["sals"].build(model, settings, room, load_artifact(NANO, "sals", model))
+        logits = logits_through(Engine(model, caches, room, Sampling()), prompts, more).log_softmax(-1)
+        far[metric] = (dense.exp() * (dense - logits)).sum(-1).mean()
+    assert far["query"] < 0.7 * far["key"]
 
 
 def test_sals_sum_scores_equal_the_sum_of_all_heads_logits():
@@ -4374,7 +4441,7 @@ BAD_OPTIONS = {
 def checkpoint(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     model = load_model(folder, CPU, torch.float32)
-    half = {name: basis[:, :32].contiguous() for name, basis in bases(model).items()}
+    half = {name: t if name == "scale" else t[:, :32].contiguous() for name, t in bases(model).items()}
     save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
     return folder
 
@@ -4563,7 +4630,8 @@ def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsy
     assert code == 0 and "energy kept" in out
     model = load_model(folder, CPU, torch.float32)
     tensors = load_artifact(folder, "sals", model)
-    assert tensors["0.basis"].shape == (64, 32) and tensors["eigenvalues"].shape == (4, 64)
+    assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
+    assert tensors["scale"].shape == tensors["query_eigenvalues"].shape == (4, 64)
     argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello", "--max_new_tokens", "3"]
     assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
 
