@@ -13,6 +13,7 @@ Evaluation always decodes token by token through the method's own cache, with th
 import argparse
 import csv
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -68,14 +69,19 @@ from generate import (
     Progress,
     Sampling,
     add_model_options,
+    check_capacity,
     decode_rows,
     device_name,
+    finite,
+    fraction,
     human,
     load,
     peak_memory,
     plan_caches,
     run_command,
     synchronize,
+    value_type,
+    whole,
 )
 from model import (
     Llama,
@@ -770,12 +776,6 @@ FITS = {
 
 def run_fit(args: argparse.Namespace) -> None:
     """One pass over the text gathers the moments; every method asked for is fitted from them."""
-    if args.positions is not None and args.positions < 1:
-        raise UserError(f"--positions {args.positions}: the longest context must be at least 1 token")
-    if not 0 < args.accuracy <= 1:
-        raise UserError(
-            f"--accuracy {args.accuracy}: the share of the dense accuracy to keep must lie in (0, 1]"
-        )
     model, tokenizer = load(args)
     tokens = calibration_windows(args, model, tokenizer)
     moments = key_moments(model, tokens, "fit")
@@ -790,6 +790,8 @@ def run_fit(args: argparse.Namespace) -> None:
 
 
 def run_ranks(args: argparse.Namespace) -> None:
+    if args.png and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--png needs matplotlib: pip install matplotlib")
     model, tokenizer = load(args)
     tokens = calibration_windows(args, model, tokenizer)
     moments = key_moments(model, tokens, "ranks")
@@ -808,10 +810,8 @@ def run_ranks(args: argparse.Namespace) -> None:
 
 
 def plot_ranks(ranks: dict[str, list[int]], energy: float, path: Path) -> None:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise UserError("--png needs matplotlib: pip install matplotlib") from None
+    import matplotlib.pyplot as plt  # only now: nothing else needs it
+
     for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
         plt.plot(ranks[name], marker="o", label=label)
     plt.xlabel("layer"), plt.ylabel(f"Rank@{energy:.0%}"), plt.legend(), plt.grid(alpha=0.3)
@@ -921,15 +921,16 @@ class Candidate:
     def parse(cls, text: str) -> "Candidate":
         method_text, _, folder = text.partition("@")
         method, _, rest = method_text.partition(":")
-        kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
+        fields = {f.name: f for f in dataclasses.fields(method_named(method).settings)}
         options = {}
         for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
             name, _, value = pair.partition("=")
-            kind = kinds.get(name, str)
+            kind = fields[name].type if name in fields else str
             try:
-                options[name] = value.lower() in ("1", "true", "yes") if kind is bool else kind(value)
-            except ValueError:
-                raise UserError(f"--method {text}: {name} must be a {kind.__name__}") from None
+                read = value_type(fields[name]) if name in fields else str
+                options[name] = value.lower() in ("1", "true", "yes") if kind is bool else read(value)
+            except (ValueError, argparse.ArgumentTypeError):
+                raise UserError(f"--method {text}: {name} must be a {kind.__name__}, not {value}") from None
         settings_from(method, options)
         return cls(text, method, options, Path(folder) if folder else None)
 
@@ -1152,9 +1153,8 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
 
 
 def run_eval(args: argparse.Namespace) -> None:
-    for name in ("equal_bytes", "equal_tokens"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise UserError(f"--{name} {getattr(args, name):g}: give a share of dense, above 0 and up to 1")
+    if args.csv and not args.csv.parent.is_dir():  # now, rather than after the evaluation
+        raise UserError(f"--csv {args.csv}: there is no folder {args.csv.parent}")
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
     uptrained = ModelConfig.from_folder(args.checkpoint).elitekv  # such a checkpoint has no dense form
     if candidates[0].method != "dense" and not uptrained:
@@ -1172,6 +1172,7 @@ def run_eval(args: argparse.Namespace) -> None:
     for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
         group = list(group)
         model = group[0].load(args)  # planning leaves it as it is
+        check_capacity(max(capacities, default=0), model.config)
         for candidate in group:
             candidate.check(args, model, capacities)
     del model
@@ -1255,6 +1256,7 @@ def run_overlap(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.checkpoint)
     hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(standard_library(), held=True), 1 << 19)])
     prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
+    check_capacity(args.length, ModelConfig.from_folder(args.checkpoint))
     results = {}
     for candidate in map(Candidate.parse, args.method or ["sals"]):
         engine = candidate.engine(args, args.samples, args.length, watched=True)
@@ -1341,9 +1343,6 @@ def masked_perplexity(
 
 
 def run_masked(args: argparse.Namespace) -> None:
-    for name, shares in (("k", args.k), ("d", args.d)):
-        if not all(0 < share <= 1 for share in shares):
-            raise UserError(f"--{name}: give shares in (0, 1]")
     model, tokenizer = load(args)
     files = text_files(args.text) if args.text else text_files(standard_library(), held=True)
     tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
@@ -1749,10 +1748,20 @@ def _encode_text(text: str) -> list[int]:
     return _encode(text)
 
 
+def text_share(text: str) -> tuple[Path, float]:
+    """PATH:SHARE, or PATH for a share of 1."""
+    path, _, share = text.rpartition(":") if ":" in text else (text, ":", "1")
+    try:
+        if (value := finite(share)) > 0 and path:
+            return Path(path), value
+    except (ValueError, argparse.ArgumentTypeError):
+        pass
+    raise UserError(f"--text {text}: write PATH or PATH:SHARE, such as books:0.5, with a share above 0")
+
+
 def run_train(args: argparse.Namespace) -> None:
     stages = [Stage.parse(text) for text in args.stages]
-    sources = [text.rpartition(":") if ":" in text else (text, ":", "1") for text in args.text]
-    paths = [Path(path) for path, _, _ in sources]
+    paths, shares = zip(*map(text_share, args.text), strict=True)
     if args.source:
         model, tokenizer = uptraining_model(args)
     else:
@@ -1765,7 +1774,7 @@ def run_train(args: argparse.Namespace) -> None:
     files = [text_files(path, held=False) for path in paths]
     tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
-    hay = Haystack(tokenizer, tokens, [float(share) for _, _, share in sources])
+    hay = Haystack(tokenizer, tokens, list(shares))
     model = model.to(args.device)
     # Uptraining goes on at the rate that pre-training's schedule ends with.
     lr = args.lr or (2e-4 if args.source else 2e-3)
@@ -1854,8 +1863,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         sub: argparse.ArgumentParser, default: str = "the Python standard library", windows: int = 128
     ) -> None:
         sub.add_argument("--text", type=Path, help=f"a text file or folder (default: {default})")
-        sub.add_argument("--windows", type=int, default=windows, help="how many windows of text to read")
-        sub.add_argument("--window", type=int, default=2048, help="tokens in a window")
+        sub.add_argument("--windows", type=whole(1), default=windows, help="how many windows of text to read")
+        sub.add_argument("--window", type=whole(2), default=2048, help="tokens in a window")
 
     p = command("fit", run_fit, "fit what a method needs and store it beside the checkpoint")
     add_model_options(p)
@@ -1863,18 +1872,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--method", required=True, choices=(*FITS, "all"), help="the method to fit")
     p.add_argument(
         "--max_rank",
-        type=float,
+        type=fraction,
         default=0.5,
         help="directions stored, as a share of Hkv*D; any rank up to it can then be chosen at run time",
     )
     p.add_argument(
         "--accuracy",
-        type=float,
+        type=fraction,
         default=0.99,
         help="fdc: the share of the dense next-token accuracy to keep; the rate that does is stored",
     )
     p.add_argument(
-        "--positions", type=int, help="fdc: the longest context to be served (default: the model's)"
+        "--positions", type=whole(1), help="fdc: the longest context to be served (default: the model's)"
     )
 
     p = command(
@@ -1892,23 +1901,25 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
     )
     p.add_argument(
-        "--perplexity_rows", type=int, default=8, help="texts whose continuation is scored; 0: none"
+        "--perplexity_rows", type=whole(0), default=8, help="texts whose continuation is scored; 0: none"
     )
-    p.add_argument("--prefix", type=int, default=1024, help="tokens that are prefilled")
-    p.add_argument("--continuation", type=int, default=128, help="tokens that are then decoded and scored")
+    p.add_argument("--prefix", type=whole(1), default=1024, help="tokens that are prefilled")
+    p.add_argument(
+        "--continuation", type=whole(1), default=128, help="tokens that are then decoded and scored"
+    )
     p.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="retrieval tasks, after RULER")
     p.add_argument(
-        "--lengths", nargs="+", type=int, default=[1024, 2048], help="tokens of a retrieval prompt"
+        "--lengths", nargs="+", type=whole(1), default=[1024, 2048], help="tokens of a retrieval prompt"
     )
-    p.add_argument("--samples", type=int, default=20, help="prompts a task and length; 0: none")
-    p.add_argument("--facts", type=int, default=16, help="facts in the multi-key and multi-query tasks")
-    p.add_argument("--rows", type=int, default=10, help="prompts decoded as one batch")
+    p.add_argument("--samples", type=whole(0), default=20, help="prompts a task and length; 0: none")
+    p.add_argument("--facts", type=whole(1), default=16, help="facts in the multi-key and multi-query tasks")
+    p.add_argument("--rows", type=whole(1), default=10, help="prompts decoded as one batch")
     p.add_argument("--haystack", type=Path, help="text to hide facts in (default: held-out Python sources)")
     p.add_argument("--csv", type=Path, help="also write the table to this file")
     for what, about in (("bytes", "bytes per token"), ("tokens", "tokens attended")):
         p.add_argument(
             f"--equal_{what}",
-            type=float,
+            type=fraction,
             default=0.0,
             metavar="SHARE",
             help=f"give each method the settings with which its {about} are at most this share of dense",
@@ -1918,7 +1929,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_model_options(p)
     json_option(p)
     text_options(p)
-    p.add_argument("--energy", type=float, default=0.9, help="share of the energy to keep")
+    p.add_argument("--energy", type=fraction, default=0.9, help="share of the energy to keep")
     p.add_argument("--png", type=Path, help="also draw it (needs matplotlib)")
 
     p = command("overlap", run_overlap, "share of the attention mass that a method selects, layer by layer")
@@ -1927,8 +1938,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--method", action="append", default=None, metavar="NAME[:SETTING=VALUE,...]")
     p.set_defaults(equal_bytes=0.0, equal_tokens=0.0)
     p.add_argument("--task", choices=KINDS, default="multikey")
-    p.add_argument("--length", type=int, default=2048)
-    p.add_argument("--samples", type=int, default=8)
+    p.add_argument("--length", type=whole(1), default=2048)
+    p.add_argument("--samples", type=whole(1), default=8)
 
     p = command(
         "masked", run_masked, "perplexity under Loki's masked prefill (full forward passes, no cache)"
@@ -1936,8 +1947,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_model_options(p)
     json_option(p)
     text_options(p, "held-out Python sources", 8)
-    p.add_argument("--k", nargs="+", type=float, default=[0.5, 0.25, 0.125], help="k_f: shares attended")
-    p.add_argument("--d", nargs="+", type=float, default=[0.5, 0.25], help="d_f: shares of D that score")
+    p.add_argument("--k", nargs="+", type=fraction, default=[0.5, 0.25, 0.125], help="k_f: shares attended")
+    p.add_argument("--d", nargs="+", type=fraction, default=[0.5, 0.25], help="d_f: shares of D that score")
     p.add_argument("--basis", choices=("auto", "pre", "post"), default="auto", help="keys P was fitted on")
 
     p = command("pairs", run_pairs, "what EliteKV loses by rotating few pairs, and by its latents")
@@ -1945,7 +1956,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     json_option(p)
     text_options(p, "held-out Python sources", 8)
     p.add_argument("--r", nargs="+", type=int, default=[4, 8, 16], help="r: pairs of each head that rotate")
-    p.add_argument("--share", type=float, default=0.25, help="share of the cache, which sets d_ckv")
+    p.add_argument("--share", type=fraction, default=0.25, help="share of the cache, which sets d_ckv")
 
     p = command("train", run_train, "train the embedded model from scratch, or uptrain one for EliteKV")
     p.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
@@ -1971,8 +1982,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         type=float,
         help="peak learning rate (default 2e-3), or the constant one of --from (2e-4)",
     )
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--workers", type=int, default=12, help="processes that make batches")
+    p.add_argument("--seed", type=whole(0), default=0)
+    p.add_argument("--workers", type=whole(1), default=12, help="processes that make batches")
     p.add_argument("--state", type=Path, help="file that keeps weights and moments, to stop and resume")
     p.add_argument(
         "--minutes", type=float, default=math.inf, help="stop (and keep the state) after this time"

@@ -219,6 +219,14 @@ def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype: t
     return (grouped * scale[..., None] + low[..., None]).flatten(-2).to(dtype)
 
 
+def check_groups(bits: int, head_dim: int) -> None:
+    """Raises UserError for a head that groups of 32 channels (or of all, in a narrow head) do not fill."""
+    if bits < 16 and (head_dim % min(32, head_dim) or head_dim * bits % 8):
+        raise UserError(
+            f"{bits}-bit values need a head dim that groups of 32 channels divide, not {head_dim}"
+        )
+
+
 class Values(nn.Module):
     """V of every token, quantised per token in groups of channels; bits = 16 keeps the model's dtype."""
 
@@ -379,7 +387,7 @@ class SalsCache(Cache):
         else:
             self.register_buffer("ring_k", self.store(self.z, c.n_kv_heads, c.head_dim))
             self.ring_values = Values(self, self.z, 16)
-        self.fused = room.kernels is not None and not self.half and self.y > 0
+        self.fused = room.kernels is not None and not self.half and self.y > 0 and c.head_dim % 16 == 0
         if self.fused:
             self.paired_basis = room.kernels.interleave_rope(self.up, c.n_kv_heads)
 
@@ -544,8 +552,9 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         raise UserError(
             "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
         )
-    if settings.bits < 16 and (c.head_dim * settings.bits) % 8:
-        raise UserError(f"--bits {settings.bits}: {c.head_dim} channels a head do not fill whole bytes")
+    check_groups(settings.bits, c.head_dim)
+    if settings.window == "half":
+        check_groups(8, c.head_dim)
     caches = []
     for i, layer in enumerate(model.layers):
         if i in skipped and settings.skip_as == "dense":
@@ -2020,8 +2029,7 @@ def packed(caches: Iterable[Cache], bits: int, residual: int = 128) -> list[Cach
         return list(caches)
     result, shared = [], {}
     for cache in caches:
-        if (d := cache.config.head_dim) % min(32, d) or d * bits % 8:
-            raise UserError(f"{bits}-bit values need a head dim that groups of 32 channels divide, not {d}")
+        check_groups(bits, cache.config.head_dim)
         for name in ("k", "v"):
             tensor = getattr(cache, name)
             delattr(cache, name)  # no buffer any more, so not in the ledger: working memory of all layers

@@ -10,10 +10,10 @@ Text goes to stdout, the report to stderr; --json adds the report as one JSON ob
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import random
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +33,9 @@ from compress import (
     settings_from,
 )
 from model import (
+    CHAT_MARKERS,
     Llama,
+    ModelConfig,
     StreamDecoder,
     UserError,
     chat_style,
@@ -43,6 +45,11 @@ from model import (
     load_tokenizer,
     random_model,
 )
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 NANO = Path(__file__).parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -97,7 +104,8 @@ class Sampling:
         """logits [B, V] -> token ids [B]. Fixed shapes and no host sync: it can be part of a CUDA graph."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # finite however small it is
         if self.top_k:
             worst = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < worst, -torch.inf)
@@ -212,7 +220,7 @@ def decode_rows(
 ) -> Output:
     """Generates until every row has stopped or has max_new_tokens; a stop token is not part of the output.
 
-    emit(row, token) is called for each token. stride: steps between two looks at the tokens: more than 1
+    stops(ids) sees all ids that the row has made; emit(row, token) is called for each token. stride: steps between two looks at the tokens: more than 1
     spares the device the wait for the host, but leaves tokens after the stop in the cache."""
     rows = engine.room.rows
     output, stopped = Output([[] for _ in range(rows)]), [False] * rows
@@ -227,7 +235,7 @@ def decode_rows(
                 engine.step()
         for tokens in torch.stack(block).tolist():
             for row in (row for row in range(rows) if not stopped[row]):
-                stopped[row] = stops([*output.token_ids[row][-16:], tokens[row]])
+                stopped[row] = stops([*output.token_ids[row], tokens[row]])
                 if stopped[row]:
                     output.stop_token = tokens[row]
                     continue
@@ -243,42 +251,57 @@ def decode_rows(
 # ------------------------------------------------------------------------------------------- the command line
 
 
-def parse_prompt(text: str, tokenizer, vocab_size: int, seed: int) -> list[int]:
-    """TEXT, @file, - (stdin), or INTEGER: that many random token ids."""
-    if text.isdigit():
-        if not int(text):
-            raise UserError("--prompt 0: an empty prompt; give at least one token")
-        rng = random.Random(seed)
-        return [rng.randrange(3, vocab_size) for _ in range(int(text))]
-    if text == "-":
-        text = sys.stdin.read()
-    elif text.startswith("@"):
-        path = Path(text[1:])
-        if not path.is_file():
-            raise UserError(f"--prompt {text}: there is no such file")
-        text = path.read_text(encoding="utf-8")
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text; convert it first") from None
+
+
+def prompt_text(prompt: str) -> str:
+    """The text that TEXT, @file or - (stdin) stands for."""
+    if prompt.startswith("@") and not Path(prompt[1:]).is_file():
+        raise UserError(f"--prompt {prompt}: there is no such file")
+    text = read_text(Path(prompt[1:])) if prompt.startswith("@") else prompt
+    text = sys.stdin.read() if text == "-" else text
     if not text:
         raise UserError("the prompt is empty; give some text, @file, - or a number of tokens")
+    return text
+
+
+def parse_prompt(prompt: str, tokenizer, config: ModelConfig, seed: int) -> list[int]:
+    """TEXT, @file, - (stdin), or INTEGER: that many random token ids."""
+    if prompt.isascii() and prompt.isdigit():
+        if not int(prompt):
+            raise UserError("--prompt 0: an empty prompt; give at least one token")
+        check_capacity(int(prompt), config)
+        rng = random.Random(seed)
+        return [rng.randrange(3, config.vocab_size) for _ in range(int(prompt))]
     if tokenizer is None:
         raise UserError("random weights have no tokenizer; give --prompt INTEGER")
-    return tokenizer.encode(text)
+    return tokenizer.encode(prompt_text(prompt))
 
 
-def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, model: Llama) -> int:
+def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, config: ModelConfig) -> int:
     """The cache's capacity in tokens. Raises UserError where prompt and new tokens do not fit."""
-    c, longest = model.config, max(map(len, prompts)) + extra
+    longest = max(map(len, prompts)) + extra
     for ids in prompts:
-        bad = next((i for i in ids if not 0 <= i < c.vocab_size), None)
+        bad = next((i for i in ids if not 0 <= i < config.vocab_size), None)
         if bad is not None:
             raise UserError(
-                f"token id {bad} is outside the model's vocabulary of {c.vocab_size}; "
+                f"token id {bad} is outside the model's vocabulary of {config.vocab_size}; "
                 "the tokenizer belongs to another model"
             )
     if capacity and longest > capacity:
         raise UserError(
             f"prompt and new tokens need {longest} positions, the cache has {capacity}; raise --context"
         )
-    capacity = capacity or longest
+    check_capacity(capacity or longest, config)
+    return capacity or longest
+
+
+def check_capacity(capacity: int, c: ModelConfig) -> None:
+    """Raises UserError for more positions than the model was made for."""
     if capacity > c.max_positions:
         raise UserError(
             f"{capacity} positions are more than the model's {c.max_positions}; "
@@ -289,7 +312,6 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, mo
             f"this model attends a sliding window of {c.sliding_window} tokens, which is not supported "
             f"beyond it; shorten prompt and --max_new_tokens to {c.sliding_window}"
         )
-    return capacity
 
 
 def load(args: argparse.Namespace) -> tuple[Llama, object]:
@@ -305,6 +327,8 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
         device = torch.device(args.device)
     except RuntimeError:
         raise UserError(f"--device {args.device}: not a device; use cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {args.device} is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
     return device, DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -320,10 +344,14 @@ def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[st
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
+    """Bytes that can still be allocated on the device; of the CPU as Linux tells it, elsewhere no limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return sys.maxsize
 
 
 def plan_caches(
@@ -381,12 +409,11 @@ def run_prompts(
     synchronize(engine.room.device)
     prefill_s = time.time() - started
     stop_ids = set() if args.ignore_eos or tokenizer is None else tokenizer.stop_ids
-    stop_text = args.stop or ("\n" if asks else None)
+    stop_text = args.stop or ("\n" if asks else "")
+    window = 16 + len(stop_text.encode())  # tokens that surely hold a stop text that has just ended
 
-    def stops(recent: list[int]) -> bool:
-        if recent[-1] in stop_ids:
-            return True
-        return bool(stop_text) and stop_text in tokenizer.decode(recent)
+    def stops(ids: list[int]) -> bool:
+        return ids[-1] in stop_ids or bool(stop_text) and stop_text in tokenizer.decode(ids[-window:])
 
     if not asks:
         stride = 16 if engine.room.device.type == "cuda" else 1
@@ -406,10 +433,11 @@ def run_prompts(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that CUDA's allocator held, or this process's largest resident size."""
+    """Bytes: the most that CUDA's allocator held, or this process's largest resident size (0: not known)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if resource else 0
 
 
 def measure_bandwidth(device: torch.device) -> float:
@@ -521,12 +549,43 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
+def finite(text: str) -> float:
+    """A number of the command line that is not nan or infinite."""
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A whole number of the command line, of at least `least`, that fits 63 bits."""
+
+    def parse(text: str) -> int:
+        if not least <= (value := int(text)) < 1 << 63:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return value
+
+    parse.__name__ = "whole number"  # argparse names it where int() fails
+    return parse
+
+
+def fraction(text: str) -> float:
+    """A number of the command line in (0, 1]."""
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} does not lie in (0, 1]")
+    return value
+
+
+def value_type(setting: dataclasses.Field) -> Callable[[str], object]:
+    """What reads a setting of this kind from the command line."""
+    return finite if setting.type is float else setting.type
+
+
 def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
     """One option for each field of the method's settings dataclass."""
     settings = method_named(method).settings
     group = parser.add_argument_group(f"settings of --method {method}", settings.__doc__)
     for f in dataclasses.fields(settings):
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": value_type(f)}
         default = "" if f.type is bool else f" (default {f.default})"
         group.add_argument(
             f"--{f.name}",
@@ -570,7 +629,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--random_weights", metavar="SHAPE", help="a published shape with random weights, to measure speed"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument(
         "--json", action="store_true", help="print the report as one JSON object, the last line of stdout"
     )
@@ -588,15 +647,19 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="a question to feed after the prompt through the cache; repeat it for several, one by one",
     )
     parser.add_argument(
-        "--stop", metavar="TEXT", help="stop where this text appears (default with --ask: a line end)"
+        "--stop",
+        metavar="TEXT",
+        help="stop where this text is complete; its beginning may remain (default with --ask: a line end)",
     )
-    parser.add_argument("--batch_size", type=int, help="rows; the prompts are repeated to fill them")
-    parser.add_argument("--max_new_tokens", type=int, default=100)
+    parser.add_argument("--batch_size", type=whole(1), help="rows; the prompts are repeated to fill them")
+    parser.add_argument("--max_new_tokens", type=whole(1), default=100)
     parser.add_argument(
-        "--context", type=int, help="capacity of the cache in tokens (default: what the prompts need)"
+        "--context", type=whole(1), help="capacity of the cache in tokens (default: what the prompts need)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top_k", type=int, default=0, help="sample among the k likeliest tokens; 0: all")
+    parser.add_argument("--temperature", type=finite, default=0.0, help="0 is greedy")
+    parser.add_argument(
+        "--top_k", type=whole(0), default=0, help="sample among the k likeliest tokens; 0: all"
+    )
     parser.add_argument(
         "--top_p", type=float, default=1.0, help="sample among the tokens that hold this probability"
     )
@@ -612,7 +675,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="the Triton kernels, or plain PyTorch (default: kernels on CUDA)",
     )
     parser.add_argument("--interactive", action="store_true", help="read one turn a line from the terminal")
-    parser.add_argument("--chat", action="store_true", help="wrap prompts in the model's chat template")
+    parser.add_argument(
+        "--chat",
+        nargs="?",
+        const="auto",
+        choices=("auto", *CHAT_MARKERS),
+        help="wrap prompts as the model's chats are; auto: as its own template tells",
+    )
     # The method decides which settings exist, so it is read first.
     early = Parser(add_help=False, allow_abbrev=False)
     early.add_argument("--method", default="dense")
@@ -620,10 +689,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(f"{unknown[0]} is neither an option nor a setting of {args.method}; see --help")
-    if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0 or args.max_new_tokens < 1:
-        raise UserError(
-            "--temperature and --top_k must be at least 0, --top_p in (0, 1], --max_new_tokens at least 1"
-        )
+    if args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise UserError("--temperature must be at least 0, --top_p in (0, 1]")
+    if args.random_weights and (args.chat or args.stop or args.ask or args.interactive):
+        raise UserError("random weights have no tokenizer for --chat, --stop, --ask or --interactive")
+    if args.interactive and (args.prompt or args.ask or args.stop or args.batch_size or args.json):
+        raise UserError("--interactive takes no --prompt, --ask, --stop, --batch_size or --json")
+    if args.chat and not (args.interactive or args.prompt):
+        raise UserError("--chat needs a --prompt, or --interactive")
     return args
 
 
@@ -632,7 +705,7 @@ def demo_prompt(checkpoint: Path) -> tuple[str, list[str]]:
     path = checkpoint / "demo.txt"
     if not path.is_file():
         raise UserError("give a --prompt: this checkpoint has no demo.txt")
-    document, *asks = path.read_text(encoding="utf-8").split("\nQuestion:")
+    document, *asks = read_text(path).split("\nQuestion:")
     return document, [f"Question:{ask}".rstrip("\n") for ask in asks]
 
 
@@ -645,19 +718,22 @@ def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[lis
         document, demo_asks = demo_prompt(args.checkpoint)
         prompts, asks = [tokenizer.encode(document)], asks or demo_asks
     elif args.chat:
-        style = chat_style({"model_type": model.config.family}, tokenizer)
-        prompts = [encode_chat(tokenizer, style, [{"role": "user", "content": text}]) for text in args.prompt]
+        style = style_of(args, model.config, tokenizer)
+        chats = [[{"role": "user", "content": prompt_text(p)}] for p in args.prompt]
+        prompts = [encode_chat(tokenizer, style, chat) for chat in chats]
     else:
-        prompts = [
-            parse_prompt(p, tokenizer, model.config.vocab_size, args.seed + i)
-            for i, p in enumerate(args.prompt)
-        ]
+        prompts = [parse_prompt(p, tokenizer, model.config, args.seed + i) for i, p in enumerate(args.prompt)]
     rows = args.batch_size or len(prompts)
     if asks and (tokenizer is None or rows > 1):
         raise UserError("--ask takes one prompt, one row and a model with a tokenizer")
     if rows < len(prompts):
         raise UserError(f"--batch_size {rows} is less than the {len(prompts)} prompts given")
     return [prompts[i % len(prompts)] for i in range(rows)], asks
+
+
+def style_of(args: argparse.Namespace, config: ModelConfig, tokenizer) -> str:
+    """The chat style that --chat names, or that the model's own template gives away."""
+    return chat_style({"model_type": config.family}, tokenizer) if args.chat == "auto" else args.chat
 
 
 def streamer(tokenizer, after: list[int]) -> Callable[[int, int], None]:
@@ -683,7 +759,7 @@ def run_generate(args: argparse.Namespace) -> None:
         return run_interactive(args, model, tokenizer)
     prompts, asks = read_prompts(args, model, tokenizer)
     asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
-    capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model)
+    capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
 
     dense = None
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
@@ -711,18 +787,17 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
-    if tokenizer is None:
-        raise UserError("--interactive needs a tokenizer, and random weights have none")
     capacity = args.context or min(4096, model.config.max_positions)
+    check_capacity(capacity, model.config)
     engine = build_engine(model, args.method, chosen_settings(args, args.method), args, 1, capacity)
-    style = chat_style({"model_type": model.config.family}, tokenizer) if args.chat else None
+    style = style_of(args, model.config, tokenizer) if args.chat else None
     history, transcript, held = [], [], 0  # messages, token ids, and how many of these the cache holds
     torch.manual_seed(args.seed)
     while True:
         try:
             line = input("> ")
         except EOFError:
-            return
+            return print()
         if not line:
             continue
         history.append({"role": "user", "content": line})
@@ -758,9 +833,18 @@ def run_command(run: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except torch.OutOfMemoryError as error:
+    except BrokenPipeError:  # whoever read stdout has gone, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        told = str(error) or "out of memory"
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in told:
+            raise
         print(
-            f"error: not enough memory ({str(error).splitlines()[0]}); use fewer or shorter rows",
+            f"error: not enough memory ({told.splitlines()[0]}); use a smaller model, or fewer or shorter rows",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -34,7 +34,6 @@ tl = tl or _NoTriton
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
 LOG2E = math.log2(math.e)
-LOWEST = -(2**31)  # sort key of a token that is no candidate; no number has it
 
 
 def operator(fake, mutates: tuple = ()):
@@ -76,6 +75,15 @@ def shape(name: str, x: Tensor, *sizes: int, dtype: torch.dtype | None = None) -
 
 def power2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+def value_group(D: int, bits: int) -> int:
+    """Channels that share a minimum and a scale, as compress.Values has them: 32, or all of a narrow head."""
+    group = min(32, D)
+    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
+    fits = bits == 16 or (D % group == 0 and group == power2(group))
+    need(fits, f"values of {bits} bits need a head dim of 16 or a multiple of 32, not {D}")
+    return group
 
 
 def cdiv(a: int, b: int) -> int:
@@ -832,7 +840,7 @@ def sals_attend(
     Hkv, DP, _ = basis.shape
     z = ring_k.shape[1]
     need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
-    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
+    group = value_group(D, bits)
     shape("latent", latent, B, S, r, dtype=q.dtype)
     shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=q.dtype)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
@@ -844,7 +852,7 @@ def sals_attend(
         group, width, planes = 1, D, 1
     else:
         need(low_scale is not None, f"values of {bits} bits need low_scale")
-        group, width, planes = min(32, D), D * bits // 8, 8 // bits
+        width, planes = D * bits // 8, 8 // bits
         shape("values", values, B, S, Hkv, width, dtype=torch.uint8)
         shape("low_scale", low_scale, B, S, Hkv, D // group, 2, dtype=torch.float16)
         check(pos, B, low_scale=low_scale)
@@ -1084,8 +1092,10 @@ def sals_append(
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
     G = q.shape[1] // Hkv
-    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
+    group = value_group(D, bits)
+    need(z > 0, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=latent.dtype)
+    shape("latent", latent, B, S, r)
     shape("q", q, B, Hkv * G, D, dtype=k.dtype)
     shape("v", v, B, Hkv, D, dtype=k.dtype)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=k.dtype)
@@ -1093,7 +1103,6 @@ def sals_append(
     words = rope_words(rope, S, D, k.dtype)
     check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], rope=rope)
     check(pos, B, latent=latent, values=values, ring_k=ring_k, ring_v=ring_v)
-    group = min(32, D)
     width = D if bits == 16 else D * bits // 8
     shape("values", values, B, S, Hkv, width, dtype=k.dtype if bits == 16 else torch.uint8)
     if bits < 16:
@@ -1386,7 +1395,8 @@ def main() -> None:
     parser.add_argument("--csv", help="write the table to this file")
     options = parser.parse_args()
     if triton is None or not torch.cuda.is_available():
-        sys.exit("kernels.py: the benchmark needs a CUDA GPU and triton")
+        print("error: the benchmark needs a CUDA GPU and triton", file=sys.stderr)
+        sys.exit(2)
     grid = [tuple(map(int, s.split("x"))) for s in options.shape or []]
 
     def report(row):

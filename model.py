@@ -19,7 +19,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -76,10 +76,20 @@ class ModelConfig:
         if not path.is_file():
             raise UserError(f"{folder}: no config.json there; give the folder of a Hugging Face download")
         try:
-            hf = json.loads(path.read_text(encoding="utf-8"))
-            return cls.from_hf(hf)
-        except (ValueError, KeyError, TypeError) as error:
+            config = cls.from_hf(read_json(path))
+            config.check()
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise UserError(f"{path}: not a usable config ({type(error).__name__}: {error})") from None
+        return config
+
+    def check(self) -> None:
+        """Raises ValueError for a size that is not a positive number, and for RoPE without finite angles."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type in (int, float) and not (isinstance(value, (int, f.type)) and value > 0):
+                raise ValueError(f"{f.name} is {value!r}")
+        if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
+            raise ValueError(f"RoPE with rope_theta {self.rope_theta} and {self.rope_scaling} is not finite")
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
@@ -367,7 +377,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise UserError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
     try:
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise UserError(f"{index}: not a usable index; download it again") from None
     for file in files:
         if not file.is_file():
@@ -767,7 +777,9 @@ def chat_style(config: dict, tokenizer: Tokenizer) -> str:
         for style, marker in CHAT_MARKERS.items():
             if marker in evidence:
                 return style
-    raise UserError(f"no chat style fits this model: name one of {', '.join(CHAT_MARKERS)}, or do not chat")
+    raise UserError(
+        f"no chat style fits this model; name one, such as --chat llama-2, of {', '.join(CHAT_MARKERS)}"
+    )
 
 
 def render_chat(style: str, messages: list[dict[str, str]]) -> list[Segment]:

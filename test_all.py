@@ -3358,7 +3358,7 @@ def test_chat_style(tmp_path):
         ("{{ '[INST]' }}", ["[INST]"]),
         ("<|im_start|><|im_sep|>", ["<|im_start|>", "<|im_sep|>"]),
     ]:
-        with pytest.raises(UserError, match="name one of llama-3"):
+        with pytest.raises(UserError, match="name one, such as --chat llama-2"):
             guess(*args)
     write_json(tmp_path, tokenizer=tokenizer_json())
     (tmp_path / "chat_template.jinja").write_text("[INST] <<SYS>>", encoding="utf-8")
@@ -4329,9 +4329,26 @@ def foreign_artifact(folder: Path) -> None:
 
 DAMAGE = {
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not a usable config"),
+    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
     "config lacks a field": (
         lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+        "not a usable config",
+    ),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
+    "config with text for a size": (
+        lambda f: edit_json(f / "config.json", hidden_size="48"),
+        "not a usable config",
+    ),
+    "config with no positions": (
+        lambda f: edit_json(f / "config.json", max_position_embeddings=None),
+        "max_positions is None",
+    ),
+    "RoPE without its factor": (
+        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "linear"}),
+        "not a usable config",
+    ),
+    "RoPE that is not finite": (
+        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "linear", "factor": 0}),
         "not a usable config",
     ),
     "architecture": (lambda f: edit_json(f / "config.json", model_type="gpt2"), "'gpt2' is not supported"),
@@ -4367,6 +4384,47 @@ DAMAGE = {
 }
 
 
+@pytest.mark.parametrize(
+    "method,options", [("sals", {}), ("sals", {"bits": 16, "window": "half"}), ("kivi", {})]
+)
+def test_heads_that_groups_of_32_channels_do_not_fill_are_refused(method, options):
+    with pytest.raises(UserError, match="bit values need a head dim that groups of 32"):
+        make_engine(tiny_model(head_dim=48), method, 1, 64, **options)
+    make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16)
+
+
+def test_chat_wraps_the_text_of_a_file(tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "hello.txt").write_text("hello there")
+    outputs = []
+    for prompt in ("hello there", f"@{tmp_path / 'hello.txt'}"):
+        argv = [
+            "--checkpoint",
+            folder,
+            "--chat",
+            "mistral",
+            "--prompt",
+            prompt,
+            "--max_new_tokens",
+            2,
+            "--json",
+        ]
+        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+        assert code == 0, err
+        outputs.append(json.loads(out.splitlines()[-1])["prompt_tokens"])
+    assert outputs[0] == outputs[1] and outputs[0][0] > len(load_tokenizer(folder).encode("hello there"))
+
+
+def test_a_long_stop_text_stops(tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    argv = ["--checkpoint", folder, "--prompt", "hello", "--max_new_tokens", 60, "--ignore_eos", "--json"]
+    _, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
+    whole = json.loads(out.splitlines()[-1])["text"][0]
+    stop = whole[20:100]  # far longer than any one token
+    code, out, _ = run_main(generate.main, [*argv, "--stop", stop], monkeypatch, capsys)
+    assert code == 0 and len(json.loads(out.splitlines()[-1])["text"][0]) < 105 < len(whole)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
     folder = tiny_checkpoint(tmp_path)
@@ -4397,6 +4455,24 @@ BAD_OPTIONS = {
     "empty number": (["--prompt", "0"], "empty"),
     "no such file": (["--prompt", "@nowhere.txt"], "no such file"),
     "prompt too long": (["--prompt", "600"], "more than the model's 512"),
+    "prompt too long by far": (["--prompt", "3000000000"], "more than the model's 512"),
+    "no digit": (["--prompt", "5", "--max_new_tokens", "²"], "--max_new_tokens"),
+    "no rows": (
+        ["--prompt", "5", "--batch_size", "0"],
+        "--batch_size: 0 is not a whole number of at least 1",
+    ),
+    "seed too large": (["--prompt", "5", "--seed", "9" * 30], "--seed"),
+    "not a number": (["--prompt", "5", "--temperature", "nan"], "nan is not a finite number"),
+    "setting not a number": (["--method", "sals", "--rank", "inf", "--prompt", "5"], "--rank: inf is not"),
+    "other device": (["--device", "meta", "--prompt", "5"], "--device meta is not supported"),
+    "chat with no style": (["--chat", "--prompt", "hello"], "no chat style fits"),
+    "chat with no prompt": (["--chat"], "--chat needs a --prompt"),
+    "stop with random weights": (
+        ["--random_weights", "llama-2-7b", "--prompt", "5", "--stop", "x"],
+        "tokenizer",
+    ),
+    "interactive with a prompt": (["--interactive", "--prompt", "hello"], "--interactive takes no --prompt"),
+    "interactive beyond the model": (["--interactive", "--context", "600"], "more than the model's 512"),
     "cache too small": (["--prompt", "60", "--context", "40"], "raise --context"),
     "no such folder": (["--checkpoint", "nowhere"], "no such folder"),
     "no such shape": (["--random_weights", "llama-9"], "the shapes are"),
@@ -4722,7 +4798,7 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
         (["train", "--out", checkpoint, "--text", checkpoint, "--stages", "8x8"], "BATCHxLENGTHxSTEPS"),
         (
             ["fit", "--checkpoint", checkpoint, "--method", "fdc", "--accuracy", "2"],
-            "--accuracy 2.0: the share",
+            "--accuracy: 2 does not lie in (0, 1]",
         ),
         (["fly"], "invalid choice"),
         (
@@ -4730,8 +4806,21 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
             "it attends all 400",
         ),
         (["overlap", "--checkpoint", checkpoint, "--length", "200"], "ask for longer prompts"),
-        (["eval", "--checkpoint", checkpoint, "--equal_bytes", "2"], "--equal_bytes 2: give a share"),
-        (["masked", "--checkpoint", checkpoint, "--k", "2"], "--k: give shares in (0, 1]"),
+        (["eval", "--checkpoint", checkpoint, "--equal_bytes", "2"], "--equal_bytes: 2 does not lie"),
+        (["masked", "--checkpoint", checkpoint, "--k", "2"], "--k: 2 does not lie in (0, 1]"),
+        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=nan"], "rank must be a float, not nan"),
+        (["eval", "--checkpoint", checkpoint, "--lengths", "600"], "more than the model's 512"),
+        (["eval", "--checkpoint", checkpoint, "--csv", tmp_path / "none" / "x.csv"], "there is no folder"),
+        (["eval", "--checkpoint", checkpoint, "--continuation", "0"], "--continuation: 0 is not a whole"),
+        (["overlap", "--checkpoint", checkpoint, "--length", "600"], "more than the model's 512"),
+        (["overlap", "--checkpoint", checkpoint, "--samples", "0"], "--samples: 0 is not a whole"),
+        (
+            ["fit", "--checkpoint", checkpoint, "--method", "sals", "--max_rank", "0"],
+            "--max_rank: 0 does not",
+        ),
+        (["fit", "--checkpoint", checkpoint, "--method", "sals", "--window", "0"], "--window: 0 is not a"),
+        (["train", "--out", tmp_path / "new", "--text", f"{checkpoint}:nan"], "write PATH or PATH:SHARE"),
+        (["train", "--out", NANO / "config.json" / "new", "--text", checkpoint], "Not a directory"),
     ]
     for argv, message in cases:
         code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
