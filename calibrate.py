@@ -184,6 +184,10 @@ def number(rng: random.Random) -> str:
 def keys(rng: random.Random, n: int) -> list[str]:
     """n distinct keys that share words with one another: the hard distractors of RULER's multi-key tasks."""
     side = max(2, math.ceil(math.sqrt(1.5 * n)))
+    if side > min(len(ADJECTIVES), len(NOUNS)):
+        raise UserError(
+            f"--facts {n}: there are words for {min(len(ADJECTIVES), len(NOUNS)) ** 2 * 2 // 3} at most"
+        )
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
     return rng.sample(pairs, n)
 
@@ -367,6 +371,8 @@ def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
         ids += tokenizer.encode(text, bos=False)
         if len(ids) >= most:
             break
+    if not ids:
+        raise UserError(f"{files[0]}: no text of at least 200 characters there")
     return np.array(ids[:most])
 
 
@@ -385,7 +391,12 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
 def calibration_windows(args: argparse.Namespace, model: Llama, tokenizer) -> Tensor:
     """Windows of --text, or of the part of the standard library that evaluation does not read."""
     files = text_files(args.text or standard_library(), None if args.text else False)
-    return windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
+    return windows(tokenizer, files, min(args.window, longest_window(model.config)), args.windows)
+
+
+def longest_window(c: ModelConfig) -> int:
+    """Tokens of the longest text that the model attends as a whole."""
+    return min(c.max_positions, c.sliding_window or c.max_positions)
 
 
 @dataclass
@@ -468,12 +479,12 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 def fit_sals(
     model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """U of each layer: the leading eigenvectors of its joint pre-RoPE key covariance, of the keys k themselves
+    """U of each layer: leading eigenvectors of its joint pre-RoPE key covariance, of the keys k as they are
     (SALS sec. 4.2) and of S k (ours).
 
     An error e of a key changes a logit by q^T R e, where R rotates pair p by an angle that depends on the
-    distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims of
-    pair p, the U of S k is the one that keeps the logits best."""
+    distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims
+    of pair p, the U of S k is the one that keeps the logits best."""
     c, second = model.config, moments["pre"].second
     scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
@@ -772,17 +783,26 @@ FITS = {
     "palu": fit_palu,
     "doublesparse": fit_doublesparse,
 }
+MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
 
 
 def run_fit(args: argparse.Namespace) -> None:
-    """One pass over the text gathers the moments; every method asked for is fitted from them."""
+    """One pass over the text gathers the moments for all methods that need them; `all` goes on where a method
+    cannot take the model."""
     model, tokenizer = load(args)
     tokens = calibration_windows(args, model, tokenizer)
-    moments = key_moments(model, tokens, "fit")
+    methods = FITS if args.method == "all" else [args.method]
+    moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
-    for method in FITS if args.method == "all" else [args.method]:
-        tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
+    for method in methods:
+        try:
+            tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
+        except UserError as error:
+            if args.method != "all":
+                raise
+            print(f"{method}: not fitted: {error}", file=sys.stderr)
+            continue
         path = artifact_path(args.checkpoint, method)
         save_artifact(tensors, path, {"method": method} | model_identity(model) | source | facts)
         size = human(path.stat().st_size)
@@ -1345,7 +1365,7 @@ def masked_perplexity(
 def run_masked(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
     files = text_files(args.text) if args.text else text_files(standard_library(), held=True)
-    tokens = windows(tokenizer, files, min(args.window, model.config.max_positions), args.windows)
+    tokens = windows(tokenizer, files, min(args.window, longest_window(model.config)), args.windows)
     artifact = load_artifact(args.checkpoint, "loki", model)
     basis, length = artifact[f"{loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
     bar = Progress("masked", 1 + 2 * len(args.k) * (1 + len(args.d)))
@@ -1393,11 +1413,13 @@ def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]
 
 def run_pairs(args: argparse.Namespace) -> None:
     model, tokenizer = load(args)
+    if model.config.elitekv:
+        raise UserError("this checkpoint was uptrained for EliteKV; give the one it was made of")
     c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
     if not all(1 <= r <= c.head_dim // 2 for r in args.r):
         raise UserError(f"--r: a head has 1 to {c.head_dim // 2} pairs")
     held = text_files(args.text) if args.text else text_files(standard_library(), held=True)
-    tokens = windows(tokenizer, held, min(args.window, c.max_positions), args.windows)
+    tokens = windows(tokenizer, held, min(args.window, longest_window(c)), args.windows)
     orders = {name: [artifact[name][..., :r] for r in args.r] for name in ("elite", "contribution")}
     uniform = [uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
     orders["uniform"] = [pairs.expand(c.n_layers, c.n_kv_heads, -1) for pairs in uniform]
@@ -1832,6 +1854,7 @@ def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
 def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, count: int) -> float:
     """Perplexity of up to `count` spread windows of `length` tokens, BOS first, by full forward passes."""
     device = next(model.parameters()).device
+    length = min(length, len(ids))
     available = len(ids) // length
     starts = np.linspace(0, available - 1, min(count, available)).astype(int) * length
     losses = []
@@ -1912,7 +1935,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--lengths", nargs="+", type=whole(1), default=[1024, 2048], help="tokens of a retrieval prompt"
     )
     p.add_argument("--samples", type=whole(0), default=20, help="prompts a task and length; 0: none")
-    p.add_argument("--facts", type=whole(1), default=16, help="facts in the multi-key and multi-query tasks")
+    p.add_argument("--facts", type=whole(4), default=16, help="facts in the multi-key and multi-query tasks")
     p.add_argument("--rows", type=whole(1), default=10, help="prompts decoded as one batch")
     p.add_argument("--haystack", type=Path, help="text to hide facts in (default: held-out Python sources)")
     p.add_argument("--csv", type=Path, help="also write the table to this file")
@@ -1922,7 +1945,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             type=fraction,
             default=0.0,
             metavar="SHARE",
-            help=f"give each method the settings with which its {about} are at most this share of dense",
+            help=f"give each method the settings with which its {about} are at most this share of dense"
+            + (" (in the layers that select)" if what == "tokens" else ""),
         )
 
     p = command("ranks", run_ranks, "rank of the keys before and after RoPE, a layer a line")

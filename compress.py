@@ -288,8 +288,7 @@ class SalsSettings:
     )
     metric: str = setting(
         "query",
-        "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do), or the keys (the "
-        "paper)",
+        "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do) or keys (paper)",
         ("query", "key"),
     )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
@@ -539,9 +538,12 @@ def sals_fold(
 
 def skipped_layers(skip: str, n_layers: int) -> set[int]:
     try:
-        return {int(i) % n_layers for i in skip.split(",") if i.strip()}
+        layers = [int(i) for i in skip.split(",") if i.strip()]
     except ValueError:
         raise UserError(f"--skip {skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)") from None
+    if not all(-n_layers <= i < n_layers for i in layers):
+        raise UserError(f"--skip {skip!r}: the layers are {-n_layers} to {n_layers - 1}")
+    return {i % n_layers for i in layers}
 
 
 def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
@@ -551,6 +553,10 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
     if min(settings.sinks, settings.critical) < 0 or settings.recent < 1 or not 0 <= settings.keep <= 1:
         raise UserError(
             "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
+        )
+    if "scale" not in artifact:
+        raise UserError(
+            "this sals.safetensors is of an older format; run calibrate.py fit --method sals again"
         )
     check_groups(settings.bits, c.head_dim)
     if settings.window == "half":
@@ -938,7 +944,8 @@ class LokiSettings:
 
     def budget(self, capacity: int) -> tuple[int]:
         """Tokens that a query head attends, of a row that fills the cache."""
-        return (capacity if self.reduced else loki_count(self.k, capacity),)
+        forced = min(capacity, self.sinks + self.recent)
+        return (capacity if self.reduced else max(forced, loki_count(self.k, capacity)),)
 
 
 class LokiCache(Cache):
@@ -991,10 +998,11 @@ class LokiCache(Cache):
         scores = (q[..., : self.d] @ self.k[..., : self.d].transpose(-1, -2)).float()  # [B, Hkv, G, S]
         forced = (places < self.settings.sinks) | (places >= length - self.settings.recent)
         scores = scores.masked_fill(forced, torch.inf).masked_fill(places >= length, -torch.inf)
-        index = scores.topk(loki_count(self.settings.k, self.room.capacity), dim=-1).indices
+        index = scores.topk(sum(self.settings.budget(self.room.capacity)), dim=-1).indices
         ranks = torch.arange(index.shape[-1], device=pos.device)
-        wanted = (self.settings.k * length).long() if self.settings.k <= 1 else length
-        return index, ranks < wanted.clamp(min=1).minimum(length)
+        wanted = (self.settings.k * length.double()).long() if self.settings.k <= 1 else length
+        least = max(1, self.settings.sinks + self.settings.recent)
+        return index, ranks < wanted.clamp(min=least).minimum(length)
 
     def formula(self) -> int:
         return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
@@ -1003,7 +1011,7 @@ class LokiCache(Cache):
         """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
         if self.settings.reduced:
             return length, length
-        chosen = min(length, self.config.group * loki_count(self.settings.k, length))
+        chosen = min(length, self.config.group * sum(self.settings.budget(length)))
         return chosen + length * self.d / self.width, chosen
 
     def bytes_read(self, length: int) -> int:
@@ -1032,20 +1040,22 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
     kind = loki_basis(settings.basis, artifact)
-    caches = []
-    for i in range(len(model.layers)):
+
+    def cache(i: int) -> LokiCache:
         d = max(1, round(settings.d * model.config.head_dim))
         if settings.explained:
             d = int(rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained).max())
-        caches.append(LokiCache(room, settings, artifact[f"{kind}.basis"][i], d))
-    return packed(caches, settings.kv_bits)
+        return LokiCache(room, settings, artifact[f"{kind}.basis"][i], d)
+
+    return packed(map(cache, range(len(model.layers))), settings.kv_bits)  # packed before the next is made
 
 
 def random_loki(model: Llama) -> dict[str, Tensor]:
     c = model.config
     shape = (c.n_layers, c.n_kv_heads, c.head_dim)
-    basis = random_basis(*shape, c.head_dim)
-    return {"post.basis": basis, "post.eigenvalues": torch.ones(shape), "better": torch.tensor(1)}
+    kinds = {"basis": random_basis(*shape, c.head_dim), "eigenvalues": torch.ones(shape)}
+    made = {f"{when}.{kind}": t for when in ("pre", "post") for kind, t in kinds.items()}
+    return made | {"better": torch.tensor(1)}
 
 
 # ------------------------------------------------------------------------------------------------------- LRQK
@@ -1199,11 +1209,7 @@ def lrqk_scores(q_hat: Tensor, a_k: Tensor, live: Tensor, head_dim: int) -> Tens
 
     The largest log attention weight that a query head of the group would give, -inf where not live. With one
     query head a group this ranks tokens by q^ . k^ alone, as in line 9 of Alg. 2."""
-    dead = ~live[:, None, None]
-    logits = (q_hat.to(a_k.dtype) @ a_k.mT).float() * head_dim**-0.5  # [B, Hkv, G, S]
-    logits = logits.masked_fill(dead, -torch.inf)
-    logits = logits - logits.logsumexp(-1, keepdim=True)
-    return logits.masked_fill(dead, -torch.inf).amax(2)
+    return group_scores((q_hat.to(a_k.dtype) @ a_k.mT).float() * head_dim**-0.5, live)
 
 
 def lrqk_resolve(
@@ -1522,8 +1528,9 @@ def group_scores(logits: Tensor, live: Tensor) -> Tensor:
 
     logits [B, Hkv, G, N] of tokens, pages or chunks, live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live.
     As logarithms: they rank as the weights do, but small ones do not all become 0."""
-    logits = logits.float().masked_fill(~live[:, None, None], -torch.inf)
-    return logits.log_softmax(-1).amax(2)
+    dead = ~live[:, None, None]
+    logits = logits.float().masked_fill(dead, -torch.inf)
+    return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
 
 
 def best_tokens(scores: Tensor, pos: Tensor, count: int, x: int, z: int) -> Tensor:
@@ -2017,7 +2024,7 @@ class KiviCache(Cache):
         are taken to be among them."""
         size, (keys, values) = self.room.dtype.itemsize, self.inner.tokens_read(length)
         key_row, value_row = self.config.n_kv_heads * self.width * size, self.config.kv_dim * size
-        exact_k, exact_v = min(keys, length % self.R), min(values, self.R)
+        exact_k, exact_v = min(keys, (length - 1) % self.R + 1), min(values, self.R + 1)  # the new one too
         index = self.inner.bytes_read(length) - round(keys * key_row + values * value_row)
         read_k = exact_k * key_row + (keys - exact_k) * self.key_bytes()
         return index + round(read_k + exact_v * value_row + (values - exact_v) * self.values.row_bytes)
@@ -2164,7 +2171,7 @@ class ShadowKvCache(Cache):
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
         ids, heads = torch.arange(self.chunks, device=pos.device), self.config.n_kv_heads
         logits = q.unflatten(1, (heads, -1)) @ self.landmark.transpose(-1, -2) * self.config.head_dim**-0.5
-        scores = group_scores(logits, ids <= pos[:, None] // self.chunk)
+        scores = group_scores(logits, ids < (pos[:, None] + 1) // self.chunk)  # whole chunks
         taken = (self.outlier[..., None] == ids).any(2) | (ids >= self.local(pos)[:, None])[:, None]
         best, chosen = scores.masked_fill(taken, -torch.inf).topk(self.selected // self.chunk)
         live = (best > -torch.inf).repeat_interleave(self.chunk, -1)

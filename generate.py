@@ -220,8 +220,9 @@ def decode_rows(
 ) -> Output:
     """Generates until every row has stopped or has max_new_tokens; a stop token is not part of the output.
 
-    stops(ids) sees all ids that the row has made; emit(row, token) is called for each token. stride: steps between two looks at the tokens: more than 1
-    spares the device the wait for the host, but leaves tokens after the stop in the cache."""
+    stops(ids) sees all ids that the row has made; emit(row, token) is called for each token.
+    stride: steps between two looks at the tokens: more than 1 spares the device the wait for the host, but
+    leaves tokens after the stop in the cache."""
     rows = engine.room.rows
     output, stopped = Output([[] for _ in range(rows)]), [False] * rows
     synchronize(engine.room.device)
@@ -816,9 +817,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
         else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
         emit = streamer(tokenizer, () if style else ids)
-        output = decode_rows(
-            engine, args.max_new_tokens, lambda recent: recent[-1] in tokenizer.stop_ids, emit
-        )
+        output = decode_rows(engine, args.max_new_tokens, lambda ids: ids[-1] in tokenizer.stop_ids, emit)
         print()
         made = output.token_ids[0]
         history.append({"role": "assistant", "content": tokenizer.decode(made)})
@@ -844,7 +843,7 @@ def run_command(run: Callable[[], None]) -> None:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in told:
             raise
         print(
-            f"error: not enough memory ({told.splitlines()[0]}); use a smaller model, or fewer or shorter rows",
+            f"error: not enough memory ({told.splitlines()[0]}); use a smaller model, fewer or shorter rows",
             file=sys.stderr,
         )
         sys.exit(2)

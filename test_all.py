@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import unicodedata
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -1661,6 +1662,39 @@ def test_kivi_with_constant_keys_and_a_long_residual_is_exact():
         assert torch.equal(step(cache, n, q, k, v), step(dense, n, q, k, v))
 
 
+@pytest.mark.parametrize("pos", [5, 30, 99])
+def test_loki_always_attends_its_sinks_and_recent_tokens(pos):
+    q, k, v = stream(100)
+    cache = row_cache("loki", tiny_model(), 1, 100, k=0.05, sinks=8, recent=16)
+    cache.prefill(0, q[:pos], k[:pos], v[:pos])
+    seen = {}
+    cache.watch = lambda pos, index, live, recent: seen.update(index=index, live=live)
+    step(cache, pos, q, k, v)
+    lives = seen["live"].expand(seen["index"].shape)
+    for index, live in zip(seen["index"].flatten(0, 2), lives.flatten(0, 2), strict=True):
+        forced = set(range(min(8, pos + 1))) | set(range(max(0, pos - 15), pos + 1))
+        assert set(index[live].tolist()) == forced
+    assert cache.settings.budget(100) == (24,)
+
+
+def test_loki_is_packed_layer_by_layer(monkeypatch):
+    """With kv_bits no two layers' unpacked K and V exist at a time."""
+    alive, most = set(), [0]
+    made = compress.LokiCache.__init__
+
+    def counted(self, *args):
+        made(self, *args)
+        for name in ("k", "v"):
+            buffer = getattr(self, name)
+            alive.add(id(buffer))
+            weakref.finalize(buffer, alive.discard, id(buffer))
+        most[0] = max(most[0], len(alive))
+
+    monkeypatch.setattr(compress.LokiCache, "__init__", counted)
+    make_engine(tiny_model(), "loki", 1, 64, kv_bits=4)
+    assert most[0] <= 5 < 2 * 4  # the copy that all layers share, the layer being packed, a last reference
+
+
 def test_kivi_bytes_are_the_papers():
     """5/16 and 3/16 of fp16 (SALS Table 2: 0.31 and 0.19), the residual apart."""
     model = tiny_model(head_dim=64).half()
@@ -1668,8 +1702,9 @@ def test_kivi_bytes_are_the_papers():
         cache = row_cache("kivi", model, 1, 4096, bits=bits, residual=32)
         token = 2 * 4 * 64 * 2
         assert cache.formula() == 4096 * token * ratio + 32 * token
-        exact = 32 * token / 2  # 4095 = 127 * 32 + 31 tokens: 31 exact keys, 32 exact values
-        assert cache.bytes_read(4096) == (2 * 4096 - 32) * token / 2 * ratio + exact
+        # After 4095 = 127 * 32 + 31 tokens: 31 exact keys, 32 exact values, and the new token's.
+        assert cache.bytes_read(4096) == (2 * 4096 - 65) * token / 2 * ratio + 65 * token / 2
+        assert cache.bytes_read(4097) == (2 * 4097 - 34) * token / 2 * ratio + 34 * token / 2
 
 
 @pytest.mark.parametrize(
@@ -4479,6 +4514,7 @@ BAD_OPTIONS = {
     "no demo": ([], "no demo.txt"),
     "rank too large": (["--method", "sals", "--rank", "1.5", "--prompt", "5"], "1 to 64"),
     "rank beyond the artifact": (["--method", "sals", "--rank", "0.9", "--prompt", "5"], "--max_rank"),
+    "no such layer": (["--method", "sals", "--skip", "9", "--prompt", "5"], "the layers are -4 to 3"),
     "too many pairs": (
         ["--method", "elitekv", "--r", "9", "--prompt", "5"],
         "--r 9: a head has 1 to 8 pairs",
@@ -4712,6 +4748,33 @@ def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsy
     assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
 
 
+def test_fit_all_goes_on_where_a_method_cannot_take_the_model(tmp_path, monkeypatch, capsys):
+    def refuse(*args):
+        raise UserError("not this model")
+
+    folder = tiny_checkpoint(tmp_path)
+    monkeypatch.setitem(calibrate.FITS, "elitekv", refuse)
+    for method in ("sals", "loki", "elitekv", "fdc", "palu", "doublesparse"):
+        artifact_path(folder, method).unlink(missing_ok=True)
+    argv = ["fit", "--checkpoint", folder, "--method", "all", "--windows", "4", "--window", "64"]
+    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    assert code == 0 and "elitekv: not fitted" in err
+    assert {path.stem for path in folder.glob("*.safetensors")} == {
+        "model", "sals", "loki", "fdc", "palu", "doublesparse"
+    }  # fmt: skip
+    argv = ["fit", "--checkpoint", folder, "--method", "elitekv", "--windows", "4", "--window", "64"]
+    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 2
+
+
+def test_an_artifact_of_an_older_format_is_refused(tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    model = load_model(folder, CPU, torch.float32)
+    save_artifact({"0.basis": torch.eye(64)}, artifact_path(folder, "sals"), model_identity(model))
+    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello"]
+    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
+    assert code == 2 and "run calibrate.py fit --method sals again" in err
+
+
 def test_eval_prints_dense_first_and_json(checkpoint, tmp_path, monkeypatch, capsys):
     argv = [
         "eval",
@@ -4784,6 +4847,8 @@ def test_eval_builds_every_method_before_it_evaluates_one(checkpoint, monkeypatc
 
 
 def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
+    few = tmp_path / "few.txt"
+    few.write_text("too short")
     cases = [
         (
             ["fit", "--checkpoint", checkpoint, "--method", "sals", "--text", tmp_path / "none"],
@@ -4814,6 +4879,14 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
         (["eval", "--checkpoint", checkpoint, "--continuation", "0"], "--continuation: 0 is not a whole"),
         (["overlap", "--checkpoint", checkpoint, "--length", "600"], "more than the model's 512"),
         (["overlap", "--checkpoint", checkpoint, "--samples", "0"], "--samples: 0 is not a whole"),
+        (["eval", "--checkpoint", checkpoint, "--facts", "3", "--tasks", "multiquery"], "--facts: 3 is not"),
+        (
+            ["eval", "--checkpoint", checkpoint, "--facts", "3000", "--tasks", "multikey", "--lengths", "400"]
+            + ["--perplexity_rows", "0"],
+            "--facts 3000: there are words for",
+        ),
+        (["eval", "--checkpoint", checkpoint, "--haystack", few], "no text of at least 200 characters"),
+        (["pairs", "--checkpoint", NANO.parent / "nano-elitekv"], "was uptrained for EliteKV"),
         (
             ["fit", "--checkpoint", checkpoint, "--method", "sals", "--max_rank", "0"],
             "--max_rank: 0 does not",
