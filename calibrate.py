@@ -404,7 +404,8 @@ class KeyMoments:
     """Second moment K^T K / N [L, Hkv*D, Hkv*D] and mean [L, Hkv*D] of all heads' keys jointly, fp64.
 
     product [L, Hkv, D]: mean over tokens of |q_c k_c|, q and k of the same token, summed over a group.
-    queries [L, Hkv, D, D]: second moment q q^T, summed over a group."""
+    queries [L, Hkv, D/2]: mean over tokens of the squared length of each pair of a query's dims that RoPE
+    rotates, summed over a group."""
 
     second: Tensor
     mean: Tensor
@@ -426,8 +427,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
     second = {n: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, **shape) for n in ("pre", "post")}
     mean = {n: torch.zeros(c.n_layers, c.kv_dim, **shape) for n in ("pre", "post")}
     product = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim, **shape) for n in ("pre", "post")}
-    square = (c.n_layers, c.n_kv_heads, c.head_dim, c.head_dim)
-    asked = {n: torch.zeros(square, **shape) for n in ("pre", "post")}
+    pairs = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim // 2, **shape) for n in ("pre", "post")}
     cos, sin = rope_tables(c, tokens.shape[1], device)
     bar = Progress(label, len(tokens) * c.n_layers)
 
@@ -441,10 +441,10 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             mean[name][i] += rows.sum(0)
             grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
             product[name][i] += (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
-            asked[name][i] += torch.einsum("bshgd,bshge->hde", grouped, grouped)
+            pairs[name][i] += grouped.square().unflatten(-1, (2, -1)).sum((0, 1, 3, 4))
         bar.tick()
 
-    held = sum(t.nbytes for totals in (second, mean, asked) for t in totals.values())
+    held = sum(t.nbytes for totals in (second, mean) for t in totals.values())
     for done, window in enumerate(tokens, 1):
         started = time.time()
         observe(model, window[None].to(device), see)
@@ -453,7 +453,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             announce(label, time.time() - started, len(tokens) - 1, held, device)
     bar.close()
     n = tokens.numel()
-    sums = {name: (second[name], mean[name], product[name], asked[name]) for name in second}
+    sums = {name: (second[name], mean[name], product[name], pairs[name]) for name in second}
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
 
 
@@ -480,47 +480,29 @@ def fit_sals(
     model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """U of each layer: leading eigenvectors of its joint pre-RoPE key covariance, of the keys k as they are
-    (SALS sec. 4.2) and of S k (ours), S S being the metric of the queries.
+    (SALS sec. 4.2) and of S k (ours).
 
-    An error e of a key moves a logit by sqrt(e^T S S e) in the root mean square, so the U of S k keeps the
-    logits best, with k^ = S^-1 U_r U_r^T S k."""
-    c, keys = model.config, moments["pre"].second
-    values, vectors = eigen(query_metric(moments["pre"].queries, c, tokens.shape[1]))
-    roots = (values / values.mean((1, 2), keepdim=True)).clamp(min=1e-6).sqrt()  # [L, Hkv, D]
-    S, inverse = (
-        torch.stack([torch.block_diag(*heads) for heads in vectors * x[..., None, :] @ vectors.mT])
-        for x in (roots, 1 / roots)
-    )  # [L, Hkv*D, Hkv*D]
-    spectra, bases, r = {}, {}, max(1, round(max_rank * c.kv_dim))
-    spectra["query"], U = eigen(S @ keys @ S)
-    bases["query_down"], bases["query_up"] = S @ U, inverse @ U
-    spectra["key"], bases["key_basis"] = eigen(keys)
-    tensors = {f"{name}_eigenvalues": spectrum.float() for name, spectrum in spectra.items()}
-    for name, basis in bases.items():
-        tensors |= {f"{i}.{name}": basis[i, :, :r].float().contiguous() for i in range(c.n_layers)}
-    kept = {
-        f"{part:.1%}, {name}": (spectrum[:, : round(part * c.kv_dim)].sum(1) / spectrum.sum(1)).mean()
-        for name, spectrum in spectra.items()
-        for part in (0.25, 0.125)
+    An error e of a key changes a logit by q^T R e, where R rotates pair p by an angle that depends on the
+    distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims
+    of pair p, the U of S k is the one that keeps the logits best."""
+    c, second = model.config, moments["pre"].second
+    scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
+    scale = scale / scale.square().mean(1, keepdim=True).sqrt()
+    scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
+    r = max(1, round(max_rank * c.kv_dim))
+    tensors, energy = {"scale": scale.float()}, {}
+    for metric, s in (("query", scale), ("key", torch.ones_like(scale))):
+        values, vectors = eigen(s[:, :, None] * second * s[:, None])
+        tensors[f"{metric}_eigenvalues"] = values.float()
+        for i in range(c.n_layers):
+            tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float().contiguous()
+        for share in (0.25, 0.125):
+            kept = values[:, : round(share * c.kv_dim)].sum(1) / values.sum(1)
+            energy[f"{share:.1%}, {metric}"] = f"{kept.mean():.4f}"
+    return tensors, {
+        "max_rank": str(max_rank),
+        "energy": "; ".join(f"{name}: {e}" for name, e in energy.items()),
     }
-    energy = "; ".join(f"{name}: {share:.4f}" for name, share in kept.items())
-    return tensors, {"max_rank": str(max_rank), "energy": energy}
-
-
-def query_metric(queries: Tensor, config: ModelConfig, length: int) -> Tensor:
-    """M [L, Hkv, D, D] with e^T M e = the mean of (q . R^T e)^2 over queries q and the rotations R between a
-    query and a key before it, in a window of `length` tokens: the mean of R q q^T R^T over the distances.
-
-    queries [L, Hkv, D, D]: the mean of q q^T before RoPE. Distances: 256 quantiles of those of all pairs."""
-    levels = (torch.arange(256, dtype=torch.float64) + 0.5) / 256
-    distances = (length * (1 - (1 - levels).sqrt())).long()  # distance d occurs length - d times
-    cos, sin = (table[distances].double() for table in rope_tables(config, length, torch.device("cpu")))
-    metric = []
-    for moment in queries:  # [Hkv, D, D]
-        turned = apply_rope(moment.flatten(0, 1).expand(len(distances), -1, -1), cos, sin)  # [n, Hkv * D, D]
-        turned = turned.unflatten(1, moment.shape[:2]).mT.flatten(1, 2)
-        metric.append(apply_rope(turned, cos, sin).mean(0).unflatten(0, moment.shape[:2]))
-    return torch.stack(metric)
 
 
 def fit_loki(

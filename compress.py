@@ -288,7 +288,7 @@ class SalsSettings:
     )
     metric: str = setting(
         "query",
-        "what the latent keeps best: the logits of the calibration's queries (ours), or the keys (paper)",
+        "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do) or keys (paper)",
         ("query", "key"),
     )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
@@ -314,14 +314,13 @@ class SalsSettings:
         return min(x, capacity), min(y, capacity), min(z, capacity)
 
 
-def sals_maps(artifact: dict[str, Tensor], layer: int, metric: str) -> tuple[Tensor, Tensor]:
-    """`down` (keys to latent) and `up` (latent to keys, queries to latent), [Hkv*D, fitted rank], the best
-    direction first. The paper's are U and U; in the metric of the queries S U and S^-1 U (`fit_sals`).
-    Either way down^T up = I. Raises UserError for an artifact without them."""
-    names = ("key_basis", "key_basis") if metric == "key" else ("query_down", "query_up")
-    if f"{layer}.{names[0]}" not in artifact:
-        raise UserError("this sals.safetensors is of an older format; run calibrate.py fit --method sals")
-    return tuple(artifact[f"{layer}.{name}"] for name in names)
+def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
+    """`down` (keys to latent) and `up` (latent to keys, and queries to latent), both [Hkv*D, r].
+
+    basis [Hkv*D, >= r]: U, orthonormal, best direction first. Without a scale both are U_r, the paper's. With
+    scale S [Hkv*D] they are S U_r and S^-1 U_r: U is then best for the keys S k, and down^T up is still I."""
+    basis = basis[:, :r]
+    return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
 def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
@@ -364,21 +363,24 @@ class SalsCache(Cache):
 
     Every token is written to the latent and value stores at once; the ring holds the last z exactly (or at
     rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token.
-    down, up: of sals_maps; the paper's U_r both."""
+    basis, scale: see sals_maps."""
 
-    def __init__(self, room: Room, settings: SalsSettings, down: Tensor, up: Tensor, sparse: bool):
+    def __init__(
+        self, room: Room, settings: SalsSettings, basis: Tensor, sparse: bool, scale: Tensor | None = None
+    ):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
         self.x, self.y, self.z = settings.budget(room.capacity)
         self.r = sals_rank(settings, c)
         self.r_score = sals_score_rank(settings, c)
-        self.down, self.up = (x[:, : self.r].to(room.device, room.dtype) for x in (down, up))  # not cache
+        maps = sals_maps(basis, scale, self.r)
+        self.down, self.up = (m.to(room.device, room.dtype) for m in maps)  # weights, not cache
         self.register_buffer("latent", self.store(room.capacity, self.r))
         self.values = Values(self, room.capacity, settings.bits)
         self.half = settings.window == "half"
         if self.half:
-            half = c.kv_dim // 2
-            self.half_down, self.half_up = (x[:, :half].to(room.device, room.dtype) for x in (down, up))
+            maps = sals_maps(basis, scale, c.kv_dim // 2)
+            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in maps)
             self.register_buffer("ring_latent", self.store(self.z, c.kv_dim // 2))
             self.ring_values = Values(self, self.z, 8)
         else:
@@ -552,6 +554,10 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         raise UserError(
             "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
         )
+    if "scale" not in artifact:
+        raise UserError(
+            "this sals.safetensors is of an older format; run calibrate.py fit --method sals again"
+        )
     check_groups(settings.bits, c.head_dim)
     if settings.window == "half":
         check_groups(8, c.head_dim)
@@ -560,27 +566,27 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         if i in skipped and settings.skip_as == "dense":
             caches.append(DenseCache(room))
             continue
-        down, up = (x.to(room.device) for x in sals_maps(artifact, i, settings.metric))
+        basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
+        scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None
         need = c.kv_dim // 2 if settings.window == "half" else 0
         need = max(need, sals_rank(settings, c))
-        if down.shape[1] < need:
+        if basis.shape[1] < need:
             raise UserError(
-                f"rank {need} is more than the {down.shape[1]} directions in the artifact; "
+                f"rank {need} is more than the {basis.shape[1]} directions in the artifact; "
                 f"run calibrate.py fit with --max_rank {need / c.kv_dim:g}"
             )
-        cache = SalsCache(room, settings, down, up, sparse=i not in skipped)
+        cache = SalsCache(room, settings, basis, i not in skipped, scale)
         if settings.fold and not c.qk_norm:
             folded_scores = cache.r_score if settings.score == "sum" and cache.sparse else None
-            maps = (x[:, : cache.r].float() for x in (down, up))
-            sals_fold(layer.attention, c, *maps, folded_scores)
+            sals_fold(layer.attention, c, *sals_maps(basis.float(), scale, cache.r), folded_scores)
         caches.append(cache)
     return caches
 
 
 def random_sals(model: Llama) -> dict[str, Tensor]:
-    n, maps = model.config.kv_dim, ("key_basis", "query_down", "query_up")
-    names = (f"{i}.{name}" for i in range(model.config.n_layers) for name in maps)
-    return dict.fromkeys(names, random_basis(n, n // 2))
+    n, layers = model.config.kv_dim, model.config.n_layers
+    names = (f"{i}.{metric}_basis" for i in range(layers) for metric in ("query", "key"))
+    return dict.fromkeys(names, random_basis(n, n // 2)) | {"scale": torch.ones(layers, n)}
 
 
 # ---------------------------------------------------------------------------------------------------- EliteKV
