@@ -758,8 +758,9 @@ def test_sals_reconstruction_commutes_with_gathering():
 def test_sals_half_window_reconstructs_at_the_right_positions(length):
     """Keys that lie in the half-rank subspace come back exactly, each rotated at its own position."""
     settings = SalsSettings(**SPARSE, window="half")
-    cache = SalsCache(Room(tiny_model(), 1, 40), settings, orthonormal(64), True)
-    k = (torch.randn(length, 32) @ orthonormal(64)[:, :32].T).unflatten(-1, (4, 16))
+    U, scale = orthonormal(64), 2 ** torch.linspace(-1, 1, 64)
+    cache = SalsCache(Room(tiny_model(), 1, 40), settings, U, True, scale)
+    k = (torch.randn(length, 32) @ sals_maps(U, scale, 32)[1].T).unflatten(-1, (4, 16))
     cache.prefill(0, torch.randn(length, 8, 16), k, torch.randn(length, 4, 16))
     got, _, live = cache.read_ring(torch.tensor([length - 1]))
     for p in range(max(0, length - 8), length):
