@@ -737,10 +737,11 @@ def style_of(args: argparse.Namespace, config: ModelConfig, tokenizer) -> str:
     return chat_style({"model_type": config.family}, tokenizer) if args.chat == "auto" else args.chat
 
 
-def streamer(tokenizer, after: list[int]) -> Callable[[int, int], None]:
-    """Prints a single row's text as it is made; `after` are the ids that it continues."""
+def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], Callable[[], None]]:
+    """emit(row, token) prints a single row's text as it is made, finish() its end; `after` are the ids that it
+    continues."""
     stream = StreamDecoder(tokenizer, after)
-    return lambda row, token: print(stream.push(token), end="", flush=True)
+    return lambda row, token: print(stream.push(token), end="", flush=True), lambda: print(stream.flush())
 
 
 def print_answers(asks: list[str], answers: list[str], method: str, dense: list[str] | None) -> None:
@@ -771,13 +772,13 @@ def run_generate(args: argparse.Namespace) -> None:
     options = chosen_settings(args, args.method)
     engine = build_engine(model, args.method, options, args, len(prompts), capacity)
     stream = tokenizer is not None and len(prompts) == 1 and not asks and not args.json
-    emit = streamer(tokenizer, prompts[0]) if stream else None
+    emit, finish = streamer(tokenizer, prompts[0]) if stream else (None, None)
     output = run_prompts(engine, prompts, asks, args, tokenizer, emit)
     figures = report(engine, args.method, options, prompts, output, args, tokenizer)
     if asks:
         print_answers(asks, output.answers, args.method, dense)
-    elif emit:
-        print()
+    elif finish:
+        finish()
     elif tokenizer:
         for i, text in enumerate(figures["text"]):
             print(f"[row {i}] {text}")
@@ -816,9 +817,9 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
             engine.feed(ids[held:])
         else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
-        emit = streamer(tokenizer, () if style else ids)
+        emit, finish = streamer(tokenizer, () if style else ids)
         output = decode_rows(engine, args.max_new_tokens, lambda ids: ids[-1] in tokenizer.stop_ids, emit)
-        print()
+        finish()
         made = output.token_ids[0]
         history.append({"role": "assistant", "content": tokenizer.decode(made)})
         stop = [] if output.stop_token is None else [output.stop_token]

@@ -4451,6 +4451,16 @@ def test_chat_wraps_the_text_of_a_file(tmp_path, monkeypatch, capsys):
     assert outputs[0] == outputs[1] and outputs[0][0] > len(load_tokenizer(folder).encode("hello there"))
 
 
+def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
+    tokenizer = load_tokenizer(NANO)
+    ids = tokenizer.encode("snow \u2603")[:-1]  # a snowman of three bytes, less the last
+    emit, finish = generate.streamer(tokenizer, [])
+    for token in ids:
+        emit(0, token)
+    finish()
+    assert capsys.readouterr().out == tokenizer.decode(ids) + "\n" and "\ufffd" in tokenizer.decode(ids)
+
+
 def test_a_long_stop_text_stops(tmp_path, monkeypatch, capsys):
     folder = tiny_checkpoint(tmp_path)
     argv = ["--checkpoint", folder, "--prompt", "hello", "--max_new_tokens", 60, "--ignore_eos", "--json"]
