@@ -738,7 +738,7 @@ def style_of(args: argparse.Namespace, config: ModelConfig, tokenizer) -> str:
 
 
 def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], Callable[[], None]]:
-    """emit(row, token) prints a single row's text as it is made, finish() its end; `after`: the ids before it."""
+    """emit(row, token) prints a row's text as it is made, finish() its end; `after` are the ids before it."""
     stream = StreamDecoder(tokenizer, after)
     return lambda row, token: print(stream.push(token), end="", flush=True), lambda: print(stream.flush())
 
