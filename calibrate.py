@@ -941,14 +941,14 @@ class Candidate:
     def parse(cls, text: str) -> "Candidate":
         method_text, _, folder = text.partition("@")
         method, _, rest = method_text.partition(":")
-        fields = {f.name: f for f in dataclasses.fields(method_named(method).settings)}
+        kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
         options = {}
         for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
             name, _, value = pair.partition("=")
-            kind = fields[name].type if name in fields else str
+            kind = kinds.get(name, str)
             try:
-                read = value_type(fields[name]) if name in fields else str
-                options[name] = value.lower() in ("1", "true", "yes") if kind is bool else read(value)
+                yes = value.lower() in ("1", "true", "yes")
+                options[name] = yes if kind is bool else value_type(kind)(value)
             except (ValueError, argparse.ArgumentTypeError):
                 raise UserError(f"--method {text}: {name} must be a {kind.__name__}, not {value}") from None
         settings_from(method, options)
@@ -1273,10 +1273,10 @@ def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | Non
 
 
 def run_overlap(args: argparse.Namespace) -> None:
+    check_capacity(args.length, ModelConfig.from_folder(args.checkpoint))
     tokenizer = load_tokenizer(args.checkpoint)
     hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(standard_library(), held=True), 1 << 19)])
     prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
-    check_capacity(args.length, ModelConfig.from_folder(args.checkpoint))
     results = {}
     for candidate in map(Candidate.parse, args.method or ["sals"]):
         engine = candidate.engine(args, args.samples, args.length, watched=True)

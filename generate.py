@@ -576,9 +576,9 @@ def fraction(text: str) -> float:
     return value
 
 
-def value_type(setting: dataclasses.Field) -> Callable[[str], object]:
-    """What reads a setting of this kind from the command line."""
-    return finite if setting.type is float else setting.type
+def value_type(kind: type) -> Callable[[str], object]:
+    """What reads a setting of this type from the command line."""
+    return finite if kind is float else kind
 
 
 def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
@@ -586,7 +586,7 @@ def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
     settings = method_named(method).settings
     group = parser.add_argument_group(f"settings of --method {method}", settings.__doc__)
     for f in dataclasses.fields(settings):
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": value_type(f)}
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": value_type(f.type)}
         default = "" if f.type is bool else f" (default {f.default})"
         group.add_argument(
             f"--{f.name}",
@@ -836,7 +836,8 @@ def run_command(run: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        place = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"error: {place}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         told = str(error) or "out of memory"
