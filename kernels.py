@@ -202,7 +202,7 @@ def latent_scores(
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
     exact = latent.dtype == torch.float32
-    T, RB, warps, stages, programs = scores_config(rule, r_score, HP, latent.element_size())
+    T, RB, warps, stages, programs = scores_config(rule, r_score, latent.element_size())
     NR = cdiv(r_score, RB)
     if rule == "sum":
         grid = (cdiv(S, T), B)
@@ -239,16 +239,13 @@ def latent_scores(
     return out
 
 
-def scores_config(rule: str, r_score: int, HP: int, itemsize: int) -> tuple:
+def scores_config(rule: str, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs) by shape."""
     if rule == "sum":
         RB = min(power2(max(r_score, 16)), 256)
         return max(16, 4096 // RB), RB, 4, 1, 0
-    RB = power2(max(r_score, 16))
-    if itemsize == 4 or RB > 512:
-        return 16 if itemsize == 4 else 64, min(RB, 128), 4, 3, 2 * SMS
-    # Few wide tiles or many narrow ones in flight: about 100 KB of shared memory a multiprocessor either way.
-    return 64, RB, 4, 2 if RB >= 256 else 4, SMS * max(1, 512 // RB)
+    RB = min(power2(max(r_score, 16)), 64)
+    return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
 
 
 # -------------------------------------------------------------------------------------------------- selection
@@ -552,6 +549,26 @@ def _columns(
 
 
 @jit
+def _load_values(
+    codes_p, low_scale_p, head, byte4, group, D: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
+    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
+):  # fmt: skip
+    """Bytes of codes [T, 1, RUNS, RUN] and their groups' minimum and scale, as one 32-bit word each
+    [T, PLANES, RUNS, 1 or RUN]."""
+    at = head[:, None, None, None]
+    if RUNS * RUN == WIDTH:
+        code = tl.load(codes_p + at * WIDTH + byte4)
+    else:
+        code = tl.load(codes_p + at * WIDTH + byte4, mask=byte4 < WIDTH, other=0)
+    if RUN == GROUP and RUNS * RUN == WIDTH:  # the groups lie in this order: one wide load
+        pairs = tl.load(low_scale_p + head[:, None] * (D // GROUP) + tl.arange(0, PLANES * RUNS)[None, :])
+        pairs = tl.reshape(pairs, [head.shape[0], PLANES, RUNS, 1])
+    else:
+        pairs = tl.load(low_scale_p + at * (D // GROUP) + group)
+    return code, pairs
+
+
+@jit
 def _decode(code, pairs, plane, BITS: tl.constexpr):
     """Bytes, and words of (minimum, scale) of their groups -> code, low, step: value = code * step + low."""
     step = _half_at(pairs, 16) * (1 << BITS)
@@ -630,13 +647,10 @@ def _values_kernel(
             v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
             out += v.to(tl.float32) * weight[:, None]
         else:
-            at = head[:, None, None, None]
+            code, pairs = _load_values(
+                values_p, low_scale_p, head, byte4, group, D, GROUP, PLANES, WIDTH, RUNS, RUN
+            )
             weight4 = weight[:, None, None, None]
-            if RUNS * RUN == WIDTH:
-                code = tl.load(values_p + at * WIDTH + byte4)
-            else:
-                code = tl.load(values_p + at * WIDTH + byte4, mask=byte4 < WIDTH, other=0)
-            pairs = tl.load(low_scale_p + at * (D // GROUP) + group)  # minimum and scale as one 32-bit word
             code, low, step = _decode(code, pairs, plane, BITS)
             out += tl.reshape(code * (step * weight4), [T, C])
             if RUNS * RUN == WIDTH:
@@ -731,6 +745,15 @@ def _grouped_kernel(
             token = place
         # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
         token = tl.where(live, token, 0)
+        head = (b * S + token) * heads + h
+        if BITS == 16:
+            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
+        else:
+            code, pairs = _load_values(
+                values_p, low_scale_p, head, byte4, group, D, GROUP, PLANES, WIDTH, RUNS, RUN
+            )
+        table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
+        cos, sin = _load_rope(rope_p, table, (pair < D // 2)[None, :], WORDS)
         latent_at = latent_p + (b * S + token)[:, None] * r + dims[None, :]
         if WHOLE:
             k = tl.dot(tl.load(latent_at, mask=(dims < r)[None, :], other=0.0), basis, input_precision="ieee")
@@ -740,21 +763,12 @@ def _grouped_kernel(
                 left = tl.load(latent_at + start, mask=(dims + start < r)[None, :], other=0.0)
                 right = tl.load(basis_at + start, mask=(dims + start < r)[:, None], other=0.0)
                 k = tl.dot(left, right, k, input_precision="ieee")
-        table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
-        cos, sin = _load_rope(rope_p, table, (pair < D // 2)[None, :], WORDS)
         a, c = tl.split(tl.reshape(k, [T, DP // 2, 2]))
         rotated = tl.reshape(tl.join(a * cos - c * sin, c * cos + a * sin), [T, DP]).to(dtype)
         logits = tl.dot(rotated, query, input_precision="ieee") * scale
-        head = (b * S + token) * heads + h
-        if BITS == 16:
-            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
-        else:
-            at = head[:, None, None, None]
-            if RUNS * RUN == WIDTH:
-                code = tl.load(values_p + at * WIDTH + byte4)
-            else:
-                code = tl.load(values_p + at * WIDTH + byte4, mask=byte4 < WIDTH, other=0)
-            pairs = tl.load(low_scale_p + at * (D // GROUP) + group)  # minimum and scale as one 32-bit word
+        if BITS < 16:
+            # Summed over one byte: a product that sees the bytes lays V out for bytes, and stores it singly.
+            code = tl.sum(tl.expand_dims(code, 4), 4)
             code, low, step = _decode(code, pairs, plane, BITS)
             v = tl.reshape(code * step + low, [T, C]).to(dtype)
         top, total, out = _attend_tile(logits, live, v, top, total, out)
