@@ -483,10 +483,11 @@ def fit_sals(
     (SALS sec. 4.2) and of S k (ours).
 
     An error e of a key changes a logit by q^T R e, where R rotates pair p by an angle that depends on the
-    distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims
-    of pair p, the U of S k is the one that keeps the logits best."""
+    distance: over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2, which S^2 = E |q_p|^2 would keep
+    least for keys at random. The keys that a query finds have their energy where the query has it, and their
+    errors too: S = E |q_p|^2, at both dims of pair p, keeps more of what is asked for."""
     c, second = model.config, moments["pre"].second
-    scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
+    scale = moments["pre"].queries.repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
     r = max(1, round(max_rank * c.kv_dim))

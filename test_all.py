@@ -659,7 +659,7 @@ def test_a_keys_error_costs_logits_what_the_query_metric_says():
 def test_sals_query_metric_keeps_the_logits_best(group):
     model = tiny_model(group=group)
     for layer in model.layers:  # queries that need some pairs more than others
-        dims = torch.tensor([4.0, 1.0, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]).repeat(2 * model.config.n_heads)
+        dims = torch.tensor([2.0, 1.0, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2]).repeat(2 * model.config.n_heads)
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
     tokens = torch.randint(0, 96, (6, 64), generator=torch.Generator().manual_seed(0))
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
@@ -673,8 +673,9 @@ def test_sals_query_metric_keeps_the_logits_best(group):
     for i in range(4):
         k, n = torch.cat(keys[i]), model.config.kv_dim
         scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
-        weight = energy[i] * (scale.square().sum() / (2 * energy[i].sum()))  # the fit's unit
-        assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
+        scaled = energy[i] / energy[i].square().mean().sqrt()
+        assert error(scale, scaled.repeat(1, 2).flatten()) < 1e-5
+        weight = scaled.square()
 
         def lost(down, up, k=k, weight=weight):
             return (pair_energy(k - (k.flatten(1) @ down @ up.T).view_as(k)) * weight).sum()
