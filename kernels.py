@@ -1325,13 +1325,15 @@ def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
     """Microseconds of each operator at the measured limits: the larger of its bytes and its matrix FLOPs."""
     B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
     score = B * S * r / bandwidth
+    # Every head's normaliser is known after one pass: its weights are written and read, or the latents again.
+    softmax = score + B * S * min(4 * c["Hq"], r) / bandwidth
     token = 2 * r + kv * c["bits"] // 8 + kv // 8
     read = (B * n * token + kv * r * 2 + B * c["z"] * kv * 4) / bandwidth
     attend = max(read, 2 * B * n * r * kv / flops)
     append = 2 * B * (2 * r + kv * 4) / bandwidth
-    limits = {"score sum": score, "score softmax": score, "select": B * S * 4 / bandwidth, "attend": attend}
+    limits = {"score sum": score, "score softmax": softmax, "select": B * S * 4 / bandwidth, "attend": attend}
     limits |= {"append": append, "sals sum": score + attend + append}
-    return limits | {"sals softmax": limits["sals sum"], "sals eager": limits["sals sum"]}
+    return limits | {"sals softmax": softmax + attend + append, "sals eager": limits["sals sum"]}
 
 
 def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
