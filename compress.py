@@ -288,7 +288,7 @@ class SalsSettings:
     )
     metric: str = setting(
         "query",
-        "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do) or keys (paper)",
+        "what U_r is fitted to: keys, each pair of dims weighed by its queries' energy (ours) or as it is",
         ("query", "key"),
     )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")

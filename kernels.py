@@ -768,7 +768,7 @@ def _grouped_kernel(
         rotated = tl.reshape(tl.join(a * cos - c * sin, c * cos + a * sin), [T, DP]).to(dtype)
         logits = tl.dot(rotated, query, input_precision="ieee") * scale
         if BITS < 16:
-            # This sum of one hides the bytes: a product that sees them lays V out as if it were bytes too.
+            # A sum over one element, only to hide the bytes: a product that sees them stores V singly.
             code = tl.sum(tl.expand_dims(code, 4), 4)
             code, low, step = _decode(code, pairs, plane, BITS)
             v = tl.reshape(code * step + low, [T, C]).to(dtype)
@@ -1322,10 +1322,11 @@ def sals_calls(case: dict) -> dict:
 
 
 def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
-    """Microseconds of each operator at the measured limits: the larger of its bytes and its matrix FLOPs."""
+    """Microseconds of each operator at the measured limits: its bytes; for attend its matrix FLOPs, if they
+    take longer; for the whole the sum of append, scores and attend."""
     B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
     score = B * S * r / bandwidth
-    # Every head's normaliser is known after one pass: its weights are written and read, or the latents again.
+    # A normaliser is known after one pass: 4 bytes a head (a half, written and read), or the latents again.
     softmax = score + B * S * min(4 * c["Hq"], r) / bandwidth
     token = 2 * r + kv * c["bits"] // 8 + kv // 8
     read = (B * n * token + kv * r * 2 + B * c["z"] * kv * 4) / bandwidth

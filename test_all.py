@@ -646,7 +646,7 @@ def pair_energy(x: torch.Tensor) -> torch.Tensor:
     return x.square().unflatten(-1, (2, -1)).sum(-2)
 
 
-def test_a_keys_error_costs_logits_what_the_query_metric_says():
+def test_a_keys_error_costs_logits_the_energy_of_its_pairs_queries():
     """Over all angles of every pair, the mean square of q^T R e is sum_p |q_p|^2 |e_p|^2 / 2."""
     q, e = torch.randn(2, 8, dtype=torch.float64)
     turns = torch.cartesian_prod(*[torch.arange(4).double()] * 4) * math.pi / 2  # exact up to second order
@@ -656,7 +656,7 @@ def test_a_keys_error_costs_logits_what_the_query_metric_says():
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_sals_query_metric_keeps_the_logits_best(group):
+def test_sals_query_metric_is_the_optimum_of_its_weights(group):
     model = tiny_model(group=group)
     for layer in model.layers:  # queries that need some pairs more than others
         dims = torch.tensor([2.0, 1.0, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2]).repeat(2 * model.config.n_heads)
@@ -675,7 +675,7 @@ def test_sals_query_metric_keeps_the_logits_best(group):
         scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
         scaled = energy[i] / energy[i].square().mean().sqrt()
         assert error(scale, scaled.repeat(1, 2).flatten()) < 1e-5
-        weight = scaled.square()
+        weight = scaled.square()  # S^2: what an error of the pair costs
 
         def lost(down, up, k=k, weight=weight):
             return (pair_energy(k - (k.flatten(1) @ down @ up.T).view_as(k)) * weight).sum()
