@@ -491,7 +491,7 @@ def fit_sals(
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # pairs that hardly any query uses: S^-1 stays bounded
     r = max(1, round(max_rank * c.kv_dim))
-    tensors, energy = {"scale": scale.float()}, {}
+    tensors, energy = {"query_energy": scale.float()}, {}
     for metric, s in (("query", scale), ("key", torch.ones_like(scale))):
         values, vectors = eigen(s[:, :, None] * second * s[:, None])
         tensors[f"{metric}_eigenvalues"] = values.float()

@@ -175,7 +175,9 @@ def bases(model: Llama) -> dict[str, torch.Tensor]:
     """Full-rank orthonormal bases and any scale in the place of fitted ones: at full rank all are exact."""
     n, layers = model.config.kv_dim, model.config.n_layers
     made = {f"{i}.{metric}_basis": orthonormal(n, i) for i in range(layers) for metric in ("query", "key")}
-    return made | {"scale": 2 ** (2 * torch.rand(layers, n, generator=torch.Generator().manual_seed(0)) - 1)}
+    return made | {
+        "query_energy": 2 ** (2 * torch.rand(layers, n, generator=torch.Generator().manual_seed(0)) - 1)
+    }
 
 
 def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
@@ -672,7 +674,7 @@ def test_sals_query_metric_is_the_optimum_of_its_weights(group):
     calibrate.observe(model, tokens, see)
     for i in range(4):
         k, n = torch.cat(keys[i]), model.config.kv_dim
-        scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
+        scale, U = tensors["query_energy"][i].double(), tensors[f"{i}.query_basis"].double()
         scaled = energy[i] / energy[i].square().mean().sqrt()
         assert error(scale, scaled.repeat(1, 2).flatten()) < 1e-5
         weight = scaled.square()  # S^2: what an error of the pair costs
@@ -4565,7 +4567,7 @@ BAD_OPTIONS = {
 def checkpoint(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     model = load_model(folder, CPU, torch.float32)
-    half = {name: t if name == "scale" else t[:, :32].contiguous() for name, t in bases(model).items()}
+    half = {name: t if name == "query_energy" else t[:, :32].contiguous() for name, t in bases(model).items()}
     save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
     return folder
 
@@ -4755,7 +4757,7 @@ def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsy
     model = load_model(folder, CPU, torch.float32)
     tensors = load_artifact(folder, "sals", model)
     assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
-    assert tensors["scale"].shape == tensors["query_eigenvalues"].shape == (4, 64)
+    assert tensors["query_energy"].shape == tensors["query_eigenvalues"].shape == (4, 64)
     argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello", "--max_new_tokens", "3"]
     assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
 
