@@ -483,15 +483,14 @@ def fit_sals(
     (SALS sec. 4.2) and of S k (ours).
 
     An error e of a key changes a logit by q^T R e, where R rotates pair p by an angle that depends on the
-    distance: over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2. S^2 = E |q_p|^2 makes that least
-    where query and key are independent. The keys that a query finds are not: S = E |q_p|^2, at both dims of
-    pair p, was measured to keep more of them (README)."""
+    distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims
+    of pair p, the U of S k is the one that keeps the logits best."""
     c, second = model.config, moments["pre"].second
-    scale = moments["pre"].queries.repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
+    scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
-    scale = scale.clamp(min=1e-3)  # pairs that hardly any query uses: S^-1 stays bounded
+    scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
     r = max(1, round(max_rank * c.kv_dim))
-    tensors, energy = {"query_energy": scale.float()}, {}
+    tensors, energy = {"scale": scale.float()}, {}
     for metric, s in (("query", scale), ("key", torch.ones_like(scale))):
         values, vectors = eigen(s[:, :, None] * second * s[:, None])
         tensors[f"{metric}_eigenvalues"] = values.float()

@@ -288,7 +288,7 @@ class SalsSettings:
     )
     metric: str = setting(
         "query",
-        "what U_r is fitted to: keys, each pair of dims weighed by its queries' energy (ours) or as it is",
+        "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do) or keys (paper)",
         ("query", "key"),
     )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
@@ -554,7 +554,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         raise UserError(
             "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
         )
-    if "query_energy" not in artifact:
+    if "scale" not in artifact:
         raise UserError(
             "this sals.safetensors is of an older format; run calibrate.py fit --method sals again"
         )
@@ -567,7 +567,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
             caches.append(DenseCache(room))
             continue
         basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
-        scale = artifact["query_energy"][i].to(room.device) if settings.metric == "query" else None
+        scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None
         need = c.kv_dim // 2 if settings.window == "half" else 0
         need = max(need, sals_rank(settings, c))
         if basis.shape[1] < need:
@@ -586,7 +586,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
 def random_sals(model: Llama) -> dict[str, Tensor]:
     n, layers = model.config.kv_dim, model.config.n_layers
     names = (f"{i}.{metric}_basis" for i in range(layers) for metric in ("query", "key"))
-    return dict.fromkeys(names, random_basis(n, n // 2)) | {"query_energy": torch.ones(layers, n)}
+    return dict.fromkeys(names, random_basis(n, n // 2)) | {"scale": torch.ones(layers, n)}
 
 
 # ---------------------------------------------------------------------------------------------------- EliteKV

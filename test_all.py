@@ -175,9 +175,7 @@ def bases(model: Llama) -> dict[str, torch.Tensor]:
     """Full-rank orthonormal bases and any scale in the place of fitted ones: at full rank all are exact."""
     n, layers = model.config.kv_dim, model.config.n_layers
     made = {f"{i}.{metric}_basis": orthonormal(n, i) for i in range(layers) for metric in ("query", "key")}
-    return made | {
-        "query_energy": 2 ** (2 * torch.rand(layers, n, generator=torch.Generator().manual_seed(0)) - 1)
-    }
+    return made | {"scale": 2 ** (2 * torch.rand(layers, n, generator=torch.Generator().manual_seed(0)) - 1)}
 
 
 def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
@@ -648,7 +646,7 @@ def pair_energy(x: torch.Tensor) -> torch.Tensor:
     return x.square().unflatten(-1, (2, -1)).sum(-2)
 
 
-def test_a_keys_error_costs_logits_the_energy_of_its_pairs_queries():
+def test_a_keys_error_costs_logits_what_the_query_metric_says():
     """Over all angles of every pair, the mean square of q^T R e is sum_p |q_p|^2 |e_p|^2 / 2."""
     q, e = torch.randn(2, 8, dtype=torch.float64)
     turns = torch.cartesian_prod(*[torch.arange(4).double()] * 4) * math.pi / 2  # exact up to second order
@@ -658,10 +656,10 @@ def test_a_keys_error_costs_logits_the_energy_of_its_pairs_queries():
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_sals_query_metric_is_the_optimum_of_its_weights(group):
+def test_sals_query_metric_keeps_the_logits_best(group):
     model = tiny_model(group=group)
     for layer in model.layers:  # queries that need some pairs more than others
-        dims = torch.tensor([2.0, 1.0, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2]).repeat(2 * model.config.n_heads)
+        dims = torch.tensor([4.0, 1.0, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]).repeat(2 * model.config.n_heads)
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
     tokens = torch.randint(0, 96, (6, 64), generator=torch.Generator().manual_seed(0))
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
@@ -674,10 +672,9 @@ def test_sals_query_metric_is_the_optimum_of_its_weights(group):
     calibrate.observe(model, tokens, see)
     for i in range(4):
         k, n = torch.cat(keys[i]), model.config.kv_dim
-        scale, U = tensors["query_energy"][i].double(), tensors[f"{i}.query_basis"].double()
-        scaled = energy[i] / energy[i].square().mean().sqrt()
-        assert error(scale, scaled.repeat(1, 2).flatten()) < 1e-5
-        weight = scaled.square()  # S^2: what an error of the pair costs
+        scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
+        weight = energy[i] * (scale.square().sum() / (2 * energy[i].sum()))  # the fit's unit
+        assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
 
         def lost(down, up, k=k, weight=weight):
             return (pair_energy(k - (k.flatten(1) @ down @ up.T).view_as(k)) * weight).sum()
@@ -4567,7 +4564,7 @@ BAD_OPTIONS = {
 def checkpoint(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     model = load_model(folder, CPU, torch.float32)
-    half = {name: t if name == "query_energy" else t[:, :32].contiguous() for name, t in bases(model).items()}
+    half = {name: t if name == "scale" else t[:, :32].contiguous() for name, t in bases(model).items()}
     save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
     return folder
 
@@ -4757,7 +4754,7 @@ def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsy
     model = load_model(folder, CPU, torch.float32)
     tensors = load_artifact(folder, "sals", model)
     assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
-    assert tensors["query_energy"].shape == tensors["query_eigenvalues"].shape == (4, 64)
+    assert tensors["scale"].shape == tensors["query_eigenvalues"].shape == (4, 64)
     argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello", "--max_new_tokens", "3"]
     assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
 
