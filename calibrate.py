@@ -184,10 +184,8 @@ def number(rng: random.Random) -> str:
 def keys(rng: random.Random, n: int) -> list[str]:
     """n distinct keys that share words with one another: the hard distractors of RULER's multi-key tasks."""
     side = max(2, math.ceil(math.sqrt(1.5 * n)))
-    if side > min(len(ADJECTIVES), len(NOUNS)):
-        raise UserError(
-            f"--facts {n}: there are words for {min(len(ADJECTIVES), len(NOUNS)) ** 2 * 2 // 3} at most"
-        )
+    if side > (words := min(len(ADJECTIVES), len(NOUNS))):
+        raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
     return rng.sample(pairs, n)
 
@@ -405,7 +403,7 @@ class KeyMoments:
 
     product [L, Hkv, D]: mean over tokens of |q_c k_c|, q and k of the same token, summed over a group.
     queries [L, Hkv, D/2]: mean over tokens of the squared length of each pair of a query's dims that RoPE
-    rotates, summed over a group."""
+    rotates, summed over a group; RoPE leaves it as it is."""
 
     second: Tensor
     mean: Tensor
@@ -427,7 +425,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
     second = {n: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, **shape) for n in ("pre", "post")}
     mean = {n: torch.zeros(c.n_layers, c.kv_dim, **shape) for n in ("pre", "post")}
     product = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim, **shape) for n in ("pre", "post")}
-    pairs = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim // 2, **shape) for n in ("pre", "post")}
+    pairs = torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim // 2, **shape)
     cos, sin = rope_tables(c, tokens.shape[1], device)
     bar = Progress(label, len(tokens) * c.n_layers)
 
@@ -439,9 +437,10 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
             second[name][i].addmm_(rows.T, rows)
             mean[name][i] += rows.sum(0)
-            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
-            product[name][i] += (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
-            pairs[name][i] += grouped.square().unflatten(-1, (2, -1)).sum((0, 1, 3, 4))
+            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).abs().double().sum(-2)  # [B, S, Hkv, D]
+            product[name][i] += (grouped * keys.abs()).sum((0, 1))
+        grouped = q.double().unflatten(-1, (2, -1)).unflatten(2, (c.n_kv_heads, -1))  # [B, S, Hkv, G, 2, D/2]
+        pairs[i] += grouped.square().sum((0, 1, 3, 4))
         bar.tick()
 
     held = sum(t.nbytes for totals in (second, mean) for t in totals.values())
@@ -453,7 +452,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             announce(label, time.time() - started, len(tokens) - 1, held, device)
     bar.close()
     n = tokens.numel()
-    sums = {name: (second[name], mean[name], product[name], pairs[name]) for name in second}
+    sums = {name: (second[name], mean[name], product[name], pairs) for name in second}
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
 
 

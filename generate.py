@@ -236,12 +236,12 @@ def decode_rows(
                 engine.step()
         for tokens in torch.stack(block).tolist():
             for row in (row for row in range(rows) if not stopped[row]):
-                stopped[row] = stops([*output.token_ids[row], tokens[row]])
+                ids = output.token_ids[row]
+                ids.append(tokens[row])
+                stopped[row] = stops(ids)
                 if stopped[row]:
-                    output.stop_token = tokens[row]
-                    continue
-                output.token_ids[row].append(tokens[row])
-                if emit:
+                    output.stop_token = ids.pop()
+                elif emit:
                     emit(row, tokens[row])
         if made <= stride:
             output.first_token_s = time.time() - started
@@ -662,7 +662,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--top_k", type=whole(0), default=0, help="sample among the k likeliest tokens; 0: all"
     )
     parser.add_argument(
-        "--top_p", type=float, default=1.0, help="sample among the tokens that hold this probability"
+        "--top_p", type=fraction, default=1.0, help="sample among the tokens that hold this probability"
     )
     parser.add_argument("--ignore_eos", action="store_true", help="always make max_new_tokens tokens")
     parser.add_argument(
@@ -690,8 +690,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(f"{unknown[0]} is neither an option nor a setting of {args.method}; see --help")
-    if args.temperature < 0 or not 0 < args.top_p <= 1:
-        raise UserError("--temperature must be at least 0, --top_p in (0, 1]")
+    if args.temperature < 0:
+        raise UserError("--temperature must be at least 0")
     if args.random_weights and (args.chat or args.stop or args.ask or args.interactive):
         raise UserError("random weights have no tokenizer for --chat, --stop, --ask or --interactive")
     if args.interactive and (args.prompt or args.ask or args.stop or args.batch_size or args.json):
