@@ -516,7 +516,7 @@ def fit_loki(
         tensors[f"{name}.eigenvalues"] = values.float()
         tensors[f"{name}.basis"] = vectors.float().contiguous()
     trial = tokens[-4:]
-    prefix = trial.shape[1] - trial.shape[1] // 8
+    prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
     for name in ("pre", "post"):
         room = Room(model, len(trial), trial.shape[1])
         engine = Engine(model, build_loki(model, LokiSettings(basis=name), room, tensors), room, Sampling())

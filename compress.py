@@ -335,14 +335,14 @@ def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor
     return torch.einsum("bhgd,hdr->bhgr", grouped, basis.unflatten(0, (n_kv_heads, -1))).flatten(1, 2)
 
 
-def sals_scores(queries: Tensor, latent: Tensor, live: Tensor, rule: str, head_dim: int) -> Tensor:
+def sals_scores(queries: Tensor, latent: Tensor, live: Tensor, rule: str, scale: float) -> Tensor:
     """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
 
     sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours): each head's logits become attention weights over
     the live tokens before they are summed, so that one loud head cannot decide for all."""
     logits = (queries @ latent.transpose(1, 2)).float()  # [B, heads, S]
     if rule == "softmax":
-        logits = (logits * head_dim**-0.5).masked_fill(~live[:, None], -torch.inf).softmax(-1)
+        logits = (logits * scale).masked_fill(~live[:, None], -torch.inf).softmax(-1)
     return logits.sum(1)
 
 
@@ -373,8 +373,12 @@ class SalsCache(Cache):
         self.x, self.y, self.z = settings.budget(room.capacity)
         self.r = sals_rank(settings, c)
         self.r_score = sals_score_rank(settings, c)
-        maps = sals_maps(basis, scale, self.r)
-        self.down, self.up = (m.to(room.device, room.dtype) for m in maps)  # weights, not cache
+        # A true logit has yarn's factor twice, in cos and sin of either side; cos of position 0 is that factor.
+        factor = rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
+        self.logit_scale = c.head_dim**-0.5 * factor**2
+        down, up = sals_maps(basis, scale, self.r)
+        self.up = up.to(room.device, room.dtype)  # weights, not cache
+        self.down = self.up if down is up else down.to(room.device, room.dtype)  # None once W_K has it
         self.register_buffer("latent", self.store(room.capacity, self.r))
         self.values = Values(self, room.capacity, settings.bits)
         self.half = settings.window == "half"
@@ -438,8 +442,8 @@ class SalsCache(Cache):
             new, q, k, v, *rope, self.latent, values, low_scale, ring_k, ring_v, bits
         )
         if self.sparse:
-            queries, scale = self.queries(q, *folded[1:]), self.config.head_dim**-0.5
-            scores = kernels.latent_scores(queries, self.latent, pos, scale, self.settings.score)
+            queries, rule = self.queries(q, *folded[1:]), self.settings.score
+            scores = kernels.latent_scores(queries, self.latent, pos, self.logit_scale, rule)
             index = kernels.select(scores, pos, self.x, self.y, self.z)
             self.attends(pos, index, index >= 0, recent=self.z)
         stores = (self.latent, self.paired_basis, values, low_scale, ring_k, ring_v)
@@ -453,10 +457,9 @@ class SalsCache(Cache):
         return sals_queries(q, up, self.config.n_kv_heads, self.settings.score).contiguous()
 
     def select(self, pos: Tensor, q: Tensor, *folded: Tensor) -> tuple[Tensor, Tensor]:
-        c, rule = self.config, self.settings.score
-        queries = self.queries(q, *folded)
+        queries, latent = self.queries(q, *folded), self.latent[..., : self.r_score]
         live = self.room.positions <= pos[:, None]
-        scores = sals_scores(queries, self.latent[..., : self.r_score], live, rule, c.head_dim)
+        scores = sals_scores(queries, latent, live, self.settings.score, self.logit_scale)
         return sals_select(scores, pos, self.x, self.y, self.z)
 
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -579,6 +582,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         if settings.fold and not c.qk_norm:
             folded_scores = cache.r_score if settings.score == "sum" and cache.sparse else None
             sals_fold(layer.attention, c, *sals_maps(basis.float(), scale, cache.r), folded_scores)
+            cache.down = None
         caches.append(cache)
     return caches
 
@@ -986,9 +990,9 @@ class LokiCache(Cache):
         self.attends(pos, index, live)
         kv_heads = torch.arange(self.config.n_kv_heads, device=pos.device)[:, None, None]
         where = (rows[:, None, None, None], kv_heads, index)
-        logits = torch.einsum("bhgd,bhgkd->bhgk", q, self.k[where]).float() * self.config.head_dim**-0.5
-        weights = logits.masked_fill(~live, -torch.inf).softmax(-1).to(v.dtype)
-        return torch.einsum("bhgk,bhgkd->bhgd", weights, self.v[where]).flatten(1, 2)
+        k, v, live = (x.flatten(1, 2) for x in (self.k[where], self.v[where], live))  # [B, Hq, k, .]
+        out = F.scaled_dot_product_attention(q.flatten(1, 2)[:, :, None], k, v, live[:, :, None])
+        return out[:, :, 0]
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
@@ -1181,6 +1185,18 @@ def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
     return x[..., n:]
 
 
+def lrqk_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
+    """B after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11).
+
+    B [..., r, D], x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced exactly, by the least
+    change of B."""
+    residual = x_hat @ b - x
+    gradient = x_hat.mT @ residual
+    moved = x_hat @ gradient
+    length = (residual * moved).sum((-2, -1), keepdim=True)
+    return b - length / moved.square().sum((-2, -1), keepdim=True).clamp(min=1e-30) * gradient
+
+
 def lrqk_refit(
     q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -1188,8 +1204,7 @@ def lrqk_refit(
 
     q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: the rows of
     A_K and K on the GPU (Omega), a_near zero where there is no token. The G query heads share B_Q: Eq. 9
-    sums over them for k^. The line search of Eq. 11 gives exactly 1/||q^||^2, with which q^ B_Q = q: so B
-    moves by the least change that reproduces the new token, for all G queries at once."""
+    sums over them for k^, Eq. 10 and 11 for B_Q."""
     s = q @ k.mT  # [..., G, 1]
     gram_b, k_b = b_k @ b_k.mT, k @ b_k.mT
     m_r = b_q @ b_q.mT + a_near.mT @ a_near
@@ -1199,9 +1214,7 @@ def lrqk_refit(
         q_hat = spd_solve_in_graph(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
         total = k_b + (s * q_hat).sum(-2, keepdim=True)
         k_hat = spd_solve_in_graph(gram_b + q_hat.mT @ q_hat, total.mT).mT
-    b_q = b_q - q_hat.mT @ spd_solve_in_graph(q_hat @ q_hat.mT, q_hat @ b_q - q)
-    b_k = b_k - k_hat.mT @ spd_solve_in_graph(k_hat @ k_hat.mT, k_hat @ b_k - k)
-    return q_hat, k_hat, b_q, b_k
+    return q_hat, k_hat, lrqk_step(b_q, q_hat, q), lrqk_step(b_k, k_hat, k)
 
 
 def lrqk_scores(q_hat: Tensor, a_k: Tensor, live: Tensor, head_dim: int) -> Tensor:
@@ -1667,10 +1680,11 @@ class H2oCache(Cache):
         self.register_buffer("position", self.store(c.n_kv_heads, self.slots, dtype=torch.int32) - 1)
         self.register_buffer("attention", self.store(c.n_kv_heads, self.slots, dtype=torch.float32))
         self.register_buffer("prompt", self.store(dtype=torch.int32))  # its length
-        # A tape of draws, read in a circle: in a CUDA graph no generator of our own could run. The length is
-        # prime, so that no two steps read alike.
-        tape = torch.rand(65521, generator=generator).clamp(min=1e-10)
-        self.gumbel = -(-tape.log()).log().to(room.device)
+        if settings.gumbel:
+            # A tape of draws, read in a circle: in a CUDA graph no generator of our own could run. The length
+            # is prime, so that no two steps read alike.
+            tape = torch.rand(65521, generator=generator).clamp(min=1e-10)
+            self.register_buffer("gumbel", -(-tape.log()).log().to(room.device))
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
         """What is accumulated: softmax of logits [..., N]; Keyformer's of (logits + noise) / tau.
@@ -1718,9 +1732,10 @@ class H2oCache(Cache):
         return attend(q, self.k, self.v, live)
 
     def formula(self) -> int:
-        """K, V, position and attention of each slot, and one length a row."""
+        """K, V, position and attention of each slot, one length a row, and Keyformer's tape of noise."""
         slots = dense_bytes(self.room) // self.room.capacity * self.slots
-        return slots + self.room.rows * (self.slots * self.config.n_kv_heads * 8 + 4)
+        tape = 4 * len(self.gumbel) if self.settings.gumbel else 0
+        return slots + self.room.rows * (self.slots * self.config.n_kv_heads * 8 + 4) + tape
 
     def bytes_read(self, length: int) -> int:
         c = self.config
@@ -1850,12 +1865,12 @@ class DoubleSparseCache(SelectiveCache):
         c, self.x, self.z = room.config, x, z
         selects = self.count < room.capacity
         self.every, self.share_heads = (settings.every, settings.share_heads) if selects else (1, 0)
+        self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
         self.r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(self.r).indices.to(room.device)  # [Hkv, r_c]
         self.register_buffer("label", self.store(c.n_kv_heads, room.capacity, self.r))
         if self.every > 1:
-            shape = (c.n_kv_heads, self.count - self.every + 1)
-            self.register_buffer("held", self.store(*shape, dtype=torch.int32))
+            self.register_buffer("held", self.store(c.n_kv_heads, self.held_count, dtype=torch.int32))
             self.register_buffer("since", self.store(dtype=torch.int32) - self.every)
         if self.share_heads:
             self.register_buffer("head", self.store(c.n_kv_heads, dtype=torch.int32))
@@ -1870,20 +1885,21 @@ class DoubleSparseCache(SelectiveCache):
         if self.every > 1:
             self.since[row] = -self.every  # the first step selects
         if self.share_heads:
-            pos = torch.tensor([len(k) - 1], device=k.device)
-            index = self.choose(pos, q, self.label[row : row + 1])[0]  # [Hkv, n]
+            # Of a short prompt heads that select all of it would all be alike: half of it tells them apart.
+            pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.x + self.z + 1, len(k) // 2)
+            index = self.choose(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
             member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)
             self.head[row] = share_map(member @ member.T, self.share_heads).int()
 
     def note(self, pos: Tensor, k: Tensor) -> None:
         self.label[self.room.row_ids, :, pos] = self.labels(k)
 
-    def choose(self, pos: Tensor, q: Tensor, label: Tensor) -> Tensor:
+    def choose(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         scores = group_scores(self.logits(self.labels(q), label), self.room.positions <= pos[:, None])
-        return best_tokens(scores, pos, self.count - self.every + 1, self.x, self.z)
+        return best_tokens(scores, pos, count, self.x, self.z)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        index = self.choose(pos, q, self.label)
+        index = self.choose(pos, q, self.label, self.held_count)
         if self.share_heads:
             index = index.gather(1, self.head.long()[..., None].expand_as(index))
         if self.every == 1:
@@ -1894,12 +1910,16 @@ class DoubleSparseCache(SelectiveCache):
         since = self.since[:, None, None]
         newer = since + torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
         live = torch.cat((self.held <= since, newer <= pos[:, None, None]), -1)
-        return torch.cat((self.held, newer), -1).long(), live
+        # A row that the budget covers is attended whole: its first `count` places, as far as they are written.
+        whole = (pos < self.count)[:, None, None]
+        places = self.room.positions[: self.count]
+        index = torch.where(whole, places, torch.cat((self.held, newer), -1).long())
+        return index, torch.where(whole, places <= pos[:, None, None], live)
 
     def formula(self) -> int:
         c, room = self.config, self.room
         row = room.capacity * c.n_kv_heads * self.r * room.dtype.itemsize
-        row += (c.n_kv_heads * (self.count - self.every + 1) + 1) * 4 if self.every > 1 else 0
+        row += (c.n_kv_heads * self.held_count + 1) * 4 if self.every > 1 else 0
         row += c.n_kv_heads * 4 if self.share_heads else 0
         return super().formula() + room.rows * row
 
@@ -2412,8 +2432,9 @@ def longest_first(costs: list[float], workers: int) -> list[list[int]]:
 def block_rows(costs: list[int], rows: int = 64) -> list[int]:
     """Prefill, the paper's B_r rule: query rows of a block of each head, so that all blocks cost the same.
 
-    costs d_qk + d_v + 1 of each head; the costliest keeps `rows` = B_r, the others get more, in 16s."""
-    return [max(16, round(rows * max(costs) / cost / 16) * 16) for cost in costs]
+    costs d_qk + d_v + 1 of each head; the costliest keeps `rows` = B_r, the others get more, rounded up to
+    16s (sec. 6.1)."""
+    return [-(-rows * max(costs) // (16 * cost)) * 16 for cost in costs]
 
 
 def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) -> list[list[tuple]]:
