@@ -1608,9 +1608,9 @@ def test_hshare_attends_all_of_a_row_that_the_budget_covers():
 
 @pytest.mark.parametrize("twin, of", [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_hshare_tells_heads_apart_by_a_prompt_within_the_budget(twin, of):
-    q, k, v = (x.clone() for x in stream(20))
+    q, k, v = (x.clone() for x in stream(12))
     q[:, 2 * twin : 2 * twin + 2] = q[:, 2 * of : 2 * of + 2]
-    k[:, twin] = k[:, of] + 0.01 * torch.randn(20, 16)
+    k[:, twin] = k[:, of] + 0.01 * torch.randn(12, 16)
     cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=24, share_heads=1, channels=1.0)
     cache.channels = torch.arange(16).expand(4, -1)
     cache.prefill(0, q, k, v)
