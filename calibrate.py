@@ -14,12 +14,15 @@ import argparse
 import csv
 import dataclasses
 import importlib.util
+import io
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
+import signal
 import sys
 import sysconfig
 import time
@@ -33,6 +36,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -71,6 +75,7 @@ from generate import (
     add_model_options,
     check_capacity,
     decode_rows,
+    device_and_dtype,
     device_name,
     finite,
     fraction,
@@ -78,6 +83,7 @@ from generate import (
     load,
     peak_memory,
     plan_caches,
+    positive,
     run_command,
     synchronize,
     value_type,
@@ -111,11 +117,19 @@ def text_files(path: Path, held: bool | None = None) -> list[Path]:
     """The text files under a folder (or the one file), in order; `held` keeps one side of the split."""
     if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such file or folder")
     files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES and f.is_file())
     files = [f for f in files if held is None or held_out(f) == held]
     if not files:
         raise UserError(f"{path}: no text there (looked for {', '.join(TEXT_SUFFIXES)})")
     return files
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises UserError where a file could not be written: before the work whose result it shall hold."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"{option} {path}: no file can be written there")
 
 
 def standard_library() -> Path:
@@ -160,6 +174,16 @@ juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
         """,
     )
 )
+BOOLEANS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
 
 
@@ -788,6 +812,7 @@ MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_mom
 def run_fit(args: argparse.Namespace) -> None:
     """One pass over the text gathers the moments for all methods that need them; `all` goes on where a method
     cannot take the model."""
+    check_writable("--checkpoint", artifact_path(args.checkpoint, args.method))
     model, tokenizer = load(args)
     tokens = calibration_windows(args, model, tokenizer)
     methods = FITS if args.method == "all" else [args.method]
@@ -946,10 +971,11 @@ class Candidate:
             name, _, value = pair.partition("=")
             kind = kinds.get(name, str)
             try:
-                yes = value.lower() in ("1", "true", "yes")
-                options[name] = yes if kind is bool else value_type(kind)(value)
-            except (ValueError, argparse.ArgumentTypeError):
-                raise UserError(f"--method {text}: {name} must be a {kind.__name__}, not {value}") from None
+                options[name] = BOOLEANS[value.lower()] if kind is bool else value_type(kind)(value)
+            except (KeyError, ValueError, argparse.ArgumentTypeError):
+                raise UserError(
+                    f"--method {text}: write {name}={kind.__name__.upper()}, not {pair}"
+                ) from None
         settings_from(method, options)
         return cls(text, method, options, Path(folder) if folder else None)
 
@@ -1172,15 +1198,21 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
 
 
 def run_eval(args: argparse.Namespace) -> None:
-    if args.csv and not args.csv.parent.is_dir():  # now, rather than after the evaluation
-        raise UserError(f"--csv {args.csv}: there is no folder {args.csv.parent}")
+    if args.csv:
+        check_writable("--csv", args.csv)  # now, rather than after the evaluation
+    if not args.samples and not args.perplexity_rows:
+        raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
     uptrained = ModelConfig.from_folder(args.checkpoint).elitekv  # such a checkpoint has no dense form
     if candidates[0].method != "dense" and not uptrained:
         candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
     tokenizer = load_tokenizer(args.checkpoint)
     held = text_files(standard_library(), held=True)
-    texts = {"python": held} | {path.stem: text_files(path) for path in args.text}
+    texts = {"python": held}
+    for path in args.text:
+        if path.stem in texts:
+            raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
+        texts[path.stem] = text_files(path)
     length = args.prefix + args.continuation
     rows = args.perplexity_rows
     texts = {name: windows(tokenizer, files, length, rows) for name, files in texts.items()} if rows else {}
@@ -1191,10 +1223,12 @@ def run_eval(args: argparse.Namespace) -> None:
     for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
         group = list(group)
         model = group[0].load(args)  # planning leaves it as it is
-        check_capacity(max(capacities, default=0), model.config)
+        check_capacity(max(capacities), model.config, "--prefix, --continuation or --lengths")
         for candidate in group:
             candidate.check(args, model, capacities)
     del model
+    for kind, n in itertools.product(args.tasks if args.samples else (), args.lengths):
+        eval_sample(hay, kind, 0, n, args.facts)  # refuses lengths that a task has no room in
     prompts = len(args.lengths) * len(args.tasks) * args.samples
     bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
     results, reference = [], {}
@@ -1272,7 +1306,7 @@ def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | Non
 
 
 def run_overlap(args: argparse.Namespace) -> None:
-    check_capacity(args.length, ModelConfig.from_folder(args.checkpoint))
+    check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
     tokenizer = load_tokenizer(args.checkpoint)
     hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(standard_library(), held=True), 1 << 19)])
     prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
@@ -1520,10 +1554,9 @@ class Stage:
     @classmethod
     def parse(cls, text: str) -> "Stage":
         try:
-            batch, length, steps = map(int, text.split("x"))
-        except ValueError:
+            return cls(*map(whole(1), text.split("x")))
+        except (TypeError, ValueError, argparse.ArgumentTypeError):
             raise UserError(f"stage {text!r}: write BATCHxLENGTHxSTEPS, such as 64x2048x1000") from None
-        return cls(batch, length, steps)
 
 
 NANO = ModelConfig(
@@ -1596,7 +1629,11 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
     partial = path.with_suffix(".partial")
     try:
         save_file(tensors, partial, metadata)
+        os.umask(mask := os.umask(0))  # the only way to read it
+        partial.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
         partial.replace(path)
+    except SafetensorError as error:
+        raise UserError(f"{path}: cannot be written ({error})") from None
     finally:
         partial.unlink(missing_ok=True)
 
@@ -1632,8 +1669,11 @@ def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int
 def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
     """Takes up what save_state left; returns the number of steps done."""
     device = next(model.parameters()).device
-    saved = load_file(path, device=str(device))
-    step = saved["step"].float()
+    try:
+        saved = load_file(path, device=str(device))
+        step = saved["step"].float()
+    except (SafetensorError, KeyError):
+        raise UserError(f"--state {path}: not a file that training has left") from None
     for name, p in model.named_parameters():
         p.data.copy_(saved[name])
         moments = {"exp_avg": saved[f"{name}.m"], "exp_avg_sq": saved[f"{name}.v"]}
@@ -1689,39 +1729,42 @@ def train(
     if log and not done:
         log.write_text("tokens,loss\n")
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
-    for stage, tokens, weights in staged_batches(hay, stages, done, seed, workers):
-        for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
-            warm = min(1.0, (done + 1) / 200)
-            decay = 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
-            group["lr"] = lr if constant else lr * warm * decay
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(model, tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        done += 1
-        running = loss.detach() if running is None else running.lerp(loss.detach(), 0.02)
-        if log:
-            recent.append(loss.detach())
-        if log and (done % 20 == 0 or done == total):
-            with log.open("a") as file:
-                file.write(f"{tokens_read(stages, done)},{torch.stack(recent).mean().item():.4f}\n")
-            recent.clear()
-        if done % 100 == 0 or done == total:
-            seconds = time.time() - started
-            shape = f"{stage.batch}x{stage.length}"
-            line = f"step {done}/{total}  {shape}  loss {running.item():.3f}  {seconds:.0f} s"
-            print(line, file=sys.stderr, flush=True)
-        if done < total and time.time() - started > 60 * minutes:
-            break
-    if state:
-        save_state(state, model, optimizer, done)
+    try:
+        for stage, tokens, weights in staged_batches(hay, stages, done, seed, workers):
+            for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
+                warm = min(1.0, (done + 1) / 200)
+                decay = 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
+                group["lr"] = lr if constant else lr * warm * decay
+            tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = loss_of(model, tokens, weights)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            done += 1
+            running = loss.detach() if running is None else running.lerp(loss.detach(), 0.02)
+            if log:
+                recent.append(loss.detach())
+            if log and (done % 20 == 0 or done == total):
+                with log.open("a") as file:
+                    file.write(f"{tokens_read(stages, done)},{torch.stack(recent).mean().item():.4f}\n")
+                recent.clear()
+            if done % 100 == 0 or done == total:
+                seconds = time.time() - started
+                shape = f"{stage.batch}x{stage.length}"
+                line = f"step {done}/{total}  {shape}  loss {running.item():.3f}  {seconds:.0f} s"
+                print(line, file=sys.stderr, flush=True)
+            if done < total and time.time() - started > 60 * minutes:
+                break
+    finally:  # also where an interrupt ends it
+        if state and optimizer.state:
+            save_state(state, model, optimizer, done)
     return done == total
 
 
-def train_tokenizer(sources: list[Path], path: Path, vocab_size: int) -> None:
-    """A sentencepiece BPE with byte fallback and single digits, from about 14 MB of lines of each source."""
+def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
+    """The file of a sentencepiece BPE with byte fallback and single digits, from about 14 MB of each source."""
     import sentencepiece
 
     def lines() -> Iterator[str]:
@@ -1734,21 +1777,25 @@ def train_tokenizer(sources: list[Path], path: Path, vocab_size: int) -> None:
                 if size > 14e6:
                     break
 
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines(),
-        model_prefix=str(path.with_suffix("")),
-        vocab_size=vocab_size,
-        model_type="bpe",
-        byte_fallback=True,
-        split_digits=True,
-        normalization_rule_name="identity",
-        character_coverage=0.9995,
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        max_sentence_length=16384,
-        minloglevel=2,
-    )
-    path.with_suffix(".vocab").unlink()
+    made = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(),
+            model_writer=made,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            character_coverage=0.9995,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=16384,
+            minloglevel=2,
+        )
+    except RuntimeError:
+        raise UserError(f"too little text for a tokenizer of {vocab_size} pieces; give more --text") from None
+    return made.getvalue()
 
 
 def tokenize_files(files: list[Path], tokenizer, max_tokens: int, workers: int) -> np.ndarray:
@@ -1756,12 +1803,15 @@ def tokenize_files(files: list[Path], tokenizer, max_tokens: int, workers: int) 
     global _encode
     _encode = tokenizer.encode  # forked workers inherit it: tokenizers cannot be pickled
     kind, arrays, total = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32, [], 0
-    with get_context("fork").Pool(workers) as pool:
+    quiet = (signal.SIGINT, signal.SIG_IGN)  # an interrupt ends the parent, which ends its workers
+    with get_context("fork").Pool(workers, signal.signal, quiet) as pool:
         for ids in pool.imap(_encode_text, read_texts(files), chunksize=16):
             arrays.append(np.array(ids, kind))
             total += len(ids)
             if total >= max_tokens:
                 break
+    if not arrays:
+        raise UserError("no text of at least 200 characters to train on; give more --text")
     return np.concatenate(arrays)
 
 
@@ -1783,20 +1833,27 @@ def text_share(text: str) -> tuple[Path, float]:
 def run_train(args: argparse.Namespace) -> None:
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*map(text_share, args.text), strict=True)
+    device, _ = device_and_dtype(args)
+    for option in ("state", "log"):  # now, rather than after the training
+        if path := getattr(args, option):
+            check_writable(f"--{option}", path)
+    files = [text_files(path, held=False) for path in paths]
     if args.source:
-        model, tokenizer = uptraining_model(args)
+        model, tokenizer = uptraining_model(args, device)
+        args.out.mkdir(parents=True, exist_ok=True)
     else:
         if not (args.out / "tokenizer.model").is_file():
+            pieces = train_tokenizer(paths, NANO.vocab_size)
             args.out.mkdir(parents=True, exist_ok=True)
-            train_tokenizer(paths, args.out / "tokenizer.model", NANO.vocab_size)
+            (args.out / "tokenizer.model").write_bytes(pieces)
         model, tokenizer = Llama(NANO), load_tokenizer(args.out)
         initialise(model, args.seed)
+    check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     started = time.time()
-    files = [text_files(path, held=False) for path in paths]
     tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, list(shares))
-    model = model.to(args.device)
+    model = model.to(device)
     # Uptraining goes on at the rate that pre-training's schedule ends with.
     lr = args.lr or (2e-4 if args.source else 2e-3)
     loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
@@ -1810,11 +1867,11 @@ def run_train(args: argparse.Namespace) -> None:
     print("finished" if done else "not finished: run the same command again with the same --state")
 
 
-def uptraining_model(args: argparse.Namespace) -> tuple[Llama, object]:
+def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Llama, object]:
     """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
-    candidate, device = Candidate.parse(args.method), torch.device(args.device)
+    candidate = Candidate.parse(args.method)
     if candidate.method != "elitekv":
         raise UserError(
             f"--method {args.method}: only elitekv is uptrained; give elitekv[:SETTING=VALUE,...]"
@@ -1885,8 +1942,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         sub: argparse.ArgumentParser, default: str = "the Python standard library", windows: int = 128
     ) -> None:
         sub.add_argument("--text", type=Path, help=f"a text file or folder (default: {default})")
-        sub.add_argument("--windows", type=whole(1), default=windows, help="how many windows of text to read")
-        sub.add_argument("--window", type=whole(2), default=2048, help="tokens in a window")
+        about = f"how many windows of text to read (default {windows})"
+        sub.add_argument("--windows", type=whole(1), default=windows, help=about)
+        sub.add_argument("--window", type=whole(2), default=2048, help="tokens in a window (default 2048)")
 
     p = command("fit", run_fit, "fit what a method needs and store it beside the checkpoint")
     add_model_options(p)
@@ -1896,13 +1954,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--max_rank",
         type=fraction,
         default=0.5,
-        help="directions stored, as a share of Hkv*D; any rank up to it can then be chosen at run time",
+        help="directions stored, as a share of Hkv*D (default 0.5); any rank up to it can be chosen later",
     )
     p.add_argument(
         "--accuracy",
         type=fraction,
         default=0.99,
-        help="fdc: the share of the dense next-token accuracy to keep; the rate that does is stored",
+        help="fdc: the share of the dense next-token accuracy to keep (default 0.99)",
     )
     p.add_argument(
         "--positions", type=whole(1), help="fdc: the longest context to be served (default: the model's)"
@@ -1917,25 +1975,40 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--method",
         action="append",
         metavar="NAME[:SETTING=VALUE,...][@FOLDER]",
-        help="a row of the table, such as sals:rank=0.125,bits=2 or elitekv@FOLDER; repeat it",
+        help="a row of the table, such as sals:rank=0.125,bits=2 or elitekv@FOLDER; repeat it "
+        "(default: dense and sals)",
     )
     p.add_argument(
         "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
     )
     p.add_argument(
-        "--perplexity_rows", type=whole(0), default=8, help="texts whose continuation is scored; 0: none"
+        "--perplexity_rows",
+        type=whole(0),
+        default=8,
+        help="texts whose continuation is scored (default 8); 0: none",
     )
-    p.add_argument("--prefix", type=whole(1), default=1024, help="tokens that are prefilled")
+    p.add_argument("--prefix", type=whole(1), default=1024, help="tokens that are prefilled (default 1024)")
     p.add_argument(
-        "--continuation", type=whole(1), default=128, help="tokens that are then decoded and scored"
+        "--continuation",
+        type=whole(1),
+        default=128,
+        help="tokens that are then decoded and scored (default 128)",
     )
     p.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="retrieval tasks, after RULER")
     p.add_argument(
-        "--lengths", nargs="+", type=whole(1), default=[1024, 2048], help="tokens of a retrieval prompt"
+        "--lengths",
+        nargs="+",
+        type=whole(1),
+        default=[1024, 2048],
+        help="tokens of a retrieval prompt (default 1024 2048)",
     )
-    p.add_argument("--samples", type=whole(0), default=20, help="prompts a task and length; 0: none")
-    p.add_argument("--facts", type=whole(4), default=16, help="facts in the multi-key and multi-query tasks")
-    p.add_argument("--rows", type=whole(1), default=10, help="prompts decoded as one batch")
+    p.add_argument(
+        "--samples", type=whole(0), default=20, help="prompts a task and length (default 20); 0: none"
+    )
+    p.add_argument(
+        "--facts", type=whole(4), default=16, help="facts in the multi-key and multi-query tasks (default 16)"
+    )
+    p.add_argument("--rows", type=whole(1), default=10, help="prompts decoded as one batch (default 10)")
     p.add_argument("--haystack", type=Path, help="text to hide facts in (default: held-out Python sources)")
     p.add_argument("--csv", type=Path, help="also write the table to this file")
     for what, about in (("bytes", "bytes per token"), ("tokens", "tokens attended")):
@@ -1958,11 +2031,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command("overlap", run_overlap, "share of the attention mass that a method selects, layer by layer")
     add_model_options(p)
     json_option(p)
-    p.add_argument("--method", action="append", default=None, metavar="NAME[:SETTING=VALUE,...]")
+    about = "a line of the table, such as sals:rank=0.125; repeat it (default: sals)"
+    p.add_argument("--method", action="append", metavar="NAME[:SETTING=VALUE,...]", help=about)
     p.set_defaults(equal_bytes=0.0, equal_tokens=0.0)
-    p.add_argument("--task", choices=KINDS, default="multikey")
-    p.add_argument("--length", type=whole(1), default=2048)
-    p.add_argument("--samples", type=whole(1), default=8)
+    p.add_argument("--task", choices=KINDS, default="multikey", help="retrieval task (default: multikey)")
+    p.add_argument("--length", type=whole(1), default=2048, help="tokens of a prompt (default 2048)")
+    p.add_argument("--samples", type=whole(1), default=8, help="prompts (default 8)")
 
     p = command(
         "masked", run_masked, "perplexity under Loki's masked prefill (full forward passes, no cache)"
@@ -1999,21 +2073,31 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         metavar="PATH[:SHARE]",
         help="folders of text, and how much of the plain text to draw from each",
     )
-    p.add_argument("--stages", nargs="+", default=NANO_STAGES, metavar="BATCHxLENGTHxSTEPS")
+    p.add_argument(
+        "--stages",
+        nargs="+",
+        default=NANO_STAGES,
+        metavar="BATCHxLENGTHxSTEPS",
+        help=f"one after another (default: {' '.join(NANO_STAGES)})",
+    )
     p.add_argument(
         "--lr",
-        type=float,
+        type=positive,
         help="peak learning rate (default 2e-3), or the constant one of --from (2e-4)",
     )
-    p.add_argument("--seed", type=whole(0), default=0)
-    p.add_argument("--workers", type=whole(1), default=12, help="processes that make batches")
+    p.add_argument("--seed", type=whole(0), default=0, help="of weights and batches (default 0)")
+    p.add_argument("--workers", type=whole(1), default=12, help="processes that make batches (default 12)")
     p.add_argument("--state", type=Path, help="file that keeps weights and moments, to stop and resume")
     p.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop (and keep the state) after this time"
+        "--minutes", type=positive, default=math.inf, help="stop (and keep the state) after this time"
     )
     p.add_argument("--log", type=Path, help="CSV of tokens read and mean loss, a line every 20 steps")
-    p.add_argument("--max_tokens", type=int, default=200_000_000, help="tokens read from each text")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument(
+        "--max_tokens", type=whole(1), default=200_000_000, help="tokens read from each text (default 2e8)"
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    p.add_argument("--device", default=device, help="cpu or cuda (default: cuda where there is one)")
+    p.set_defaults(dtype="float32")
     return parser.parse_args(argv)
 
 

@@ -60,6 +60,9 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
     return kernels
 
 
+ONLY_ELITEKV = "this checkpoint was uptrained for EliteKV: run it with --method elitekv"
+
+
 class Room:
     """What all caches of a run share: the model's shape, B rows of `capacity` tokens, RoPE, device, dtype,
     and the Triton kernels (None: PyTorch does it all)."""
@@ -86,7 +89,7 @@ class Cache(nn.Module):
     def __init__(self, room: Room):
         super().__init__()
         if room.config.elitekv and not self.elite_rope:
-            raise UserError("this checkpoint was uptrained for EliteKV: run it with --method elitekv")
+            raise UserError(ONLY_ELITEKV)
         self.room, self.config = room, room.config
 
     def store(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -2557,6 +2560,8 @@ def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
     Raises UserError where there is none, where it is damaged, and where it was fitted to another model."""
     path = artifact_path(folder, method)
     command = f"python calibrate.py fit --checkpoint {folder} --method {method}"
+    if model.config.elitekv and method != "elitekv":
+        raise UserError(ONLY_ELITEKV)
     if not path.is_file():
         raise UserError(f"{path}: {method} must be calibrated first: {command}")
     try:

@@ -105,7 +105,8 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.float()
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # finite however small it is
+        # What is below fp32's numbers would divide 0 by 0.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         if self.top_k:
             worst = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < worst, -torch.inf)
@@ -265,6 +266,7 @@ def prompt_text(prompt: str) -> str:
         raise UserError(f"--prompt {prompt}: there is no such file")
     text = read_text(Path(prompt[1:])) if prompt.startswith("@") else prompt
     text = sys.stdin.read() if text == "-" else text
+    text.encode()  # stdin and arguments may hold bytes that are no text
     if not text:
         raise UserError("the prompt is empty; give some text, @file, - or a number of tokens")
     return text
@@ -278,8 +280,6 @@ def parse_prompt(prompt: str, tokenizer, config: ModelConfig, seed: int) -> list
         check_capacity(int(prompt), config)
         rng = random.Random(seed)
         return [rng.randrange(3, config.vocab_size) for _ in range(int(prompt))]
-    if tokenizer is None:
-        raise UserError("random weights have no tokenizer; give --prompt INTEGER")
     return tokenizer.encode(prompt_text(prompt))
 
 
@@ -301,12 +301,11 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, co
     return capacity or longest
 
 
-def check_capacity(capacity: int, c: ModelConfig) -> None:
-    """Raises UserError for more positions than the model was made for."""
+def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens") -> None:
+    """Raises UserError for more positions than the model was made for, with what to shorten."""
     if capacity > c.max_positions:
         raise UserError(
-            f"{capacity} positions are more than the model's {c.max_positions}; "
-            "shorten the prompt or --max_new_tokens"
+            f"{capacity} positions are more than the model's {c.max_positions}; shorten {shorten}"
         )
     if c.sliding_window and capacity > c.sliding_window:
         raise UserError(
@@ -557,6 +556,13 @@ def finite(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """A number of the command line above 0."""
+    if (value := finite(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
 def whole(least: int) -> Callable[[str], int]:
     """A whole number of the command line, of at least `least`, that fits 63 bits."""
 
@@ -587,7 +593,7 @@ def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
     group = parser.add_argument_group(f"settings of --method {method}", settings.__doc__)
     for f in dataclasses.fields(settings):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": value_type(f.type)}
-        default = "" if f.type is bool else f" (default {f.default})"
+        default = f" (default {('off', 'on')[f.default] if f.type is bool else f.default})"
         group.add_argument(
             f"--{f.name}",
             default=argparse.SUPPRESS,
@@ -612,14 +618,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=NANO,
         help="a Hugging Face folder: config.json, *.safetensors, tokenizer (default: the embedded model)",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on the CPU, bf16 on a GPU"
     )
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    about = "\n".join(f"  {name:10} {m.about}" for name, m in METHODS.items())
+    about = "\n".join(f"  {name:13}{m.about}" for name, m in METHODS.items())
     parser = Parser(
         description=__doc__.split("\n\n")[0] + "\n\nmethods:\n" + about,
         epilog=__doc__.split("\n\n")[1],
@@ -630,7 +637,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--random_weights", metavar="SHAPE", help="a published shape with random weights, to measure speed"
     )
-    parser.add_argument("--seed", type=whole(0), default=0)
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, help="of sampling, random prompts and random weights (default 0)"
+    )
     parser.add_argument(
         "--json", action="store_true", help="print the report as one JSON object, the last line of stdout"
     )
@@ -653,7 +662,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="stop where this text is complete; its beginning may remain (default with --ask: a line end)",
     )
     parser.add_argument("--batch_size", type=whole(1), help="rows; the prompts are repeated to fill them")
-    parser.add_argument("--max_new_tokens", type=whole(1), default=100)
+    parser.add_argument(
+        "--max_new_tokens", type=whole(1), default=100, help="tokens to make for each prompt (default 100)"
+    )
     parser.add_argument(
         "--context", type=whole(1), help="capacity of the cache in tokens (default: what the prompts need)"
     )
@@ -694,10 +705,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise UserError("--temperature must be at least 0")
     if args.random_weights and (args.chat or args.stop or args.ask or args.interactive):
         raise UserError("random weights have no tokenizer for --chat, --stop, --ask or --interactive")
+    if args.random_weights and not (args.prompt and all(p.isascii() and p.isdigit() for p in args.prompt)):
+        raise UserError("random weights have no tokenizer and no demo; give --prompt INTEGER")
     if args.interactive and (args.prompt or args.ask or args.stop or args.batch_size or args.json):
         raise UserError("--interactive takes no --prompt, --ask, --stop, --batch_size or --json")
     if args.chat and not (args.interactive or args.prompt):
         raise UserError("--chat needs a --prompt, or --interactive")
+    if args.chat and args.ask:
+        raise UserError("--ask is fed as it stands; ask in a --chat by --interactive")
+    for text in (*(args.ask or ()), args.stop or ""):
+        text.encode()  # arguments may hold bytes that are no text
     return args
 
 
@@ -713,8 +730,6 @@ def demo_prompt(checkpoint: Path) -> tuple[str, list[str]]:
 def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[list[list[int]], list[str]]:
     """Token ids of every row's prompt, and the questions to ask after it."""
     asks = args.ask or []
-    if args.prompt is None and args.random_weights:
-        raise UserError("random weights have no demo; give --prompt INTEGER")
     if args.prompt is None:
         document, demo_asks = demo_prompt(args.checkpoint)
         prompts, asks = [tokenizer.encode(document)], asks or demo_asks
@@ -762,13 +777,15 @@ def run_generate(args: argparse.Namespace) -> None:
     asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
     capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
 
-    dense = None
+    dense, options = None, chosen_settings(args, args.method)
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
-        # Dense goes first: building a method's caches may change the weights.
+        # Dense goes first: building a method's caches may change the weights. What is wrong with the method's
+        # settings shows now.
+        settings, artifact = settings_from(args.method, options), artifact_for(args.method, model, args)
+        plan_caches(model, args.method, settings, artifact, len(prompts), capacity)
         engine = build_engine(model, "dense", {}, args, len(prompts), capacity)
         dense = run_prompts(engine, prompts, asks, args, tokenizer).answers
         del engine
-    options = chosen_settings(args, args.method)
     engine = build_engine(model, args.method, options, args, len(prompts), capacity)
     stream = tokenizer is not None and len(prompts) == 1 and not asks and not args.json
     emit, finish = streamer(tokenizer, prompts[0]) if stream else (None, None)
@@ -797,6 +814,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     while True:
         try:
             line = input("> ")
+            line.encode()
         except EOFError:
             return print()
         if not line:
@@ -831,6 +849,9 @@ def run_command(run: Callable[[], None]) -> None:
         run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except UnicodeError:
+        print("error: the input is not UTF-8 text; convert it first", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # whoever read stdout has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

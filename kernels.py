@@ -1410,22 +1410,34 @@ def main() -> None:
     import json
     import sys
 
+    def fail(message: str):
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    def batch_by_length(text: str) -> tuple[int, ...]:
+        batch, length = map(int, text.split("x"))
+        return batch, length
+
+    batch_by_length.__name__ = "BATCHxLENGTH"  # as argparse names it
+
     parser = argparse.ArgumentParser(description="Times every kernel at the shapes of the README's tables.")
-    parser.add_argument("--model", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--shape", nargs="*", help="only these, such as 8x4096 16x4096")
+    parser.error = fail
+    names = f"models whose shapes are timed (default: {' '.join(SHAPES)})"
+    parser.add_argument("--model", nargs="*", default=list(SHAPES), choices=list(SHAPES), help=names)
+    parser.add_argument(
+        "--shape", nargs="*", type=batch_by_length, help="only these, such as 8x4096 16x4096 (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="one compact JSON line at the end")
     parser.add_argument("--csv", help="write the table to this file")
     options = parser.parse_args()
     if triton is None or not torch.cuda.is_available():
-        print("error: the benchmark needs a CUDA GPU and triton", file=sys.stderr)
-        sys.exit(2)
-    grid = [tuple(map(int, s.split("x"))) for s in options.shape or []]
+        fail("the benchmark needs a CUDA GPU and triton")
 
     def report(row):
         line = "{model:>3} {batch:>3} x {length:<7}{setting:<13}{operator:<18}{us:>9.1f}{limit_us:>9.1f}"
         print((line + "{share:>8.1%}").format(**row), file=sys.stderr, flush=True)
 
-    rows = benchmark(options.model, grid, report)
+    rows = benchmark(options.model, options.shape, report)
     if options.csv:
         with open(options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])

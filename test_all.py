@@ -5,9 +5,11 @@ checkpoints and tokenizers) skip where there is none. Errors are scale-free: rms
 of the reference.
 """
 
+import argparse
 import base64
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
@@ -19,10 +21,12 @@ import sys
 import unicodedata
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 if not torch.cuda.is_available():
@@ -104,12 +108,13 @@ from compress import (
     sals_scores,
     sals_select,
     settings_from,
+    skipped_layers,
     spd_solve_in_graph,
     split_tokens,
     static_split,
     uniform_order,
 )
-from generate import Engine, Sampling, decode_rows
+from generate import Engine, Output, Sampling, decode_rows
 from model import (
     SHAPES,
     Llama,
@@ -120,6 +125,7 @@ from model import (
     causal_attention,
     load_model,
     load_tokenizer,
+    random_model,
     rope_tables,
     weight_slots,
 )
@@ -375,6 +381,45 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
     assert load_model(tmp_path, CPU, torch.float32).fingerprint != first
 
 
+HF = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "vocab_size": 96,
+    "sliding_window": 32,
+}
+
+
+def test_config_reads_windows_and_refuses_partial_rotation():
+    windows = {"qwen2": None, "mistral": 32, "phi3": 32, "llama": None}
+    for family, window in windows.items():
+        assert ModelConfig.from_hf(HF | {"model_type": family}).sliding_window == window
+    assert ModelConfig.from_hf(HF | {"use_sliding_window": True}).sliding_window == 32
+    with pytest.raises(UserError, match="partial_rotary_factor"):
+        ModelConfig.from_hf(HF | {"partial_rotary_factor": 0.5})
+
+
+def test_yarn_scales_by_mscale_over_mscale_all_dim():
+    rope = {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    }
+    cos, _ = rope_tables(tiny_config(rope_scaling=rope), 2, CPU)
+    truth = (0.07 * math.log(40) + 1) / (0.1 * math.log(40) + 1)
+    assert cos[0].tolist() == pytest.approx([truth] * 8)
+
+
+def test_random_weights_follow_the_seed(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
+    a, b, c = (random_model("tiny", CPU, torch.float32, seed).output.weight for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
 # --------------------------------------------------------------------------------------- the exactness ladder
 
 
@@ -549,6 +594,31 @@ def test_bytes_of_the_paper():
         length, chosen = 4096, 16 + 432
         expected = length * cache.r_score * 2 + chosen * cache.token_bytes() + 64 * 4 * 4096
         assert cache.bytes_read(length) == expected
+
+
+BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token take 2 * 4 heads * 16 * 4 = 512
+    ("dense", {}, 80, 80 * 512),
+    ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
+    ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
+    ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
+    ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
+    ("h2o", {"keep": 24}, 10, 10 * (512 + 4 * 8)),
+    ("topk", {"keep": 24}, 80, (80 + 24) * 256),
+    ("quest", {"keep": 24, "page": 4, "skip": ""}, 80, (24 + 20) * 512),
+    ("doublesparse", {"keep": 24, "channels": 0.25, "every": 3, "skip": ""}, 80, 24 * 512 + 80 * 64 // 3),
+    ("loki", {"k": 12, "d": 0.25}, 80, (80 // 4 + 24 + 24) * 256),
+    (
+        "shadowkv",
+        {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5},
+        80,
+        ((20 + 2 * (12 + 9) + 36) * 64 + (80 + 64) * 32) * 4,
+    ),
+]
+
+
+@pytest.mark.parametrize("method,options,length,expected", BYTES_READ)
+def test_bytes_read_by_hand(method, options, length, expected):
+    assert make_engine(tiny_model(), method, 1, 100, **options).caches[0].bytes_read(length) == expected
 
 
 # ----------------------------------------------------------------------------------------------- quantisation
@@ -815,6 +885,20 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time():
         cache.prefill = prefill
     engine.prefill([random_ids(60)])
     assert len(seen) == 4
+
+
+def test_defaults_of_sals_are_the_papers():
+    assert SalsSettings().budget(4096) == (16, 432, 64)
+    assert skipped_layers(SalsSettings().skip, 32) == {0, 1, 31}
+
+
+def test_sals_fit_of_pairs_that_no_query_uses_is_finite():
+    model = tiny_model()
+    model.layers[1].attention.wqkv.weight[:32] = 0  # both query heads of the first KV head
+    tokens = torch.tensor([random_ids(64)])
+    tensors, _ = calibrate.fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
+    down, up = compress.sals_maps(tensors["1.query_basis"], tensors["scale"][1], 32)
+    assert down.isfinite().all() and up.isfinite().all()
 
 
 # -------------------------------------------------------------------------------------------------- EliteKV
@@ -1450,6 +1534,20 @@ def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
     assert (weights - 1 / 16).abs().max() < 1e-5
 
 
+def test_keyformers_temperature_grows_with_the_tokens_since_the_prompt():
+    q, k, v = stream(20)
+    cache = row_cache("h2o", tiny_model(), 1, 60, keep=60, gumbel=True)
+    steps, weights = [], cache.weights
+    cache.weights = lambda logits, step, first: steps.append(int(step)) or weights(logits, step, first)
+    cache.prefill(0, q[:16], k[:16], v[:16])
+    for n in range(16, 20):
+        step(cache, n, q, k, v)
+    assert steps == [0, 0, 1, 2, 3]
+    logits = torch.randn(1, 4, 2, 60)
+    truth = ((logits + cache.gumbel[: 4 * 2 * 60].view(4, 2, 60)) / 2).softmax(-1)
+    assert torch.allclose(weights(logits, torch.tensor(100), torch.tensor(0)), truth)  # tau = 1 + 100 / 100
+
+
 # ---- Quest
 
 
@@ -1633,6 +1731,13 @@ def test_hshare_merged_heads_attend_what_their_twin_does():
         assert torch.equal(index[0, 3], index[0, 1]) and not torch.equal(index[0, 0], index[0, 1])
     read = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, channels=1.0).index_read(60)
     assert cache.index_read(60) == read * 3 // 4
+
+
+def test_hshare_holds_no_longer_than_its_budget():
+    options = {"keep": 24, "sinks": 2, "recent": 4, "skip": ""}  # 18 are selected
+    make_engine(tiny_model(), "doublesparse", 1, 100, every=19, **options)
+    with pytest.raises(UserError, match="at most 19"):
+        make_engine(tiny_model(), "doublesparse", 1, 100, every=20, **options)
 
 
 # ---- KIVI
@@ -2948,6 +3053,32 @@ def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options,
     assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
 
 
+def test_temperature_flattens_and_sharpens():
+    torch.manual_seed(0)
+    logits = torch.tensor([[0.0, 1.0, 3.0]]).repeat(4000, 1)
+    for temperature in (0.5, 2.0):
+        drawn = torch.bincount(Sampling(temperature)(logits), minlength=3) / 4000
+        assert (drawn - (logits[0] / temperature).softmax(-1)).abs().max() < 0.03
+    assert (Sampling(1.0, top_k=9)(logits) < 3).all()  # more than there are: all
+    assert (Sampling(1e-300)(logits) == 2).all()  # less than fp32 can hold
+
+
+def test_the_mlp_takes_long_prompts_in_chunks(monkeypatch):
+    whole = make_engine(tiny_model(), "dense", 1, 40)
+    whole.prefill([random_ids(30)])
+    monkeypatch.setattr(Llama, "MLP_CHUNK", 7)
+    parts = make_engine(tiny_model(), "dense", 1, 40)
+    parts.prefill([random_ids(30)])
+    assert error(parts.logits, whole.logits) < 1e-5
+
+
+def test_steps_are_those_after_the_first_token():
+    engine = make_engine(tiny_model(), "dense", 1, 20)
+    engine.prefill([random_ids(5)])
+    output = generate.decode_rows(engine, 5, lambda ids: False)
+    assert output.steps == 4 and int(engine.pos[0]) == 9
+
+
 # ------------------------------------------------------------------------------------------------- tokenizers
 
 LLAMA2, LLAMA3, QWEN, STORIES = "tokenizers/llama2", "tokenizers/llama3", "tokenizers/qwen2.5", "stories260k"
@@ -4004,6 +4135,34 @@ def test_kernel_bad_input():
         kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], pos)
 
 
+@pytest.mark.parametrize("n", [128, None])
+@poisoned
+def test_kernel_sals_attend_more_splits_than_a_merge_takes_at_once(monkeypatch, n):
+    monkeypatch.setattr(kernels, "values_config", lambda *_: (16, 4, 2, 20))
+    check_sals_attend(torch.float32, 3, 400, 2, 1, 64, 32, 4, n, 24, (399, 120, 30))
+
+
+def test_kernel_rope_table_must_reach_the_capacity():
+    B, S, D = 1, 10, 16
+    k, store = randn(B, 1, D), randn(B, S, 1, D)
+    rope = kernels.rope_pairs(*tables(S - 1, D), torch.float32)
+    stores = (randn(B, S, 4), store, None, randn(B, 2, 1, D), randn(B, 2, 1, D))
+    with pytest.raises(ValueError, match="rope has 9 positions, the cache 10"):
+        kernels.sals_append(randn(B, 4), k, k, k, positions(9), rope, *stores, 16)
+
+
+def test_kernels_refuse_what_they_would_get_wrong():
+    assert kernels.value_group(16, 4) == 16 and kernels.value_group(96, 4) == 32
+    with pytest.raises(ValueError, match="multiple of 32"):
+        kernels.value_group(48, 4)
+    with pytest.raises(ValueError, match="one query a row"):
+        kernels.latent_scores(randn(1, 2, 4), randn(1, 10, 8), positions(9), 1.0, "sum")
+    rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1, dtype=torch.int64)
+    apart = randn(1, 9, 2, 16).transpose(1, 2)
+    with pytest.raises(ValueError, match="v .* must be contiguous"):
+        kernels.fetch_rows(rows, apart, index, index, index > 0, hot, hot.clone())
+
+
 # ----------------------------------------------------------------------------------------------- golden texts
 
 
@@ -4125,7 +4284,8 @@ def test_trained_tokenizer_keeps_digits_spaces_and_newlines(tmp_path):
     (tmp_path / "text").mkdir()
     for file in ("model.py", "compress.py", "calibrate.py"):
         shutil.copy(ROOT / file, tmp_path / "text")
-    calibrate.train_tokenizer([tmp_path / "text"], tmp_path / "tokenizer.model", 600)
+    made = calibrate.train_tokenizer([tmp_path / "text"], 600)
+    (tmp_path / "tokenizer.model").write_bytes(made)
     tokenizer = load_tokenizer(tmp_path)
     text = "def f(x):\n    return x + 12345  # caf\u00e9 \u4f60"
     ids = tokenizer.encode(text)
@@ -4147,6 +4307,78 @@ def test_rank_at_counts_the_leading_eigenvalues():
     falling = torch.rand(5, 32, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
     ranks = torch.stack([rank_at(falling, share) for share in np.linspace(0.01, 1, 40)])
     assert (ranks.diff(dim=0) >= 0).all() and ranks.min() >= 1 and ranks.max() <= 32
+
+
+def test_texts_come_once(tmp_path):
+    for name, text in {
+        "a.py": "x = 1\n" * 99,
+        "b.py": "x = 1\n" * 99,
+        "c.py": "short",
+        "d.py": "y" * 3000,
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == ["x = 1\n" * 99]
+
+
+def test_windows_begin_with_bos(tmp_path):
+    (tmp_path / "a.txt").write_text("some words and more " * 100)
+    tokenizer = load_tokenizer(NANO)
+    tokens = calibrate.windows(tokenizer, [tmp_path / "a.txt"], 32, 3)
+    assert tokens.shape == (3, 32) and (tokens[:, 0] == tokenizer.bos_id).all()
+
+
+def test_texts_are_drawn_by_their_shares():
+    assert calibrate.text_share("a:b:0.5") == (Path("a:b"), 0.5) and calibrate.text_share("a") == (
+        Path("a"),
+        1.0,
+    )
+    hay = calibrate.Haystack(SimpleNamespace(pieces=[b"a"]), [np.zeros(50), np.ones(50)], [0.9, 0.1])
+    drawn = np.mean([hay.sample(random.Random(i), 4)[0] for i in range(400)])
+    assert 0.05 < drawn < 0.15
+
+
+def test_the_weight_of_a_token_is_that_of_its_prediction(monkeypatch):
+    document = np.arange(9, dtype=np.int32), np.arange(9, dtype=np.float32)
+    monkeypatch.setattr(calibrate, "training_document", lambda *_: document)
+    tokens, weights = next(iter(calibrate.TrainingBatches(None, 2, 8, 0, 1, 0)))
+    assert tokens.shape == (2, 9) and torch.equal(tokens[:, 1:].float(), weights)
+
+
+def test_only_answers_have_the_weight_of_answers(nano_haystack):
+    rng, seen = random.Random(0), 0
+    for _ in range(20):
+        ids, weights = calibrate.training_document(nano_haystack, rng, 513)
+        text = nano_haystack.tokenizer.decode(ids[weights == calibrate.ANSWER_WEIGHT].tolist())
+        seen += bool(text)
+        assert "Question" not in text and "Answer" not in text
+    assert seen
+
+
+def test_the_learning_rate_warms_up_and_decays(nano_haystack, monkeypatch):
+    make, rates = calibrate.make_optimizer, []
+
+    def spied(model, lr):
+        optimizer = make(model, lr)
+        decays = {p.ndim > 1: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+        assert decays == {True: 0.1, False: 0.0}
+        optimizer.register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+        return optimizer
+
+    monkeypatch.setattr(calibrate, "make_optimizer", spied)
+    model = Llama(tiny_config(vocab_size=4096))
+    assert train(model, nano_haystack, [Stage(1, 64, 20)], 1.0, 0, 0, None, math.inf)
+    assert rates[0] == pytest.approx(1 / 200) and rates[10] == pytest.approx(11 / 200 * 0.55)
+    assert rates[-1] < 20 / 200 * 0.11
+
+
+def test_full_perplexity_spreads_its_windows():
+    model, ids = tiny_model(), np.array(random_ids(64))
+    losses = []
+    for start in (0, 48):
+        window = torch.tensor([[1, *ids[start : start + 16]]])
+        losses.append(calibrate.weighted_loss(model, window, torch.ones(1, 16)))
+    truth = torch.stack(losses).mean().exp().item()
+    assert calibrate.full_perplexity(model, ids, 1, 16, 2) == pytest.approx(truth, rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -4392,6 +4624,33 @@ def test_an_interrupted_artifact_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_kl_is_that_of_the_dense_model_to_the_cache():
+    tokens, bar = torch.tensor([random_ids(50), random_ids(50, 1)]), generate.Progress("test", 20)
+    _, _, dense = calibrate.eval_perplexity(make_engine(tiny_model(), "dense", 2, 50), tokens, 40, None, bar)
+    engine = make_engine(tiny_model(), "streaming", 2, 50, sinks=1, recent=4)
+    _, kl, other = calibrate.eval_perplexity(engine, tokens, 40, dense, bar)
+    bar.close()
+    truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1).mean().item()
+    assert kl == pytest.approx(truth, rel=0.01)
+
+
+def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
+    monkeypatch.setattr(
+        calibrate, "eval_retrieval", lambda engine, hay, kind, seeds, *_: [float(s == 4) for s in seeds]
+    )
+    candidate = SimpleNamespace(
+        engine=lambda args, rows, capacity: make_engine(tiny_model(), "dense", rows, capacity)
+    )
+    args = argparse.Namespace(lengths=[50], rows=2, samples=5, tasks=["single"], facts=4)
+    row = calibrate.retrieval_row(candidate, args, None, generate.Progress("test", 5))
+    assert row["single 50"] == 20 and row["depth 50"] == [0, 0, 0, 0, 100]
+
+
+def test_candidates_read_yes_and_no():
+    for text, value in {"1": True, "true": True, "Yes": True, "0": False, "false": False}.items():
+        assert calibrate.Candidate.parse(f"loki:reduced={text}").options == {"reduced": value}
+
+
 # ------------------------------------------------------------------------------------------- the command line
 
 
@@ -4600,7 +4859,15 @@ BAD_OPTIONS = {
     "interactive beyond the model": (["--interactive", "--context", "600"], "more than the model's 512"),
     "cache too small": (["--prompt", "60", "--context", "40"], "raise --context"),
     "no such folder": (["--checkpoint", "nowhere"], "no such folder"),
-    "no such shape": (["--random_weights", "llama-9"], "the shapes are"),
+    "no such shape": (["--random_weights", "llama-9", "--prompt", "5"], "the shapes are"),
+    "text for random weights": (
+        ["--random_weights", "llama-2-7b", "--prompt", "hi"],
+        "give --prompt INTEGER",
+    ),
+    "demo of random weights": (["--random_weights", "llama-2-7b"], "give --prompt INTEGER"),
+    "no text": (["--prompt", "caf\udce9"], "not UTF-8"),
+    "question that is no text": (["--prompt", "hi", "--ask", "\udcff"], "not UTF-8"),
+    "question in a chat": (["--chat", "llama-2", "--prompt", "hi", "--ask", "who?"], "--interactive"),
     "no demo": ([], "no demo.txt"),
     "rank too large": (["--method", "sals", "--rank", "1.5", "--prompt", "5"], "1 to 64"),
     "rank beyond the artifact": (["--method", "sals", "--rank", "0.9", "--prompt", "5"], "--max_rank"),
@@ -4761,8 +5028,6 @@ def test_report_of_a_mixed_cache(tmp_path, monkeypatch, capsys):
 
 
 def test_prompts_from_text_file_and_stdin_agree(checkpoint, tmp_path, monkeypatch, capsys):
-    import io
-
     (tmp_path / "prompt.txt").write_text("some words\nand more")
     outputs = set()
     for prompt in ("some words\nand more", f"@{tmp_path / 'prompt.txt'}", "-"):
@@ -4782,8 +5047,6 @@ def test_help_names_every_setting_with_the_papers_symbol(monkeypatch, capsys):
 
 def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monkeypatch, capsys):
     """Two turns through the cache give what one prefill of all their tokens gives."""
-    import io
-
     seen = []
     original = generate.decode_rows
 
@@ -4806,8 +5069,6 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monke
 
 
 def test_interactive_keeps_the_conversation(checkpoint, monkeypatch, capsys):
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
     argv = ["--checkpoint", checkpoint, "--interactive", "--max_new_tokens", "5", "--context", "64"]
     code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
@@ -4937,14 +5198,18 @@ def test_eval_builds_every_method_before_it_evaluates_one(checkpoint, monkeypatc
 
 
 def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
-    few = tmp_path / "few.txt"
+    few, python = tmp_path / "few.txt", tmp_path / "python.txt"
     few.write_text("too short")
+    python.write_text("a text of its own")
+    train, again = (["train", "--out", tmp_path / name, "--text", few] for name in ("new", "again"))
+    (tmp_path / "again").mkdir()
+    shutil.copy(NANO / "tokenizer.model", tmp_path / "again")
     cases = [
         (
             ["fit", "--checkpoint", checkpoint, "--method", "sals", "--text", tmp_path / "none"],
-            "no text there",
+            "there is no such file or folder",
         ),
-        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=x"], "rank must be a float"),
+        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=x"], "write rank=FLOAT, not rank=x"),
         (["eval", "--checkpoint", checkpoint, "--method", "magic"], "the methods are"),
         (
             ["eval", "--checkpoint", checkpoint, "--method", "sals:depth=3"],
@@ -4963,9 +5228,27 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
         (["overlap", "--checkpoint", checkpoint, "--length", "200"], "ask for longer prompts"),
         (["eval", "--checkpoint", checkpoint, "--equal_bytes", "2"], "--equal_bytes: 2 does not lie"),
         (["masked", "--checkpoint", checkpoint, "--k", "2"], "--k: 2 does not lie in (0, 1]"),
-        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=nan"], "rank must be a float, not nan"),
-        (["eval", "--checkpoint", checkpoint, "--lengths", "600"], "more than the model's 512"),
-        (["eval", "--checkpoint", checkpoint, "--csv", tmp_path / "none" / "x.csv"], "there is no folder"),
+        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=nan"], "write rank=FLOAT, not rank=nan"),
+        (
+            ["eval", "--checkpoint", checkpoint, "--lengths", "600"],
+            "512; shorten --prefix, --continuation or --l",
+        ),
+        (["eval", "--checkpoint", checkpoint, "--csv", tmp_path], "no file can be written there"),
+        (
+            ["eval", "--checkpoint", checkpoint, "--method", "sals:fold=flase"],
+            "write fold=BOOL, not fold=flase",
+        ),
+        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank"], "write rank=FLOAT, not rank"),
+        (["eval", "--checkpoint", checkpoint, "--text", few, "--text", few], "a text named few already"),
+        (["eval", "--checkpoint", checkpoint, "--text", python], "a text named python already"),
+        (
+            ["eval", "--checkpoint", checkpoint, "--samples", "0", "--perplexity_rows", "0"],
+            "nothing to evaluate",
+        ),
+        (
+            ["eval", "--checkpoint", checkpoint, "--csv", tmp_path / "none" / "x.csv"],
+            "no file can be written",
+        ),
         (["eval", "--checkpoint", checkpoint, "--continuation", "0"], "--continuation: 0 is not a whole"),
         (["overlap", "--checkpoint", checkpoint, "--length", "600"], "more than the model's 512"),
         (["overlap", "--checkpoint", checkpoint, "--samples", "0"], "--samples: 0 is not a whole"),
@@ -4983,11 +5266,83 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
         ),
         (["fit", "--checkpoint", checkpoint, "--method", "sals", "--window", "0"], "--window: 0 is not a"),
         (["train", "--out", tmp_path / "new", "--text", f"{checkpoint}:nan"], "write PATH or PATH:SHARE"),
-        (["train", "--out", NANO / "config.json" / "new", "--text", checkpoint], "Not a directory"),
+        ([*train, "--device", "tpu"], "--device tpu: not a device"),
+        ([*train, "--lr", "-1"], "--lr: -1 is not above 0"),
+        ([*train, "--minutes", "nan"], "--minutes: nan is not a finite number"),
+        ([*train, "--max_tokens", "0"], "--max_tokens: 0 is not a whole number"),
+        ([*train, "--stages", "0x32x1"], "BATCHxLENGTHxSTEPS"),
+        ([*train, "--state", tmp_path / "none" / "state"], "no file can be written there"),
+        ([*train, "--log", tmp_path], "no file can be written there"),
+        (train, "too little text for a tokenizer"),
+        ([*again, "--stages", "1x40000x1"], "32768; shorten --stages"),
+        ([*again, "--stages", "1x64x1"], "no text of at least 200 characters"),
     ]
     for argv, message in cases:
         code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
-        assert code == 2 and message in err and err.count("\n") == 1, argv
+        assert code == 2 and message in err and err.count("\n") == 1, (argv, err)
+    assert not (tmp_path / "new").exists()
+    blocked = ["train", "--out", NANO / "config.json", "--text", python]  # found before anything is trained
+    assert run_main(calibrate.main, blocked, monkeypatch, capsys)[0] == 2
+
+
+def test_what_is_wrong_with_a_method_shows_before_the_dense_run(monkeypatch, capsys):
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
+    for options, message in ((["--rank", "2"], "1 to"), (["--skip", "99"], "the layers are")):
+        argv = ["--checkpoint", NANO, "--method", "sals", *options]
+        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+        assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
+def test_an_uptrained_checkpoint_names_its_one_method(monkeypatch, capsys):
+    argv = ["--checkpoint", NANO.parent / "nano-elitekv", "--method", "sals", "--prompt", "hi"]
+    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
+    assert code == 2 and "run it with --method elitekv" in err
+
+
+def test_stdin_that_is_no_text(checkpoint, monkeypatch, capsys):
+    for errors in ("strict", "surrogateescape"):  # as the locale has it
+        stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        argv = ["--checkpoint", checkpoint, "--prompt", "-"]
+        code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
+        assert code == 2 and "not UTF-8" in err and err.count("\n") == 1
+
+
+def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, monkeypatch):
+    model, path, stages = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", [Stage(1, 64, 9)]
+    make = calibrate.make_optimizer
+
+    def interrupted(model, lr):
+        optimizer, steps = make(model, lr), itertools.count()
+
+        def third(*_):
+            if next(steps) == 3:
+                raise KeyboardInterrupt
+
+        optimizer.register_step_pre_hook(third)
+        return optimizer
+
+    monkeypatch.setattr(calibrate, "make_optimizer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, nano_haystack, stages, 1e-3, 0, 0, path, math.inf)
+    assert calibrate.load_state(path, model, make(model, 1e-3)) == 3
+    (tmp_path / "other").write_text("no state")
+    with pytest.raises(UserError, match="not a file that training has left"):
+        calibrate.load_state(tmp_path / "other", model, make(model, 1e-3))
+
+
+def test_artifacts_can_be_read_as_other_files_can(tmp_path):
+    (tmp_path / "plain").write_text("")
+    save_artifact({"a": torch.zeros(1)}, tmp_path / "a.safetensors", {})
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    with pytest.raises(UserError, match="cannot be written"):
+        save_artifact({"a": torch.zeros(1)}, tmp_path / "none" / "a.safetensors", {})
+
+
+@pytest.mark.parametrize("argv", [["--model", "13b"], ["--shape", "foo"], ["--fast"]])
+def test_the_benchmarks_errors_are_one_line(argv, monkeypatch, capsys):
+    code, out, err = run_main(kernels.main, argv, monkeypatch, capsys)
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_nothing_imports_triton_or_transformers_at_start():
@@ -5011,3 +5366,234 @@ def test_the_readmes_first_command_prints_what_the_readme_shows():
     assert run.returncode == 0, run.stderr
     shown = readme.split("```\nQuestion:")[1].split("```")[0]
     assert "Question:" + shown in run.stdout
+
+
+def generated(argv, monkeypatch, capsys) -> dict:
+    code, out, err = run_main(generate.main, [*argv, "--json"], monkeypatch, capsys)
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def test_sampling_options_and_the_seed_reach_the_draw(checkpoint, monkeypatch, capsys):
+    def ids(*options):
+        argv = ["--checkpoint", checkpoint, "--prompt", "hello", "--max_new_tokens", 12, "--ignore_eos"]
+        return generated([*argv, *options], monkeypatch, capsys)["token_ids"]
+
+    hot = ("--temperature", 50)
+    assert ids(*hot, "--seed", 1) == ids(*hot, "--seed", 1) != ids(*hot, "--seed", 2)
+    assert ids(*hot, "--top_k", 1) == ids(*hot, "--top_p", 1e-6) == ids() != ids(*hot)
+
+
+def test_random_prompts_of_one_length_differ(checkpoint, monkeypatch, capsys):
+    argv = ["--checkpoint", checkpoint, "--prompt", 9, "--prompt", 9, "--max_new_tokens", 8, "--ignore_eos"]
+    first, second = generated(argv, monkeypatch, capsys)["token_ids"]
+    assert first != second
+
+
+def test_generate_stops_at_the_models_stop_token(tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    argv = ["--checkpoint", folder, "--prompt", "hello", "--max_new_tokens", 20]
+    free = generated([*argv, "--ignore_eos"], monkeypatch, capsys)["token_ids"][0]
+    edit_json(folder / "config.json", eos_token_id=free[5])
+    assert generated(argv, monkeypatch, capsys)["token_ids"][0] == free[: free.index(free[5])]
+    assert generated([*argv, "--ignore_eos"], monkeypatch, capsys)["token_ids"][0] == free
+
+
+def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
+    engine, tokenizer = make_engine(tiny_model(), "dense", 3, 60), load_tokenizer(NANO)
+    prompts, new = [tokenizer.encode("hello")] * 3, tokenizer.encode_continuation(" world")
+    args = argparse.Namespace(random_weights="tiny", checkpoint=None, seed=0)
+    output = Output([new] * 3, decode_s=2.0, steps=8)
+    report = generate.report(engine, "dense", {}, prompts, output, args, tokenizer)
+    assert report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
+    length = len(prompts[0]) + len(new)
+    assert report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
+    assert report["text"] == [" world"] * 3
+
+
+def test_the_first_token_comes_after_the_prefill(checkpoint, monkeypatch, capsys):
+    prefill = generate.Engine.prefill
+
+    def slow(self, prompts):
+        generate.time.sleep(0.3)
+        prefill(self, prompts)
+
+    monkeypatch.setattr(generate.Engine, "prefill", slow)
+    argv = ["--checkpoint", checkpoint, "--prompt", 9, "--max_new_tokens", 4]
+    report = generated(argv, monkeypatch, capsys)
+    assert report["first_token_s"] >= report["prefill_s"] >= 0.3
+
+
+def test_a_prompt_may_fill_all_positions():
+    generate.check_capacity(512, tiny_config())
+    generate.check_capacity(64, tiny_config(sliding_window=64))
+    for capacity, config in ((513, tiny_config()), (65, tiny_config(sliding_window=64))):
+        with pytest.raises(UserError):
+            generate.check_capacity(capacity, config)
+
+
+def test_host_memory_counts_where_the_model_runs_on_the_cpu(monkeypatch):
+    model, settings = tiny_model(), settings_from("lrqk", LRQK)
+    caches = make_engine(model, "lrqk", 1, 60, **LRQK).caches
+    needed = sum(c.formula() + c.host_bytes() for c in caches)
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(generate, "free_memory", lambda device, free=free: free)
+        if free < needed:
+            with pytest.raises(UserError, match="not enough memory"):
+                generate.check_memory(model, "lrqk", settings, {}, Room(model, 1, 60))
+        else:
+            generate.check_memory(model, "lrqk", settings, {}, Room(model, 1, 60))
+
+
+def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
+    monkeypatch.setattr(generate.Progress, "outer", None)
+    bar = generate.Progress("slow", 4)
+    bar.started -= 30
+    bar.tick()
+    bar.close()
+    out, err = capsys.readouterr()
+    assert out == "" and "slow [#######...." in err and "1/4, 90 s left" in err
+
+
+def test_an_interrupt_ends_with_130():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        generate.run_command(interrupted)
+    assert stop.value.code == 130
+
+
+def test_what_evaluation_reads_is_never_trained_or_calibrated_on(checkpoint, tmp_path, monkeypatch, capsys):
+    names = [f"{i}.py" for i in range(40)]
+    held = {name for name in names if calibrate.held_out(Path(name))}
+    assert 0 < len(held) < 10
+    for name in names:
+        (tmp_path / name).write_text(name * 100)
+    seen = []
+
+    def stop(*arguments):
+        seen.append({f.name for part in arguments if isinstance(part, list) for f in part})
+        raise UserError("seen")
+
+    monkeypatch.setattr(calibrate, "standard_library", lambda: tmp_path)
+    monkeypatch.setattr(calibrate, "windows", stop)
+    monkeypatch.setattr(calibrate, "tokenize_files", stop)
+    shutil.copy(NANO / "tokenizer.model", tmp_path)
+    for argv in (
+        ["train", "--out", tmp_path, "--text", tmp_path],
+        ["fit", "--checkpoint", checkpoint, "--method", "sals"],
+        ["eval", "--checkpoint", checkpoint],
+    ):
+        assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 2
+    assert seen == [set(names) - held, set(names) - held, held]
+
+
+def test_max_rank_is_what_is_stored(tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    argv = [
+        "fit",
+        "--checkpoint",
+        folder,
+        "--method",
+        "sals",
+        "--windows",
+        2,
+        "--window",
+        64,
+        "--max_rank",
+        0.25,
+    ]
+    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 0
+    model = load_model(folder, CPU, torch.float32)
+    assert compress.load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
+
+
+def test_ranks_prints_what_its_json_has(checkpoint, monkeypatch, capsys):
+    argv = ["ranks", "--checkpoint", checkpoint, "--windows", 2, "--window", 64, "--json"]
+    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+    figures = json.loads(out.splitlines()[-1])
+    assert code == 0 and figures["pre"] != figures["post"]
+    for label, name in (("before", "pre"), ("after", "post")):
+        lines = [
+            line.split(" RoPE ")[1] for line in out.splitlines() if f"{label} " in line and " RoPE " in line
+        ]
+        assert [int(line.split()[0]) for line in lines] == figures[name]
+
+
+def test_interactive_goes_on_after_a_stop_token_without_reading_again(tmp_path, monkeypatch, capsys):
+    folder, prompts, prefill = tiny_checkpoint(tmp_path), [], generate.Engine.prefill
+    argv = ["--checkpoint", folder, "--max_new_tokens", 12]
+    free = generated([*argv, "--prompt", "hello"], monkeypatch, capsys)["token_ids"][0]
+    edit_json(folder / "config.json", eos_token_id=free[3])
+    monkeypatch.setattr(
+        generate.Engine, "prefill", lambda self, ids: prompts.append(ids) or prefill(self, ids)
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
+    assert run_main(generate.main, [*argv, "--interactive", "--context", 80], monkeypatch, capsys)[0] == 0
+    assert len(prompts) == 1
+
+
+def test_peak_memory_is_in_bytes():
+    assert 50e6 < generate.peak_memory(CPU) < 1e12
+
+
+def test_fit_passes_on_what_fdc_is_asked_for(tmp_path, monkeypatch, capsys):
+    asked = {}
+
+    def spy(model, tokens, moments, max_rank, **how):
+        asked.update(how)
+        return {"a": torch.zeros(2)}, {"energy": "none"}
+
+    monkeypatch.setitem(calibrate.FITS, "fdc", spy)
+    argv = [
+        "fit",
+        "--checkpoint",
+        tiny_checkpoint(tmp_path),
+        "--method",
+        "fdc",
+        "--windows",
+        1,
+        "--window",
+        32,
+    ]
+    argv += ["--accuracy", 0.9, "--positions", 100]
+    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 0
+    assert asked == {"accuracy": 0.9, "positions": 100}
+
+
+def test_masked_and_overlap_print_and_give_json(checkpoint, monkeypatch, capsys):
+    argv = [
+        "masked",
+        "--checkpoint",
+        checkpoint,
+        "--windows",
+        1,
+        "--window",
+        64,
+        "--k",
+        0.25,
+        "--d",
+        0.5,
+        "--json",
+    ]
+    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert code == 0 and [row["method"] for row in rows] == ["dense", "k=0.25 final", "k=0.25 per_row"]
+    assert (rows[1]["kept rows"], rows[1]["kept pairs"]) == calibrate.kept_shares(0.25, 64, "final")
+    argv = [
+        "overlap",
+        "--checkpoint",
+        checkpoint,
+        "--length",
+        200,
+        "--task",
+        "single",
+        "--samples",
+        2,
+        "--json",
+    ]
+    code, out, _ = run_main(calibrate.main, [*argv, "--method", "loki:k=0.25"], monkeypatch, capsys)
+    (scores,) = json.loads(out.splitlines()[-1]).values()
+    assert code == 0 and len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
+    assert " ".join(f"{s:.3f}" for s in scores) in out
