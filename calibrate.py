@@ -812,8 +812,8 @@ MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_mom
 def run_fit(args: argparse.Namespace) -> None:
     """One pass over the text gathers the moments for all methods that need them; `all` goes on where a method
     cannot take the model."""
-    check_writable("--checkpoint", artifact_path(args.checkpoint, args.method))
     model, tokenizer = load(args)
+    check_writable("--checkpoint", artifact_path(args.checkpoint, args.method))
     tokens = calibration_windows(args, model, tokenizer)
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
