@@ -126,10 +126,19 @@ def text_files(path: Path, held: bool | None = None) -> list[Path]:
     return files
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Raises UserError where a file could not be written: before the work whose result it shall hold."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+def check_folder(option: str, folder: Path) -> None:
+    """Raises UserError where no file could be written into a folder, made or still to be made: before the work
+    whose result it shall hold."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"{option}: no file can be written into {folder}")
+
+
+def check_file(option: str, path: Path) -> None:
+    """The same for a file, whose folder must be there."""
+    if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"{option} {path}: no file can be written there")
+    check_folder(option, path.parent)
 
 
 def standard_library() -> Path:
@@ -813,7 +822,7 @@ def run_fit(args: argparse.Namespace) -> None:
     """One pass over the text gathers the moments for all methods that need them; `all` goes on where a method
     cannot take the model."""
     model, tokenizer = load(args)
-    check_writable("--checkpoint", artifact_path(args.checkpoint, args.method))
+    check_folder("--checkpoint", args.checkpoint)
     tokens = calibration_windows(args, model, tokenizer)
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
@@ -1199,7 +1208,7 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
 
 def run_eval(args: argparse.Namespace) -> None:
     if args.csv:
-        check_writable("--csv", args.csv)  # now, rather than after the evaluation
+        check_file("--csv", args.csv)  # now, rather than after the evaluation
     if not args.samples and not args.perplexity_rows:
         raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
@@ -1834,13 +1843,13 @@ def run_train(args: argparse.Namespace) -> None:
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*map(text_share, args.text), strict=True)
     device, _ = device_and_dtype(args)
-    for option in ("state", "log"):  # now, rather than after the training
+    check_folder("--out", args.out)  # now, rather than after the training
+    for option in ("state", "log"):
         if path := getattr(args, option):
-            check_writable(f"--{option}", path)
+            check_file(f"--{option}", path)
     files = [text_files(path, held=False) for path in paths]
     if args.source:
         model, tokenizer = uptraining_model(args, device)
-        args.out.mkdir(parents=True, exist_ok=True)
     else:
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(paths, NANO.vocab_size)
