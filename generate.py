@@ -41,6 +41,8 @@ from model import (
     chat_style,
     decode_layer,
     encode_chat,
+    free_memory,
+    human,
     load_model,
     load_tokenizer,
     random_model,
@@ -343,17 +345,6 @@ def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[st
     return load_artifact(args.checkpoint, method, model)
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device; of the CPU as Linux tells it, elsewhere no limit."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return sys.maxsize
-
-
 def plan_caches(
     model: Llama, method: str, settings: object, artifact: dict[str, Tensor], rows: int, capacity: int
 ) -> list[Cache]:
@@ -505,16 +496,6 @@ def device_name(device: torch.device) -> str:
         if device.type == "cuda"
         else f"cpu ({torch.get_num_threads()} threads)"
     )
-
-
-def human(n: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if n < 1000:
-            break
-        n /= 1000
-    else:
-        unit = "GB"
-    return f"{n:.4g} {unit}"
 
 
 def print_report(r: dict) -> None:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -398,10 +399,40 @@ def fingerprint(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def human(n: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            break
+        n /= 1000
+    else:
+        unit = "GB"
+    return f"{n:.4g} {unit}"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device; of the CPU as Linux tells it, elsewhere no limit."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, unused
+        return torch.cuda.mem_get_info(device)[0] + kept
+    try:
+        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return sys.maxsize
+
+
 def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
-    """The network with uninitialised weights, allocated once, on its device and in its dtype."""
+    """The network with uninitialised weights, allocated once, on its device and in its dtype.
+
+    Raises UserError where they would not fit."""
     with torch.device("meta"):
         model = Llama(config).to(dtype)
+    needed, free = sum(p.numel() for p in model.parameters()) * dtype.itemsize, free_memory(device)
+    if needed > free:
+        raise UserError(
+            f"not enough memory: the weights need {human(needed)}, {human(free)} are free ({device.type}); "
+            "use a smaller model, or --dtype bfloat16"
+        )
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if config.tied:
         model.output.weight = model.tok_embeddings.weight

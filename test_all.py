@@ -5296,6 +5296,13 @@ def test_what_is_wrong_with_a_method_shows_before_the_dense_run(monkeypatch, cap
         assert code == 2 and out == "" and message in err and err.count("\n") == 1
 
 
+def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(model_file, "free_memory", lambda device: 10**5)
+    for argv in (["--random_weights", "llama-2-7b", "--prompt", "5"], ["--checkpoint", checkpoint]):
+        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+        assert code == 2 and out == "" and "the weights need" in err and err.count("\n") == 1
+
+
 def test_an_uptrained_checkpoint_names_its_one_method(monkeypatch, capsys):
     argv = ["--checkpoint", NANO.parent / "nano-elitekv", "--method", "sals", "--prompt", "hi"]
     code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
