@@ -135,10 +135,11 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """The same for a file, whose folder must be there."""
-    if path.is_dir() or not path.parent.is_dir():
+    """The same for one file."""
+    if path.is_dir() or path.exists() and not os.access(path, os.W_OK):
         raise UserError(f"{option} {path}: no file can be written there")
-    check_folder(option, path.parent)
+    if not path.exists():
+        check_folder(option, path.parent)
 
 
 def standard_library() -> Path:
@@ -1236,8 +1237,8 @@ def run_eval(args: argparse.Namespace) -> None:
         for candidate in group:
             candidate.check(args, model, capacities)
     del model
-    for kind, n in itertools.product(args.tasks if args.samples else (), args.lengths):
-        eval_sample(hay, kind, 0, n, args.facts)  # refuses lengths that a task has no room in
+    for kind, seed in itertools.product(args.tasks, range(args.samples)):
+        eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     prompts = len(args.lengths) * len(args.tasks) * args.samples
     bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
     results, reference = [], {}
@@ -1253,6 +1254,7 @@ def run_eval(args: argparse.Namespace) -> None:
     if args.equal_bytes or args.equal_tokens:
         print_equal(args, candidates)
     if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
@@ -1681,12 +1683,12 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
     try:
         saved = load_file(path, device=str(device))
         step = saved["step"].float()
-    except (SafetensorError, KeyError):
-        raise UserError(f"--state {path}: not a file that training has left") from None
-    for name, p in model.named_parameters():
-        p.data.copy_(saved[name])
-        moments = {"exp_avg": saved[f"{name}.m"], "exp_avg_sq": saved[f"{name}.v"]}
-        optimizer.state[p] = {"step": step.clone(), **moments}
+        for name, p in model.named_parameters():
+            p.data.copy_(saved[name])
+            moments = {"exp_avg": saved[f"{name}.m"], "exp_avg_sq": saved[f"{name}.v"]}
+            optimizer.state[p] = {"step": step.clone(), **moments}
+    except (SafetensorError, KeyError, RuntimeError):  # no such file, other names, other shapes
+        raise UserError(f"--state {path}: not what training this model has left") from None
     return int(step)
 
 
@@ -1738,6 +1740,8 @@ def train(
     if log and not done:
         log.write_text("tokens,loss\n")
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
+    interrupts = []  # a step is never cut in two
+    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
     try:
         for stage, tokens, weights in staged_batches(hay, stages, done, seed, workers):
             for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
@@ -1764,11 +1768,14 @@ def train(
                 shape = f"{stage.batch}x{stage.length}"
                 line = f"step {done}/{total}  {shape}  loss {running.item():.3f}  {seconds:.0f} s"
                 print(line, file=sys.stderr, flush=True)
-            if done < total and time.time() - started > 60 * minutes:
+            if interrupts or done < total and time.time() - started > 60 * minutes:
                 break
-    finally:  # also where an interrupt ends it
-        if state and optimizer.state:
-            save_state(state, model, optimizer, done)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if state:
+        save_state(state, model, optimizer, done)
+    if interrupts:
+        raise KeyboardInterrupt
     return done == total
 
 
@@ -1802,7 +1809,9 @@ def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
             max_sentence_length=16384,
             minloglevel=2,
         )
-    except RuntimeError:
+    except RuntimeError as error:
+        if "Vocabulary size" not in str(error) and "sentences_.empty" not in str(error):
+            raise
         raise UserError(f"too little text for a tokenizer of {vocab_size} pieces; give more --text") from None
     return made.getvalue()
 
@@ -1848,16 +1857,18 @@ def run_train(args: argparse.Namespace) -> None:
         if path := getattr(args, option):
             check_file(f"--{option}", path)
     files = [text_files(path, held=False) for path in paths]
+    longest = max(stage.length for stage in stages)
     if args.source:
         model, tokenizer = uptraining_model(args, device)
+        check_capacity(longest, model.config, "--stages")
     else:
+        check_capacity(longest, NANO, "--stages")
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(paths, NANO.vocab_size)
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / "tokenizer.model").write_bytes(pieces)
         model, tokenizer = Llama(NANO), load_tokenizer(args.out)
         initialise(model, args.seed)
-    check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     started = time.time()
     tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
@@ -1865,6 +1876,8 @@ def run_train(args: argparse.Namespace) -> None:
     model = model.to(device)
     # Uptraining goes on at the rate that pre-training's schedule ends with.
     lr = args.lr or (2e-4 if args.source else 2e-3)
+    for path in filter(None, (args.state, args.log)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
     done = train(model, hay, stages, lr, *loop)
     if args.source:
@@ -2106,7 +2119,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     p.add_argument("--device", default=device, help="cpu or cuda (default: cuda where there is one)")
-    p.set_defaults(dtype="float32")
+    p.set_defaults(dtype="fp32")
     return parser.parse_args(argv)
 
 

@@ -993,8 +993,10 @@ class LokiCache(Cache):
         self.attends(pos, index, live)
         kv_heads = torch.arange(self.config.n_kv_heads, device=pos.device)[:, None, None]
         where = (rows[:, None, None, None], kv_heads, index)
-        k, v, live = (x.flatten(1, 2) for x in (self.k[where], self.v[where], live))  # [B, Hq, k, .]
-        out = F.scaled_dot_product_attention(q.flatten(1, 2)[:, :, None], k, v, live[:, :, None])
+        k, v = self.k[where].flatten(1, 2), self.v[where].flatten(1, 2)  # [B, Hq, k, .]
+        out = F.scaled_dot_product_attention(
+            q.flatten(1, 2)[:, :, None], k, v, live.flatten(1, 2)[:, :, None]
+        )
         return out[:, :, 0]
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -1687,7 +1689,7 @@ class H2oCache(Cache):
             # A tape of draws, read in a circle: in a CUDA graph no generator of our own could run. The length
             # is prime, so that no two steps read alike.
             tape = torch.rand(65521, generator=generator).clamp(min=1e-10)
-            self.register_buffer("gumbel", -(-tape.log()).log().to(room.device))
+            self.gumbel = -(-tape.log()).log().to(room.device)  # noise, not cache
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
         """What is accumulated: softmax of logits [..., N]; Keyformer's of (logits + noise) / tau.
@@ -1735,10 +1737,9 @@ class H2oCache(Cache):
         return attend(q, self.k, self.v, live)
 
     def formula(self) -> int:
-        """K, V, position and attention of each slot, one length a row, and Keyformer's tape of noise."""
+        """K, V, position and attention of each slot, and one length a row."""
         slots = dense_bytes(self.room) // self.room.capacity * self.slots
-        tape = 4 * len(self.gumbel) if self.settings.gumbel else 0
-        return slots + self.room.rows * (self.slots * self.config.n_kv_heads * 8 + 4) + tape
+        return slots + self.room.rows * (self.slots * self.config.n_kv_heads * 8 + 4)
 
     def bytes_read(self, length: int) -> int:
         c = self.config
@@ -1888,7 +1889,7 @@ class DoubleSparseCache(SelectiveCache):
         if self.every > 1:
             self.since[row] = -self.every  # the first step selects
         if self.share_heads:
-            # Of a short prompt heads that select all of it would all be alike: half of it tells them apart.
+            # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
             pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.x + self.z + 1, len(k) // 2)
             index = self.choose(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
             member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)

@@ -255,20 +255,28 @@ def decode_rows(
 # ------------------------------------------------------------------------------------------- the command line
 
 
-def read_text(path: Path) -> str:
+def valid_text(read: Callable[[], str], source: str | Path) -> str:
+    """What read() returns. Raises UserError where it holds bytes that are no UTF-8, as stdin and arguments may."""
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8 text; convert it first") from None
+        text = read()
+        text.encode()
+    except UnicodeError:
+        raise UserError(f"{source}: not UTF-8 text; convert it first") from None
+    return text
+
+
+def read_text(path: Path) -> str:
+    return valid_text(lambda: path.read_text(encoding="utf-8"), path)
 
 
 def prompt_text(prompt: str) -> str:
     """The text that TEXT, @file or - (stdin) stands for."""
     if prompt.startswith("@") and not Path(prompt[1:]).is_file():
         raise UserError(f"--prompt {prompt}: there is no such file")
-    text = read_text(Path(prompt[1:])) if prompt.startswith("@") else prompt
-    text = sys.stdin.read() if text == "-" else text
-    text.encode()  # stdin and arguments may hold bytes that are no text
+    if prompt.startswith("@"):
+        text = read_text(Path(prompt[1:]))
+    else:
+        text = valid_text(sys.stdin.read if prompt == "-" else lambda: prompt, "--prompt")
     if not text:
         raise UserError("the prompt is empty; give some text, @file, - or a number of tokens")
     return text
@@ -312,7 +320,7 @@ def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or 
     if c.sliding_window and capacity > c.sliding_window:
         raise UserError(
             f"this model attends a sliding window of {c.sliding_window} tokens, which is not supported "
-            f"beyond it; shorten prompt and --max_new_tokens to {c.sliding_window}"
+            f"beyond it; shorten {shorten} to {c.sliding_window}"
         )
 
 
@@ -695,7 +703,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.chat and args.ask:
         raise UserError("--ask is fed as it stands; ask in a --chat by --interactive")
     for text in (*(args.ask or ()), args.stop or ""):
-        text.encode()  # arguments may hold bytes that are no text
+        valid_text(lambda text=text: text, "--ask or --stop")
     return args
 
 
@@ -761,7 +769,7 @@ def run_generate(args: argparse.Namespace) -> None:
     dense, options = None, chosen_settings(args, args.method)
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
         # Dense goes first: building a method's caches may change the weights. What is wrong with the method's
-        # settings shows now.
+        # settings, but for the device they name, shows now.
         settings, artifact = settings_from(args.method, options), artifact_for(args.method, model, args)
         plan_caches(model, args.method, settings, artifact, len(prompts), capacity)
         engine = build_engine(model, "dense", {}, args, len(prompts), capacity)
@@ -794,8 +802,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     torch.manual_seed(args.seed)
     while True:
         try:
-            line = input("> ")
-            line.encode()
+            line = valid_text(lambda: input("> "), "stdin")
         except EOFError:
             return print()
         if not line:
@@ -830,9 +837,6 @@ def run_command(run: Callable[[], None]) -> None:
         run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except UnicodeError:
-        print("error: the input is not UTF-8 text; convert it first", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # whoever read stdout has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

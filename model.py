@@ -431,7 +431,7 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     if needed > free:
         raise UserError(
             f"not enough memory: the weights need {human(needed)}, {human(free)} are free ({device.type}); "
-            "use a smaller model, or --dtype bfloat16"
+            "use a smaller model" + (" or --dtype bf16" if dtype == torch.float32 else "")
         )
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if config.tied:
