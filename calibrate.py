@@ -28,6 +28,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from multiprocessing import get_context
@@ -72,6 +73,7 @@ from generate import (
     Parser,
     Progress,
     Sampling,
+    add_device_option,
     add_model_options,
     check_capacity,
     decode_rows,
@@ -184,16 +186,6 @@ juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
         """,
     )
 )
-BOOLEANS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
 KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
 
 
@@ -846,6 +838,8 @@ def run_fit(args: argparse.Namespace) -> None:
 def run_ranks(args: argparse.Namespace) -> None:
     if args.png and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--png needs matplotlib: pip install matplotlib")
+    if args.png:
+        check_file("--png", args.png)
     model, tokenizer = load(args)
     tokens = calibration_windows(args, model, tokenizer)
     moments = key_moments(model, tokens, "ranks")
@@ -860,6 +854,7 @@ def run_ranks(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"energy": args.energy, "width": width, **ranks}))
     if args.png:
+        args.png.parent.mkdir(parents=True, exist_ok=True)
         plot_ranks(ranks, args.energy, args.png)
 
 
@@ -957,6 +952,9 @@ def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
+
+
+BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 @dataclass
@@ -1716,6 +1714,19 @@ def tokens_read(stages: list[Stage], done: int) -> int:
     return total
 
 
+@contextmanager
+def deferred_interrupts() -> Iterator[list]:
+    """Gathers Ctrl-C in a list that the block looks at; raises KeyboardInterrupt at its end if there was one."""
+    interrupts = []
+    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
 def train(
     model: Llama,
     hay: Haystack,
@@ -1740,9 +1751,7 @@ def train(
     if log and not done:
         log.write_text("tokens,loss\n")
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
-    interrupts = []  # a step is never cut in two
-    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-    try:
+    with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
         for stage, tokens, weights in staged_batches(hay, stages, done, seed, workers):
             for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
                 warm = min(1.0, (done + 1) / 200)
@@ -1770,12 +1779,8 @@ def train(
                 print(line, file=sys.stderr, flush=True)
             if interrupts or done < total and time.time() - started > 60 * minutes:
                 break
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if state:
-        save_state(state, model, optimizer, done)
-    if interrupts:
-        raise KeyboardInterrupt
+        if state:
+            save_state(state, model, optimizer, done)
     return done == total
 
 
@@ -2117,8 +2122,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument(
         "--max_tokens", type=whole(1), default=200_000_000, help="tokens read from each text (default 2e8)"
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    p.add_argument("--device", default=device, help="cpu or cuda (default: cuda where there is one)")
+    add_device_option(p)
     p.set_defaults(dtype="fp32")
     return parser.parse_args(argv)
 

@@ -993,11 +993,8 @@ class LokiCache(Cache):
         self.attends(pos, index, live)
         kv_heads = torch.arange(self.config.n_kv_heads, device=pos.device)[:, None, None]
         where = (rows[:, None, None, None], kv_heads, index)
-        k, v = self.k[where].flatten(1, 2), self.v[where].flatten(1, 2)  # [B, Hq, k, .]
-        out = F.scaled_dot_product_attention(
-            q.flatten(1, 2)[:, :, None], k, v, live.flatten(1, 2)[:, :, None]
-        )
-        return out[:, :, 0]
+        # Each query head has its own tokens: [B, Hq, k, D], live [B, 1, k].
+        return attend(*(x.flatten(1, 2) for x in (q, self.k[where], self.v[where], live)))
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.

@@ -380,11 +380,22 @@ def check_memory(
             )
 
 
-def build_engine(model: Llama, method: str, options: dict, args, rows: int, capacity: int) -> Engine:
+def prepare(
+    model: Llama, method: str, options: dict, args, rows: int, capacity: int
+) -> tuple[str, object, Room, dict[str, Tensor]]:
+    """The method, its settings, room and artifact. Raises UserError where they do not fit one another, the model
+    or the memory, before anything is built."""
     settings, room = settings_from(method, options), Room(model, rows, capacity, args.kernels)
     artifact = artifact_for(method, model, args)
     check_memory(model, method, settings, artifact, room)
-    caches = METHODS[method].build(model, settings, room, artifact)
+    return method, settings, room, artifact
+
+
+def build_engine(
+    model: Llama, args, method: str, settings: object, room: Room, artifact: dict[str, Tensor]
+) -> Engine:
+    """An engine of what prepare returned; it may change the model's weights."""
+    caches, capacity = METHODS[method].build(model, settings, room, artifact), room.capacity
     if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
         print(
             f"note: the budget of {sum(settings.budget(capacity))} tokens covers the context of {capacity}: "
@@ -600,6 +611,11 @@ def chosen_settings(args: argparse.Namespace, method: str) -> dict:
     }
 
 
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda where there is one)")
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
@@ -607,8 +623,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=NANO,
         help="a Hugging Face folder: config.json, *.safetensors, tokenizer (default: the embedded model)",
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda where there is one)")
+    add_device_option(parser)
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on the CPU, bf16 on a GPU"
     )
@@ -767,15 +782,13 @@ def run_generate(args: argparse.Namespace) -> None:
     capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
 
     dense, options = None, chosen_settings(args, args.method)
+    prepared = prepare(model, args.method, options, args, len(prompts), capacity)
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
-        # Dense goes first: building a method's caches may change the weights. What is wrong with the method's
-        # settings, but for the device they name, shows now.
-        settings, artifact = settings_from(args.method, options), artifact_for(args.method, model, args)
-        plan_caches(model, args.method, settings, artifact, len(prompts), capacity)
-        engine = build_engine(model, "dense", {}, args, len(prompts), capacity)
+        # Dense goes first: building a method's caches may change the weights.
+        engine = build_engine(model, args, *prepare(model, "dense", {}, args, len(prompts), capacity))
         dense = run_prompts(engine, prompts, asks, args, tokenizer).answers
         del engine
-    engine = build_engine(model, args.method, options, args, len(prompts), capacity)
+    engine = build_engine(model, args, *prepared)
     stream = tokenizer is not None and len(prompts) == 1 and not asks and not args.json
     emit, finish = streamer(tokenizer, prompts[0]) if stream else (None, None)
     output = run_prompts(engine, prompts, asks, args, tokenizer, emit)
@@ -796,7 +809,8 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
     capacity = args.context or min(4096, model.config.max_positions)
     check_capacity(capacity, model.config)
-    engine = build_engine(model, args.method, chosen_settings(args, args.method), args, 1, capacity)
+    options = chosen_settings(args, args.method)
+    engine = build_engine(model, args, *prepare(model, args.method, options, args, 1, capacity))
     style = style_of(args, model.config, tokenizer) if args.chat else None
     history, transcript, held = [], [], 0  # messages, token ids, and how many of these the cache holds
     torch.manual_seed(args.seed)
