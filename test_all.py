@@ -4956,6 +4956,8 @@ def test_too_little_memory_says_what_would_fit(checkpoint, monkeypatch, capsys):
         "--max_new_tokens",
         "10",
         "--ignore_eos",
+        "--device",
+        "cpu",
         "--batch_size",
     ]
     assert run_main(generate.main, [*argv, 2], monkeypatch, capsys)[0] == 0
