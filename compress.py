@@ -11,6 +11,7 @@ What is stored is a buffer, so the measured size is the sum of the buffers: noth
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -2319,15 +2320,21 @@ class FdcCache(Cache):
     One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
     the sum of the ranks, not the largest one for all."""
 
+    fused = True  # in the kernels, where the room has them
+
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int]):
         super().__init__(room)
-        self.bases = [basis.to(room.device, room.dtype) for basis in bases]  # R [D, d_qk]: weights, not cache
+        widest = max(basis.shape[1] for basis in bases)
+        padded = [F.pad(basis, (0, widest - basis.shape[1])) for basis in bases]
+        self.basis = torch.stack(padded).to(room.device, room.dtype)  # weights, not cache
+        self.bases = [self.basis[h, :, : basis.shape[1]] for h, basis in enumerate(bases)]  # R [D, d_qk]
         self.v_ranks = v_ranks
         self.ranks = [basis.shape[1] for basis in bases] + v_ranks
         self.scale = room.config.head_dim**-0.5  # that of the full head dim, at any rank
         self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
         # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
         ranks = torch.tensor(self.ranks)
+        self.table = ranks.int().to(room.device)
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
@@ -2366,6 +2373,8 @@ class FdcCache(Cache):
         return torch.cat(outputs, -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        if self.fused and self.room.kernels:
+            return self.decode_fused(pos, q, k, latent)
         token = (self.room.row_ids * self.room.capacity + pos)[:, None]
         new = [keys[:, 0] for keys in self.compress(k, pos)]  # [B, d_qk] each
         # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
@@ -2377,6 +2386,12 @@ class FdcCache(Cache):
             keys = self.keys(h, k_store)
             outputs.append(attend(queries, keys[:, None], v_store[:, None], live, self.scale).flatten(1))
         return torch.cat(outputs, -1)[:, None]  # [B, 1, sum of G d_v]
+
+    def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+        """The same as decode in Triton kernels, which share the work of unequal heads out evenly."""
+        kernels, stored = self.room.kernels, (self.packed, self.table, self.ranks, pos)
+        queries = kernels.fdc_append(q, k, latent, self.basis, *stored, self.room.rope_pairs)
+        return kernels.fdc_attend(queries, *stored, self.scale)[:, None]
 
     def formula(self) -> int:
         return self.room.rows * self.bytes_read(self.room.capacity)
@@ -2459,27 +2474,25 @@ def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) 
     return plan
 
 
-def static_split(costs: list[int], workers: int) -> list[list[tuple[int, float, float]]]:
-    """Decode, ours: every worker takes an equal stretch of all heads laid end to end, whatever the length.
+def equal_stretches(
+    lengths: list[int], costs: list[int], workers: int, block: int = 64
+) -> list[list[tuple[int, int, int, int]]]:
+    """Decode, ours (kernels.fdc_attend): every worker takes an equal stretch of all heads of all rows, laid
+    end to end.
 
-    costs d_qk + d_v of each head -> (head, from, to) of each worker, as shares of the row's tokens. It is
-    computed once and needs no scheduler in the step; `split_tokens` turns shares into tokens."""
-    total, ends = sum(costs), torch.tensor(costs).cumsum(0).tolist()
-    plan = []
-    for w in range(workers):
-        low, high = w * total / workers, (w + 1) * total / workers
-        stretches = [
-            (h, max(0.0, (low - end + cost) / cost), min(1.0, (high - end + cost) / cost))
-            for h, (cost, end) in enumerate(zip(costs, ends, strict=True))
-        ]
-        plan.append([(h, a, b) for h, a, b in stretches if a < b])
+    lengths of the rows in tokens, costs d_qk + d_v of each head -> (row, head, first token, last + 1) of each
+    worker. Blocks stay whole: one belongs to the worker in whose stretch it begins."""
+    blocks = [-(-length // block) for length in lengths]
+    total, begin = sum(blocks) * sum(costs), 0
+    plan = [[] for _ in range(workers)]
+    for row, head in itertools.product(range(len(lengths)), range(len(costs))):
+        for w in range(workers):
+            ends = (max(0, n * total // workers - begin) for n in (w, w + 1))
+            first, last = (min(blocks[row], -(-end // costs[head])) * block for end in ends)
+            if first < last:
+                plan[w].append((row, head, first, min(last, lengths[row])))
+        begin += blocks[row] * costs[head]
     return plan
-
-
-def split_tokens(low: float, high: float, length: int, block: int) -> tuple[int, int]:
-    """First token and last + 1 of a stretch of a row, at whole blocks: neighbours meet without a gap."""
-    first, last = (length if share >= 1 else int(share * length / block) * block for share in (low, high))
-    return first, last
 
 
 # ------------------------------------------------------------------------------------------------------- Palu
@@ -2499,6 +2512,8 @@ class PaluCache(FdcCache):
 
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
     between B and the query, so every step rebuilds and rotates all keys."""
+
+    fused = False
 
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int], bias: Tensor):
         super().__init__(room, bases, v_ranks)

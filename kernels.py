@@ -787,25 +787,33 @@ def _grouped_kernel(
 
 
 @jit
-def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
+def _merge_parts(top_p, sum_p, part_p, first, count, step, D, inside, DP: tl.constexpr, SB: tl.constexpr):
+    """One softmax out of the parts first, first + step, .. of it: their maxima, sums and rows of D numbers."""
     d = tl.arange(0, DP)
     top = tl.max(tl.full([SB], -1e30, tl.float32), 0)
     total = tl.sum(tl.zeros([SB], tl.float32), 0)
     out = tl.zeros([DP], tl.float32)
-    for start in range(0, splits, SB):
-        split = start + tl.arange(0, SB)
-        at = head * splits + split
-        tops = tl.load(top_p + at, mask=split < splits, other=-1e30)
-        sums = tl.load(sum_p + at, mask=split < splits, other=0.0)
-        inside = (sums > 0)[:, None] & (d < D)[None, :]
-        parts = tl.load(part_p + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+    for start in range(0, count, SB):
+        part = start + tl.arange(0, SB)
+        at = first + part * step
+        tops = tl.load(top_p + at, mask=part < count, other=-1e30)
+        sums = tl.load(sum_p + at, mask=part < count, other=0.0)
+        mask = (sums > 0)[:, None] & inside[None, :]
+        parts = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)
         new_top = tl.maximum(top, tl.max(tops, 0))
         weight = tl.where(sums > 0, tl.exp2(tops - new_top), 0.0)
         total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
         out = out * tl.exp2(top - new_top) + tl.sum(parts * weight[:, None], 0)
         top = new_top
-    tl.store(out_p + head * D + d, (out / total).to(out_p.dtype.element_ty), mask=d < D)
+    return out / total
+
+
+@jit
+def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DP)
+    out = _merge_parts(top_p, sum_p, part_p, head * splits, splits, 1, D, d < D, DP, SB)
+    tl.store(out_p + head * D + d, out.to(out_p.dtype.element_ty), mask=d < D)
 
 
 def rope_pairs(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
@@ -1135,6 +1143,242 @@ def sals_append(
     return out
 
 
+# -------------------------------------------------------------- attention over heads of unequal rank (FDC)
+
+
+@jit
+def _ranks_of(head, ranks_p, heads, UNIT: tl.constexpr, HP: tl.constexpr):
+    """d_qk and d_v of a head, the sums of either before it, and the sum of all d_qk."""
+    ids = tl.arange(0, HP)
+    qk = tl.load(ranks_p + ids, mask=ids < heads, other=0).to(tl.int64) // UNIT
+    v = tl.load(ranks_p + heads + ids, mask=ids < heads, other=0).to(tl.int64) // UNIT
+    before_k, before_v = tl.sum(tl.where(ids < head, qk, 0), 0), tl.sum(tl.where(ids < head, v, 0), 0)
+    d_qk, d_v = tl.sum(tl.where(ids == head, qk, 0), 0), tl.sum(tl.where(ids == head, v, 0), 0)
+    # Multiplied by UNIT again, so that the compiler knows that rows are aligned.
+    return d_qk * UNIT, d_v * UNIT, before_k * UNIT, before_v * UNIT, tl.sum(qk, 0) * UNIT
+
+
+@jit
+def _fdc_append_kernel(
+    q_p, k_p, latent_p, basis_p, ranks_p, pos_p, rope_p, packed_p, out_p, q_row, k_row, latent_row, B, S,
+    D: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr,
+    DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, HP: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    h, heads = tl.program_id(0), tl.num_programs(0)
+    b = tl.program_id(1).to(tl.int64)
+    pos = tl.load(pos_p + b).to(tl.int64)
+    d_qk, d_v, before_k, before_v, all_qk = _ranks_of(h, ranks_p, heads, UNIT, HP)
+    g, pair = tl.arange(0, GP)[:, None], tl.arange(0, HALF)
+    real = pair < D // 2
+    cos, sin = _load_rope(rope_p, pos * (D // 2) + pair, real, WORDS)
+    # Rows 0 .. G - 1 of a tile are the group's queries, row G is the key: one product turns them all.
+    q_p += b * q_row + (h * G + g) * D + pair[None, :]
+    k_p += b * k_row + h * D + pair[None, :] + g * 0
+    query, key = (g < G) & real[None, :], (g == G) & real[None, :]
+    a = tl.load(q_p, mask=query, other=0.0) + tl.load(k_p, mask=key, other=0.0)
+    c = tl.load(q_p + D // 2, mask=query, other=0.0) + tl.load(k_p + D // 2, mask=key, other=0.0)
+    a, c, cos, sin = a.to(tl.float32), c.to(tl.float32), cos[None, :], sin[None, :]
+    dtype: tl.constexpr = packed_p.dtype.element_ty
+    low, high = (a * cos - c * sin).to(dtype), (c * cos + a * sin).to(dtype)
+    j = tl.arange(0, DQP)
+    basis_p += (h * D + pair)[:, None] * DQ + j[None, :]
+    inside = real[:, None] & (j < DQ)[None, :]
+    x = tl.dot(low, tl.load(basis_p, mask=inside, other=0.0), input_precision="ieee")
+    x = tl.dot(high, tl.load(basis_p + D // 2 * DQ, mask=inside, other=0.0), x, input_precision="ieee")
+    out_at = out_p + ((b * heads + h) * G + g) * DQ + j[None, :]
+    tl.store(out_at, x.to(dtype), mask=(g < G) & (j < DQ)[None, :])
+    token, rows = b * S + pos, tl.num_programs(1).to(tl.int64) * S
+    k = tl.sum(tl.where(g == G, x, 0.0), 0)
+    tl.store(packed_p + before_k * rows + token * d_qk + j, k.to(dtype), mask=j < d_qk)
+    i = tl.arange(0, DVP)
+    v = tl.load(latent_p + b * latent_row + before_v + i, mask=i < d_v, other=0.0)
+    tl.store(packed_p + (all_qk + before_v) * rows + token * d_v + i, v, mask=i < d_v)
+
+
+@operator(
+    lambda q, k, latent, basis, *_: q.new_empty(*q.shape[:2], basis.shape[2]),
+    mutates=("packed",),
+)
+def fdc_append(
+    q: Tensor, k: Tensor, latent: Tensor, basis: Tensor, packed: Tensor, table: Tensor, ranks: list[int],
+    pos: Tensor, rope: Tensor
+) -> Tensor:  # fmt: skip
+    """Writes one token a row at pos, K' = K R after RoPE and V' of every head; returns Q' = Q R.
+
+    q [B, Hq, D] and k [B, Hkv, D] before RoPE, latent [B, sum of d_v]: their rows may lie apart, as in the
+    output of wqkv; basis R [Hkv, D, max d_qk], columns beyond a head's d_qk zero; ranks: d_qk of all heads,
+    then d_v, and table [2 * Hkv] int32 the same on the device; rope [>= S, D/2, 2] of rope_pairs; packed
+    [B * S * sum(ranks)]: K' [B, S, d_qk] head by head, then V' [B, S, d_v] -> Q' [B, Hq, max d_qk], zero
+    beyond a head's d_qk. Truth: FdcCache.compress and one scatter (arXiv 2408.04107, sec. 5.1)."""
+    B, Hkv, D = k.shape
+    G, DQ, S = q.shape[1] // Hkv, basis.shape[2], fdc_capacity(B, Hkv, ranks, table, packed)
+    shape("q", q, B, Hkv * G, D, dtype=packed.dtype)
+    shape("k", k, B, Hkv, D, dtype=packed.dtype)
+    shape("latent", latent, B, sum(ranks[Hkv:]), dtype=packed.dtype)
+    shape("basis", basis, Hkv, D, max(ranks[:Hkv]), dtype=packed.dtype)
+    words = rope_words(rope, S, D, packed.dtype)
+    check(pos, B, q=q[0], k=k[0], latent=latent[0], basis=basis, table=table, rope=rope, packed=packed)
+    out = torch.empty(B, Hkv * G, DQ, dtype=q.dtype, device=q.device)
+    _fdc_append_kernel[Hkv, B](
+        q, k, latent, basis, table, pos, words, packed, out, q.stride(0), k.stride(0), latent.stride(0), B, S,
+        D, max(16, power2(D // 2)), G, max(16, power2(G + 1)), DQ, max(16, power2(DQ)),
+        power2(max(ranks[Hkv:])), math.gcd(16, *ranks), power2(Hkv), rope.dtype == torch.float16, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def fdc_capacity(B: int, Hkv: int, ranks: list[int], table: Tensor, packed: Tensor) -> int:
+    """S, tokens of a row, from the size of the packed cache."""
+    need(len(ranks) == 2 * Hkv and min(ranks) > 0, f"ranks must be {2 * Hkv} of at least 1, not {ranks}")
+    shape("table", table, 2 * Hkv, dtype=torch.int32)
+    S = packed.numel() // (B * sum(ranks))
+    shape("packed", packed, B * S * sum(ranks))
+    return S
+
+
+@jit
+def _work_line(
+    ranks_p, pos_p, B, heads, T: tl.constexpr, BP: tl.constexpr, HP: tl.constexpr, BALANCED: tl.constexpr
+):
+    """All work end to end, rows and within them heads. A head of a row takes blocks * cost units: blocks of T
+    tokens, each of d_qk + d_v units (BALANCED) or one. -> blocks of each row [BP], where rows end [BP], and
+    the cost of one block of the heads up to each [HP]."""
+    row, head = tl.arange(0, BP), tl.arange(0, HP)
+    blocks = (tl.load(pos_p + row, mask=row < B, other=-1) + T) // T
+    cost = (head < heads).to(tl.int64)
+    if BALANCED:
+        cost = tl.load(ranks_p + head, mask=head < heads, other=0).to(tl.int64)
+        cost += tl.load(ranks_p + heads + head, mask=head < heads, other=0)
+    costs = tl.cumsum(cost, 0)
+    return blocks, tl.cumsum(blocks.to(tl.int64) * tl.max(costs, 0), 0), costs
+
+
+@jit
+def _fdc_kernel(
+    q_p, packed_p, ranks_p, pos_p, top_p, sum_p, part_p, B, S, heads, scale,
+    G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr, DQP: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr, T: tl.constexpr,
+    STAGES: tl.constexpr, BALANCED: tl.constexpr,
+):  # fmt: skip
+    p, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    blocks, row_ends, costs = _work_line(ranks_p, pos_p, B, heads, T, BP, HP, BALANCED)
+    g, j, i = tl.arange(0, GP), tl.arange(0, DQP), tl.arange(0, DVP)
+    total = tl.max(row_ends, 0)
+    at, stop = p * total // programs, (p + 1) * total // programs
+    while at < tl.maximum(stop, p * total // programs + 1):  # a program without work leaves an empty part too
+        # The row and the head that unit `at` belongs to, and their stretch of the line.
+        row = tl.sum((row_ends <= at).to(tl.int64), 0)
+        first = tl.max(tl.where(row_ends <= at, row_ends, 0), 0)
+        count = tl.sum(tl.where(tl.arange(0, BP) == row, blocks, 0), 0)
+        ends = first + costs * count
+        head = tl.sum((ends <= at).to(tl.int64), 0)
+        end = tl.min(tl.where(ends > at, ends, total), 0)
+        first = tl.max(tl.where(ends <= at, ends, first), 0)
+        # Blocks that begin in at .. stop: the next program goes on where this one ends.
+        cost = (end - first) // count
+        first_block = ((at - first + cost - 1) // cost).to(tl.int32)
+        last_block = tl.minimum((stop - first + cost - 1) // cost, count).to(tl.int32)
+        d_qk, d_v, before_k, before_v, all_qk = _ranks_of(head, ranks_p, heads, UNIT, HP)
+        k_p = packed_p + (B * before_k + row * d_qk) * S
+        v_p = packed_p + (B * (all_qk + before_v) + row * d_v) * S
+        pos = tl.load(pos_p + row)
+        query_at = q_p + ((row * heads + head) * G + g[:, None]) * DQ + j[None, :]
+        q = tl.load(query_at, mask=(g < G)[:, None] & (j < DQ)[None, :], other=0.0)
+        top = tl.full([GP], -1e30, tl.float32)
+        sums = tl.zeros([GP], tl.float32)
+        out = tl.zeros([GP, DVP], tl.float32)
+        for block in tl.range(first_block, last_block, num_stages=STAGES):
+            token = (block * T + tl.arange(0, T)).to(tl.int64)
+            live = token <= pos
+            k_mask, v_mask = live[:, None] & (j < d_qk)[None, :], live[:, None] & (i < d_v)[None, :]
+            k = tl.load(k_p + token[:, None] * d_qk + j[None, :], mask=k_mask, other=0.0)
+            v = tl.load(v_p + token[:, None] * d_v + i[None, :], mask=v_mask, other=0.0)
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            logits = tl.where(live[None, :], logits, -1e30)
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            weight = tl.where(live[None, :], tl.exp2(logits - new_top[:, None]), 0.0)
+            shrink = tl.exp2(top - new_top)
+            sums = sums * shrink + tl.sum(weight, 1)
+            out = tl.dot(weight.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+            top = new_top
+        # Along the line the number of the head or of the program rises from part to part: so does their sum.
+        part = (row * heads + head + p) * G + g
+        tl.store(top_p + part, top, mask=g < G)
+        tl.store(sum_p + part, sums, mask=g < G)
+        tl.store(part_p + part[:, None] * DV + i[None, :], out, mask=(g < G)[:, None] & (i < d_v)[None, :])
+        at = end
+
+
+@jit
+def _fdc_merge_kernel(
+    top_p, sum_p, part_p, ranks_p, pos_p, out_p, B, heads, programs, out_row, G: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr,
+    T: tl.constexpr, BALANCED: tl.constexpr, SB: tl.constexpr
+):  # fmt: skip
+    item, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = item // heads, item % heads
+    blocks, row_ends, costs = _work_line(ranks_p, pos_p, B, heads, T, BP, HP, BALANCED)
+    total = tl.max(row_ends, 0)
+    count = tl.sum(tl.where(tl.arange(0, BP) == row, blocks, 0), 0)
+    start = tl.sum(tl.where(tl.arange(0, BP) == row - 1, row_ends, 0), 0)
+    first = start + tl.sum(tl.where(tl.arange(0, HP) == head - 1, costs, 0), 0) * count
+    end = start + tl.sum(tl.where(tl.arange(0, HP) == head, costs, 0), 0) * count
+    # The first program whose stretch ends beyond `first`, and the first whose stretch begins at `end` or later.
+    low, high = ((first + 1) * programs + total - 1) // total - 1, (end * programs + total - 1) // total
+    _, d_v, _, before_v, _ = _ranks_of(head, ranks_p, heads, UNIT, HP)
+    i = tl.arange(0, DVP)
+    out = _merge_parts(
+        top_p, sum_p, part_p, (item + low) * G + g, (high - low).to(tl.int32), G, DV, i < d_v, DVP, SB
+    )
+    tl.store(out_p + row * out_row + G * before_v + g * d_v + i, out.to(out_p.dtype.element_ty), mask=i < d_v)
+
+
+@operator(
+    lambda q, packed, table, ranks, *_: q.new_empty(
+        len(q), q.shape[1] * 2 * sum(ranks[len(ranks) // 2 :]) // len(ranks)
+    )
+)
+def fdc_attend(
+    q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float,
+    balanced: bool = True
+) -> Tensor:  # fmt: skip
+    """Attention of one token a row over the tokens 0..pos of heads of unequal rank, equal work a program.
+
+    q [B, Hq, max d_qk] and packed, table, ranks as fdc_append has them; scale: that of the full head dim
+    -> [B, sum of G d_v], heads in order. Rows and heads lie end to end on one line, as long as their bytes;
+    every program attends an equal stretch of it, found from pos on the device, so ragged rows are balanced
+    too and nothing is scheduled in a step. balanced=False: every head of a row gets as long a stretch
+    (the paper's /KE). Parts merge by log-sum-exp. Truth: compress.attend for each head, and
+    compress.equal_stretches (arXiv 2408.04107, sec. 5.3, which schedules whole heads, longest first)."""
+    B, Hq, DQ = q.shape
+    Hkv = len(ranks) // 2
+    G, S = Hq // Hkv, fdc_capacity(B, Hkv, ranks, table, packed)
+    shape("q", q, B, Hkv * G, max(ranks[:Hkv]), dtype=packed.dtype)
+    check(pos, B, q=q, packed=packed, table=table)
+    T, warps, stages, fill = fdc_config(q.element_size())
+    programs = min(fill * SMS, B * Hkv * cdiv(S, T))
+    DV, UNIT, HP, BP = max(ranks[Hkv:]), math.gcd(16, *ranks), power2(Hkv), power2(B)
+    DVP = max(16, power2(DV))
+    parts = (B * Hkv + programs) * G
+    tops, sums = torch.empty(2, parts, dtype=torch.float32, device=q.device)
+    out_parts = torch.empty(parts, DV, dtype=torch.float32, device=q.device)
+    out = torch.empty(B, G * sum(ranks[Hkv:]), dtype=q.dtype, device=q.device)
+    _fdc_kernel[programs,](
+        q, packed, table, pos, tops, sums, out_parts, B, S, Hkv, scale * LOG2E, G, max(16, power2(G)), DQ,
+        max(16, power2(DQ)), DV, DVP, UNIT, HP, BP, T, stages, balanced, num_warps=warps,
+    )  # fmt: skip
+    _fdc_merge_kernel[B * Hkv, G](
+        tops, sums, out_parts, table, pos, out, B, Hkv, programs, out.shape[1], G, DV, DVP, UNIT, HP, BP, T,
+        balanced, 16, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def fdc_config(itemsize: int) -> tuple[int, int, int, int]:
+    """(tokens a block, warps, stages, programs a multiprocessor)."""
+    return (32, 4, 2, 2) if itemsize == 4 else (64, 4, 3, 4)
+
+
 # ----------------------------------------------------------------------------------- rows out of host memory
 
 
@@ -1359,6 +1603,32 @@ def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
     }
 
 
+def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
+    """Operator -> (the calls to time, bytes that it must move), for heads of rank D/4 to 3D/4 in turn."""
+    ranks = [D // 4 + D // 8 * (h % 5) for h in range(Hkv)] * 2
+    bf16, device, widest, stored = torch.bfloat16, "cuda", max(ranks), sum(ranks)
+    angles = torch.rand(S, D // 2, device=device)
+    rope = rope_pairs(angles.cos(), angles.sin(), bf16)
+    table = torch.tensor(ranks, dtype=torch.int32, device=device)
+    pos = torch.full((B,), S - 1, dtype=torch.int32, device=device)
+    basis, scale, sets = torch.randn(Hkv, D, widest, dtype=bf16, device=device), D**-0.5, []
+    for _ in range(sets_for(2 * B * S * stored)):
+        q, k = (torch.randn(B, h, D, dtype=bf16, device=device) for h in (Hq, Hkv))
+        latent = torch.randn(B, stored // 2, dtype=bf16, device=device)
+        packed = torch.randn(B * S * stored, dtype=bf16, device=device)
+        queries = torch.randn(B, Hq, widest, dtype=bf16, device=device)
+        sets.append(((q, k, latent, basis), queries, (packed, table, ranks, pos)))
+    new = 2 * (Hkv * D * widest + B * (Hq * (D + widest) + Hkv * D + 3 * stored // 2))
+    return {
+        "append": ([lambda s=s: fdc_append(*s[0], *s[2], rope) for s in sets], new),
+        "attend": ([lambda s=s: fdc_attend(s[1], *s[2], scale) for s in sets], 2 * B * S * stored),
+        "attend unbalanced": (
+            [lambda s=s: fdc_attend(s[1], *s[2], scale, False) for s in sets],
+            2 * B * S * stored,
+        ),
+    }
+
+
 LLAMA2 = [(B, S) for S in (1024, 2048, 4096) for B in (8, 16)] + [
     (8, 8192),
     (8, 16384),
@@ -1393,6 +1663,10 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
             limit = 4 * B * S * Hkv * D / bandwidth
             for operator, calls in dense_calls(B, S, Hq, Hkv, D).items():
                 note(name, B, S, "-", operator, graph_time(calls), limit)
+            torch.cuda.empty_cache()
+            for operator, (calls, nbytes) in fdc_calls(B, S, Hq, Hkv, D).items():
+                note(name, B, S, "FDC", operator, graph_time(calls), nbytes / bandwidth)
+            del calls
             torch.cuda.empty_cache()
             for r, bits in settings:
                 case = sals_case(B, S, Hq, Hkv, D, r, bits, x, y, z)

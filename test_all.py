@@ -84,6 +84,7 @@ from compress import (
     elite_convert,
     elite_dims,
     elite_limit,
+    equal_stretches,
     fdc_ranks,
     fdc_rates,
     fold_values,
@@ -111,8 +112,6 @@ from compress import (
     settings_from,
     skipped_layers,
     spd_solve_in_graph,
-    split_tokens,
-    static_split,
     uniform_order,
 )
 from generate import Engine, Output, Sampling, decode_rows
@@ -2891,19 +2890,19 @@ def test_prefill_blocks_cover_every_row_once_and_cost_the_same():
     assert span(plan) <= 1.15 * length * sum(costs) / workers
 
 
-@pytest.mark.parametrize("length", [1, 63, 1000, 32768])
+@pytest.mark.parametrize("lengths", [[1], [1000], [63, 32768, 16, 1]])
 @pytest.mark.parametrize("costs,workers", [([32, 160, 96, 256], 33), ([64], 7), ([32, 32, 256] * 8, 20)])
-def test_static_split_covers_every_token_once_and_evenly(costs, workers, length):
-    block, seen, loads = 16, [0] * len(costs), []
-    for stretches in static_split(costs, workers):
+def test_equal_stretches_cover_every_token_once_and_evenly(costs, workers, lengths):
+    block, seen, loads = 16, {}, []
+    for stretches in equal_stretches(lengths, costs, workers, block):
         loads.append(0)
-        for h, low, high in stretches:
-            first, last = split_tokens(low, high, length, block)
-            assert first == seen[h]  # each goes on where the one before stopped
-            seen[h] = last
-            loads[-1] += (last - first) * costs[h]
-    assert seen == [length] * len(costs)
-    assert max(loads) <= length * sum(costs) / workers + block * max(costs)
+        for row, head, first, last in stretches:
+            assert first == seen.get((row, head), 0)  # each goes on where the one before stopped
+            seen[row, head] = last
+            loads[-1] += -(-(last - first) // block) * costs[head]
+    assert seen == {(row, head): n for row, n in enumerate(lengths) for head in range(len(costs))}
+    total = sum(-(-n // block) for n in lengths) * sum(costs)
+    assert max(loads) <= total / workers + max(costs)
 
 
 def test_palu_is_the_whitened_svd_of_the_weights():
@@ -3025,6 +3024,7 @@ def test_graph_replay_equals_eager(method, options):
         ("dense", {}),
         ("sals", {}),
         ("sals", {"score": "sum"}),
+        ("fdc", {}),
         ("lrqk", {"k": 256}),
         ("lrqk", {"mode": "paper"}),
     ],
@@ -4019,6 +4019,87 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
             assert torch.equal(got, want), i
 
 
+FDC_RANKS = {  # d_qk of each head, then d_v
+    "equal": [32, 32, 32, 32],
+    "unequal": [16, 96, 48, 64, 80, 16],
+    "odd": [35, 20, 7, 96],
+    "many": [16 * (1 + h % 6) for h in range(20)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "ranks, B, S, G, D, pos",
+    [
+        ("equal", 1, 70, 1, 64, (69,)),
+        ("unequal", 3, 300, 2, 96, (299, 0, 64)),
+        ("unequal", 5, 90, 1, 96, (1, 89, 63, 3, 0)),
+        ("odd", 2, 130, 8, 96, (127, 128)),
+        ("many", 2, 150, 1, 96, (149, 40)),
+    ],
+)
+@pytest.mark.parametrize("balanced", [True, False])
+@poisoned
+def test_kernel_fdc(dtype, ranks, B, S, G, D, pos, balanced):
+    """Append and attention against each head on its own, in the packed buffer at its own rank."""
+    ranks, pos = FDC_RANKS[ranks], positions(*pos)
+    Hkv, (cos, sin) = len(ranks) // 2, tables(S, D)
+    parts = [randn(B, S, n, seed=i, dtype=dtype) for i, n in enumerate(ranks)]
+    for b, part in itertools.product(range(B), parts):
+        part[b, pos[b] :] = NAN  # the newest token is not yet written
+    packed = torch.cat([part.flatten() for part in parts])
+    basis = randn(Hkv, D, max(ranks[:Hkv]), dtype=dtype) * D**-0.5
+    for h, rank in enumerate(ranks[:Hkv]):
+        basis[h, :, rank:] = 0
+    qkv = randn(B, (G + 1) * Hkv * D + sum(ranks[Hkv:]), dtype=dtype)  # rows as wqkv gives them: apart
+    q, k, latent = qkv.split([G * Hkv * D, Hkv * D, sum(ranks[Hkv:])], 1)
+    q, k = (x.unflatten(1, (-1, D)) for x in (q, k))
+    stored = (packed, torch.tensor(ranks, dtype=torch.int32, device=DEVICE), ranks, pos)
+    queries = kernels.fdc_append(q, k, latent, basis, *stored, kernels.rope_pairs(cos, sin, dtype))
+    out = kernels.fdc_attend(queries, *stored, 0.2, balanced).float()
+
+    rows, at = torch.arange(B, device=DEVICE), pos.long()
+    turned = [apply_rope(x.float(), cos[at], sin[at]).to(dtype).float() for x in (q, k)]
+    turned = [torch.einsum("bhgd,hdr->bhgr", x.unflatten(1, (Hkv, -1)), basis.float()) for x in turned]
+    close(queries, turned[0].flatten(1, 2), dtype)
+    written = [x.view(B, S, -1) for x in packed.split([B * S * n for n in ranks])]
+    truth = []
+    for h, rank in enumerate(ranks[:Hkv]):
+        close(written[h][rows, at], turned[1][:, h, 0, :rank], dtype)
+        assert torch.equal(written[Hkv + h][rows, at], latent.split(ranks[Hkv:], 1)[h])
+        query = queries.unflatten(1, (Hkv, G))[:, h, :, :rank].float()
+        live = torch.arange(S, device=DEVICE) <= pos[:, None]
+        key, value = (torch.where(live[..., None], x.float(), 0) for x in (written[h], written[Hkv + h]))
+        logits = (query @ key.transpose(1, 2) * 0.2).masked_fill(~live[:, None], -torch.inf)
+        truth.append((logits.softmax(-1) @ value).flatten(1))
+    close(out, torch.cat(truth, 1), dtype)
+    for part, before in zip(written, parts, strict=True):  # nothing but the newest token has changed
+        part[rows, at] = before[rows, at]
+        assert torch.equal(part.isnan(), before.isnan()) and torch.equal(
+            part.nan_to_num(), before.nan_to_num()
+        )
+
+
+def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
+    """The parts that programs leave are those of the plan: no program has a block that another should have."""
+    ranks, lengths, workers, made = [16, 96, 48, 64, 80, 16], [300, 1, 65], 11, []
+    monkeypatch.setattr(
+        kernels.torch, "empty", lambda *n, **of: made.append(torch.zeros(*n, **of)) or made[-1]
+    )
+    monkeypatch.setattr(kernels, "SMS", workers)
+    monkeypatch.setattr(kernels, "fdc_config", lambda *_: (32, 4, 2, 1))
+    table = torch.tensor(ranks, dtype=torch.int32, device=DEVICE)
+    stored = (randn(3 * 320 * sum(ranks)), table, ranks, positions(*(n - 1 for n in lengths)))
+    for balanced in (True, False):
+        made.clear()
+        kernels.fdc_attend(randn(3, 3, 96), *stored, 0.1, balanced)
+        costs = [qk + v for qk, v in zip(ranks[:3], ranks[3:])] if balanced else [1, 1, 1]
+        plan = equal_stretches(lengths, costs, workers, 32)
+        parts = [row * 3 + head + w for w, stretch in enumerate(plan) for row, head, *_ in stretch]
+        assert (made[0][1] > 0).nonzero().flatten().tolist() == sorted(parts)
+        assert len(set(parts)) == len(parts)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "B, Hkv, S, D, n, slots", [(1, 1, 9, 16, 1, 3), (2, 3, 70, 24, 37, 50), (3, 2, 40, 128, 32, 32)]
@@ -4095,7 +4176,8 @@ OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
 @pytest.mark.parametrize(
     "method,options,group",
     [("dense", {}, 4), ("sals", SPARSE, 2), ("sals", SPARSE | {"score": "sum", "bits": 16, "rank": 0.3}, 1)]
-    + [("sals", SPARSE | {"fold": False, "skip_as": "dense"}, 8), ("sals", SPARSE | OLD, 2)],
+    + [("sals", SPARSE | {"fold": False, "skip_as": "dense"}, 8), ("sals", SPARSE | OLD, 2)]
+    + [("fdc", {"rate": 0.2}, 2), ("fdc", {"adaptive": False}, 8), ("palu", {}, 2)],
 )
 def test_decode_with_kernels_equals_decode_without(method, options, group):
     """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
@@ -4106,7 +4188,8 @@ def test_decode_with_kernels_equals_decode_without(method, options, group):
         caches = METHODS[method].build(
             model, settings_from(method, options), room, artifact_of(method, model)
         )
-        assert method == "dense" or caches[2].fused == (kernels_ and options.get("window") != "half")
+        if method == "sals":
+            assert caches[2].fused == (kernels_ and options.get("window") != "half")
         engine = Engine(model, caches, room, Sampling())
         engine.prefill([random_ids(n, n) for n in (5, 31)])
         results.append((decode_rows(engine, 4, lambda ids: False).token_ids, engine.logits.cpu()))
