@@ -2334,7 +2334,8 @@ class FdcCache(Cache):
         self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
         # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
         ranks = torch.tensor(self.ranks)
-        self.table = ranks.int().to(room.device)
+        if self.fused and room.kernels:
+            self.table = room.kernels.rank_table(self.ranks, room.device)
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)

@@ -1146,28 +1146,44 @@ def sals_append(
 # -------------------------------------------------------------- attention over heads of unequal rank (FDC)
 
 
+def rank_table(ranks: list[int], device: torch.device, balanced: bool = True) -> Tensor:
+    """What the kernels below read of each KV head, int32 [5, Hkv]: d_qk, d_v, the sums of the ranks that are
+    stored before its K' and before its V', and what a token of it costs.
+
+    ranks: d_qk of all heads, then d_v. A tile takes about as long whatever it holds, so a token costs the
+    width of the tile that it lies in; balanced=False: each head costs the same (the paper's /KE)."""
+    heads, widest = len(ranks) // 2, tile_width(ranks)
+    starts = [sum(ranks[:i]) for i in range(len(ranks))]
+    widths = [max(widest // 4, power2(max(ranks[h], ranks[heads + h]))) for h in range(heads)]
+    return torch.tensor(
+        [*ranks, *starts, *(widths if balanced else [1] * heads)], dtype=torch.int32, device=device
+    ).view(5, heads)
+
+
+def tile_width(ranks: list[int]) -> int:
+    """The widest tile; narrower heads lie in tiles of a half or a quarter of it, which has at least 16."""
+    return max(64, power2(max(ranks)))
+
+
 @jit
-def _ranks_of(head, ranks_p, heads, UNIT: tl.constexpr, HP: tl.constexpr):
-    """d_qk and d_v of a head, the sums of either before it, and the sum of all d_qk."""
-    ids = tl.arange(0, HP)
-    qk = tl.load(ranks_p + ids, mask=ids < heads, other=0).to(tl.int64) // UNIT
-    v = tl.load(ranks_p + heads + ids, mask=ids < heads, other=0).to(tl.int64) // UNIT
-    before_k, before_v = tl.sum(tl.where(ids < head, qk, 0), 0), tl.sum(tl.where(ids < head, v, 0), 0)
-    d_qk, d_v = tl.sum(tl.where(ids == head, qk, 0), 0), tl.sum(tl.where(ids == head, v, 0), 0)
-    # Multiplied by UNIT again, so that the compiler knows that rows are aligned.
-    return d_qk * UNIT, d_v * UNIT, before_k * UNIT, before_v * UNIT, tl.sum(qk, 0) * UNIT
+def _ranks_of(head, table_p, heads, UNIT: tl.constexpr):
+    """d_qk, d_v and where K' and V' begin; told to the compiler as multiples of UNIT, so that it sees rows
+    that are aligned."""
+    d_qk, d_v = tl.load(table_p + head).to(tl.int64), tl.load(table_p + heads + head).to(tl.int64)
+    k, v = tl.load(table_p + 2 * heads + head).to(tl.int64), tl.load(table_p + 3 * heads + head).to(tl.int64)
+    return d_qk // UNIT * UNIT, d_v // UNIT * UNIT, k // UNIT * UNIT, v // UNIT * UNIT
 
 
 @jit
 def _fdc_append_kernel(
-    q_p, k_p, latent_p, basis_p, ranks_p, pos_p, rope_p, packed_p, out_p, q_row, k_row, latent_row, B, S,
+    q_p, k_p, latent_p, basis_p, table_p, pos_p, rope_p, packed_p, out_p, q_row, k_row, latent_row, B, S,
     D: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr,
-    DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, HP: tl.constexpr, WORDS: tl.constexpr,
+    DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     h, heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_p + b).to(tl.int64)
-    d_qk, d_v, before_k, before_v, all_qk = _ranks_of(h, ranks_p, heads, UNIT, HP)
+    d_qk, d_v, k_start, v_start = _ranks_of(h, table_p, heads, UNIT)
     g, pair = tl.arange(0, GP)[:, None], tl.arange(0, HALF)
     real = pair < D // 2
     cos, sin = _load_rope(rope_p, pos * (D // 2) + pair, real, WORDS)
@@ -1189,10 +1205,11 @@ def _fdc_append_kernel(
     tl.store(out_at, x.to(dtype), mask=(g < G) & (j < DQ)[None, :])
     token, rows = b * S + pos, tl.num_programs(1).to(tl.int64) * S
     k = tl.sum(tl.where(g == G, x, 0.0), 0)
-    tl.store(packed_p + before_k * rows + token * d_qk + j, k.to(dtype), mask=j < d_qk)
+    tl.store(packed_p + k_start * rows + token * d_qk + j, k.to(dtype), mask=j < d_qk)
     i = tl.arange(0, DVP)
-    v = tl.load(latent_p + b * latent_row + before_v + i, mask=i < d_v, other=0.0)
-    tl.store(packed_p + (all_qk + before_v) * rows + token * d_v + i, v, mask=i < d_v)
+    new = v_start - tl.load(table_p + 3 * heads)
+    v = tl.load(latent_p + b * latent_row + new + i, mask=i < d_v, other=0.0)
+    tl.store(packed_p + v_start * rows + token * d_v + i, v, mask=i < d_v)
 
 
 @operator(
@@ -1207,7 +1224,7 @@ def fdc_append(
 
     q [B, Hq, D] and k [B, Hkv, D] before RoPE, latent [B, sum of d_v]: their rows may lie apart, as in the
     output of wqkv; basis R [Hkv, D, max d_qk], columns beyond a head's d_qk zero; ranks: d_qk of all heads,
-    then d_v, and table [2 * Hkv] int32 the same on the device; rope [>= S, D/2, 2] of rope_pairs; packed
+    then d_v, and table the rank_table of them; rope [>= S, D/2, 2] of rope_pairs; packed
     [B * S * sum(ranks)]: K' [B, S, d_qk] head by head, then V' [B, S, d_v] -> Q' [B, Hq, max d_qk], zero
     beyond a head's d_qk. Truth: FdcCache.compress and one scatter (arXiv 2408.04107, sec. 5.1)."""
     B, Hkv, D = k.shape
@@ -1222,7 +1239,7 @@ def fdc_append(
     _fdc_append_kernel[Hkv, B](
         q, k, latent, basis, table, pos, words, packed, out, q.stride(0), k.stride(0), latent.stride(0), B, S,
         D, max(16, power2(D // 2)), G, max(16, power2(G + 1)), DQ, max(16, power2(DQ)),
-        power2(max(ranks[Hkv:])), math.gcd(16, *ranks), power2(Hkv), rope.dtype == torch.float16, num_warps=4,
+        power2(max(ranks[Hkv:])), math.gcd(16, *ranks), rope.dtype == torch.float16, num_warps=2,
     )  # fmt: skip
     return out
 
@@ -1230,107 +1247,125 @@ def fdc_append(
 def fdc_capacity(B: int, Hkv: int, ranks: list[int], table: Tensor, packed: Tensor) -> int:
     """S, tokens of a row, from the size of the packed cache."""
     need(len(ranks) == 2 * Hkv and min(ranks) > 0, f"ranks must be {2 * Hkv} of at least 1, not {ranks}")
-    shape("table", table, 2 * Hkv, dtype=torch.int32)
+    shape("table (of rank_table)", table, 5, Hkv, dtype=torch.int32)
     S = packed.numel() // (B * sum(ranks))
     shape("packed", packed, B * S * sum(ranks))
     return S
 
 
 @jit
-def _work_line(
-    ranks_p, pos_p, B, heads, T: tl.constexpr, BP: tl.constexpr, HP: tl.constexpr, BALANCED: tl.constexpr
-):
-    """All work end to end, rows and within them heads. A head of a row takes blocks * cost units: blocks of T
-    tokens, each of d_qk + d_v units (BALANCED) or one. -> blocks of each row [BP], where rows end [BP], and
-    the cost of one block of the heads up to each [HP]."""
+def _work_line(table_p, pos_p, B, heads, BLOCK: tl.constexpr, BP: tl.constexpr, HP: tl.constexpr):
+    """All work end to end, rows and within them heads: a head of a row takes blocks * cost units, blocks of
+    BLOCK tokens. -> blocks of each row [BP], where rows end [BP], the sums of the heads' costs [HP]."""
     row, head = tl.arange(0, BP), tl.arange(0, HP)
-    blocks = (tl.load(pos_p + row, mask=row < B, other=-1) + T) // T
-    cost = (head < heads).to(tl.int64)
-    if BALANCED:
-        cost = tl.load(ranks_p + head, mask=head < heads, other=0).to(tl.int64)
-        cost += tl.load(ranks_p + heads + head, mask=head < heads, other=0)
-    costs = tl.cumsum(cost, 0)
+    blocks = (tl.load(pos_p + row, mask=row < B, other=-1) + BLOCK) // BLOCK
+    costs = tl.cumsum(tl.load(table_p + 4 * heads + head, mask=head < heads, other=0).to(tl.int64), 0)
     return blocks, tl.cumsum(blocks.to(tl.int64) * tl.max(costs, 0), 0), costs
 
 
 @jit
+def _pick(x, index, N: tl.constexpr):
+    """x[index], 0 at -1."""
+    return tl.sum(tl.where(tl.arange(0, N) == index, x, 0), 0)
+
+
+@jit
+def _fdc_part(
+    q_p, k_p, v_p, top_p, sum_p, part_p, d_qk, d_v, first, stop, part, scale,
+    G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The G queries of a head over its tokens first .. stop, in tiles of T tokens by W >= d_qk, d_v."""
+    g, j, t = tl.arange(0, GP), tl.arange(0, W), tl.arange(0, T)
+    q = tl.load(q_p + g[:, None] * DQ + j[None, :], mask=(g < G)[:, None] & (j < d_qk)[None, :], other=0.0)
+    top = tl.full([GP], -1e30, tl.float32)
+    sums = tl.zeros([GP, T], tl.float32)
+    out = tl.zeros([GP, W], tl.float32)
+    k_at, v_at = t[:, None] * d_qk + j[None, :], t[:, None] * d_v + j[None, :]
+    k_p, v_p = k_p + first * d_qk, v_p + first * d_v
+    for token in tl.range(first, stop, T, num_stages=STAGES):
+        live = t < stop - token
+        k = tl.load(k_p + k_at, mask=live[:, None] & (j < d_qk)[None, :], other=0.0)
+        v = tl.load(v_p + v_at, mask=live[:, None] & (j < d_v)[None, :], other=0.0)
+        k_p, v_p = k_p + T * d_qk, v_p + T * d_v
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        logits = tl.where(live[None, :], logits, -1e30)
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        weight = tl.exp2(logits * scale - (new_top * scale)[:, None])
+        shrink = tl.exp2((top - new_top) * scale)
+        sums = sums * shrink[:, None] + weight
+        out = tl.dot(weight.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+        top = new_top
+    part = part * G + g
+    tl.store(top_p + part, top * scale, mask=g < G)
+    tl.store(sum_p + part, tl.sum(sums, 1), mask=g < G)
+    tl.store(part_p + part[:, None] * DV + j[None, :], out, mask=(g < G)[:, None] & (j < d_v)[None, :])
+
+
+@jit
 def _fdc_kernel(
-    q_p, packed_p, ranks_p, pos_p, top_p, sum_p, part_p, B, S, heads, scale,
-    G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr, DQP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr, T: tl.constexpr,
-    STAGES: tl.constexpr, BALANCED: tl.constexpr,
+    q_p, packed_p, table_p, pos_p, top_p, sum_p, part_p, B, S, heads, scale,
+    G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
+    UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     p, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    blocks, row_ends, costs = _work_line(ranks_p, pos_p, B, heads, T, BP, HP, BALANCED)
-    g, j, i = tl.arange(0, GP), tl.arange(0, DQP), tl.arange(0, DVP)
+    blocks, row_ends, costs = _work_line(table_p, pos_p, B, heads, BLOCK, BP, HP)
     total = tl.max(row_ends, 0)
     at, stop = p * total // programs, (p + 1) * total // programs
-    while at < tl.maximum(stop, p * total // programs + 1):  # a program without work leaves an empty part too
+    leave = tl.maximum(stop, at + 1)  # a program without work leaves one empty part
+    while at < leave:
         # The row and the head that unit `at` belongs to, and their stretch of the line.
         row = tl.sum((row_ends <= at).to(tl.int64), 0)
-        first = tl.max(tl.where(row_ends <= at, row_ends, 0), 0)
-        count = tl.sum(tl.where(tl.arange(0, BP) == row, blocks, 0), 0)
-        ends = first + costs * count
-        head = tl.sum((ends <= at).to(tl.int64), 0)
-        end = tl.min(tl.where(ends > at, ends, total), 0)
-        first = tl.max(tl.where(ends <= at, ends, first), 0)
+        start, count = _pick(row_ends, row - 1, BP), _pick(blocks, row, BP)
+        head = tl.sum((start + costs * count <= at).to(tl.int64), 0)
+        before = _pick(costs, head - 1, HP)
+        first, cost = start + before * count, _pick(costs, head, HP) - before
         # Blocks that begin in at .. stop: the next program goes on where this one ends.
-        cost = (end - first) // count
-        first_block = ((at - first + cost - 1) // cost).to(tl.int32)
-        last_block = tl.minimum((stop - first + cost - 1) // cost, count).to(tl.int32)
-        d_qk, d_v, before_k, before_v, all_qk = _ranks_of(head, ranks_p, heads, UNIT, HP)
-        k_p = packed_p + (B * before_k + row * d_qk) * S
-        v_p = packed_p + (B * (all_qk + before_v) + row * d_v) * S
-        pos = tl.load(pos_p + row)
-        query_at = q_p + ((row * heads + head) * G + g[:, None]) * DQ + j[None, :]
-        q = tl.load(query_at, mask=(g < G)[:, None] & (j < DQ)[None, :], other=0.0)
-        top = tl.full([GP], -1e30, tl.float32)
-        sums = tl.zeros([GP], tl.float32)
-        out = tl.zeros([GP, DVP], tl.float32)
-        for block in tl.range(first_block, last_block, num_stages=STAGES):
-            token = (block * T + tl.arange(0, T)).to(tl.int64)
-            live = token <= pos
-            k_mask, v_mask = live[:, None] & (j < d_qk)[None, :], live[:, None] & (i < d_v)[None, :]
-            k = tl.load(k_p + token[:, None] * d_qk + j[None, :], mask=k_mask, other=0.0)
-            v = tl.load(v_p + token[:, None] * d_v + i[None, :], mask=v_mask, other=0.0)
-            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            logits = tl.where(live[None, :], logits, -1e30)
-            new_top = tl.maximum(top, tl.max(logits, 1))
-            weight = tl.where(live[None, :], tl.exp2(logits - new_top[:, None]), 0.0)
-            shrink = tl.exp2(top - new_top)
-            sums = sums * shrink + tl.sum(weight, 1)
-            out = tl.dot(weight.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
-            top = new_top
+        begin = ((at - first + cost - 1) // cost).to(tl.int32) * BLOCK
+        until = tl.minimum((stop - first + cost - 1) // cost, count).to(tl.int32) * BLOCK
+        until = tl.minimum(until, tl.load(pos_p + row) + 1)
+        d_qk, d_v, k_start, v_start = _ranks_of(head, table_p, heads, UNIT)
+        k_p, v_p = packed_p + (B * k_start + row * d_qk) * S, packed_p + (B * v_start + row * d_v) * S
+        query_p = q_p + (row * heads + head) * G * DQ
         # Along the line the number of the head or of the program rises from part to part: so does their sum.
-        part = (row * heads + head + p) * G + g
-        tl.store(top_p + part, top, mask=g < G)
-        tl.store(sum_p + part, sums, mask=g < G)
-        tl.store(part_p + part[:, None] * DV + i[None, :], out, mask=(g < G)[:, None] & (i < d_v)[None, :])
-        at = end
+        part = row * heads + head + p
+        widest = tl.maximum(d_qk, d_v)
+        # fmt: off
+        if widest <= W // 4:
+            _fdc_part(query_p, k_p, v_p, top_p, sum_p, part_p, d_qk, d_v, begin, until, part, scale,
+                      G, GP, DQ, DV, W // 4, T * 4, STAGES)
+        elif widest <= W // 2:
+            _fdc_part(query_p, k_p, v_p, top_p, sum_p, part_p, d_qk, d_v, begin, until, part, scale,
+                      G, GP, DQ, DV, W // 2, T * 2, STAGES)
+        else:
+            _fdc_part(query_p, k_p, v_p, top_p, sum_p, part_p, d_qk, d_v, begin, until, part, scale,
+                      G, GP, DQ, DV, W, T, STAGES)
+        # fmt: on
+        at = first + cost * count
 
 
 @jit
 def _fdc_merge_kernel(
-    top_p, sum_p, part_p, ranks_p, pos_p, out_p, B, heads, programs, out_row, G: tl.constexpr,
+    top_p, sum_p, part_p, table_p, pos_p, out_p, B, heads, programs, out_row, G: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr,
-    T: tl.constexpr, BALANCED: tl.constexpr, SB: tl.constexpr
+    BLOCK: tl.constexpr, SB: tl.constexpr
 ):  # fmt: skip
     item, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = item // heads, item % heads
-    blocks, row_ends, costs = _work_line(ranks_p, pos_p, B, heads, T, BP, HP, BALANCED)
+    blocks, row_ends, costs = _work_line(table_p, pos_p, B, heads, BLOCK, BP, HP)
     total = tl.max(row_ends, 0)
-    count = tl.sum(tl.where(tl.arange(0, BP) == row, blocks, 0), 0)
-    start = tl.sum(tl.where(tl.arange(0, BP) == row - 1, row_ends, 0), 0)
-    first = start + tl.sum(tl.where(tl.arange(0, HP) == head - 1, costs, 0), 0) * count
-    end = start + tl.sum(tl.where(tl.arange(0, HP) == head, costs, 0), 0) * count
-    # The first program whose stretch ends beyond `first`, and the first whose stretch begins at `end` or later.
+    start, count = _pick(row_ends, row - 1, BP), _pick(blocks, row, BP)
+    first, end = start + _pick(costs, head - 1, HP) * count, start + _pick(costs, head, HP) * count
+    # The first program that ends beyond `first`, and the first that begins at `end` or later.
     low, high = ((first + 1) * programs + total - 1) // total - 1, (end * programs + total - 1) // total
-    _, d_v, _, before_v, _ = _ranks_of(head, ranks_p, heads, UNIT, HP)
+    _, d_v, _, v_start = _ranks_of(head, table_p, heads, UNIT)
+    before = G * (v_start - tl.load(table_p + 3 * heads))
     i = tl.arange(0, DVP)
     out = _merge_parts(
         top_p, sum_p, part_p, (item + low) * G + g, (high - low).to(tl.int32), G, DV, i < d_v, DVP, SB
     )
-    tl.store(out_p + row * out_row + G * before_v + g * d_v + i, out.to(out_p.dtype.element_ty), mask=i < d_v)
+    tl.store(out_p + row * out_row + before + g * d_v + i, out.to(out_p.dtype.element_ty), mask=i < d_v)
 
 
 @operator(
@@ -1339,44 +1374,42 @@ def _fdc_merge_kernel(
     )
 )
 def fdc_attend(
-    q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float,
-    balanced: bool = True
+    q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:  # fmt: skip
     """Attention of one token a row over the tokens 0..pos of heads of unequal rank, equal work a program.
 
     q [B, Hq, max d_qk] and packed, table, ranks as fdc_append has them; scale: that of the full head dim
-    -> [B, sum of G d_v], heads in order. Rows and heads lie end to end on one line, as long as their bytes;
-    every program attends an equal stretch of it, found from pos on the device, so ragged rows are balanced
-    too and nothing is scheduled in a step. balanced=False: every head of a row gets as long a stretch
-    (the paper's /KE). Parts merge by log-sum-exp. Truth: compress.attend for each head, and
-    compress.equal_stretches (arXiv 2408.04107, sec. 5.3, which schedules whole heads, longest first)."""
+    -> [B, sum of G d_v], heads in order. All heads of all rows lie end to end on one line; every program
+    attends an equal stretch of it, found from pos on the device: ragged rows are balanced as well, and no
+    step schedules anything. The parts merge by log-sum-exp. Truth: compress.attend for each head, and for
+    the stretches compress.equal_stretches (arXiv 2408.04107, sec. 5.3, schedules whole heads)."""
     B, Hq, DQ = q.shape
     Hkv = len(ranks) // 2
     G, S = Hq // Hkv, fdc_capacity(B, Hkv, ranks, table, packed)
     shape("q", q, B, Hkv * G, max(ranks[:Hkv]), dtype=packed.dtype)
     check(pos, B, q=q, packed=packed, table=table)
-    T, warps, stages, fill = fdc_config(q.element_size())
-    programs = min(fill * SMS, B * Hkv * cdiv(S, T))
-    DV, UNIT, HP, BP = max(ranks[Hkv:]), math.gcd(16, *ranks), power2(Hkv), power2(B)
-    DVP = max(16, power2(DV))
+    T, warps, stages, fill, BLOCK = fdc_config(q.element_size())
+    programs = min(fill * SMS, B * Hkv * cdiv(S, BLOCK))
+    DV, W, UNIT, HP, BP = max(ranks[Hkv:]), tile_width(ranks), math.gcd(16, *ranks), power2(Hkv), power2(B)
+    at_once = 16 if programs < 8 * B * Hkv else 64  # parts of a head that are merged together
     parts = (B * Hkv + programs) * G
     tops, sums = torch.empty(2, parts, dtype=torch.float32, device=q.device)
     out_parts = torch.empty(parts, DV, dtype=torch.float32, device=q.device)
     out = torch.empty(B, G * sum(ranks[Hkv:]), dtype=q.dtype, device=q.device)
     _fdc_kernel[programs,](
         q, packed, table, pos, tops, sums, out_parts, B, S, Hkv, scale * LOG2E, G, max(16, power2(G)), DQ,
-        max(16, power2(DQ)), DV, DVP, UNIT, HP, BP, T, stages, balanced, num_warps=warps,
+        DV, W, UNIT, HP, BP, BLOCK, T, stages, num_warps=warps,
     )  # fmt: skip
     _fdc_merge_kernel[B * Hkv, G](
-        tops, sums, out_parts, table, pos, out, B, Hkv, programs, out.shape[1], G, DV, DVP, UNIT, HP, BP, T,
-        balanced, 16, num_warps=1,
+        tops, sums, out_parts, table, pos, out, B, Hkv, programs, out.shape[1], G, DV, power2(DV), UNIT, HP,
+        BP, BLOCK, at_once, num_warps=cdiv(at_once, 16),
     )  # fmt: skip
     return out
 
 
-def fdc_config(itemsize: int) -> tuple[int, int, int, int]:
-    """(tokens a block, warps, stages, programs a multiprocessor)."""
-    return (32, 4, 2, 2) if itemsize == 4 else (64, 4, 3, 4)
+def fdc_config(itemsize: int) -> tuple[int, int, int, int, int]:
+    """(tokens a tile at full width, warps, stages, programs a multiprocessor, tokens a block)."""
+    return (16, 4, 2, 2, 64) if itemsize == 4 else (32, 2, 3, 4, 128)
 
 
 # ----------------------------------------------------------------------------------- rows out of host memory
@@ -1609,7 +1642,7 @@ def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
     bf16, device, widest, stored = torch.bfloat16, "cuda", max(ranks), sum(ranks)
     angles = torch.rand(S, D // 2, device=device)
     rope = rope_pairs(angles.cos(), angles.sin(), bf16)
-    table = torch.tensor(ranks, dtype=torch.int32, device=device)
+    table, equal = rank_table(ranks, device), rank_table(ranks, device, balanced=False)
     pos = torch.full((B,), S - 1, dtype=torch.int32, device=device)
     basis, scale, sets = torch.randn(Hkv, D, widest, dtype=bf16, device=device), D**-0.5, []
     for _ in range(sets_for(2 * B * S * stored)):
@@ -1617,16 +1650,17 @@ def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
         latent = torch.randn(B, stored // 2, dtype=bf16, device=device)
         packed = torch.randn(B * S * stored, dtype=bf16, device=device)
         queries = torch.randn(B, Hq, widest, dtype=bf16, device=device)
-        sets.append(((q, k, latent, basis), queries, (packed, table, ranks, pos)))
-    new = 2 * (Hkv * D * widest + B * (Hq * (D + widest) + Hkv * D + 3 * stored // 2))
-    return {
-        "append": ([lambda s=s: fdc_append(*s[0], *s[2], rope) for s in sets], new),
-        "attend": ([lambda s=s: fdc_attend(s[1], *s[2], scale) for s in sets], 2 * B * S * stored),
-        "attend unbalanced": (
-            [lambda s=s: fdc_attend(s[1], *s[2], scale, False) for s in sets],
-            2 * B * S * stored,
-        ),
-    }
+        sets.append((packed, queries, (q, k, latent, basis)))
+    read, new = (
+        2 * B * S * stored,
+        2 * (Hkv * D * widest + B * (Hq * (D + widest) + Hkv * D + 3 * stored // 2)),
+    )
+
+    def attend(table):
+        return [lambda s=s: fdc_attend(s[1], s[0], table, ranks, pos, scale) for s in sets]
+
+    append = [lambda s=s: fdc_append(*s[2], s[0], table, ranks, pos, rope) for s in sets]
+    return {"append": (append, new), "attend": (attend(table), read), "no balance": (attend(equal), read)}
 
 
 LLAMA2 = [(B, S) for S in (1024, 2048, 4096) for B in (8, 16)] + [

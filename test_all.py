@@ -4054,9 +4054,9 @@ def test_kernel_fdc(dtype, ranks, B, S, G, D, pos, balanced):
     qkv = randn(B, (G + 1) * Hkv * D + sum(ranks[Hkv:]), dtype=dtype)  # rows as wqkv gives them: apart
     q, k, latent = qkv.split([G * Hkv * D, Hkv * D, sum(ranks[Hkv:])], 1)
     q, k = (x.unflatten(1, (-1, D)) for x in (q, k))
-    stored = (packed, torch.tensor(ranks, dtype=torch.int32, device=DEVICE), ranks, pos)
+    stored = (packed, kernels.rank_table(ranks, DEVICE, balanced), ranks, pos)
     queries = kernels.fdc_append(q, k, latent, basis, *stored, kernels.rope_pairs(cos, sin, dtype))
-    out = kernels.fdc_attend(queries, *stored, 0.2, balanced).float()
+    out = kernels.fdc_attend(queries, *stored, 0.2).float()
 
     rows, at = torch.arange(B, device=DEVICE), pos.long()
     turned = [apply_rope(x.float(), cos[at], sin[at]).to(dtype).float() for x in (q, k)]
@@ -4087,13 +4087,13 @@ def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
         kernels.torch, "empty", lambda *n, **of: made.append(torch.zeros(*n, **of)) or made[-1]
     )
     monkeypatch.setattr(kernels, "SMS", workers)
-    monkeypatch.setattr(kernels, "fdc_config", lambda *_: (32, 4, 2, 1))
-    table = torch.tensor(ranks, dtype=torch.int32, device=DEVICE)
-    stored = (randn(3 * 320 * sum(ranks)), table, ranks, positions(*(n - 1 for n in lengths)))
-    for balanced in (True, False):
+    monkeypatch.setattr(kernels, "fdc_config", lambda *_: (16, 4, 2, 1, 32))
+    packed, pos = randn(3 * 320 * sum(ranks)), positions(*(n - 1 for n in lengths))
+    for balanced, costs in ((True, [64, 128, 64]), (False, [1, 1, 1])):
         made.clear()
-        kernels.fdc_attend(randn(3, 3, 96), *stored, 0.1, balanced)
-        costs = [qk + v for qk, v in zip(ranks[:3], ranks[3:])] if balanced else [1, 1, 1]
+        table = kernels.rank_table(ranks, DEVICE, balanced)
+        assert table[4].tolist() == costs
+        kernels.fdc_attend(randn(3, 3, 96), packed, table, ranks, pos, 0.1)
         plan = equal_stretches(lengths, costs, workers, 32)
         parts = [row * 3 + head + w for w, stretch in enumerate(plan) for row, head, *_ in stretch]
         assert (made[0][1] > 0).nonzero().flatten().tolist() == sorted(parts)
