@@ -1614,7 +1614,8 @@ def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
     return limits | {"sals softmax": softmax + attend + append, "sals eager": limits["sals sum"]}
 
 
-def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
+def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
+    """Operator -> (the calls to time, bytes a token), with K and V in full."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     bf16, device = torch.bfloat16, "cuda"
@@ -1622,45 +1623,44 @@ def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
     for _ in range(sets_for(4 * B * S * Hkv * D)):
         k, v = (torch.randn(B, Hkv, S, D, dtype=bf16, device=device) for _ in range(2))
         sets.append((torch.randn(B, Hq, D, dtype=bf16, device=device), k, v))
-    pos = torch.full((B,), S - 1, dtype=torch.int32, device=device)
 
     def sdpa(backend, q, k, v):
         with sdpa_kernel(backend):
             q = q.unflatten(1, (Hkv, -1)) if backend == SDPBackend.FLASH_ATTENTION else q[:, :, None]
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != Hkv)
 
-    return {
+    operators = {
         "dense": [lambda s=s: dense_attend(*s, pos) for s in sets],
         "dense FA2": [lambda s=s: sdpa(SDPBackend.FLASH_ATTENTION, *s) for s in sets],
         "dense cuDNN": [lambda s=s: sdpa(SDPBackend.CUDNN_ATTENTION, *s) for s in sets],
     }
+    return {name: (calls, 4 * Hkv * D) for name, calls in operators.items()}
 
 
-def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int) -> dict:
-    """Operator -> (the calls to time, bytes that it must move), for heads of rank D/4 to 3D/4 in turn."""
+def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
+    """Operator -> (the calls to time, bytes a token), for heads of rank D/4 to 3D/4 in turn."""
     ranks = [D // 4 + D // 8 * (h % 5) for h in range(Hkv)] * 2
-    bf16, device, widest, stored = torch.bfloat16, "cuda", max(ranks), sum(ranks)
+    bf16, device, widest, stored, scale = torch.bfloat16, "cuda", max(ranks), sum(ranks), D**-0.5
     angles = torch.rand(S, D // 2, device=device)
     rope = rope_pairs(angles.cos(), angles.sin(), bf16)
     table, equal = rank_table(ranks, device), rank_table(ranks, device, balanced=False)
-    pos = torch.full((B,), S - 1, dtype=torch.int32, device=device)
-    basis, scale, sets = torch.randn(Hkv, D, widest, dtype=bf16, device=device), D**-0.5, []
+    basis, sets = torch.randn(Hkv, D, widest, dtype=bf16, device=device), []
     for _ in range(sets_for(2 * B * S * stored)):
         q, k = (torch.randn(B, h, D, dtype=bf16, device=device) for h in (Hq, Hkv))
         latent = torch.randn(B, stored // 2, dtype=bf16, device=device)
         packed = torch.randn(B * S * stored, dtype=bf16, device=device)
         queries = torch.randn(B, Hq, widest, dtype=bf16, device=device)
         sets.append((packed, queries, (q, k, latent, basis)))
-    read, new = (
-        2 * B * S * stored,
-        2 * (Hkv * D * widest + B * (Hq * (D + widest) + Hkv * D + 3 * stored // 2)),
-    )
 
     def attend(table):
         return [lambda s=s: fdc_attend(s[1], s[0], table, ranks, pos, scale) for s in sets]
 
     append = [lambda s=s: fdc_append(*s[2], s[0], table, ranks, pos, rope) for s in sets]
-    return {"append": (append, new), "attend": (attend(table), read), "no balance": (attend(equal), read)}
+    return {
+        "FDC append": (append, 0),
+        "FDC": (attend(table), 2 * stored),
+        "FDC, no balance": (attend(equal), 2 * stored),
+    }
 
 
 LLAMA2 = [(B, S) for S in (1024, 2048, 4096) for B in (8, 16)] + [
@@ -1694,13 +1694,15 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
         for B, S in shapes:
             if grid and (B, S) not in grid:
                 continue
-            limit = 4 * B * S * Hkv * D / bandwidth
-            for operator, calls in dense_calls(B, S, Hq, Hkv, D).items():
-                note(name, B, S, "-", operator, graph_time(calls), limit)
-            torch.cuda.empty_cache()
-            for operator, (calls, nbytes) in fdc_calls(B, S, Hq, Hkv, D).items():
-                note(name, B, S, "FDC", operator, graph_time(calls), nbytes / bandwidth)
-            del calls
+            pos = torch.full((B,), S - 1, dtype=torch.int32, device="cuda")
+            operators = dense_calls(B, S, Hq, Hkv, D, pos) | fdc_calls(B, S, Hq, Hkv, D, pos)
+            for operator, (calls, nbytes) in operators.items():
+                note(name, B, S, "-", operator, graph_time(calls), B * S * nbytes / bandwidth)
+            pos.copy_(S * (2 * torch.arange(B) + 1) // (2 * B))  # unequal rows, half as long on average
+            for operator in ("dense", "FDC", "FDC, no balance") if B > 1 else ():
+                calls, nbytes = operators[operator]
+                note(name, B, S, "ragged", operator, graph_time(calls), int(pos.sum()) * nbytes / bandwidth)
+            del operators, calls
             torch.cuda.empty_cache()
             for r, bits in settings:
                 case = sals_case(B, S, Hq, Hkv, D, r, bits, x, y, z)
