@@ -2360,18 +2360,23 @@ class FdcCache(Cache):
         return stored
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        span, outputs = slice(0, q.shape[0]), []
-        keys, values = self.compress(k, span), latent.split(self.v_ranks, -1)
-        for h, (queries, (k_store, v_store)) in enumerate(
-            zip(self.queries(q, span), self.heads(), strict=True)
-        ):
+        span, heads = slice(0, q.shape[0]), []
+        keys, values, queries = self.compress(k, span), latent.split(self.v_ranks, -1), self.queries(q, span)
+        for h, (k_store, v_store) in enumerate(self.heads()):
             k_store[row, span], v_store[row, span] = keys[h][:, 0], values[h]
-            heads = queries, self.keys(h, k_store[row, span])[:, None], values[h][:, None]  # [S, G or 1, n]
-            # Flash attention wants one width for all three: zeros up to the widest change nothing.
-            width = max(x.shape[-1] for x in heads)
-            output = causal_attention(*(F.pad(x, (0, width - x.shape[-1])) for x in heads), scale=self.scale)
-            outputs.append(output[..., : self.v_ranks[h]].flatten(1))
-        return torch.cat(outputs, -1)[:, None]  # [S, 1, sum of G d_v]
+            heads.append((queries[h], self.keys(h, k_store[row, span])[:, None], values[h][:, None]))
+        # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing,
+        # and heads of one width go together.
+        widths = [-(-max(x.shape[-1] for x in head) // 32) * 32 for head in heads]  # of [S, G or 1, n]
+        outputs = {}
+        for width in set(widths):
+            members = [h for h, w in enumerate(widths) if w == width]
+            padded = ([F.pad(x, (0, width - x.shape[-1])) for x in heads[h]] for h in members)
+            stacked = (torch.cat(x, 1) for x in zip(*padded, strict=True))  # [S, n G or n, width]
+            output = causal_attention(*stacked, scale=self.scale).unflatten(1, (len(members), -1))
+            for i, h in enumerate(members):
+                outputs[h] = output[:, i, :, : self.v_ranks[h]].flatten(1)
+        return torch.cat([outputs[h] for h in range(len(heads))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         if self.fused and self.room.kernels:
