@@ -2486,8 +2486,9 @@ def equal_stretches(
     """Decode, ours (kernels.fdc_attend): every worker takes an equal stretch of all heads of all rows, laid
     end to end.
 
-    lengths of the rows in tokens, costs d_qk + d_v of each head -> (row, head, first token, last + 1) of each
-    worker. Blocks stay whole: one belongs to the worker in whose stretch it begins."""
+    lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width)
+    -> (row, head, first token, last + 1) of each worker. Blocks stay whole: one belongs to the worker in
+    whose stretch it begins."""
     blocks = [-(-length // block) for length in lengths]
     total, begin = sum(blocks) * sum(costs), 0
     plan = [[] for _ in range(workers)]
