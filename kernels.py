@@ -1392,7 +1392,7 @@ def fdc_attend(
     programs = min(fill * SMS, B * Hkv * cdiv(S, BLOCK))
     DV, W, UNIT, HP, BP = max(ranks[Hkv:]), tile_width(ranks), math.gcd(16, *ranks), power2(Hkv), power2(B)
     at_once = 16 if programs < 8 * B * Hkv else 64  # parts of a head that are merged together
-    parts = (B * Hkv + programs) * G
+    parts = (B * Hkv + programs - 1) * G
     tops, sums = torch.empty(2, parts, dtype=torch.float32, device=q.device)
     out_parts = torch.empty(parts, DV, dtype=torch.float32, device=q.device)
     out = torch.empty(B, G * sum(ranks[Hkv:]), dtype=q.dtype, device=q.device)

@@ -2789,21 +2789,26 @@ def test_fdc_ragged_cache_equals_a_padded_one(ranks):
     assert cache.measured() == 2 * 40 * (sum(ranks) + sum(v_ranks)) * 4
     q, k, latent = torch.randn(2, 31, 8, 48), torch.randn(2, 31, 4, 48), torch.randn(2, 31, sum(v_ranks))
     lengths = (30, 17)
+
+    def padded_truth(q, k, latent, n):
+        """The attention of token n of one row, [sum of G d_v]."""
+        columns = [r * (torch.arange(48) < m) for r, m in zip(rotations, ranks, strict=True)]
+        basis = torch.stack(columns)
+        queries = torch.einsum("hgd,hde->hge", cache.rope(q[n], n).unflatten(0, (4, 2)), basis)
+        keys = torch.einsum("shd,hde->hse", cache.rope(k[: n + 1], slice(0, n + 1)), basis)
+        weights = (queries @ keys.transpose(1, 2) / 48**0.5).softmax(-1)  # [Hkv, G, n + 1]
+        values = latent[: n + 1].split(v_ranks, -1)
+        return torch.cat([(w @ v).flatten() for w, v in zip(weights, values, strict=True)])
+
     for row, n in enumerate(lengths):
         prompt = cache.prefill(row, q[row, :n], k[row, :n], k[row, :n, :0], latent[row, :n])
+        assert error(prompt[-1, 0], padded_truth(q[row], k[row], latent[row], n - 1)) < 1e-5
         assert prompt.shape == (n, 1, 2 * sum(v_ranks))
     pos = torch.tensor(lengths)
     rows = torch.arange(2)
     got = cache.decode(pos, q[rows, pos], k[rows, pos], k[rows, pos, :0], latent[rows, pos])
     for row, n in enumerate(lengths):
-        columns = [r * (torch.arange(48) < m) for r, m in zip(rotations, ranks, strict=True)]
-        basis = torch.stack(columns)
-        queries = torch.einsum("hgd,hde->hge", cache.rope(q[row, n], n).unflatten(0, (4, 2)), basis)
-        keys = torch.einsum("shd,hde->hse", cache.rope(k[row, : n + 1], slice(0, n + 1)), basis)
-        weights = (queries @ keys.transpose(1, 2) / 48**0.5).softmax(-1)  # [Hkv, G, n + 1]
-        values = latent[row, : n + 1].split(v_ranks, -1)
-        truth = torch.cat([(w @ v).flatten() for w, v in zip(weights, values, strict=True)])
-        assert error(got[row, 0], truth) < 1e-5
+        assert error(got[row, 0], padded_truth(q[row], k[row], latent[row], n)) < 1e-5
 
 
 def test_fold_values_shrinks_the_weights_to_the_latents():
@@ -4080,6 +4085,16 @@ def test_kernel_fdc(dtype, ranks, B, S, G, D, pos, balanced):
         )
 
 
+def test_kernel_fdc_more_parts_of_a_head_than_a_merge_takes_at_once(monkeypatch):
+    monkeypatch.setattr(kernels, "fdc_config", lambda *_: (16, 4, 2, 2, 16))
+    ranks, S = [16, 16], 80 * 16
+    table = kernels.rank_table(ranks, DEVICE)
+    q, packed = randn(1, 2, 16), randn(S * 32)
+    key, value = packed.view(2, S, 16)
+    out = kernels.fdc_attend(q, packed, table, ranks, positions(S - 1), 0.5)
+    close(out, ((q @ key.T * 0.5).softmax(-1) @ value).flatten(1), torch.float32)
+
+
 def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
     """The parts that programs leave are those of the plan: no program has a block that another should have."""
     ranks, lengths, workers, made = [16, 96, 48, 64, 80, 16], [300, 1, 65], 11, []
@@ -4179,9 +4194,10 @@ OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
     + [("sals", SPARSE | {"fold": False, "skip_as": "dense"}, 8), ("sals", SPARSE | OLD, 2)]
     + [("fdc", {"rate": 0.2}, 2), ("fdc", {"adaptive": False}, 8), ("palu", {}, 2)],
 )
-def test_decode_with_kernels_equals_decode_without(method, options, group):
+def test_decode_with_kernels_equals_decode_without(method, options, group, monkeypatch):
     """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
-    results = []
+    results, calls, fdc_attend = [], [], kernels.fdc_attend
+    monkeypatch.setattr(kernels, "fdc_attend", lambda *x: calls.append(x) or fdc_attend(*x))
     for kernels_ in (False, True):
         model = tiny_model(group=group).to(DEVICE)
         room = Room(model, 2, 64, kernels_)
@@ -4193,6 +4209,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group):
         engine = Engine(model, caches, room, Sampling())
         engine.prefill([random_ids(n, n) for n in (5, 31)])
         results.append((decode_rows(engine, 4, lambda ids: False).token_ids, engine.logits.cpu()))
+        assert bool(calls) == (kernels_ and method == "fdc")
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
