@@ -2320,8 +2320,6 @@ class FdcCache(Cache):
     One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
     the sum of the ranks, not the largest one for all."""
 
-    fused = True  # in the kernels, where the room has them
-
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int]):
         super().__init__(room)
         widest = max(basis.shape[1] for basis in bases)
@@ -2334,7 +2332,8 @@ class FdcCache(Cache):
         self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
         # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
         ranks = torch.tensor(self.ranks)
-        if self.fused and room.kernels:
+        self.fused = room.kernels is not None
+        if self.fused:
             self.table = room.kernels.rank_table(self.ranks, room.device)
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
@@ -2379,7 +2378,7 @@ class FdcCache(Cache):
         return torch.cat([outputs[h] for h in range(len(heads))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        if self.fused and self.room.kernels:
+        if self.fused:
             return self.decode_fused(pos, q, k, latent)
         token = (self.room.row_ids * self.room.capacity + pos)[:, None]
         new = [keys[:, 0] for keys in self.compress(k, pos)]  # [B, d_qk] each
@@ -2520,11 +2519,10 @@ class PaluCache(FdcCache):
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
     between B and the query, so every step rebuilds and rotates all keys."""
 
-    fused = False
-
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int], bias: Tensor):
         super().__init__(room, bases, v_ranks)
         self.bias = bias  # [Hkv, D]; it stays outside the latent
+        self.fused = False
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
         x = x - self.bias

@@ -60,7 +60,7 @@ def check(pos: Tensor, rows: int, **tensors: Tensor) -> None:
     need(
         pos.dtype == torch.int32 and pos.shape == (rows,), f"pos must be int32 [{rows}], not {describe(pos)}"
     )
-    for name, tensor in tensors.items():
+    for name, tensor in ({"pos": pos} | tensors).items():
         need(tensor.device == pos.device, f"{name} is on {tensor.device}, pos on {pos.device}")
         need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
 
@@ -1228,6 +1228,7 @@ def fdc_append(
     [B * S * sum(ranks)]: K' [B, S, d_qk] head by head, then V' [B, S, d_v] -> Q' [B, Hq, max d_qk], zero
     beyond a head's d_qk. Truth: FdcCache.compress and one scatter (arXiv 2408.04107, sec. 5.1)."""
     B, Hkv, D = k.shape
+    need(D % 2 == 0 and q.shape[1] % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
     G, DQ, S = q.shape[1] // Hkv, basis.shape[2], fdc_capacity(B, Hkv, ranks, table, packed)
     shape("q", q, B, Hkv * G, D, dtype=packed.dtype)
     shape("k", k, B, Hkv, D, dtype=packed.dtype)
@@ -1246,7 +1247,8 @@ def fdc_append(
 
 def fdc_capacity(B: int, Hkv: int, ranks: list[int], table: Tensor, packed: Tensor) -> int:
     """S, tokens of a row, from the size of the packed cache."""
-    need(len(ranks) == 2 * Hkv and min(ranks) > 0, f"ranks must be {2 * Hkv} of at least 1, not {ranks}")
+    fits = len(ranks) == 2 * Hkv and min(ranks, default=0) > 0
+    need(fits, f"ranks must be d_qk and d_v of every head, at least 1, not {ranks}")
     shape("table (of rank_table)", table, 5, Hkv, dtype=torch.int32)
     S = packed.numel() // (B * sum(ranks))
     shape("packed", packed, B * S * sum(ranks))
@@ -1385,7 +1387,8 @@ def fdc_attend(
     the stretches compress.equal_stretches (arXiv 2408.04107, sec. 5.3, schedules whole heads)."""
     B, Hq, DQ = q.shape
     Hkv = len(ranks) // 2
-    G, S = Hq // Hkv, fdc_capacity(B, Hkv, ranks, table, packed)
+    S = fdc_capacity(B, Hkv, ranks, table, packed)
+    G = Hq // Hkv
     shape("q", q, B, Hkv * G, max(ranks[:Hkv]), dtype=packed.dtype)
     check(pos, B, q=q, packed=packed, table=table)
     T, warps, stages, fill, BLOCK = fdc_config(q.element_size())
@@ -1701,7 +1704,15 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
             pos.copy_(S * (2 * torch.arange(B) + 1) // (2 * B))  # unequal rows, half as long on average
             for operator in ("dense", "FDC", "FDC, no balance") if B > 1 else ():
                 calls, nbytes = operators[operator]
-                note(name, B, S, "ragged", operator, graph_time(calls), int(pos.sum()) * nbytes / bandwidth)
+                note(
+                    name,
+                    B,
+                    S,
+                    "ragged",
+                    operator,
+                    graph_time(calls),
+                    (int(pos.sum()) + B) * nbytes / bandwidth,
+                )
             del operators, calls
             torch.cuda.empty_cache()
             for r, bits in settings:

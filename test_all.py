@@ -4085,6 +4085,12 @@ def test_kernel_fdc(dtype, ranks, B, S, G, D, pos, balanced):
         )
 
 
+def test_fdc_tiles_are_never_narrower_than_a_tensor_core_takes():
+    assert kernels.rank_table([8, 100, 8, 16], DEVICE)[4].tolist() == [32, 128]
+    assert kernels.rank_table([8, 16, 8, 40], DEVICE)[4].tolist() == [16, 64]
+    assert kernels.tile_width([8, 16]) == 64  # of which a quarter is 16
+
+
 def test_kernel_fdc_more_parts_of_a_head_than_a_merge_takes_at_once(monkeypatch):
     monkeypatch.setattr(kernels, "fdc_config", lambda *_: (16, 4, 2, 2, 16))
     ranks, S = [16, 16], 80 * 16
@@ -4204,12 +4210,13 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, monke
         caches = METHODS[method].build(
             model, settings_from(method, options), room, artifact_of(method, model)
         )
-        if method == "sals":
-            assert caches[2].fused == (kernels_ and options.get("window") != "half")
+        fits = method != "palu" and options.get("window") != "half"
+        assert method == "dense" or caches[2].fused == (kernels_ and fits)
         engine = Engine(model, caches, room, Sampling())
         engine.prefill([random_ids(n, n) for n in (5, 31)])
         results.append((decode_rows(engine, 4, lambda ids: False).token_ids, engine.logits.cpu()))
         assert bool(calls) == (kernels_ and method == "fdc")
+        assert all(table[4].min() >= 16 for _, _, table, *_ in calls)  # widths: the work is balanced
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
@@ -4234,6 +4241,10 @@ def test_kernel_bad_input():
         kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 4), pos, 1.0, "max")
     with pytest.raises(ValueError, match="contiguous"):
         kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], pos)
+    with pytest.raises(ValueError, match="pos .* must be contiguous"):
+        kernels.select(randn(2, 10), positions(9, 9, 9, 9)[::2], 1, 2, 3)
+    with pytest.raises(ValueError, match="ranks must be d_qk and d_v"):
+        kernels.fdc_attend(randn(1, 2, 16), randn(640), kernels.rank_table([16, 16], DEVICE), [16], pos, 1.0)
 
 
 @pytest.mark.parametrize("n", [128, None])
