@@ -2332,12 +2332,12 @@ class FdcCache(Cache):
         self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
         # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
         ranks = torch.tensor(self.ranks)
-        self.fused = room.kernels is not None
-        if self.fused:
-            self.table = room.kernels.rank_table(self.ranks, room.device)
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
+        self.fused = room.kernels is not None
+        if self.fused:
+            self.table = room.kernels.rank_table(self.ranks, room.device)
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
@@ -2480,14 +2480,14 @@ def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) 
 
 
 def equal_stretches(
-    lengths: list[int], costs: list[int], workers: int, block: int = 64
+    lengths: list[int], costs: list[int], workers: int, block: int
 ) -> list[list[tuple[int, int, int, int]]]:
     """Decode, ours (kernels.fdc_attend): every worker takes an equal stretch of all heads of all rows, laid
     end to end.
 
     lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width)
-    -> (row, head, first token, last + 1) of each worker. Blocks stay whole: one belongs to the worker in
-    whose stretch it begins."""
+    -> (row, head, first token, last + 1) of each worker. Blocks of `block` tokens stay whole: one belongs to
+    the worker in whose stretch it begins."""
     blocks = [-(-length // block) for length in lengths]
     total, begin = sum(blocks) * sum(costs), 0
     plan = [[] for _ in range(workers)]

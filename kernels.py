@@ -1176,7 +1176,7 @@ def _ranks_of(head, table_p, heads, UNIT: tl.constexpr):
 
 @jit
 def _fdc_append_kernel(
-    q_p, k_p, latent_p, basis_p, table_p, pos_p, rope_p, packed_p, out_p, q_row, k_row, latent_row, B, S,
+    q_p, k_p, latent_p, basis_p, table_p, pos_p, rope_p, packed_p, out_p, q_row, k_row, latent_row, S,
     D: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr,
     DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -1238,7 +1238,7 @@ def fdc_append(
     check(pos, B, q=q[0], k=k[0], latent=latent[0], basis=basis, table=table, rope=rope, packed=packed)
     out = torch.empty(B, Hkv * G, DQ, dtype=q.dtype, device=q.device)
     _fdc_append_kernel[Hkv, B](
-        q, k, latent, basis, table, pos, words, packed, out, q.stride(0), k.stride(0), latent.stride(0), B, S,
+        q, k, latent, basis, table, pos, words, packed, out, q.stride(0), k.stride(0), latent.stride(0), S,
         D, max(16, power2(D // 2)), G, max(16, power2(G + 1)), DQ, max(16, power2(DQ)),
         power2(max(ranks[Hkv:])), math.gcd(16, *ranks), rope.dtype == torch.float16, num_warps=2,
     )  # fmt: skip
@@ -1618,7 +1618,7 @@ def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
 
 
 def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
-    """Operator -> (the calls to time, bytes a token), with K and V in full."""
+    """Operator -> (the calls to time, bytes that they must move where rows are full), K and V uncompressed."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     bf16, device = torch.bfloat16, "cuda"
@@ -1637,11 +1637,11 @@ def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
         "dense FA2": [lambda s=s: sdpa(SDPBackend.FLASH_ATTENTION, *s) for s in sets],
         "dense cuDNN": [lambda s=s: sdpa(SDPBackend.CUDNN_ATTENTION, *s) for s in sets],
     }
-    return {name: (calls, 4 * Hkv * D) for name, calls in operators.items()}
+    return {name: (calls, 4 * B * S * Hkv * D) for name, calls in operators.items()}
 
 
 def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
-    """Operator -> (the calls to time, bytes a token), for heads of rank D/4 to 3D/4 in turn."""
+    """The same for FDC with heads of rank D/4 to 3D/4 in turn."""
     ranks = [D // 4 + D // 8 * (h % 5) for h in range(Hkv)] * 2
     bf16, device, widest, stored, scale = torch.bfloat16, "cuda", max(ranks), sum(ranks), D**-0.5
     angles = torch.rand(S, D // 2, device=device)
@@ -1659,10 +1659,12 @@ def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
         return [lambda s=s: fdc_attend(s[1], s[0], table, ranks, pos, scale) for s in sets]
 
     append = [lambda s=s: fdc_append(*s[2], s[0], table, ranks, pos, rope) for s in sets]
+    new = 2 * (basis.numel() + B * (Hq * (D + widest) + Hkv * D + 3 * stored // 2))
+    read = 2 * B * S * stored
     return {
-        "FDC append": (append, 0),
-        "FDC": (attend(table), 2 * stored),
-        "FDC, no balance": (attend(equal), 2 * stored),
+        "FDC append": (append, new),
+        "FDC": (attend(table), read),
+        "FDC, no balance": (attend(equal), read),
     }
 
 
@@ -1700,19 +1702,12 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
             pos = torch.full((B,), S - 1, dtype=torch.int32, device="cuda")
             operators = dense_calls(B, S, Hq, Hkv, D, pos) | fdc_calls(B, S, Hq, Hkv, D, pos)
             for operator, (calls, nbytes) in operators.items():
-                note(name, B, S, "-", operator, graph_time(calls), B * S * nbytes / bandwidth)
+                note(name, B, S, "-", operator, graph_time(calls), nbytes / bandwidth)
             pos.copy_(S * (2 * torch.arange(B) + 1) // (2 * B))  # unequal rows, half as long on average
             for operator in ("dense", "FDC", "FDC, no balance") if B > 1 else ():
                 calls, nbytes = operators[operator]
-                note(
-                    name,
-                    B,
-                    S,
-                    "ragged",
-                    operator,
-                    graph_time(calls),
-                    (int(pos.sum()) + B) * nbytes / bandwidth,
-                )
+                limit = nbytes * (pos + 1).float().mean().item() / S / bandwidth
+                note(name, B, S, "ragged", operator, graph_time(calls), limit)
             del operators, calls
             torch.cuda.empty_cache()
             for r, bits in settings:
