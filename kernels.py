@@ -260,61 +260,77 @@ def _sort_key(x):
 
 
 @jit
-def _narrow(guess, count, lo, hi, count_lo, count_hi, least, most):
-    """The bracket lo, hi with what one guess and the number of keys >= guess say."""
-    too_many, too_few = (count > most) & (guess > lo), (count < least) & (guess < hi)
-    exact = (count >= least) & (count <= most)
-    lo, count_lo = tl.where(too_many | exact, guess, lo), tl.where(too_many, count, count_lo)
-    hi, count_hi = tl.where(too_few | exact, guess, hi), tl.where(too_few | exact, count, count_hi)
-    return lo, hi, count_lo, count_hi
-
-
-@jit
-def _threshold(keys, alive, least, most):
-    """lo, hi, count(keys >= hi): lo = hi if it leaves least..most keys, else hi = lo + 1 and keys equal to
-    lo tie.
+def _threshold(keys, least, most):
+    """lo, hi, count(keys >= hi): the count lies in least..most, or is less where fewer keys are alive (then
+    lo = hi) or keys equal to lo = hi - 1 tie. Dead keys are -2**31.
 
     Every step counts for two guesses in one sum: where interpolation on the counts sees the threshold, and
     the middle of the bracket, so that 32 steps always do."""
-    count_lo = tl.sum(alive.to(tl.int32), 0)
-    lo = tl.min(tl.where(alive, keys, 2147483646), 0)
-    hi = tl.max(keys, 0) + 1
+    alive = keys > -2147483648
+    count_lo = tl.sum(alive.to(tl.int32))
+    lo, hi = tl.min(tl.where(alive, keys, 2147483646)), tl.max(keys) + 1
     count_hi = count_lo * 0
     if count_lo <= most:
         lo = count_lo * 0 - 2147483647
         hi = lo
         count_hi = count_lo
-    while (hi != lo) & (hi != lo + 1):
+    goal = (least + most) * 0.5
+    while (count_hi < least) & (hi > lo + 1):
         # 32-bit scalars only, as 64-bit ones double the latency of a step; fp32 is exact enough for a guess.
-        inside = (count_lo - count_hi).to(tl.float32)
-        low, width = lo.to(tl.float32), hi.to(tl.float32) - lo.to(tl.float32)
-        there = low + width * ((count_lo - (least + most) * 0.5).to(tl.float32) / inside)
-        there = tl.minimum(tl.maximum(there.to(tl.int32), lo + 1), hi - 1)
-        middle = tl.maximum((lo >> 1) + (hi >> 1) + (lo & hi & 1), lo + 1)
-        counts = tl.sum((keys >= there).to(tl.int32) | ((keys >= middle).to(tl.int32) << 16), 0)
-        count, other = counts & 65535, (counts >> 16) & 65535  # of at most 2**15 keys each
-        lo, hi, count_lo, count_hi = _narrow(there, count, lo, hi, count_lo, count_hi, least, most)
-        lo, hi, count_lo, count_hi = _narrow(middle, other, lo, hi, count_lo, count_hi, least, most)
+        share = (count_lo.to(tl.float32) - goal) / (count_lo - count_hi).to(tl.float32)
+        guess = (lo.to(tl.float32) + (hi.to(tl.float32) - lo.to(tl.float32)) * share).to(tl.int32)
+        guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
+        middle = (lo & hi) + ((lo ^ hi) >> 1)
+        a, b = tl.minimum(guess, middle), tl.maximum(guess, middle)
+        counts = tl.sum((keys >= a).to(tl.int32) | ((keys >= b).to(tl.int32) << 16))
+        count_a, count_b = counts & 65535, (counts >> 16) & 65535  # of at most 2**15 keys each
+        many_a, many_b = count_a > most, count_b > most
+        count_hi = tl.where(many_b, count_hi, tl.where(many_a, count_b, count_a))
+        count_lo = tl.where(many_b, count_b, tl.where(many_a, count_a, count_lo))
+        hi = tl.where(many_b, hi, tl.where(many_a, b, a))
+        lo = tl.where(many_b, b, tl.where(many_a, a, lo))
     return lo, hi, count_hi
 
 
 @jit
+def _places(keep):
+    """Where the kept of a tile [R, C] go, 0, 1, .., down one column after another: a column lies in one
+    thread, so that only C counts are summed across threads."""
+    keep = keep.to(tl.int32)
+    counts = tl.sum(keep, 0)
+    return (tl.cumsum(counts, 0) - counts)[None, :] + tl.cumsum(keep, 0) - 1
+
+
+@jit
+def _tile_of(N: tl.constexpr, C: tl.constexpr):
+    return tl.arange(0, N // C)[:, None] * C + tl.arange(0, C)[None, :]
+
+
+@jit
+def _keys_at(scores_p, j, S, x, last):
+    """Sort keys of tokens j; those that are no candidates are dead."""
+    score = tl.load(scores_p + j, mask=j < S, other=0.0)
+    alive = (j >= x) & (j <= last) & (j < S) & (score > float("-inf"))
+    return tl.where(alive, _sort_key(score), -2147483648)
+
+
+@jit
 def _survivors_kernel(
-    scores_p, pos_p, key_p, index_p, cut_p, S, x, z, least, chunks, N: tl.constexpr, CAP: tl.constexpr
+    scores_p, pos_p, key_p, index_p, cut_p, S, x, z, least, chunks, N: tl.constexpr, C: tl.constexpr,
+    CAP: tl.constexpr
 ):  # fmt: skip
     b, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    i = tl.arange(0, N)
+    last = tl.load(pos_p + b) - z
     # Chunks interleave in runs of 4, so that runs of high scores spread over all of them.
+    i = _tile_of(N, C)
     j = ((i // 4) * chunks + chunk) * 4 + i % 4
-    score = tl.load(scores_p + b * S + j, mask=j < S, other=0.0)  # not masked by pos: the two loads overlap
-    alive = (j >= x) & (j <= tl.load(pos_p + b) - z) & (j < S)
-    keys = tl.where(alive, _sort_key(score), -2147483648)
-    _, hi, count = _threshold(keys, alive, least, CAP)
+    keys = _keys_at(scores_p + b * S, j, S, x, last)
+    _, hi, count = _threshold(keys, least, CAP)
     keep = keys >= hi
     slot = (b * chunks + chunk) * CAP
-    place = tl.cumsum(keep.to(tl.int32), 0) - 1
-    tl.store(key_p + slot + place, keys, mask=keep)
-    tl.store(index_p + slot + place, j, mask=keep)
+    place = slot + _places(keep)
+    tl.store(key_p + place, keys, mask=keep)
+    tl.store(index_p + place, j, mask=keep)
     rest = tl.arange(0, CAP)
     tl.store(key_p + slot + rest, tl.full([CAP], -2147483648, tl.int32), mask=rest >= count)
     tl.store(cut_p + b * chunks + chunk, hi)
@@ -322,41 +338,35 @@ def _survivors_kernel(
 
 @jit
 def _select_kernel(
-    scores_p, pos_p, key_p, index_p, cut_p, out_p, S, x, y, z, width, chunks,
-    N: tl.constexpr, CP: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr
+    scores_p, pos_p, wanted_p, key_p, index_p, cut_p, out_p, S, x, y, z, width, chunks, N: tl.constexpr,
+    C: tl.constexpr, CP: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
+    want = y if wanted_p is None else tl.load(wanted_p + b)
+    scores_p += b * S
     out_p += b * (x + y)
-    sink = tl.arange(0, XP)
-    tl.store(out_p + sink, tl.where(sink <= last, sink, -1), mask=sink < x)
-    out_p += x
-    i = tl.arange(0, N)
+    i = _tile_of(N, C)
     done = LEVEL < 3
     total = 0
     if LEVEL < 3:
         if LEVEL == 1:
             index = i
-            score = tl.load(scores_p + b * S + i, mask=i < S, other=0.0)
-            alive = (i >= x) & (i <= last) & (i < S)
-            keys = tl.where(alive, _sort_key(score), -2147483648)
+            keys = _keys_at(scores_p, i, S, x, last)
         else:
-            keys = tl.load(key_p + b * width + i, mask=i < width, other=-2147483648)
-            alive = keys > -2147483648
-            index = tl.load(index_p + b * width + i, mask=alive, other=0)
-        lo, hi, count = _threshold(keys, alive, y, y)
-        if LEVEL == 2:
-            # A chunk dropped only keys below its cut: exact unless one of those could pass the threshold.
             chunk = tl.arange(0, CP)
             cut = tl.load(cut_p + b * chunks + chunk, mask=chunk < chunks, other=-2147483647)
+            keys = tl.load(key_p + b * width + i, mask=i < width, other=-2147483648)
+            index = tl.load(index_p + b * width + i, mask=i < width, other=0)
+        lo, hi, total = _threshold(keys, want, want)
+        if LEVEL == 2:  # a chunk dropped only keys below its cut: exact unless one could pass the threshold
             done = tl.max(cut, 0) <= hi
         keep = keys >= hi
-        total = tl.sum(keep.to(tl.int32), 0)
-        if hi > lo:
+        if (total < want) & (lo < hi):
             tie = keys == lo
-            keep = keep | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= y - total))
-            total = total * 0 + y
-        tl.store(out_p + tl.cumsum(keep.to(tl.int32), 0) - 1, index, mask=keep)
+            keep = keep | (tie & (_places(tie) < want - total))
+            total = total * 0 + want
+        tl.store(out_p + x + _places(keep), index, mask=keep)
     if not done:
         low, high = last.to(tl.int64) * 0 - 2147483648, last.to(tl.int64) * 0 + 2147483648
         above = last * 0
@@ -364,43 +374,35 @@ def _select_kernel(
             middle = low + ((high - low) >> 1)
             count = last * 0
             for start in range(0, S, N):
-                j = start + i
-                alive = (j >= x) & (j <= last) & (j < S)
-                keys = tl.where(
-                    alive, _sort_key(tl.load(scores_p + b * S + j, mask=alive, other=0.0)), -2147483648
-                )
-                count += tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-            low = tl.where(count >= y, middle, low)
-            high = tl.where(count >= y, high, middle)
-            above = tl.where(count >= y, above, count)
-        total = last * 0
-        tied = last * 0
+                keys = _keys_at(scores_p, start + i, S, x, last)
+                count += tl.sum((keys >= middle.to(tl.int32)).to(tl.int32))
+            low = tl.where(count >= want, middle, low)
+            high = tl.where(count >= want, high, middle)
+            above = tl.where(count >= want, above, count)
+        total, tied = last * 0, last * 0
         for start in range(0, S, N):
-            j = start + i
-            alive = (j >= x) & (j <= last) & (j < S)
-            keys = tl.where(
-                alive, _sort_key(tl.load(scores_p + b * S + j, mask=alive, other=0.0)), -2147483648
-            )
-            tie = alive & (keys == low.to(tl.int32))
-            keep = alive & (keys.to(tl.int64) > low)
-            keep = keep | (tie & (tied + tl.cumsum(tie.to(tl.int32), 0) <= y - above))
-            tl.store(out_p + total + tl.cumsum(keep.to(tl.int32), 0) - 1, j, mask=keep)
-            total += tl.sum(keep.to(tl.int32), 0)
-            tied += tl.sum(tie.to(tl.int32), 0)
-    rest = tl.arange(0, YP)
-    tl.store(out_p + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
+            keys = _keys_at(scores_p, start + i, S, x, last)
+            tie = (keys == low.to(tl.int32)) & (keys > -2147483648)
+            keep = keys.to(tl.int64) > low
+            keep = keep | (tie & (tied + _places(tie) < want - above))
+            tl.store(out_p + x + total + _places(keep), start + i, mask=keep)
+            total += tl.sum(keep.to(tl.int32))
+            tied += tl.sum(tie.to(tl.int32))
+    sink, rest = tl.arange(0, XP), tl.arange(0, YP)
+    tl.store(out_p + sink, tl.where(sink <= last, sink, -1), mask=sink < x)
+    tl.store(out_p + x + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
 
 
-@operator(lambda scores, pos, x, y, z: pos.new_empty(len(pos), x + y))
-def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
+@operator(lambda scores, pos, x, y, z, wanted=None: pos.new_empty(len(pos), x + y))
+def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
     """The x sinks and the exact top y of the tokens between sinks and recent window.
 
-    scores [B, S] fp32, pos [B] -> index [B, x + y] int32; -1 stands where a short row has no such token.
-    Candidates are x <= j <= pos - z. Of equal scores at the threshold any may be chosen, always the same
-    ones. Order: sinks first, the rest the same from run to run but not sorted. Truth: compress.sals_select
-    (the same set). Long rows take two kernels: chunks keep a few more than their share of y, one program a
-    row selects among those, and checks that no chunk dropped a key above the result (if one did: a slow but
-    exact pass over the whole row)."""
+    scores [B, S] fp32, pos [B] -> index [B, x + y] int32; -1 stands where a row has no such token. wanted [B]
+    int32: how many of the y a row takes, all if not given. Candidates are x <= j <= pos - z with a score above
+    -inf. Of equal scores at the threshold any may be chosen, always the same ones. Order: sinks first, the
+    rest the same from run to run but not sorted. Truth: compress.select (the same set). Long rows take two
+    kernels: chunks keep a few more than their share of y, one program a row selects among those, and checks
+    that no chunk dropped a key above the result (if one did: a slow but exact pass over the whole row)."""
     need(
         scores.ndim == 2 and scores.dtype == torch.float32,
         f"scores must be fp32 [B, S], not {describe(scores)}",
@@ -408,35 +410,47 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> Tensor:
     B, S = scores.shape
     need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
     check(pos, B, scores=scores)
+    if wanted is not None:
+        shape("wanted", wanted, B, dtype=torch.int32)
+        check(pos, B, wanted=wanted)
     out = torch.empty(B, x + y, dtype=torch.int32, device=scores.device)
     XP, YP = power2(x), power2(y)
-    chunks = min(128, max(min(32, power2(cdiv(S, 2048))), power2(cdiv(S, 8192))))
+    chunks = select_chunks(S)
     part = cdiv(y, chunks)
     CAP = power2(part + int(6 * part**0.5) + 16)
     width = chunks * CAP
     N = power2(cdiv(cdiv(S, 4), chunks) * 4)
     if S <= 4096 or width > 32768 or CAP >= N:  # one program a row; beyond 8192 tokens it takes the slow pass
         level, N = (1, max(128, power2(S))) if S <= 8192 else (3, 8192)
+        C, warps = select_config(N)
         _select_kernel[B,](
-            scores, pos, scores, scores, scores, out, S, x, y, z, 0, 0, N, 1, XP, YP, level,
-            num_warps=warps_for(N),
+            scores, pos, wanted, scores, scores, scores, out, S, x, y, z, 0, 0, N, C, 1, XP, YP, level,
+            num_warps=warps,
         )  # fmt: skip
         return out
     keys, index = torch.empty(2, B, width, dtype=torch.int32, device=scores.device)
     cut = torch.empty(B, chunks, dtype=torch.int32, device=scores.device)
     least = part + int(3 * part**0.5) + 8
+    C, warps = select_config(N)
     _survivors_kernel[chunks, B](
-        scores, pos, keys, index, cut, S, x, z, least, chunks, N, CAP, num_warps=warps_for(N)
+        scores, pos, keys, index, cut, S, x, z, least, chunks, N, C, CAP, num_warps=warps
     )
+    C, warps = select_config(power2(width))
     _select_kernel[B,](
-        scores, pos, keys, index, cut, out, S, x, y, z, width, chunks, power2(width), power2(chunks), XP, YP,
-        2, num_warps=warps_for(width),
+        scores, pos, wanted, keys, index, cut, out, S, x, y, z, width, chunks, power2(width), C,
+        power2(chunks), XP, YP, 2, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def warps_for(n: int) -> int:
-    return max(4, min(32, n // 512))
+def select_chunks(S: int) -> int:
+    return min(128, max(min(32, power2(cdiv(S, 2048))), power2(cdiv(S, 8192))))
+
+
+def select_config(N: int) -> tuple[int, int]:
+    """(columns of a tile of N keys: 4 a thread, warps)."""
+    warps = max(4, min(32, N // 1024))
+    return min(N, 128 * warps), warps
 
 
 # -------------------------------------------------------------------- attention over compressed tokens (SALS)
@@ -798,8 +812,8 @@ def _merge_parts(top_p, sum_p, part_p, first, count, step, D, inside, DP: tl.con
         at = first + part * step
         tops = tl.load(top_p + at, mask=part < count, other=-1e30)
         sums = tl.load(sum_p + at, mask=part < count, other=0.0)
-        mask = (sums > 0)[:, None] & inside[None, :]
-        parts = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)
+        mask = (part < count)[:, None] & inside[None, :]
+        parts = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)  # empty ones are 0
         new_top = tl.maximum(top, tl.max(tops, 0))
         weight = tl.where(sums > 0, tl.exp2(tops - new_top), 0.0)
         total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
@@ -1042,34 +1056,38 @@ def _append_kernel(
 ):  # fmt: skip
     h, heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1).to(tl.int64)
+    # All loads before the first store: they wait together, for memory once.
     pos = tl.load(pos_p + b)
-    row = b * S + pos
     part = h * slice_r + tl.arange(0, RP)
     inside = (part < r) & (tl.arange(0, RP) < slice_r)
     new = tl.load(new_p + b * new_row + part, mask=inside, other=0.0)
-    tl.store(latent_p + row * r + part, new, mask=inside)
-    ring = ((b * z + pos % z) * heads + h) * D
     pair = tl.arange(0, DP // 2)
     real = pair < D // 2
-    cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
     k_p += b * k_row + h * D + pair
-    a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
-    c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = ring_k_p.dtype.element_ty
-    tl.store(ring_k_p + ring + pair, (a * cos - c * sin).to(dtype), mask=real)
-    tl.store(ring_k_p + ring + D // 2 + pair, (c * cos + a * sin).to(dtype), mask=real)
+    k_a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
+    k_c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
     g = tl.arange(0, GP)[:, None]
     query = (g < G) & real[None, :]
     q_p += b * q_row + (h * G + g) * D + pair[None, :]
-    out_p += ((b * heads + h) * G + g) * D + pair[None, :]
-    a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
-    c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
-    tl.store(out_p, (a * cos[None, :] - c * sin[None, :]).to(dtype), mask=query)
-    tl.store(out_p + D // 2, (c * cos[None, :] + a * sin[None, :]).to(dtype), mask=query)
+    q_a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
+    q_c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
     d = tl.arange(0, DP)
     v_p += b * v_row + h * D
     v = tl.load(v_p + d, mask=d < D, other=0.0)
+    plane, j = tl.arange(0, 8 // min(BITS, 8))[:, None], tl.arange(0, NP)[None, :]
+    if BITS < 16:  # the channels as they are packed: byte j holds those that are WIDTH apart
+        planes = tl.load(v_p + plane * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+    cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
+    dtype: tl.constexpr = ring_k_p.dtype.element_ty
+    row = b * S + pos
+    tl.store(latent_p + row * r + part, new, mask=inside)
+    ring = ((b * z + pos % z) * heads + h) * D
+    tl.store(ring_k_p + ring + pair, (k_a * cos - k_c * sin).to(dtype), mask=real)
+    tl.store(ring_k_p + ring + D // 2 + pair, (k_c * cos + k_a * sin).to(dtype), mask=real)
     tl.store(ring_v_p + ring + d, v, mask=d < D)
+    out_p += ((b * heads + h) * G + g) * D + pair[None, :]
+    tl.store(out_p, (q_a * cos[None, :] - q_c * sin[None, :]).to(dtype), mask=query)
+    tl.store(out_p + D // 2, (q_c * cos[None, :] + q_a * sin[None, :]).to(dtype), mask=query)
     stored = row * heads + h
     if BITS == 16:
         tl.store(values_p + stored * D + d, v, mask=d < D)
@@ -1082,19 +1100,16 @@ def _append_kernel(
         at = low_scale_p + (stored * GROUPS + group) * 2
         tl.store(at, low, mask=group < GROUPS)
         tl.store(at + 1, scale, mask=group < GROUPS)
-        tl.debug_barrier()  # the planes below read the groups' numbers in another order
-        j = tl.arange(0, NP)
-        packed = tl.zeros([NP], tl.int32)
-        for i in tl.static_range(8 // BITS):
-            at = low_scale_p + (stored * GROUPS + (i * WIDTH + j) // GROUP) * 2
-            lows = tl.load(at, mask=j < WIDTH, other=0.0).to(tl.float32)
-            scales = tl.load(at + 1, mask=j < WIDTH, other=0.0).to(tl.float32)
-            plane = tl.load(v_p + i * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
-            code = tl.div_rn(plane - lows, tl.where(scales == 0, 1.0, scales))
-            code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
-            # Adding 2**23 + 2**22 rounds to the nearest integer, ties to even, as torch.round does.
-            packed |= ((code + 12582912.0) - 12582912.0).to(tl.int32) << (i * BITS)
-        tl.store(values_p + stored * WIDTH + j, packed.to(tl.uint8), mask=j < WIDTH)
+        of = tl.reshape(tl.minimum(plane * WIDTH + j, D - 1) // GROUP, [8 // BITS * NP])
+        lows = tl.reshape(tl.gather(low, of, 0), [8 // BITS, NP]).to(tl.float32)
+        scales = tl.reshape(tl.gather(scale, of, 0), [8 // BITS, NP]).to(tl.float32)
+        code = tl.div_rn(planes - lows, tl.where(scales == 0, 1.0, scales))
+        code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
+        # Adding 2**23 + 2**22 rounds to the nearest integer, ties to even, as torch.round does.
+        code = ((code + 12582912.0) - 12582912.0).to(tl.int32)
+        packed = tl.sum(code << (plane * BITS), 0)
+        byte = tl.arange(0, NP)
+        tl.store(values_p + stored * WIDTH + byte, packed.to(tl.uint8), mask=byte < WIDTH)
 
 
 @operator(
@@ -1184,6 +1199,9 @@ def _fdc_append_kernel(
     b = tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_p + b).to(tl.int64)
     d_qk, d_v, k_start, v_start = _ranks_of(h, table_p, heads, UNIT)
+    i = tl.arange(0, DVP)
+    new = v_start - tl.load(table_p + 3 * heads)
+    v = tl.load(latent_p + b * latent_row + new + i, mask=i < d_v, other=0.0)
     g, pair = tl.arange(0, GP)[:, None], tl.arange(0, HALF)
     real = pair < D // 2
     cos, sin = _load_rope(rope_p, pos * (D // 2) + pair, real, WORDS)
@@ -1206,9 +1224,6 @@ def _fdc_append_kernel(
     token, rows = b * S + pos, tl.num_programs(1).to(tl.int64) * S
     k = tl.sum(tl.where(g == G, x, 0.0), 0)
     tl.store(packed_p + k_start * rows + token * d_qk + j, k.to(dtype), mask=j < d_qk)
-    i = tl.arange(0, DVP)
-    new = v_start - tl.load(table_p + 3 * heads)
-    v = tl.load(latent_p + b * latent_row + new + i, mask=i < d_v, other=0.0)
     tl.store(packed_p + v_start * rows + token * d_v + i, v, mask=i < d_v)
 
 
