@@ -126,7 +126,7 @@ def _head_logits_kernel(
     if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
         query = tl.load(query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
     top = tl.full([HP], float("-inf"), tl.float32)
-    total = tl.zeros([HP], tl.float32)
+    total = tl.zeros([T, HP], tl.float32)  # summed over T at the end, not in every tile
     for tile in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))):
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live = tokens < length
@@ -144,7 +144,7 @@ def _head_logits_kernel(
         logits = tl.where(live[:, None], logits * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 0))
         weight = tl.exp2(logits - new_top[None, :])
-        total = total * tl.exp2(top - new_top) + tl.sum(weight, 0)
+        total = total * tl.exp2(top - new_top)[None, :] + weight
         top = new_top
         tl.store(
             weight_p + (b * S + tokens[:, None]) * HP + head[None, :],
@@ -153,7 +153,7 @@ def _head_logits_kernel(
         )
         tl.store(tile_max_p + (b * tiles + tile) * HP + head, top)
     tl.store(max_p + (b * splits + split) * HP + head, top)
-    tl.store(sum_p + (b * splits + split) * HP + head, total)
+    tl.store(sum_p + (b * splits + split) * HP + head, tl.sum(total, 0))
 
 
 @jit
@@ -220,7 +220,7 @@ def latent_scores(
         queries, latent, pos, weight, tile_max, tops, sums, S, heads, r_score, r, row, scale * LOG2E, boost,
         tiles, T, RB, NR, HP, num_warps=warps, num_stages=stages
     )  # fmt: skip
-    _normalise_kernel[max(1, min(tiles, 4 * SMS // B)), B](
+    _normalise_kernel[max(1, min(tiles, 2 * SMS, 4 * SMS // B)), B](
         weight,
         tile_max,
         tops,
@@ -398,8 +398,8 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     """The x sinks and the exact top y of the tokens between sinks and recent window.
 
     scores [B, S] fp32, pos [B] -> index [B, x + y] int32; -1 stands where a row has no such token. wanted [B]
-    int32: how many of the y a row takes, all if not given. Candidates are x <= j <= pos - z with a score above
-    -inf. Of equal scores at the threshold any may be chosen, always the same ones. Order: sinks first, the
+    int32: how many of the y a row takes, all if not given. Candidates are x <= j <= pos - z with a score
+    above -inf. Of equal scores at the threshold any may be chosen, always the same ones. Order: sinks first, the
     rest the same from run to run but not sorted. Truth: compress.select (the same set). Long rows take two
     kernels: chunks keep a few more than their share of y, one program a row selects among those, and checks
     that no chunk dropped a key above the result (if one did: a slow but exact pass over the whole row)."""
