@@ -79,6 +79,20 @@ class Room:
         if self.kernels:
             self.rope_pairs = self.kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
+    def select(
+        self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
+    ) -> Tensor:
+        """`select`, in its Triton kernel where there are kernels: the one way in which methods select."""
+        if not (self.kernels and y):
+            return select(scores, pos, x, y, z, wanted)
+        heads = scores.shape[1:-1].numel()
+        pos, wanted = (
+            t if t is None else t.int()[:, None].expand(-1, heads).flatten().contiguous()
+            for t in (pos, wanted)
+        )
+        index = self.kernels.select(scores.flatten(0, -2), pos, x, y, z, wanted)  # [B * heads, x + y]
+        return index.unflatten(0, scores.shape[:-1])
+
 
 class Cache(nn.Module):
     """The base of all caches: RoPE at given positions, zeroed storage, the ledger, and `attends`."""
@@ -137,6 +151,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None] if live.ndim == 2 else live
     return F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, :, None], scale=scale).flatten(1, 2)
+
+
+def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
+    """The x sinks and, of the tokens between these and the z recent ones, the y best.
+
+    scores [B, ..., S] fp32, of which -inf is never chosen, pos [B] -> index [B, ..., x + y] int32, -1 where a
+    row has no such token. wanted [B]: how many of the y a row takes, all if not given."""
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    rows = (-1, *[1] * (scores.ndim - 1))
+    last = (pos - z).view(rows)  # the newest token outside of the recent ones
+    candidates = scores.masked_fill((places < x) | (places > last), -torch.inf)
+    best, index = candidates.topk(min(y, len(places)), dim=-1)
+    live = best > -torch.inf
+    if wanted is not None:
+        live = live & (places[: index.shape[-1]] < wanted.view(rows))
+    sinks = places[:x].where(places[:x] <= last, -1).expand(*index.shape[:-1], -1)
+    return torch.cat((sinks, index.where(live, -1)), -1).int()
 
 
 # ------------------------------------------------------------------------------------------------------ dense
@@ -350,18 +381,6 @@ def sals_scores(queries: Tensor, latent: Tensor, live: Tensor, rule: str, scale:
     return logits.sum(1)
 
 
-def sals_select(scores: Tensor, pos: Tensor, x: int, y: int, z: int) -> tuple[Tensor, Tensor]:
-    """C without the recent window: x sinks and the y best of the tokens between sinks and window.
-
-    scores [B, S], pos [B] -> indices [B, x + y], and which of them count (short rows have fewer)."""
-    places = torch.arange(scores.shape[1], device=scores.device)
-    oldest_recent = pos[:, None] - z + 1  # [B, 1]
-    candidates = scores.masked_fill((places < x) | (places >= oldest_recent), -torch.inf)
-    best, index = candidates.topk(min(y, scores.shape[1]), dim=-1, sorted=False)
-    sinks = places[:x].expand(len(pos), -1)
-    return torch.cat((sinks, index), 1), torch.cat((sinks < oldest_recent, best > -torch.inf), 1)
-
-
 class SalsCache(Cache):
     """Joint latent of the pre-RoPE keys, quantised values, and a ring of the z most recent tokens.
 
@@ -448,7 +467,7 @@ class SalsCache(Cache):
         if self.sparse:
             queries, rule = self.queries(q, *folded[1:]), self.settings.score
             scores = kernels.latent_scores(queries, self.latent, pos, self.logit_scale, rule)
-            index = kernels.select(scores, pos, self.x, self.y, self.z)
+            index = room.select(scores, pos, self.x, self.y, self.z)
             self.attends(pos, index, index >= 0, recent=self.z)
         stores = (self.latent, self.paired_basis, values, low_scale, ring_k, ring_v)
         return kernels.sals_attend(rotated, index, *stores, *rope, bits)
@@ -464,7 +483,8 @@ class SalsCache(Cache):
         queries, latent = self.queries(q, *folded), self.latent[..., : self.r_score]
         live = self.room.positions <= pos[:, None]
         scores = sals_scores(queries, latent, live, self.settings.score, self.logit_scale)
-        return sals_select(scores, pos, self.x, self.y, self.z)
+        index = self.room.select(scores, pos, self.x, self.y, self.z)
+        return index.clamp(min=0), index >= 0
 
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
@@ -950,10 +970,12 @@ class LokiSettings:
     )
     kv_bits: int = kv_bits_setting()
 
-    def budget(self, capacity: int) -> tuple[int]:
-        """Tokens that a query head attends, of a row that fills the cache."""
-        forced = min(capacity, self.sinks + self.recent)
-        return (capacity if self.reduced else max(forced, loki_count(self.k, capacity)),)
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        """(x, y, z): sinks, selected and recent tokens of a query head, in a row that fills the cache."""
+        x = min(self.sinks, capacity)
+        z = min(self.recent, capacity - x)
+        total = capacity if self.reduced else loki_count(self.k, capacity)
+        return x, max(0, total - x - z), z
 
 
 class LokiCache(Cache):
@@ -965,6 +987,7 @@ class LokiCache(Cache):
     def __init__(self, room: Room, settings: LokiSettings, basis: Tensor, d: int):
         super().__init__(room)
         c, self.settings, self.d = room.config, settings, d
+        self.x, self.y, self.z = settings.budget(room.capacity)
         self.width = d if settings.reduced else c.head_dim  # components that are cached
         self.basis = basis.to(room.device, room.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
         self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, self.width))
@@ -994,22 +1017,19 @@ class LokiCache(Cache):
         self.attends(pos, index, live)
         kv_heads = torch.arange(self.config.n_kv_heads, device=pos.device)[:, None, None]
         where = (rows[:, None, None, None], kv_heads, index)
-        # Each query head has its own tokens: [B, Hq, k, D], live [B, 1, k].
+        # Each query head has its own tokens: [B, Hq, k, D], live [B, Hq, k].
         return attend(*(x.flatten(1, 2) for x in (q, self.k[where], self.v[where], live)))
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
 
         q [B, Hkv, G, D] -> indices [B, Hkv, G, k] and which of them count, since short rows have fewer."""
-        places, length = self.room.positions, (pos + 1)[:, None, None, None]
         scores = (q[..., : self.d] @ self.k[..., : self.d].transpose(-1, -2)).float()  # [B, Hkv, G, S]
-        forced = (places < self.settings.sinks) | (places >= length - self.settings.recent)
-        scores = scores.masked_fill(forced, torch.inf).masked_fill(places >= length, -torch.inf)
-        index = scores.topk(sum(self.settings.budget(self.room.capacity)), dim=-1).indices
-        ranks = torch.arange(index.shape[-1], device=pos.device)
-        wanted = (self.settings.k * length.double()).long() if self.settings.k <= 1 else length
-        least = max(1, self.settings.sinks + self.settings.recent)
-        return index, ranks < wanted.clamp(min=least).minimum(length)
+        wanted, forced = None, self.x + self.z
+        if self.settings.k <= 1:  # a share of each row's own length
+            wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
+        index = best_tokens(self.room, scores, pos, self.x, self.y, self.z, wanted)
+        return index.clamp(min=0), index >= 0
 
     def formula(self) -> int:
         return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
@@ -1046,6 +1066,8 @@ def loki_basis(basis: str, artifact: dict[str, Tensor]) -> str:
 def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
+    if min(settings.sinks, settings.recent) < 0:
+        raise UserError("--sinks and --recent must be at least 0")
     kind = loki_basis(settings.basis, artifact)
 
     def cache(i: int) -> LokiCache:
@@ -1234,9 +1256,9 @@ def lrqk_resolve(
     """Finds a hot slot for each selected token: hits stay where they are, misses take the slots unused for
     the longest time. Updates the tables in place; fixed shapes, no wait for the host.
 
-    index [B, Hkv, k] distinct positions, live which of them count; slot_of [B, Hkv, S] the slot of a position
-    and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp [B, Hkv, C] the last step that used a
-    slot. Returns the slots [B, Hkv, k] and which entries miss."""
+    index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot;
+    slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp
+    [B, Hkv, C] the last step that used a slot. Returns the slots [B, Hkv, k] and which entries miss."""
     slot = slot_of.gather(-1, index).long()
     hit = slot >= 0  # what does not count has no slot
     stamp.scatter_reduce_(-1, slot.clamp(min=0), torch.where(hit, step, -1), "amax")
@@ -1392,10 +1414,11 @@ class LrqkCache(Cache):
 
     def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
-        live = self.room.positions <= pos[:, None] - self.z
-        scores = lrqk_scores(q_hat, self.a_k[rows], live, self.config.head_dim)
-        best, index = scores.topk(self.chosen, dim=-1, sorted=False)
-        return index, best > -torch.inf
+        left = self.room.positions <= pos[:, None] - self.z
+        scores = lrqk_scores(q_hat, self.a_k[rows], left, self.config.head_dim)
+        index = self.room.select(scores, pos, 0, self.chosen, self.z)
+        newest = pos[:, None, None]  # stands for none: it has no slot
+        return torch.where(index < 0, newest, index).long(), index >= 0
 
     def ring_positions(self, pos: Tensor) -> Tensor:
         """The position in each slot of the ring [B, z] after pos was written; negative where still empty."""
@@ -1549,16 +1572,13 @@ def group_scores(logits: Tensor, live: Tensor) -> Tensor:
     return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
 
 
-def best_tokens(scores: Tensor, pos: Tensor, count: int, x: int, z: int) -> Tensor:
-    """The tokens that a KV head attends: x sinks, z recent and, to make up `count`, the best others.
-
-    scores [B, Hkv, S], pos [B] -> [B, Hkv, count] in ascending order. In a row of fewer tokens some lie
-    beyond pos: they are not live."""
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    age = (pos[:, None] - places)[:, None]  # [B, 1, S]
-    forced = (places < x) | (age < z)
-    scores = scores.masked_fill(forced, torch.inf).masked_fill(age < 0, -torch.inf)
-    return scores.topk(count, sorted=False).indices.sort(-1).values
+def best_tokens(
+    room: Room, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
+) -> Tensor:
+    """What `select` gives, and the z recent ones: index [B, ..., x + y + z], negative where none."""
+    index = room.select(scores, pos, x, y, z, wanted)
+    recent = pos.view(-1, *[1] * (index.ndim - 1)) - room.positions[:z]  # [B, 1, ..., z]
+    return torch.cat((index, recent.expand(*index.shape[:-1], z)), -1)
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -1569,9 +1589,9 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 def gather_attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, live: Tensor) -> Tensor:
     """Exact attention of one query a row over chosen tokens, each KV head its own.
 
-    q [B, Hq, D], k and v [B, Hkv, S, D], index [B, Hkv, n] of distinct tokens, live [B, Hkv, n] bool
-    -> [B, Hq, D]."""
-    index = index.clamp(max=k.shape[2] - 1)
+    q [B, Hq, D], k and v [B, Hkv, S, D], index [B, Hkv, n], live [B, Hkv, n] bool: which of them count, and
+    are distinct -> [B, Hq, D]."""
+    index = index.clamp(0, k.shape[2] - 1).long()
     return attend(q, gather_rows(k, index), gather_rows(v, index), live)
 
 
@@ -1628,12 +1648,12 @@ class TopKCache(SelectiveCache):
     def __init__(self, room: Room, settings: TopKSettings):
         x, y, z = settings.budget(room.capacity)
         super().__init__(room, x + y + z)
-        self.x, self.z = x, z
+        self.x, self.y, self.z = x, y, z
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         scores = group_scores(self.logits(q, self.k), self.room.positions <= pos[:, None])
-        index = best_tokens(scores, pos, self.count, self.x, self.z)
-        return index, index <= pos[:, None, None]
+        index = best_tokens(self.room, scores, pos, self.x, self.y, self.z)
+        return index, index >= 0
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return length, min(length, self.count)
@@ -1807,9 +1827,10 @@ class QuestCache(SelectiveCache):
         last = pos // self.page
         live = torch.arange(self.pages, device=pos.device) <= last[:, None]
         scores = group_scores(bounds * self.config.head_dim**-0.5, live)
-        pages = best_tokens(scores, last, self.count // self.page, 0, 1)  # [B, Hkv, n], the last one forced
+        # [B, Hkv, n], the last one forced.
+        pages = best_tokens(self.room, scores, last, 0, self.count // self.page - 1, 1)
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
-        return index, index <= pos[:, None, None]
+        return index, (index >= 0) & (index <= pos[:, None, None])
 
     def formula(self) -> int:
         return dense_bytes(self.room) // self.room.capacity * (self.room.capacity + self.pages)
@@ -1890,6 +1911,7 @@ class DoubleSparseCache(SelectiveCache):
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
             pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.x + self.z + 1, len(k) // 2)
             index = self.choose(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
+            index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)
             self.head[row] = share_map(member @ member.T, self.share_heads).int()
 
@@ -1897,25 +1919,26 @@ class DoubleSparseCache(SelectiveCache):
         self.label[self.room.row_ids, :, pos] = self.labels(k)
 
     def choose(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
+        """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
         scores = group_scores(self.logits(self.labels(q), label), self.room.positions <= pos[:, None])
-        return best_tokens(scores, pos, count, self.x, self.z)
+        return best_tokens(self.room, scores, pos, self.x, count - self.x - self.z, self.z)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         index = self.choose(pos, q, self.label, self.held_count)
         if self.share_heads:
             index = index.gather(1, self.head.long()[..., None].expand_as(index))
         if self.every == 1:
-            return index, index <= pos[:, None, None]
+            return index, index >= 0
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
         self.held.copy_(torch.where(due[:, None, None], index, self.held))
         since = self.since[:, None, None]
         newer = since + torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
-        live = torch.cat((self.held <= since, newer <= pos[:, None, None]), -1)
+        live = torch.cat((self.held >= 0, newer <= pos[:, None, None]), -1)
         # A row that the budget covers is attended whole: its first `count` places, as far as they are written.
         whole = (pos < self.count)[:, None, None]
         places = self.room.positions[: self.count]
-        index = torch.where(whole, places, torch.cat((self.held, newer), -1).long())
+        index = torch.where(whole, places, torch.cat((self.held, newer), -1))
         return index, torch.where(whole, places <= pos[:, None, None], live)
 
     def formula(self) -> int:
@@ -2194,10 +2217,11 @@ class ShadowKvCache(Cache):
         ids, heads = torch.arange(self.chunks, device=pos.device), self.config.n_kv_heads
         logits = q.unflatten(1, (heads, -1)) @ self.landmark.transpose(-1, -2) * self.config.head_dim**-0.5
         scores = group_scores(logits, ids < (pos[:, None] + 1) // self.chunk)  # whole chunks
-        taken = (self.outlier[..., None] == ids).any(2) | (ids >= self.local(pos)[:, None])[:, None]
-        best, chosen = scores.masked_fill(taken, -torch.inf).topk(self.selected // self.chunk)
-        live = (best > -torch.inf).repeat_interleave(self.chunk, -1)
-        return self.tokens_of(chosen).clamp(max=self.room.capacity - 1), live
+        outlier = (self.outlier[..., None] == ids).any(2)
+        scores = scores.masked_fill(outlier, -torch.inf)
+        last = self.local(pos) - 1  # the newest chunk that is not recent
+        index = self.tokens_of(self.room.select(scores, last, 0, self.selected // self.chunk, 0))
+        return index.clamp(min=0), index >= 0
 
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""

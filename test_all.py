@@ -108,7 +108,6 @@ from compress import (
     sals_maps,
     sals_queries,
     sals_scores,
-    sals_select,
     settings_from,
     skipped_layers,
     spd_solve_in_graph,
@@ -813,19 +812,19 @@ def test_sals_softmax_scores_have_the_temperature_of_the_true_logits_under_yarn(
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 12, 13, 14, 40])
-def test_sals_selection_has_the_sinks_and_the_best_and_no_repeats(length):
+@pytest.mark.parametrize("wanted", [None, (6, 2), (0, 1)])
+def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
+    """Of each row and head, in plain Python; a score of -inf is never chosen."""
     torch.manual_seed(length)
-    scores = torch.randn(2, 40)
+    scores = torch.randn(2, 3, 40).masked_fill(torch.rand(2, 3, 40) < 0.2, -torch.inf)
     pos = torch.tensor([length - 1, max(0, length - 2)])
-    index, live = sals_select(scores, pos, x=3, y=6, z=4)
-    for row in range(2):
-        n = int(pos[row]) + 1
-        old = list(range(max(0, n - 4)))
-        chosen = index[row][live[row]].tolist()
-        assert len(set(chosen)) == len(chosen) == min(len(old), 9)
-        assert set(old[:3]) <= set(chosen)
-        best = sorted(old[3:], key=lambda j: -scores[row, j])[:6]
-        assert set(chosen) - set(old[:3]) == set(best)
+    chosen = compress.select(scores, pos, x=3, y=6, z=4, wanted=wanted and torch.tensor(wanted))
+    assert chosen.shape == (2, 3, 9)
+    for row, head in itertools.product(range(2), range(3)):
+        old = range(max(0, int(pos[row]) - 3))
+        best = sorted(old[3:], key=lambda j: -scores[row, head, j])[: wanted[row] if wanted else 6]
+        best = [j for j in best if scores[row, head, j] > -torch.inf]
+        assert sorted(j for j in chosen[row, head].tolist() if j >= 0) == sorted([*old[:3], *best])
 
 
 def test_sals_reconstruction_commutes_with_gathering():
@@ -1374,14 +1373,13 @@ def test_topk_attends_the_best_the_sinks_and_the_recent_ones(length):
     scores = reference_scores(cache, rotated[0], length - 1)
     for head in range(4):
         chosen = index[0, head][live[0, head]].tolist()
-        assert len(set(chosen)) == len(chosen) == min(24, length) and chosen == sorted(chosen)
+        assert len(set(chosen)) == len(chosen) == min(24, length)
         assert max(chosen) == length - 1
         assert set(range(min(2, length))) | set(range(max(0, length - 4), length)) <= set(chosen)
         rest = [n for n in range(length) if n not in chosen]
         free = [n for n in chosen if 2 <= n < length - 4]
         assert not rest or not free or scores[head, free].min() >= scores[head, rest].max()
-    mask = torch.zeros(1, 4, 100, dtype=torch.bool)
-    mask.scatter_(2, index, live)
+    mask = torch.zeros(1, 4, 101, dtype=torch.bool).scatter(2, index.where(live, 100), True)[..., :100]
     assert error(out, attend(rotated, cache.k, cache.v, mask)) < 1e-5
 
 
@@ -1817,7 +1815,7 @@ def test_loki_always_attends_its_sinks_and_recent_tokens(pos):
     for index, live in zip(seen["index"].flatten(0, 2), lives.flatten(0, 2), strict=True):
         forced = set(range(min(8, pos + 1))) | set(range(max(0, pos - 15), pos + 1))
         assert set(index[live].tolist()) == forced
-    assert cache.settings.budget(100) == (24,)
+    assert cache.settings.budget(100) == (8, 0, 16)
 
 
 def test_loki_is_packed_layer_by_layer(monkeypatch):
@@ -2019,6 +2017,7 @@ def test_rows_run_from_the_command_line(method, options, checkpoint, monkeypatch
             "--keep 20 of 80 tokens is fewer than 16 sinks and 8",
         ),
         ("topk", {"recent": 0}, "--recent at least 1"),
+        ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
         ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
         ("quest", {"page": 0}, "--page must be at least 1"),
         ("quest", {"skip": "x"}, "layer numbers"),
@@ -2117,12 +2116,17 @@ def test_loki_scores_on_the_leading_components():
 
 
 @pytest.mark.parametrize(
-    "length,k,count", [(1, 0.25, 1), (3, 0.25, 1), (8, 0.25, 2), (39, 0.25, 9), (40, 7, 7)]
+    "length,k,count", [(1, 0.25, 1), (3, 0.25, 1), (8, 0.25, 2), (39, 0.25, 9), (40, 7, 7), (4, 7, 4)]
 )
-def test_loki_attends_floor_of_k_but_at_least_one(length, k, count):
-    loki, _, (_, q, _, _) = loki_cache(k=k)
-    _, live = loki.select(torch.tensor([length - 1]), loki.rotate(q))
-    assert (live.sum(-1) == count).all() and loki_count(k, length) == count
+@pytest.mark.parametrize("sinks,recent", [(0, 0), (2, 3), (30, 30)])
+def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recent):
+    """Or what is forced, if that is more."""
+    loki, _, (_, q, _, _) = loki_cache(k=k, sinks=sinks, recent=recent)
+    index, live = loki.select(torch.tensor([length - 1]), loki.rotate(q))
+    assert (live.sum(-1) == max(count, min(length, sinks + recent))).all() and loki_count(k, length) == count
+    for chosen in (head[alive].tolist() for head, alive in zip(index.flatten(0, 2), live.flatten(0, 2))):
+        assert len(set(chosen)) == len(chosen) and max(chosen) < length
+        assert {*range(min(sinks, length)), *range(max(0, length - recent), length)} <= set(chosen)
 
 
 def test_loki_is_blind_to_a_shift_of_all_keys_and_to_their_order():
@@ -2466,6 +2470,8 @@ def test_lrqk_ring_and_candidates_cover_every_token_once(n, mode):
         assert sorted(p for p in ring if p >= 0) == list(range(max(0, pos - 4), pos + 1))
         for head in range(4):
             assert len(attended(cache, head, pos)) == min(pos + 1, 15)
+            held = {int(p): slot for slot, p in enumerate(cache.pos_of[0, head]) if p >= 0}
+            assert held == {p: int(slot) for p, slot in enumerate(cache.slot_of[0, head]) if slot >= 0}
         for slot, position in enumerate(ring):
             if position >= 0:
                 assert torch.equal(cache.hot_k[0, :, cache.slots + slot], cache.k[0, :, position])
@@ -2488,6 +2494,7 @@ def test_lrqk_slot_table(ratio):
         scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
         best, index = scores.topk(k, sorted=False)
         live, before = best > -torch.inf, slot_of.clone()
+        index = index.where(live, S - 1)  # as LrqkCache.select has it: a position without a slot
         place, miss = lrqk_resolve(index, live, slot_of, pos_of, stamp, torch.tensor(step, dtype=torch.int32))
         compress.fetch_rows(rows_k, rows_v, index, place, miss, hot_k, hot_v)
         for b, h in np.ndindex(B, heads):
@@ -3030,6 +3037,8 @@ def test_graph_replay_equals_eager(method, options):
         ("sals", {}),
         ("sals", {"score": "sum"}),
         ("fdc", {}),
+        ("loki", {}),
+        ("topk", {"keep": 256}),
         ("lrqk", {"k": 256}),
         ("lrqk", {"mode": "paper"}),
     ],
@@ -3784,7 +3793,7 @@ def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch):
     close(out[live], truth[live], torch.float16)
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "heavy", "offset", "one chunk"])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "heavy", "offset", "masked", "one chunk"])
 @pytest.mark.parametrize(
     "S, x, y, z, pos",
     [
@@ -3800,6 +3809,24 @@ def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch):
 )
 @poisoned
 def test_kernel_select(kind, S, x, y, z, pos):
+    check_select(kind, S, x, y, z, pos)
+
+
+@pytest.mark.parametrize("kind", ["ties", "masked"])
+@pytest.mark.parametrize(
+    "S, x, y, z, pos",
+    [
+        (257, 4, 33, 8, (256, 100, 17)),
+        (5000, 4, 600, 16, (4999, 700, 900)),
+        (10000, 4, 7000, 8, (9999, 5000, 9000)),
+    ],
+)
+@poisoned
+def test_kernel_select_takes_as_many_as_a_row_wants(kind, S, x, y, z, pos):
+    check_select(kind, S, x, y, z, pos, shares=(0.3, 1.0, 0.0))
+
+
+def check_select(kind, S, x, y, z, pos, shares=None):
     pos = positions(*pos)
     B = len(pos)
     scores = randn(B, S)
@@ -3812,19 +3839,22 @@ def test_kernel_select(kind, S, x, y, z, pos):
         scores = (scores * 8).exp()
     elif kind == "offset":
         scores = scores + 500
+    elif kind == "masked":  # more than a short row can spare
+        scores = scores.masked_fill(randn(B, S, seed=1) < 0.5, -torch.inf)
     elif (
         kind == "one chunk"
     ):  # all winners fall into one chunk of the first kernel: the slow path must save it
         scores = scores + 50 * ((places // 4) % 8 == 0)
     live = places <= pos[:, None]
-    out = kernels.select(scores.masked_fill(~live, NAN), pos, x, y, z)
-    index, counts = sals_select(scores.masked_fill(~live, 0), pos, x, y, z)
+    wanted = shares and positions(*(int(share * y) for share in shares))
+    out = kernels.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
+    truth = compress.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
     for b in range(B):
-        got, want = out[b][out[b] >= 0].long(), index[b][counts[b]]
+        got, want = (index[b][index[b] >= 0].long() for index in (out, truth))
         assert (out[b] >= -1).all() and len(got) == len(got.unique()) == len(want)
-        assert (got <= pos[b] - z).all()
+        assert (got <= pos[b] - z).all() and torch.equal(out[b, :x], truth[b, :x])
         assert torch.equal(scores[b, got].sort().values, scores[b, want].sort().values)
-    again = kernels.select(scores.masked_fill(~live, NAN), pos, x, y, z)
+    again = kernels.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
     assert torch.equal(out, again)
 
 
@@ -4221,6 +4251,42 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, monke
     assert error(results[1][1], results[0][1]) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "method,options",
+    [
+        ("sals", SPARSE | OLD | {"skip": ""}),
+        ("loki", {"k": 0.5, "d": 0.25}),
+        ("loki", {"k": 0.5, "d": 0.25, "sinks": 3, "recent": 5}),
+        ("loki", {"k": 0.1, "d": 0.25, "sinks": 8, "recent": 24}),  # all are forced: nothing to select
+        ("loki", {"k": 32, "d": 0.5, "sinks": 2, "recent": 4, "kv_bits": 4}),
+        ("lrqk", {"rank": 8, "k": 24, "recent": 8}),
+        ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}),
+        ("topk", {"keep": 32, "sinks": 2, "recent": 4}),
+        ("quest", {"keep": 32, "page": 4, "skip": ""}),
+        ("doublesparse", {"keep": 32, "sinks": 2, "recent": 4, "channels": 0.25, "skip": ""}),
+        ("doublesparse", {"keep": 32, "every": 3, "share_heads": 1, "channels": 0.25, "skip": ""}),
+        ("shadowkv", {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5}),
+    ],
+)
+def test_methods_select_alike_with_the_kernel_and_without(method, options, monkeypatch):
+    """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
+    calls, select_kernel, results = [], kernels.select, []
+    monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
+    selects = sum(settings_from(method, options).budget(64)[-2:]) > 0 and options.get("k") != 0.1
+    for kernels_ in (False, True):
+        model = tiny_model(n_layers=2, n_heads=4, n_kv_heads=2).to(DEVICE)
+        room = Room(model, 3, 64, kernels_)
+        caches = METHODS[method].build(
+            model, settings_from(method, options), room, artifact_of(method, model)
+        )
+        engine = Engine(model, caches, room, Sampling())
+        engine.prefill([random_ids(n, n) for n in (5, 30, 60)])
+        results.append((decode_rows(engine, 5, lambda ids: False).token_ids, engine.logits.cpu()))
+        assert bool(calls) == (kernels_ and selects)
+    assert results[0][0] == results[1][0]
+    assert error(results[1][1], results[0][1]) < 1e-5
+
+
 def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
     model = tiny_model(head_dim=8).to(DEVICE)
     assert Room(model, 1, 20).kernels is None
@@ -4237,6 +4303,10 @@ def test_kernel_bad_input():
         kernels.select(scores, pos.long(), 1, 2, 3)
     with pytest.raises(ValueError, match="at least 1"):
         kernels.select(scores, pos, 1, 0, 3)
+    with pytest.raises(ValueError, match="wanted must be torch.int32"):
+        kernels.select(scores, pos, 1, 2, 3, pos.long())
+    with pytest.raises(ValueError, match=r"wanted must be \[1\]"):
+        kernels.select(scores, pos, 1, 2, 3, positions(1, 1))
     with pytest.raises(ValueError, match="rule"):
         kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 4), pos, 1.0, "max")
     with pytest.raises(ValueError, match="contiguous"):
