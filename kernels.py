@@ -260,50 +260,71 @@ def _sort_key(x):
 
 
 @jit
+def _bracket(keys):
+    """Of the keys that are alive (dead ones are -2**31): how many, the least, and more than the largest."""
+    alive = keys > -2147483648
+    return tl.sum(alive.to(tl.int32)), tl.min(tl.where(alive, keys, 2147483646)), tl.max(keys) + 1
+
+
+@jit
+def _guesses(lo, hi, count_lo, count_hi, goal):
+    """Two keys between lo and hi: where interpolation on the counts sees the goal, and the middle, so that 32
+    steps always find it."""
+    # 32-bit scalars only, as 64-bit ones double the latency of a step; fp32 is exact enough for a guess.
+    share = (count_lo.to(tl.float32) - goal) / (count_lo - count_hi).to(tl.float32)
+    guess = (lo.to(tl.float32) + (hi.to(tl.float32) - lo.to(tl.float32)) * share).to(tl.int32)
+    guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
+    middle = (lo & hi) + ((lo ^ hi) >> 1)
+    return tl.minimum(guess, middle), tl.maximum(guess, middle)
+
+
+@jit
+def _narrow(left, right, many, few, lo, hi, count_lo, count_hi, most):
+    """The bracket lo, hi (more than `most` keys reach lo, at most that many hi) once `many` keys are known to
+    reach left and `few` to reach right."""
+    above_left, above_right = many > most, few > most  # the threshold is
+    count_hi = tl.where(above_right, count_hi, tl.where(above_left, few, many))
+    count_lo = tl.where(above_right, few, tl.where(above_left, many, count_lo))
+    hi = tl.where(above_right, hi, tl.where(above_left, right, left))
+    lo = tl.where(above_right, right, tl.where(above_left, left, lo))
+    return lo, hi, count_lo, count_hi
+
+
+@jit
 def _threshold(keys, least, most):
     """lo, hi, count(keys >= hi): the count lies in least..most, or is less where fewer keys are alive (then
-    lo = hi) or keys equal to lo = hi - 1 tie. Dead keys are -2**31.
-
-    Every step counts for two guesses in one sum: where interpolation on the counts sees the threshold, and
-    the middle of the bracket, so that 32 steps always do."""
-    alive = keys > -2147483648
-    count_lo = tl.sum(alive.to(tl.int32))
-    lo, hi = tl.min(tl.where(alive, keys, 2147483646)), tl.max(keys) + 1
+    lo = hi) or keys equal to lo = hi - 1 tie."""
+    count_lo, lo, hi = _bracket(keys)
     count_hi = count_lo * 0
     if count_lo <= most:
         lo = count_lo * 0 - 2147483647
         hi = lo
         count_hi = count_lo
-    goal = (least + most) * 0.5
     while (count_hi < least) & (hi > lo + 1):
-        # 32-bit scalars only, as 64-bit ones double the latency of a step; fp32 is exact enough for a guess.
-        share = (count_lo.to(tl.float32) - goal) / (count_lo - count_hi).to(tl.float32)
-        guess = (lo.to(tl.float32) + (hi.to(tl.float32) - lo.to(tl.float32)) * share).to(tl.int32)
-        guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
-        middle = (lo & hi) + ((lo ^ hi) >> 1)
-        a, b = tl.minimum(guess, middle), tl.maximum(guess, middle)
-        counts = tl.sum((keys >= a).to(tl.int32) | ((keys >= b).to(tl.int32) << 16))
-        count_a, count_b = counts & 65535, (counts >> 16) & 65535  # of at most 2**15 keys each
-        many_a, many_b = count_a > most, count_b > most
-        count_hi = tl.where(many_b, count_hi, tl.where(many_a, count_b, count_a))
-        count_lo = tl.where(many_b, count_b, tl.where(many_a, count_a, count_lo))
-        hi = tl.where(many_b, hi, tl.where(many_a, b, a))
-        lo = tl.where(many_b, b, tl.where(many_a, a, lo))
+        left, right = _guesses(lo, hi, count_lo, count_hi, (least + most) * 0.5)
+        counts = tl.sum((keys >= left).to(tl.int32) | ((keys >= right).to(tl.int32) << 16))
+        many, few = counts & 65535, (counts >> 16) & 65535  # of at most 2**15 keys each
+        lo, hi, count_lo, count_hi = _narrow(left, right, many, few, lo, hi, count_lo, count_hi, most)
     return lo, hi, count_hi
 
 
 @jit
 def _places(keep):
-    """Where the kept of a tile [R, C] go, 0, 1, .., down one column after another: a column lies in one
-    thread, so that only C counts are summed across threads."""
+    """Where the kept of a tile [C, R] go, 0, 1, .., one row after another: a row lies in one thread, so that
+    only C counts are summed across threads."""
     keep = keep.to(tl.int32)
-    counts = tl.sum(keep, 0)
-    return (tl.cumsum(counts, 0) - counts)[None, :] + tl.cumsum(keep, 0) - 1
+    counts = tl.sum(keep, 1)
+    return (tl.cumsum(counts, 0) - counts)[:, None] + tl.cumsum(keep, 1) - 1
 
 
 @jit
 def _tile_of(N: tl.constexpr, C: tl.constexpr):
-    return tl.arange(0, N // C)[:, None] * C + tl.arange(0, C)[None, :]
+    """0 .. N - 1 as a tile [C, N / C], neighbours in a column.
+
+    The hint keeps loads at one number a thread, as a scatter has them: where they differ, all pointers move
+    through shared memory."""
+    i = tl.arange(0, C)[:, None] + tl.arange(0, N // C)[None, :] * C
+    return tl.max_contiguous(i, [1, 1])
 
 
 @jit
@@ -367,24 +388,29 @@ def _select_kernel(
             keep = keep | (tie & (_places(tie) < want - total))
             total = total * 0 + want
         tl.store(out_p + x + _places(keep), index, mask=keep)
-    if not done:
-        low, high = last.to(tl.int64) * 0 - 2147483648, last.to(tl.int64) * 0 + 2147483648
-        above = last * 0
-        while high - low > 1:
-            middle = low + ((high - low) >> 1)
-            count = last * 0
+    if not done:  # the same over the whole row, tile by tile
+        count_lo, lo, hi = last * 0, last * 0 + 2147483646, last * 0 - 2147483647
+        for start in range(0, S, N):
+            count, least, beyond = _bracket(_keys_at(scores_p, start + i, S, x, last))
+            count_lo, lo, hi = count_lo + count, tl.minimum(lo, least), tl.maximum(hi, beyond)
+        count_hi = last * 0
+        if count_lo <= want:
+            lo = hi * 0 - 2147483647
+            hi = lo
+            count_hi = count_lo
+        while (count_hi < want) & (hi > lo + 1):
+            left, right = _guesses(lo, hi, count_lo, count_hi, want * 1.0)
+            many, few = last * 0, last * 0
             for start in range(0, S, N):
                 keys = _keys_at(scores_p, start + i, S, x, last)
-                count += tl.sum((keys >= middle.to(tl.int32)).to(tl.int32))
-            low = tl.where(count >= want, middle, low)
-            high = tl.where(count >= want, high, middle)
-            above = tl.where(count >= want, above, count)
+                many += tl.sum((keys >= left).to(tl.int32))
+                few += tl.sum((keys >= right).to(tl.int32))
+            lo, hi, count_lo, count_hi = _narrow(left, right, many, few, lo, hi, count_lo, count_hi, want)
         total, tied = last * 0, last * 0
         for start in range(0, S, N):
             keys = _keys_at(scores_p, start + i, S, x, last)
-            tie = (keys == low.to(tl.int32)) & (keys > -2147483648)
-            keep = keys.to(tl.int64) > low
-            keep = keep | (tie & (tied + _places(tie) < want - above))
+            tie = keys == lo
+            keep = (keys >= hi) | (tie & (tied + _places(tie) < want - count_hi))
             tl.store(out_p + x + total + _places(keep), start + i, mask=keep)
             total += tl.sum(keep.to(tl.int32))
             tied += tl.sum(tie.to(tl.int32))
@@ -448,9 +474,9 @@ def select_chunks(S: int) -> int:
 
 
 def select_config(N: int) -> tuple[int, int]:
-    """(columns of a tile of N keys: 4 a thread, warps)."""
+    """(rows of a tile of N keys: one a thread, warps)."""
     warps = max(4, min(32, N // 1024))
-    return min(N, 128 * warps), warps
+    return min(N, 32 * warps), warps
 
 
 # -------------------------------------------------------------------- attention over compressed tokens (SALS)

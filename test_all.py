@@ -3826,6 +3826,12 @@ def test_kernel_select_takes_as_many_as_a_row_wants(kind, S, x, y, z, pos):
     check_select(kind, S, x, y, z, pos, shares=(0.3, 1.0, 0.0))
 
 
+@pytest.mark.parametrize("S, y, kind", [(65536, 16384, "normal"), (40000, 20000, "ties")])
+def test_kernel_select_many_of_a_long_row(S, y, kind):
+    """The widest tile of survivors that a program takes, and a budget beyond: the pass over the whole row."""
+    check_select(kind, S, 4, y, 64, (S - 1,))
+
+
 def check_select(kind, S, x, y, z, pos, shares=None):
     pos = positions(*pos)
     B = len(pos)
