@@ -364,7 +364,7 @@ def _select_kernel(
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
-    want = y if wanted_p is None else tl.load(wanted_p + b)
+    want = y if wanted_p is None else tl.minimum(tl.load(wanted_p + b), y)
     scores_p += b * S
     out_p += b * (x + y)
     i = _tile_of(N, C)
@@ -425,10 +425,11 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
 
     scores [B, S] fp32, pos [B] -> index [B, x + y] int32; -1 stands where a row has no such token. wanted [B]
     int32: how many of the y a row takes, all if not given. Candidates are x <= j <= pos - z with a score
-    above -inf. Of equal scores at the threshold any may be chosen, always the same ones. Order: sinks first, the
-    rest the same from run to run but not sorted. Truth: compress.select (the same set). Long rows take two
-    kernels: chunks keep a few more than their share of y, one program a row selects among those, and checks
-    that no chunk dropped a key above the result (if one did: a slow but exact pass over the whole row)."""
+    above -inf. Of equal scores at the threshold any may be chosen, always the same ones. Order: sinks first,
+    the rest the same from run to run but not sorted. Truth: compress.select (the same set). Long rows take
+    two kernels: chunks keep a few more than their share of y, one program a row selects among those, and
+    checks that no chunk dropped a key above the result (if one did: a slow but exact pass over the whole
+    row)."""
     need(
         scores.ndim == 2 and scores.dtype == torch.float32,
         f"scores must be fp32 [B, S], not {describe(scores)}",
@@ -441,7 +442,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         check(pos, B, wanted=wanted)
     out = torch.empty(B, x + y, dtype=torch.int32, device=scores.device)
     XP, YP = power2(x), power2(y)
-    chunks = select_chunks(S)
+    chunks = min(128, max(min(32, power2(cdiv(S, 2048))), power2(cdiv(S, 8192))))
     part = cdiv(y, chunks)
     CAP = power2(part + int(6 * part**0.5) + 16)
     width = chunks * CAP
@@ -467,10 +468,6 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         power2(chunks), XP, YP, 2, num_warps=warps,
     )  # fmt: skip
     return out
-
-
-def select_chunks(S: int) -> int:
-    return min(128, max(min(32, power2(cdiv(S, 2048))), power2(cdiv(S, 8192))))
 
 
 def select_config(N: int) -> tuple[int, int]:
