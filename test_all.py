@@ -1815,7 +1815,7 @@ def test_loki_always_attends_its_sinks_and_recent_tokens(pos):
     for index, live in zip(seen["index"].flatten(0, 2), lives.flatten(0, 2), strict=True):
         forced = set(range(min(8, pos + 1))) | set(range(max(0, pos - 15), pos + 1))
         assert set(index[live].tolist()) == forced
-    assert cache.settings.budget(100) == (8, 0, 16)
+    assert [cache.settings.budget(n) for n in (100, 20, 6)] == [(8, 0, 16), (8, 0, 12), (6, 0, 0)]
 
 
 def test_loki_is_packed_layer_by_layer(monkeypatch):
@@ -3793,14 +3793,16 @@ def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch):
     close(out[live], truth[live], torch.float16)
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "heavy", "offset", "masked", "one chunk"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "ties", "equal", "heavy", "offset", "masked", "extremes", "one chunk", "near ties"]
+)
 @pytest.mark.parametrize(
     "S, x, y, z, pos",
     [
         (257, 4, 33, 8, (256, 100, 17)),
         (300, 0, 1, 1, (299, 1, 0)),
         (4096, 16, 432, 64, (4095, 300)),
-        (40, 3, 64, 5, (39, 20)),
+        (40, 3, 64, 5, (39, 20, 6)),
         (5000, 4, 600, 16, (4999, 700)),
         (5000, 4, 4000, 16, (4999,)),
         (8193, 4, 256, 16, (8192, 5000, 7)),
@@ -3823,13 +3825,39 @@ def test_kernel_select(kind, S, x, y, z, pos):
 )
 @poisoned
 def test_kernel_select_takes_as_many_as_a_row_wants(kind, S, x, y, z, pos):
-    check_select(kind, S, x, y, z, pos, shares=(0.3, 1.0, 0.0))
+    check_select(kind, S, x, y, z, pos, shares=(0.3, 0.0, 1.5))  # more than y is y
 
 
 @pytest.mark.parametrize("S, y, kind", [(65536, 16384, "normal"), (40000, 20000, "ties")])
 def test_kernel_select_many_of_a_long_row(S, y, kind):
     """The widest tile of survivors that a program takes, and a budget beyond: the pass over the whole row."""
     check_select(kind, S, 4, y, 64, (S - 1,))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter counts the steps")
+@pytest.mark.parametrize("kind, most", [("normal", 24), ("offset", 16), ("ties", 32), ("huge", 32)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_kernel_select_guesses_inside_its_bracket_and_soon_ends(kind, most, sign, monkeypatch):
+    guesses, steps, S = kernels._guesses, [], 1000
+
+    def counted(lo, hi, *counts):
+        left, right = guesses(lo, hi, *counts)
+        assert (lo < left) & (left <= right) & (right < hi)
+        steps.append(None)
+        return left, right
+
+    monkeypatch.setattr(kernels, "_guesses", counted)
+    scores = randn(1, S) * sign
+    if kind == "ties":
+        scores = (scores * 2).round()
+    elif kind == "offset":
+        scores = scores + 500 * sign
+    elif kind == "huge":
+        scores = torch.where(scores > 0, 3e38, -3e38)
+    for y in (1, 100, 499, 501, 999, S):  # the last takes all
+        steps.clear()
+        kernels.select(scores, positions(S - 1), 0, y, 0)
+        assert len(steps) <= most * (y < S)
 
 
 def check_select(kind, S, x, y, z, pos, shares=None):
@@ -3847,10 +3875,15 @@ def check_select(kind, S, x, y, z, pos, shares=None):
         scores = scores + 500
     elif kind == "masked":  # more than a short row can spare
         scores = scores.masked_fill(randn(B, S, seed=1) < 0.5, -torch.inf)
-    elif (
-        kind == "one chunk"
-    ):  # all winners fall into one chunk of the first kernel: the slow path must save it
+    elif kind == "extremes":
+        most = torch.finfo(torch.float32).max
+        levels = torch.tensor([torch.inf, most, 1e-45, 0.0, -0.0, -1e-45, -most, -torch.inf], device=DEVICE)
+        scores = levels[(scores.abs() * 2.5).long().clamp(max=7)]
+    elif kind == "one chunk":  # of the first kernel has all winners: the slow path must save it
         scores = scores + 50 * ((places // 4) % 8 == 0)
+    elif kind == "near ties":  # the same, and what that chunk drops is next above the threshold
+        levels = torch.where((places // 4) % 8 == 0, 3 + (scores > 2), 1 + (scores > 1.3))
+        scores = 1 + levels * 2.0**-23
     live = places <= pos[:, None]
     wanted = shares and positions(*(int(share * y) for share in shares))
     out = kernels.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
@@ -4030,7 +4063,9 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
     qkv = randn(B, (G + 2) * Hkv * D + r, dtype=dtype)  # rows as wqkv gives them: apart
     q, k, v, new = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r], 1)
     q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
-    v[0, 0] = 1.5  # a constant group has scale 0
+    least = 2.0**-24 * (torch.arange(D, device=DEVICE) % 2)  # of fp16, as scales are
+    v[0, 0] = least  # a scale that rounds to 0
+    v[1, 0] = least * int(1.45 * (2**bits - 1))  # one that rounds down so far that codes must be clamped
     cos, sin = tables(S, D)
     latent, ring_k, ring_v = (
         randn(B, S, r, dtype=dtype),
@@ -4278,7 +4313,6 @@ def test_methods_select_alike_with_the_kernel_and_without(method, options, monke
     """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
     calls, select_kernel, results = [], kernels.select, []
     monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
-    selects = sum(settings_from(method, options).budget(64)[-2:]) > 0 and options.get("k") != 0.1
     for kernels_ in (False, True):
         model = tiny_model(n_layers=2, n_heads=4, n_kv_heads=2).to(DEVICE)
         room = Room(model, 3, 64, kernels_)
@@ -4288,7 +4322,7 @@ def test_methods_select_alike_with_the_kernel_and_without(method, options, monke
         engine = Engine(model, caches, room, Sampling())
         engine.prefill([random_ids(n, n) for n in (5, 30, 60)])
         results.append((decode_rows(engine, 5, lambda ids: False).token_ids, engine.logits.cpu()))
-        assert bool(calls) == (kernels_ and selects)
+        assert bool(calls) == (kernels_ and options.get("k") != 0.1)
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
