@@ -447,7 +447,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     CAP = power2(part + int(6 * part**0.5) + 16)
     width = chunks * CAP
     N = power2(cdiv(cdiv(S, 4), chunks) * 4)
-    if S <= 4096 or max(width, N) > 32768 or CAP >= N:  # one program a row; beyond 8192 tokens it takes the slow pass
+    if S <= 4096 or max(width, N) > 32768 or CAP >= N:  # one program a row; beyond 8192 tokens the slow pass
         level, N = (1, max(128, power2(S))) if S <= 8192 else (3, 8192)
         C, warps = select_config(N)
         _select_kernel[B,](
