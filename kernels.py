@@ -267,6 +267,14 @@ def _bracket(keys):
 
 
 @jit
+def _start(count, lo, hi, most):
+    """lo, hi, count(keys >= lo), count(keys >= hi) of a first bracket: lo = hi below all keys that are alive,
+    if these are at most `most`."""
+    few = count <= most
+    return tl.where(few, -2147483647, lo), tl.where(few, -2147483647, hi), count, tl.where(few, count, 0)
+
+
+@jit
 def _guesses(lo, hi, count_lo, count_hi, goal):
     """Two keys between lo and hi: where interpolation on the counts sees the goal, and the middle, so that 32
     steps always find it."""
@@ -294,12 +302,8 @@ def _narrow(left, right, many, few, lo, hi, count_lo, count_hi, most):
 def _threshold(keys, least, most):
     """lo, hi, count(keys >= hi): the count lies in least..most, or is less where fewer keys are alive (then
     lo = hi) or keys equal to lo = hi - 1 tie."""
-    count_lo, lo, hi = _bracket(keys)
-    count_hi = count_lo * 0
-    if count_lo <= most:
-        lo = count_lo * 0 - 2147483647
-        hi = lo
-        count_hi = count_lo
+    count, lo, hi = _bracket(keys)
+    lo, hi, count_lo, count_hi = _start(count, lo, hi, most)
     while (count_hi < least) & (hi > lo + 1):
         left, right = _guesses(lo, hi, count_lo, count_hi, (least + most) * 0.5)
         counts = tl.sum((keys >= left).to(tl.int32) | ((keys >= right).to(tl.int32) << 16))
@@ -389,15 +393,11 @@ def _select_kernel(
             total = total * 0 + want
         tl.store(out_p + x + _places(keep), index, mask=keep)
     if not done:  # the same over the whole row, tile by tile
-        count_lo, lo, hi = last * 0, last * 0 + 2147483646, last * 0 - 2147483647
+        count, lo, hi = last * 0, last * 0 + 2147483646, last * 0 - 2147483647
         for start in range(0, S, N):
-            count, least, beyond = _bracket(_keys_at(scores_p, start + i, S, x, last))
-            count_lo, lo, hi = count_lo + count, tl.minimum(lo, least), tl.maximum(hi, beyond)
-        count_hi = last * 0
-        if count_lo <= want:
-            lo = hi * 0 - 2147483647
-            hi = lo
-            count_hi = count_lo
+            more, least, beyond = _bracket(_keys_at(scores_p, start + i, S, x, last))
+            count, lo, hi = count + more, tl.minimum(lo, least), tl.maximum(hi, beyond)
+        lo, hi, count_lo, count_hi = _start(count, lo, hi, want)
         while (count_hi < want) & (hi > lo + 1):
             left, right = _guesses(lo, hi, count_lo, count_hi, want * 1.0)
             many, few = last * 0, last * 0
@@ -838,7 +838,7 @@ def _merge_parts(top_p, sum_p, part_p, first, count, step, D, inside, DP: tl.con
         mask = (part < count)[:, None] & inside[None, :]
         parts = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)  # empty ones are 0
         new_top = tl.maximum(top, tl.max(tops, 0))
-        weight = tl.where(sums > 0, tl.exp2(tops - new_top), 0.0)
+        weight = tl.exp2(tops - new_top)
         total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
         out = out * tl.exp2(top - new_top) + tl.sum(parts * weight[:, None], 0)
         top = new_top
@@ -1097,8 +1097,8 @@ def _append_kernel(
     d = tl.arange(0, DP)
     v_p += b * v_row + h * D
     v = tl.load(v_p + d, mask=d < D, other=0.0)
-    plane, j = tl.arange(0, 8 // min(BITS, 8))[:, None], tl.arange(0, NP)[None, :]
     if BITS < 16:  # the channels as they are packed: byte j holds those that are WIDTH apart
+        plane, j = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, NP)[None, :]
         planes = tl.load(v_p + plane * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
     cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
     dtype: tl.constexpr = ring_k_p.dtype.element_ty
@@ -1123,9 +1123,9 @@ def _append_kernel(
         at = low_scale_p + (stored * GROUPS + group) * 2
         tl.store(at, low, mask=group < GROUPS)
         tl.store(at + 1, scale, mask=group < GROUPS)
-        of = tl.reshape(tl.minimum(plane * WIDTH + j, D - 1) // GROUP, [8 // BITS * NP])
-        lows = tl.reshape(tl.gather(low, of, 0), [8 // BITS, NP]).to(tl.float32)
-        scales = tl.reshape(tl.gather(scale, of, 0), [8 // BITS, NP]).to(tl.float32)
+        group_of = tl.reshape(tl.minimum(plane * WIDTH + j, D - 1) // GROUP, [8 // BITS * NP])
+        lows = tl.reshape(tl.gather(low, group_of, 0), [8 // BITS, NP]).to(tl.float32)
+        scales = tl.reshape(tl.gather(scale, group_of, 0), [8 // BITS, NP]).to(tl.float32)
         code = tl.div_rn(planes - lows, tl.where(scales == 0, 1.0, scales))
         code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
         # Adding 2**23 + 2**22 rounds to the nearest integer, ties to even, as torch.round does.
