@@ -306,7 +306,7 @@ def _threshold(keys, least, most):
     lo, hi, count_lo, count_hi = _start(count, lo, hi, most)
     while (count_hi < least) & (hi > lo + 1):
         left, right = _guesses(lo, hi, count_lo, count_hi, (least + most) * 0.5)
-        counts = tl.sum((keys >= left).to(tl.int32) | ((keys >= right).to(tl.int32) << 16))
+        counts = tl.sum(tl.where(keys >= right, 65537, tl.where(keys >= left, 1, 0)))
         many, few = counts & 65535, (counts >> 16) & 65535  # of at most 2**15 keys each
         lo, hi, count_lo, count_hi = _narrow(left, right, many, few, lo, hi, count_lo, count_hi, most)
     return lo, hi, count_hi
@@ -442,37 +442,44 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         check(pos, B, wanted=wanted)
     out = torch.empty(B, x + y, dtype=torch.int32, device=scores.device)
     XP, YP = power2(x), power2(y)
-    chunks = min(128, max(min(32, power2(cdiv(S, 2048))), power2(cdiv(S, 8192))))
-    part = cdiv(y, chunks)
-    CAP = power2(part + int(6 * part**0.5) + 16)
-    width = chunks * CAP
-    N = power2(cdiv(cdiv(S, 4), chunks) * 4)
-    if S <= 4096 or max(width, N) > 32768 or CAP >= N:  # one program a row; beyond 8192 tokens the slow pass
+    plan = select_chunks(S, y)
+    if plan is None:  # one program a row; beyond 8192 tokens the slow pass
         level, N = (1, max(128, power2(S))) if S <= 8192 else (3, 8192)
-        C, warps = select_config(N)
+        C, warps = select_config(N, 512)
         _select_kernel[B,](
             scores, pos, wanted, scores, scores, scores, out, S, x, y, z, 0, 0, N, C, 1, XP, YP, level,
             num_warps=warps,
         )  # fmt: skip
         return out
+    chunks, N, least, CAP = plan
+    width = chunks * CAP
     keys, index = torch.empty(2, B, width, dtype=torch.int32, device=scores.device)
     cut = torch.empty(B, chunks, dtype=torch.int32, device=scores.device)
-    least = part + int(3 * part**0.5) + 8
-    C, warps = select_config(N)
+    C, warps = select_config(N, 256)
     _survivors_kernel[chunks, B](
         scores, pos, keys, index, cut, S, x, z, least, chunks, N, C, CAP, num_warps=warps
     )
-    C, warps = select_config(power2(width))
+    C, warps = select_config(width, 512)
     _select_kernel[B,](
-        scores, pos, wanted, keys, index, cut, out, S, x, y, z, width, chunks, power2(width), C,
-        power2(chunks), XP, YP, 2, num_warps=warps,
+        scores, pos, wanted, keys, index, cut, out, S, x, y, z, width, chunks, width, C, chunks, XP, YP, 2, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def select_config(N: int) -> tuple[int, int]:
-    """(rows of a tile of N keys: one a thread, warps)."""
-    warps = max(4, min(32, N // 1024))
+def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
+    """How `select` cuts a row: (chunks, tokens of one, survivors of one at least, at most), powers of two but
+    for the third; None where one program takes the row: up to 4096 tokens, or if chunks would keep too much."""
+    chunks = min(128, max(min(32, power2(cdiv(S, 2048))), power2(cdiv(S, 8192))))
+    N = power2(cdiv(cdiv(S, 4), chunks) * 4)
+    part = cdiv(y, chunks)
+    least, most = part + int(3 * part**0.5) + 8, power2(part + int(6 * part**0.5) + 16)
+    fits = S > 4096 and most < N and max(N, chunks * most) <= 32768
+    return (chunks, N, least, most) if fits else None
+
+
+def select_config(N: int, keys: int) -> tuple[int, int]:
+    """(rows of a tile of N keys: one a thread, warps): one warp for so many keys."""
+    warps = max(4, min(32, N // keys))
     return min(N, 32 * warps), warps
 
 
@@ -569,50 +576,50 @@ def _logits_kernel(
 
 
 @jit
-def _columns(
-    D: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr,
-    RUN: tl.constexpr
-):  # fmt: skip
+def _columns(PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
     """Column c of an unpacked tile of V is channel (plane, byte), padded where a plane is no power of two
-    wide: the channel and whether it exists [C]; byte, plane and quantiser group [1, PLANES, RUNS, RUN]."""
+    wide: the channel and whether it exists [C]."""
     column = tl.arange(0, PLANES * RUNS * RUN)
     byte = column % (RUNS * RUN)
-    byte4 = (tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])[None, None, :, :]
-    plane = tl.arange(0, PLANES)[None, :, None, None]
-    if RUNS * RUN == WIDTH:  # a run of channels shares its scale
-        group = (plane * WIDTH + tl.arange(0, RUNS)[None, None, :, None] * RUN) // GROUP
-    else:
-        group = tl.minimum(plane * WIDTH + byte4, D - 1) // GROUP
-    return (column // (RUNS * RUN)) * WIDTH + byte, byte < WIDTH, byte4, plane, group
+    return (column // (RUNS * RUN)) * WIDTH + byte, byte < WIDTH
 
 
 @jit
 def _load_values(
-    codes_p, low_scale_p, head, byte4, group, D: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
+    codes_p, low_scale_p, head, D: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
     WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
-    """Bytes of codes [T, 1, RUNS, RUN] and their groups' minimum and scale, as one 32-bit word each
-    [T, PLANES, RUNS, 1 or RUN]."""
-    at = head[:, None, None, None]
+    """Words of four bytes of codes [T, 1, RUNS, RUN / 4, 1], and the minimum and scale of their groups as one
+    32-bit word each: of a plane's run [T, PLANES, RUNS, 1, 1], or of its words where planes are padded."""
+    T: tl.constexpr = head.shape[0]
+    word = tl.arange(0, RUNS * RUN // 4)[None, :]
+    head5 = head[:, None, None, None, None]
+    plane = tl.arange(0, PLANES)[None, :, None, None, None] * WIDTH
     if RUNS * RUN == WIDTH:
-        code = tl.load(codes_p + at * WIDTH + byte4)
+        code = tl.load(codes_p + head[:, None] * (WIDTH // 4) + word)
+        if RUN == GROUP:  # the groups lie in this order: one wide load
+            pairs = tl.load(low_scale_p + head[:, None] * (D // GROUP) + tl.arange(0, PLANES * RUNS)[None, :])
+            pairs = tl.reshape(pairs, [T, PLANES, RUNS, 1, 1])
+        else:
+            run = tl.arange(0, RUNS)[None, None, :, None, None] * RUN
+            pairs = tl.load(low_scale_p + head5 * (D // GROUP) + (plane + run) // GROUP)
     else:
-        code = tl.load(codes_p + at * WIDTH + byte4, mask=byte4 < WIDTH, other=0)
-    if RUN == GROUP and RUNS * RUN == WIDTH:  # the groups lie in this order: one wide load
-        pairs = tl.load(low_scale_p + head[:, None] * (D // GROUP) + tl.arange(0, PLANES * RUNS)[None, :])
-        pairs = tl.reshape(pairs, [head.shape[0], PLANES, RUNS, 1])
-    else:
-        pairs = tl.load(low_scale_p + at * (D // GROUP) + group)
-    return code, pairs
+        code = tl.load(codes_p + head[:, None] * (WIDTH // 4) + word, mask=word < WIDTH // 4, other=0)
+        byte = tl.arange(0, RUN // 4)[None, None, None, :, None] * 4
+        pairs = tl.load(low_scale_p + head5 * (D // GROUP) + tl.minimum(plane + byte, D - 1) // GROUP)
+    return tl.reshape(code, [T, 1, RUNS, RUN // 4, 1]), pairs
 
 
 @jit
-def _decode(code, pairs, plane, BITS: tl.constexpr):
-    """Bytes, and words of (minimum, scale) of their groups -> code, low, step: value = code * step + low."""
+def _decode(code, pairs, BITS: tl.constexpr, PLANES: tl.constexpr):
+    """Words of codes, and of (minimum, scale) of their groups -> code, low, step: value = code * step + low."""
     step = _half_at(pairs, 16) * (1 << BITS)
     # A code as the top bits of a mantissa reads 1 + code / 2**bits: no conversion (those run at a quarter
     # of the rate).
-    code = (code.to(tl.int32) << (23 - BITS - plane * BITS)) & (((1 << BITS) - 1) << (23 - BITS))
+    plane, byte = tl.arange(0, PLANES)[:, None, None, None], tl.arange(0, 4)[None, None, None, :]
+    turn = ((23 - BITS - plane * BITS - byte * 8) & 31)[None]  # never 0; a rotation is one instruction
+    code = code.to(tl.uint32, bitcast=True)
+    code = ((code << turn) | (code >> (32 - turn))) & (((1 << BITS) - 1) << (23 - BITS))
     return (code | 0x3F800000).to(tl.float32, bitcast=True), _half_at(pairs, 0) - step, step
 
 
@@ -633,9 +640,10 @@ def _values_kernel(
     share = tl.cdiv(tl.cdiv(length, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     C: tl.constexpr = PLANES * RUNS * RUN
-    channel, inside, byte4, plane, group = _columns(D, GROUP, PLANES, WIDTH, RUNS, RUN)
+    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
     d = tl.arange(0, DP)
-    q = tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    # Sixteen equal columns, as products on tensor cores want them.
+    q = tl.broadcast_to(tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0)[:, None], [DP, 16])
     total = tl.zeros([T], tl.float32)
     out = tl.zeros([T, C], tl.float32)
     base = tl.zeros([T, PLANES, RUNS], tl.float32)
@@ -650,7 +658,7 @@ def _values_kernel(
     top = tl.max(peak, 0)
     extra, extra_total = tl.zeros([C], tl.float32), tl.sum(tl.zeros([C], tl.float32), 0)
     if split == splits - 1:  # the recent window
-        for start in range(0, z, ZB):
+        for start in tl.range(0, z, ZB, num_stages=1):
             slot = start + tl.arange(0, ZB)
             live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
             ring_at = (b * z + slot[:, None]) * (heads * D) + h * D
@@ -658,12 +666,14 @@ def _values_kernel(
             v = tl.load(
                 ring_v_p + ring_at + channel[None, :], mask=live[:, None] & inside[None, :], other=0.0
             )
-            score = tl.where(live, tl.sum(k.to(tl.float32) * q[None, :], 1) * scale, -1e30)
+            score = tl.max(tl.dot(k, q, input_precision="ieee"), 1) * scale
+            score = tl.where(live, score, -1e30)
             new_top = tl.maximum(top, tl.max(score, 0))
             weight = tl.where(live, tl.exp2(score - new_top), 0.0)
             shrink = tl.exp2(top - new_top)
             extra_total = extra_total * shrink + tl.sum(weight, 0)
-            extra = extra * shrink + tl.sum(v.to(tl.float32) * weight[:, None], 0)
+            weights = tl.broadcast_to(weight.to(v.dtype)[None, :], [16, ZB])
+            extra = extra * shrink + tl.max(tl.dot(weights, v, input_precision="ieee"), 0)
             top = new_top
     place = first * T + tl.arange(0, T)
     if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
@@ -685,16 +695,14 @@ def _values_kernel(
             v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
             out += v.to(tl.float32) * weight[:, None]
         else:
-            code, pairs = _load_values(
-                values_p, low_scale_p, head, byte4, group, D, GROUP, PLANES, WIDTH, RUNS, RUN
-            )
-            weight4 = weight[:, None, None, None]
-            code, low, step = _decode(code, pairs, plane, BITS)
-            out += tl.reshape(code * (step * weight4), [T, C])
+            code, pairs = _load_values(values_p, low_scale_p, head, D, GROUP, PLANES, WIDTH, RUNS, RUN)
+            weight5 = weight[:, None, None, None, None]
+            code, low, step = _decode(code, pairs, BITS, PLANES)
+            out += tl.reshape(code * (step * weight5), [T, C])
             if RUNS * RUN == WIDTH:
-                base += tl.reshape(low * weight4, [T, PLANES, RUNS])
+                base += tl.reshape(low * weight5, [T, PLANES, RUNS])
             else:
-                out += tl.reshape(tl.broadcast_to(low * weight4, [T, PLANES, RUNS, RUN]), [T, C])
+                out += tl.reshape(tl.broadcast_to(low * weight5, [T, PLANES, RUNS, RUN // 4, 4]), [T, C])
     total = tl.sum(total, 0) + extra_total
     result = tl.sum(out, 0) + extra
     if BITS < 16 and RUNS * RUN == WIDTH:
@@ -745,7 +753,7 @@ def _grouped_kernel(
     if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
         ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
     C: tl.constexpr = PLANES * RUNS * RUN
-    channel, inside, byte4, plane, group = _columns(D, GROUP, PLANES, WIDTH, RUNS, RUN)
+    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
     d, g, pair = tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, DP // 2)
     query_p = q_p + (b * heads + h) * G * D
     # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
@@ -787,9 +795,7 @@ def _grouped_kernel(
         if BITS == 16:
             v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
         else:
-            code, pairs = _load_values(
-                values_p, low_scale_p, head, byte4, group, D, GROUP, PLANES, WIDTH, RUNS, RUN
-            )
+            code, pairs = _load_values(values_p, low_scale_p, head, D, GROUP, PLANES, WIDTH, RUNS, RUN)
         table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
         cos, sin = _load_rope(rope_p, table, (pair < D // 2)[None, :], WORDS)
         latent_at = latent_p + (b * S + token)[:, None] * r + dims[None, :]
@@ -805,9 +811,7 @@ def _grouped_kernel(
         rotated = tl.reshape(tl.join(a * cos - c * sin, c * cos + a * sin), [T, DP]).to(dtype)
         logits = tl.dot(rotated, query, input_precision="ieee") * scale
         if BITS < 16:
-            # A sum over one element, only to hide the bytes: a product that sees them stores V singly.
-            code = tl.sum(tl.expand_dims(code, 4), 4)
-            code, low, step = _decode(code, pairs, plane, BITS)
+            code, low, step = _decode(code, pairs, BITS, PLANES)
             v = tl.reshape(code * step + low, [T, C]).to(dtype)
         top, total, out = _attend_tile(logits, live, v, top, total, out)
     total = tl.sum(total, 0)
@@ -924,13 +928,14 @@ def sals_attend(
     G = Hq // Hkv
     scale = D**-0.5 * LOG2E
     given = pos if index is None else index
-    codes = (values, pos if low_scale is None else low_scale.view(torch.int32), ring_k, ring_v)
     run = min(group, width) if bits < 16 and width == power2(width) else power2(width)
     packing = (bits, group, planes, width, power2(width) // run, run)
+    low_scale = pos if low_scale is None else low_scale.view(torch.int32)
+    codes = (values.view(torch.int32) if bits < 16 else values, low_scale, ring_k, ring_v)
     if G > 1:
         T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, q.element_size())
     else:
-        T, warps, stages, splits = values_config(B, n, Hkv)
+        T, warps, stages, splits = values_config(B, n, Hkv, bits)
     out = torch.empty_like(q)
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
@@ -970,9 +975,10 @@ def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tupl
     return 64, 1, KB, 4, 3, 2 * SMS
 
 
-def values_config(B: int, n: int, Hkv: int) -> tuple:
+def values_config(B: int, n: int, Hkv: int, bits: int) -> tuple:
     """(tokens a tile, warps, stages, splits)."""
-    return 32, 2, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
+    T, stages = (64, 3) if bits == 4 else (32, 4)
+    return T, 2, stages, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
 
 
 def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:

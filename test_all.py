@@ -108,6 +108,7 @@ from compress import (
     sals_maps,
     sals_queries,
     sals_scores,
+    select,
     settings_from,
     skipped_layers,
     spd_solve_in_graph,
@@ -3834,6 +3835,29 @@ def test_kernel_select_many_of_a_long_row(S, y, kind):
     check_select(kind, S, 4, y, 64, (S - 1,))
 
 
+@pytest.mark.parametrize("S", [4096, 4097, 8192, 8193, 30000, 131072, 1 << 20])
+def test_select_chunks_keep_enough_of_every_row(S):
+    for y in (1, 16, 432, 1968, 4096, 16384, 32768):
+        plan = kernels.select_chunks(S, min(y, S))
+        if plan:
+            chunks, N, least, most = plan
+            assert chunks * N >= S and chunks * least >= min(y, S) and least <= most < N
+            assert max(N, chunks * most) <= 32768 and all(n & (n - 1) == 0 for n in (chunks, N, most))
+        else:
+            assert S <= 4096 or y > min(S // 16, 16384)
+
+
+@pytest.mark.parametrize("S, y, passes", [(8193, 4, False), (8193, 8000, True), (8192, 8000, False)])
+def test_long_rows_of_which_much_is_selected_go_to_topk(S, y, passes, monkeypatch):
+    """In several passes over the row the kernel would take longer."""
+    calls, select_kernel = [], kernels.select
+    monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
+    room, scores, pos = Room(tiny_model().to(DEVICE), 1, S, True), randn(1, S), positions(S - 1)
+    index = room.select(scores, pos, 4, y, 16)
+    assert bool(calls) == (not passes)
+    assert set(index[0].tolist()) == set(select(scores, pos, 4, y, 16)[0].tolist())
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter counts the steps")
 @pytest.mark.parametrize("kind, most", [("normal", 24), ("offset", 16), ("ties", 32), ("huge", 32)])
 @pytest.mark.parametrize("sign", [1, -1])
@@ -4666,13 +4690,13 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
         for row, n in ((0, 48), (1, 24)):
             k = cache.keys[row, :, :n].repeat_interleave(group, 0).double()
             weights = torch.einsum("hd,hsd->hs", q[row].double(), k).div(4).softmax(-1)
-            for select in {2: [()], 3: [(h,) for h in range(8 // group)]}.get(
+            for shared in {2: [()], 3: [(h,) for h in range(8 // group)]}.get(
                 index.ndim, [(h, g) for h in range(8 // group) for g in range(group)]
             ):
                 heads = range(8)  # those that share the selection: all, a group, one
-                for i, size in zip(select, (group, 1), strict=False):
+                for i, size in zip(shared, (group, 1), strict=False):
                     heads = heads[i * size : (i + 1) * size]
-                places = index[(row, *select)][live[(row, *select)]].tolist()
+                places = index[(row, *shared)][live[(row, *shared)]].tolist()
                 chosen = set(places) | set(range(max(0, n - recent), n))
                 together = sum(weights[h] for h in heads)
                 best = set(together.topk(len(chosen)).indices.tolist())
