@@ -82,10 +82,9 @@ class Room:
     def select(
         self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
     ) -> Tensor:
-        """`select`, in its Triton kernel where there are kernels: the one way in which methods select."""
-        S = scores.shape[-1]
-        # Over a long row of which y is much the kernel passes many times: topk took a seventh of that.
-        if not (self.kernels and y) or (S > 8192 and not self.kernels.select_chunks(S, y)):
+        """`select`, in its Triton kernel where there are kernels and it is faster than topk: the one way in
+        which methods select."""
+        if not (self.kernels and y) or self.kernels.select_passes(scores.shape[-1], y):
             return select(scores, pos, x, y, z, wanted)
         heads = scores.shape[1:-1].numel()
         pos, wanted = (

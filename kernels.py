@@ -363,8 +363,8 @@ def _survivors_kernel(
 
 @jit
 def _select_kernel(
-    scores_p, pos_p, wanted_p, key_p, index_p, cut_p, out_p, S, x, y, z, width, chunks, N: tl.constexpr,
-    C: tl.constexpr, CP: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr
+    scores_p, pos_p, wanted_p, key_p, index_p, cut_p, out_p, S, x, y, z, N: tl.constexpr, C: tl.constexpr,
+    CHUNKS: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
@@ -379,10 +379,9 @@ def _select_kernel(
             index = i
             keys = _keys_at(scores_p, i, S, x, last)
         else:
-            chunk = tl.arange(0, CP)
-            cut = tl.load(cut_p + b * chunks + chunk, mask=chunk < chunks, other=-2147483647)
-            keys = tl.load(key_p + b * width + i, mask=i < width, other=-2147483648)
-            index = tl.load(index_p + b * width + i, mask=i < width, other=0)
+            cut = tl.load(cut_p + b * CHUNKS + tl.arange(0, CHUNKS))
+            keys = tl.load(key_p + b * N + i)
+            index = tl.load(index_p + b * N + i)
         lo, hi, total = _threshold(keys, want, want)
         if LEVEL == 2:  # a chunk dropped only keys below its cut: exact unless one could pass the threshold
             done = tl.max(cut, 0) <= hi
@@ -444,10 +443,10 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     XP, YP = power2(x), power2(y)
     plan = select_chunks(S, y)
     if plan is None:  # one program a row; beyond 8192 tokens the slow pass
-        level, N = (1, max(128, power2(S))) if S <= 8192 else (3, 8192)
-        C, warps = select_config(N, 512)
+        level, N = (3, 8192) if select_passes(S, y) else (1, max(128, power2(S)))
+        C, warps = select_config(N)
         _select_kernel[B,](
-            scores, pos, wanted, scores, scores, scores, out, S, x, y, z, 0, 0, N, C, 1, XP, YP, level,
+            scores, pos, wanted, scores, scores, scores, out, S, x, y, z, N, C, 1, XP, YP, level,
             num_warps=warps,
         )  # fmt: skip
         return out
@@ -455,14 +454,14 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     width = chunks * CAP
     keys, index = torch.empty(2, B, width, dtype=torch.int32, device=scores.device)
     cut = torch.empty(B, chunks, dtype=torch.int32, device=scores.device)
-    C, warps = select_config(N, 256)
+    C, warps = select_config(N, chunk=True)
     _survivors_kernel[chunks, B](
         scores, pos, keys, index, cut, S, x, z, least, chunks, N, C, CAP, num_warps=warps
     )
-    C, warps = select_config(width, 512)
+    C, warps = select_config(width)
     _select_kernel[B,](
-        scores, pos, wanted, keys, index, cut, out, S, x, y, z, width, chunks, width, C, chunks, XP, YP, 2, num_warps=warps,
-    )  # fmt: skip
+        scores, pos, wanted, keys, index, cut, out, S, x, y, z, width, C, chunks, XP, YP, 2, num_warps=warps
+    )
     return out
 
 
@@ -477,9 +476,14 @@ def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
     return (chunks, N, least, most) if fits else None
 
 
-def select_config(N: int, keys: int) -> tuple[int, int]:
-    """(rows of a tile of N keys: one a thread, warps): one warp for so many keys."""
-    warps = max(4, min(32, N // keys))
+def select_passes(S: int, y: int) -> bool:
+    """Whether `select` must pass over such a row many times, since no chunks fit: topk is faster then."""
+    return S > 8192 and select_chunks(S, y) is None
+
+
+def select_config(N: int, chunk: bool = False) -> tuple[int, int]:
+    """(rows of a tile of N keys: one a thread, warps). A chunk is searched less, so that loads weigh more."""
+    warps = max(4, min(32, N // (256 if chunk else 512)))
     return min(N, 32 * warps), warps
 
 
@@ -590,7 +594,8 @@ def _load_values(
     WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
     """Words of four bytes of codes [T, 1, RUNS, RUN / 4, 1], and the minimum and scale of their groups as one
-    32-bit word each: of a plane's run [T, PLANES, RUNS, 1, 1], or of its words where planes are padded."""
+    32-bit word each: of a plane's run [T, PLANES, RUNS, 1, 1], or where planes are padded (then RUNS = 1) of
+    its words [T, PLANES, 1, RUN / 4, 1]."""
     T: tl.constexpr = head.shape[0]
     word = tl.arange(0, RUNS * RUN // 4)[None, :]
     head5 = head[:, None, None, None, None]
@@ -600,9 +605,8 @@ def _load_values(
         if RUN == GROUP:  # the groups lie in this order: one wide load
             pairs = tl.load(low_scale_p + head[:, None] * (D // GROUP) + tl.arange(0, PLANES * RUNS)[None, :])
             pairs = tl.reshape(pairs, [T, PLANES, RUNS, 1, 1])
-        else:
-            run = tl.arange(0, RUNS)[None, None, :, None, None] * RUN
-            pairs = tl.load(low_scale_p + head5 * (D // GROUP) + (plane + run) // GROUP)
+        else:  # a plane is one run, of less than a group
+            pairs = tl.load(low_scale_p + head5 * (D // GROUP) + plane // GROUP)
     else:
         code = tl.load(codes_p + head[:, None] * (WIDTH // 4) + word, mask=word < WIDTH // 4, other=0)
         byte = tl.arange(0, RUN // 4)[None, None, None, :, None] * 4
@@ -642,7 +646,7 @@ def _values_kernel(
     C: tl.constexpr = PLANES * RUNS * RUN
     channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
     d = tl.arange(0, DP)
-    # Sixteen equal columns, as products on tensor cores want them.
+    # Tensor cores want 16 columns, or rows, at least: they are all equal.
     q = tl.broadcast_to(tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0)[:, None], [DP, 16])
     total = tl.zeros([T], tl.float32)
     out = tl.zeros([T, C], tl.float32)
@@ -669,10 +673,10 @@ def _values_kernel(
             score = tl.max(tl.dot(k, q, input_precision="ieee"), 1) * scale
             score = tl.where(live, score, -1e30)
             new_top = tl.maximum(top, tl.max(score, 0))
-            weight = tl.where(live, tl.exp2(score - new_top), 0.0)
+            weight = tl.exp2(score - new_top).to(v.dtype)  # rounded for the sum, too: a mean stays a mean
             shrink = tl.exp2(top - new_top)
-            extra_total = extra_total * shrink + tl.sum(weight, 0)
-            weights = tl.broadcast_to(weight.to(v.dtype)[None, :], [16, ZB])
+            extra_total = extra_total * shrink + tl.sum(weight.to(tl.float32), 0)
+            weights = tl.broadcast_to(weight[None, :], [16, ZB])
             extra = extra * shrink + tl.max(tl.dot(weights, v, input_precision="ieee"), 0)
             top = new_top
     place = first * T + tl.arange(0, T)
@@ -935,7 +939,7 @@ def sals_attend(
     if G > 1:
         T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, q.element_size())
     else:
-        T, warps, stages, splits = values_config(B, n, Hkv, bits)
+        T, ZB, warps, stages, splits = values_config(B, n, Hkv, DP, bits, q.element_size())
     out = torch.empty_like(q)
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
@@ -958,7 +962,7 @@ def sals_attend(
         )  # fmt: skip
         _values_kernel[splits, Hkv, B](
             logits, q, given, *codes, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
-            max(16, min(64, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
+            max(16, min(ZB, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
         )  # fmt: skip
     if splits > 1:
         _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
@@ -975,10 +979,12 @@ def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tupl
     return 64, 1, KB, 4, 3, 2 * SMS
 
 
-def values_config(B: int, n: int, Hkv: int, bits: int) -> tuple:
-    """(tokens a tile, warps, stages, splits)."""
-    T, stages = (64, 3) if bits == 4 else (32, 4)
-    return T, 2, stages, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
+def values_config(B: int, n: int, Hkv: int, DP: int, bits: int, itemsize: int) -> tuple:
+    """(tokens a tile, tokens of the window a tile, warps, stages, splits)."""
+    splits = max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
+    if itemsize == 4 or DP > 128:  # else registers run out
+        return 32, 16, 4 if DP > 128 else 2, 4, splits
+    return (64, 64, 2, 3, splits) if bits == 4 else (32, 64, 2, 4, splits)
 
 
 def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:

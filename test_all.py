@@ -108,7 +108,6 @@ from compress import (
     sals_maps,
     sals_queries,
     sals_scores,
-    select,
     settings_from,
     skipped_layers,
     spd_solve_in_graph,
@@ -3847,15 +3846,18 @@ def test_select_chunks_keep_enough_of_every_row(S):
             assert S <= 4096 or y > min(S // 16, 16384)
 
 
-@pytest.mark.parametrize("S, y, passes", [(8193, 4, False), (8193, 8000, True), (8192, 8000, False)])
-def test_long_rows_of_which_much_is_selected_go_to_topk(S, y, passes, monkeypatch):
+@pytest.mark.parametrize("S, y, to_topk", [(8193, 4, False), (8193, 8000, True), (8192, 8000, False)])
+@pytest.mark.parametrize("wanted", [None, 3])
+def test_long_rows_of_which_much_is_selected_go_to_topk(S, y, to_topk, wanted, monkeypatch):
     """In several passes over the row the kernel would take longer."""
     calls, select_kernel = [], kernels.select
     monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
     room, scores, pos = Room(tiny_model().to(DEVICE), 1, S, True), randn(1, S), positions(S - 1)
-    index = room.select(scores, pos, 4, y, 16)
-    assert bool(calls) == (not passes)
-    assert set(index[0].tolist()) == set(select(scores, pos, 4, y, 16)[0].tolist())
+    wanted = wanted and positions(wanted)
+    index = room.select(scores, pos, 4, y, 16, wanted)
+    assert bool(calls) == (not to_topk)
+    truth = compress.select(scores, pos, 4, y, 16, wanted)
+    assert set(index[0].tolist()) == set(truth[0].tolist())
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter counts the steps")
@@ -3961,13 +3963,24 @@ def test_kernel_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos):
     check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos)
 
 
-def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos):
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("first, last", [(-3, 3), (3, -3), (-40, -40)])
+@poisoned
+def test_kernel_sals_attend_window_of_several_tiles(G, first, last):
+    """Logits that rise from slot to slot, that fall, and all far below those of slots still empty."""
+    check_sals_attend(torch.float16, 3, 200, 2, G, 64, 32, 4, 33, 100, (199, 120, 30), (first, last))
+
+
+def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None):
     pos = positions(*pos)
     group = min(32, D)
     q, latent = randn(B, Hkv * G, D, dtype=dtype), randn(B, S, r, dtype=dtype)
     basis = randn(Hkv * D, r, dtype=dtype) * r**-0.5
     v = randn(B, S, Hkv, D, seed=1, dtype=dtype)
     ring_k, ring_v = randn(B, z, Hkv, D, seed=2, dtype=dtype), randn(B, z, Hkv, D, seed=3, dtype=dtype)
+    if window:  # keys along their queries, times a factor from first to last slot
+        factors = torch.linspace(*window, z, device=DEVICE)[:, None, None]
+        ring_k = (q[:, None, ::G].float() * factors).to(dtype)
     cos, sin = tables(S, D)
     live_tokens = torch.arange(S, device=DEVICE) <= pos[:, None]
     values, low_scale, decoded = v, None, v
@@ -4011,15 +4024,15 @@ def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos):
 
 
 # (tokens a tile, heads a tile, ranks a step, warps, stages, programs): tiles that span one, two and several
-# rows, programs that stop in the middle of a tile; then (tokens a tile, warps, stages, splits): one and
-# several splits.
+# rows, programs that stop in the middle of a tile; then (tokens a tile, of the window a tile, warps, stages,
+# splits): one and several splits.
 @pytest.mark.parametrize("n", [128, 33, None])
 @pytest.mark.parametrize(
     "logits, values",
     [
-        ((128, 2, 32, 8, 3, 3), (32, 2, 4, 1)),
-        ((64, 2, 16, 4, 3, 5), (64, 4, 3, 2)),
-        ((64, 1, 32, 4, 3, 100), (16, 4, 2, 5)),
+        ((128, 2, 32, 8, 3, 3), (32, 32, 2, 4, 1)),
+        ((64, 2, 16, 4, 3, 5), (64, 16, 4, 3, 2)),
+        ((64, 1, 32, 4, 3, 100), (16, 64, 4, 2, 5)),
     ],
 )
 @poisoned
@@ -4384,7 +4397,7 @@ def test_kernel_bad_input():
 @pytest.mark.parametrize("n", [128, None])
 @poisoned
 def test_kernel_sals_attend_more_splits_than_a_merge_takes_at_once(monkeypatch, n):
-    monkeypatch.setattr(kernels, "values_config", lambda *_: (16, 4, 2, 20))
+    monkeypatch.setattr(kernels, "values_config", lambda *_: (16, 16, 4, 2, 20))
     check_sals_attend(torch.float32, 3, 400, 2, 1, 64, 32, 4, n, 24, (399, 120, 30))
 
 
@@ -4690,13 +4703,13 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
         for row, n in ((0, 48), (1, 24)):
             k = cache.keys[row, :, :n].repeat_interleave(group, 0).double()
             weights = torch.einsum("hd,hsd->hs", q[row].double(), k).div(4).softmax(-1)
-            for shared in {2: [()], 3: [(h,) for h in range(8 // group)]}.get(
+            for select in {2: [()], 3: [(h,) for h in range(8 // group)]}.get(
                 index.ndim, [(h, g) for h in range(8 // group) for g in range(group)]
             ):
                 heads = range(8)  # those that share the selection: all, a group, one
-                for i, size in zip(shared, (group, 1), strict=False):
+                for i, size in zip(select, (group, 1), strict=False):
                     heads = heads[i * size : (i + 1) * size]
-                places = index[(row, *shared)][live[(row, *shared)]].tolist()
+                places = index[(row, *select)][live[(row, *select)]].tolist()
                 chosen = set(places) | set(range(max(0, n - recent), n))
                 together = sum(weights[h] for h in heads)
                 best = set(together.topk(len(chosen)).indices.tolist())
