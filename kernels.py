@@ -984,7 +984,7 @@ def values_config(B: int, n: int, Hkv: int, DP: int, bits: int, itemsize: int) -
     splits = max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
     if itemsize == 4 or DP > 128:  # else registers run out
         return 32, 16, 4 if DP > 128 else 2, 4, splits
-    return (64, 64, 2, 3, splits) if bits == 4 else (32, 64, 2, 4, splits)
+    return 32, 32 if bits == 4 else 64, 2, 4, splits
 
 
 def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
