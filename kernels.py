@@ -598,19 +598,20 @@ def _load_values(
     its words [T, PLANES, 1, RUN / 4, 1]."""
     T: tl.constexpr = head.shape[0]
     word = tl.arange(0, RUNS * RUN // 4)[None, :]
-    head5 = head[:, None, None, None, None]
-    plane = tl.arange(0, PLANES)[None, :, None, None, None] * WIDTH
+    code_p = codes_p + head[:, None] * (WIDTH // 4) + word
+    pair_p = low_scale_p + head[:, None, None, None, None] * (D // GROUP)
+    channel = tl.arange(0, PLANES)[None, :, None, None, None] * WIDTH  # the first of each plane
     if RUNS * RUN == WIDTH:
-        code = tl.load(codes_p + head[:, None] * (WIDTH // 4) + word)
+        code = tl.load(code_p)
         if RUN == GROUP:  # the groups lie in this order: one wide load
             pairs = tl.load(low_scale_p + head[:, None] * (D // GROUP) + tl.arange(0, PLANES * RUNS)[None, :])
             pairs = tl.reshape(pairs, [T, PLANES, RUNS, 1, 1])
         else:  # a plane is one run, of less than a group
-            pairs = tl.load(low_scale_p + head5 * (D // GROUP) + plane // GROUP)
+            pairs = tl.load(pair_p + channel // GROUP)
     else:
-        code = tl.load(codes_p + head[:, None] * (WIDTH // 4) + word, mask=word < WIDTH // 4, other=0)
-        byte = tl.arange(0, RUN // 4)[None, None, None, :, None] * 4
-        pairs = tl.load(low_scale_p + head5 * (D // GROUP) + tl.minimum(plane + byte, D - 1) // GROUP)
+        code = tl.load(code_p, mask=word < WIDTH // 4, other=0)
+        channel += tl.arange(0, RUN // 4)[None, None, None, :, None] * 4  # the first of each word
+        pairs = tl.load(pair_p + tl.minimum(channel, D - 1) // GROUP)
     return tl.reshape(code, [T, 1, RUNS, RUN // 4, 1]), pairs
 
 
@@ -620,8 +621,9 @@ def _decode(code, pairs, BITS: tl.constexpr, PLANES: tl.constexpr):
     step = _half_at(pairs, 16) * (1 << BITS)
     # A code as the top bits of a mantissa reads 1 + code / 2**bits: no conversion (those run at a quarter
     # of the rate).
-    plane, byte = tl.arange(0, PLANES)[:, None, None, None], tl.arange(0, 4)[None, None, None, :]
-    turn = ((23 - BITS - plane * BITS - byte * 8) & 31)[None]  # never 0; a rotation is one instruction
+    plane = tl.arange(0, PLANES)[None, :, None, None, None]
+    byte = tl.arange(0, 4)[None, None, None, None, :]
+    turn = (23 - BITS - plane * BITS - byte * 8) & 31  # never 0; a rotation is one instruction
     code = code.to(tl.uint32, bitcast=True)
     code = ((code << turn) | (code >> (32 - turn))) & (((1 << BITS) - 1) << (23 - BITS))
     return (code | 0x3F800000).to(tl.float32, bitcast=True), _half_at(pairs, 0) - step, step
@@ -981,10 +983,11 @@ def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tupl
 
 def values_config(B: int, n: int, Hkv: int, DP: int, bits: int, itemsize: int) -> tuple:
     """(tokens a tile, tokens of the window a tile, warps, stages, splits)."""
-    splits = max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
-    if itemsize == 4 or DP > 128:  # else registers run out
-        return 32, 16, 4 if DP > 128 else 2, 4, splits
-    return 32, 32 if bits == 4 else 64, 2, 4, splits
+    window = 32 if bits == 4 else 64
+    if itemsize == 4 or DP > 128:  # more would run out of registers
+        window = 16
+    warps = 4 if DP > 128 else 2
+    return 32, window, warps, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
 
 
 def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
