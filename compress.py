@@ -10,6 +10,7 @@ What is stored is a buffer, so the measured size is the sum of the buffers: noth
 """
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import os
@@ -306,6 +307,9 @@ class SalsSettings:
         0.25, "d_r: rank of the key latent as a share of Hkv*D (r = rank * Hkv*D)", sets="bytes"
     )
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
+    latent_bits: int = setting(
+        16, "bits of a latent's number: 16, the model's dtype (paper), or 8, int8 codes (ours)", (8, 16)
+    )
     bits: int = setting(
         4, "bits of a value code; the paper pairs 4 with rank 0.25 and 2 with 0.125", (2, 4, 8, 16)
     )
@@ -359,6 +363,70 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tens
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
+def latent_maps(
+    settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """sals_maps at rank r in fp32; with int8 latents turned by `latent_turn`, and `up` as int8 codes hold it."""
+    r = sals_rank(settings, config)
+    down, up = sals_maps(basis.float(), scale, r)
+    if settings.latent_bits == 8:
+        turn = latent_turn(sals_score_rank(settings, config), r).to(basis.device)
+        codes, scale = quantize_basis(up @ turn, config)
+        down, up = down @ turn, codes * scale
+    return down, up
+
+
+@functools.lru_cache
+def latent_turn(r_score: int, r: int) -> Tensor:
+    """A fixed random rotation [r, r] of the leading r* dims among themselves and of the others.
+
+    It changes no logit and no score, and spreads each part's energy over its dims, which the basis has sorted
+    by energy: one int8 scale then serves a whole row (as Palu turns its latents before it quantises them)."""
+    seeded = torch.Generator().manual_seed(0)
+    parts = (torch.randn(n, n, generator=seeded) for n in (r_score, r - r_score))
+    return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
+
+
+def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 codes of x and their scale in fp32, one for all numbers along dims: x = codes * scale."""
+    scale = x.float().abs().amax(dims, keepdim=True) / 127
+    return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
+
+
+def quantize_basis(up: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """`up` [Hkv*D, r] in int8 codes with a scale [Hkv*D, 1] that the two dims of a RoPE pair share: a kernel
+    can rotate the codes' products and leave the scale to the query."""
+    codes, scale = quantize_int8(up.unflatten(0, (config.n_kv_heads, 2, -1)), (1, 3))
+    return codes.flatten(0, 2), scale.expand(-1, 2, -1, -1).reshape(-1, 1)
+
+
+class Latents(nn.Module):
+    """The key latent of every token, in the model's dtype, or as int8 codes with one fp32 scale a token."""
+
+    def __init__(self, cache: Cache, tokens: int, r: int, bits: int):
+        super().__init__()
+        self.dtype, int8 = cache.room.dtype, bits == 8
+        self.register_buffer("rows", cache.store(tokens, r, dtype=torch.int8 if int8 else self.dtype))
+        self.register_buffer("scale", cache.store(tokens, dtype=torch.float32) if int8 else None)
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        """Stores x [..., r] at index `where` of [B, tokens]."""
+        if self.scale is None:
+            self.rows[where] = x
+        else:
+            self.rows[where], scale = quantize_int8(x)
+            self.scale[where] = scale[..., 0]
+
+    def read(self, where: tuple, dims: int | None = None) -> Tensor:
+        """The leading dims (all if not given) of the latents at index `where` of [B, tokens]."""
+        rows = self.rows[where][..., :dims]
+        return rows if self.scale is None else (rows * self.scale[where][..., None]).to(self.dtype)
+
+    def token_bytes(self, dims: int) -> int:
+        """Bytes of the leading dims of one token's latent."""
+        return dims * self.rows.element_size() + (0 if self.scale is None else 4)
+
+
 def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
     """Queries in the latent space: q [B, Hq, D] before RoPE, basis U_r* [Hkv*D, r*] -> [B, heads, r*].
 
@@ -400,10 +468,10 @@ class SalsCache(Cache):
         # A true logit has yarn's factor twice, in cos and sin of either side; cos of position 0 is that factor.
         factor = rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
         self.logit_scale = c.head_dim**-0.5 * factor**2
-        down, up = sals_maps(basis, scale, self.r)
+        down, up = latent_maps(settings, c, basis, scale)
         self.up = up.to(room.device, room.dtype)  # weights, not cache
         self.down = self.up if down is up else down.to(room.device, room.dtype)  # None once W_K has it
-        self.register_buffer("latent", self.store(room.capacity, self.r))
+        self.latents = Latents(self, room.capacity, self.r, settings.latent_bits)
         self.values = Values(self, room.capacity, settings.bits)
         self.half = settings.window == "half"
         if self.half:
@@ -416,12 +484,16 @@ class SalsCache(Cache):
             self.ring_values = Values(self, self.z, 16)
         self.fused = room.kernels is not None and not self.half and self.y > 0 and c.head_dim % 16 == 0
         if self.fused:
-            self.paired_basis = room.kernels.interleave_rope(self.up, c.n_kv_heads)
+            codes, scale = quantize_basis(up, c) if settings.latent_bits == 8 else (self.up, None)
+            self.paired_basis, self.basis_scale = (
+                x if x is None else room.kernels.interleave_rope(x.to(room.device), c.n_kv_heads)
+                for x in (codes, scale)
+            )
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         length = q.shape[0]
         rotated = self.rope(k, slice(0, length))
-        self.latent[row, :length] = folded[0] if folded else k.flatten(1) @ self.down
+        self.latents.write((row, slice(0, length)), folded[0] if folded else k.flatten(1) @ self.down)
         self.values.write((row, slice(0, length)), v)
         last = torch.arange(max(0, length - self.z), length, device=q.device)
         self.write_ring((row, last % self.z), k[last], rotated[last], v[last])
@@ -438,7 +510,7 @@ class SalsCache(Cache):
         if self.fused:
             return self.decode_fused(pos, q, k, v, *folded)
         rows = self.room.row_ids
-        self.latent[rows, pos] = folded[0] if folded else k.flatten(1) @ self.down
+        self.latents.write((rows, pos), folded[0] if folded else k.flatten(1) @ self.down)
         self.values.write((rows, pos), v)
         self.write_ring((rows, pos % self.z), k, self.rope(k, pos), v)
 
@@ -457,20 +529,19 @@ class SalsCache(Cache):
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         """The same as decode in Triton kernels."""
         kernels, room, bits, index = self.room.kernels, self.room, self.settings.bits, None
+        latents = (self.latents.rows, self.latents.scale)
         values, low_scale = (
             (self.values.plain, None) if bits == 16 else (self.values.codes, self.values.low_scale)
         )
         ring_k, ring_v, rope = self.ring_k, self.ring_values.plain, (pos, room.rope_pairs)
         new = folded[0] if folded else k.flatten(1) @ self.down
-        rotated = kernels.sals_append(
-            new, q, k, v, *rope, self.latent, values, low_scale, ring_k, ring_v, bits
-        )
+        rotated = kernels.sals_append(new, q, k, v, *rope, *latents, values, low_scale, ring_k, ring_v, bits)
         if self.sparse:
             queries, rule = self.queries(q, *folded[1:]), self.settings.score
-            scores = kernels.latent_scores(queries, self.latent, pos, self.logit_scale, rule)
+            scores = kernels.latent_scores(queries, *latents, pos, self.logit_scale, rule)
             index = room.select(scores, pos, self.x, self.y, self.z)
             self.attends(pos, index, index >= 0, recent=self.z)
-        stores = (self.latent, self.paired_basis, values, low_scale, ring_k, ring_v)
+        stores = (*latents, self.paired_basis, self.basis_scale, values, low_scale, ring_k, ring_v)
         return kernels.sals_attend(rotated, index, *stores, *rope, bits)
 
     def queries(self, q: Tensor, *folded: Tensor) -> Tensor:
@@ -481,7 +552,7 @@ class SalsCache(Cache):
         return sals_queries(q, up, self.config.n_kv_heads, self.settings.score).contiguous()
 
     def select(self, pos: Tensor, q: Tensor, *folded: Tensor) -> tuple[Tensor, Tensor]:
-        queries, latent = self.queries(q, *folded), self.latent[..., : self.r_score]
+        queries, latent = self.queries(q, *folded), self.latents.read((slice(None),), self.r_score)
         live = self.room.positions <= pos[:, None]
         scores = sals_scores(queries, latent, live, self.settings.score, self.logit_scale)
         index = self.room.select(scores, pos, self.x, self.y, self.z)
@@ -490,7 +561,7 @@ class SalsCache(Cache):
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
         where = (self.room.row_ids[:, None], index)
-        k = (self.latent[where] @ self.up.T).unflatten(-1, (self.config.n_kv_heads, -1))
+        k = (self.latents.read(where) @ self.up.T).unflatten(-1, (self.config.n_kv_heads, -1))
         return self.rope(k, index), self.values.read(where)
 
     def read_ring(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -506,7 +577,7 @@ class SalsCache(Cache):
 
     def token_bytes(self) -> int:
         """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
-        return self.r * self.room.dtype.itemsize + self.values.row_bytes
+        return self.latents.token_bytes(self.r) + self.values.row_bytes
 
     def ring_bytes(self) -> int:
         width = self.config.kv_dim // 2 if self.half else self.config.kv_dim
@@ -521,7 +592,7 @@ class SalsCache(Cache):
         if not self.sparse:
             return (length - recent) * self.token_bytes() + recent * self.ring_bytes()
         chosen = min(self.x + self.y, length - recent)
-        scored = length * self.r_score * self.room.dtype.itemsize
+        scored = length * self.latents.token_bytes(self.r_score)
         return scored + chosen * self.token_bytes() + recent * self.ring_bytes()
 
 
@@ -606,7 +677,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         cache = SalsCache(room, settings, basis, i not in skipped, scale)
         if settings.fold and not c.qk_norm:
             folded_scores = cache.r_score if settings.score == "sum" and cache.sparse else None
-            sals_fold(layer.attention, c, *sals_maps(basis.float(), scale, cache.r), folded_scores)
+            sals_fold(layer.attention, c, *latent_maps(settings, c, basis, scale), folded_scores)
             cache.down = None
         caches.append(cache)
     return caches

@@ -74,6 +74,14 @@ def shape(name: str, x: Tensor, *sizes: int, dtype: torch.dtype | None = None) -
     need(dtype is None or x.dtype == dtype, f"{name} must be {dtype}, not {x.dtype}")
 
 
+def check_latent(latent: Tensor, latent_scale: Tensor | None, dtype: torch.dtype, pos: Tensor) -> None:
+    """Latents are of the model's dtype, or int8 codes [B, S, r] with a scale [B, S] fp32."""
+    shape("latent", latent, *latent.shape, dtype=dtype if latent_scale is None else torch.int8)
+    if latent_scale is not None:
+        shape("latent_scale", latent_scale, *latent.shape[:2], dtype=torch.float32)
+        check(pos, len(latent), latent_scale=latent_scale)
+
+
 def power2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -96,7 +104,8 @@ def cdiv(a: int, b: int) -> int:
 
 @jit
 def _sum_scores_kernel(
-    query_p, latent_p, pos_p, out_p, S, r_score, r, row, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
+    query_p, latent_p, scale_p, pos_p, out_p, S, r_score, r, row,
+    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
@@ -108,13 +117,32 @@ def _sum_scores_kernel(
         where = latent_p + (b * S + tokens[:, None]) * r + dims[None, :]
         rows = tl.load(where, mask=live[:, None] & (dims < r_score)[None, :], other=0.0)
         score += tl.sum(rows.to(tl.float32) * query[None, :], 1)
+    if scale_p is not None:
+        score *= tl.load(scale_p + b * S + tokens, mask=live, other=0.0)
     tl.store(out_p + b * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
 
 
 @jit
+def _nearest(x):
+    """The nearest int32, ties to even as in torch.round: fp32 numbers around 2**23 + 2**22 are integers."""
+    return ((x + 12582912.0) - 12582912.0).to(tl.int32)
+
+
+@jit
+def _split_int8(x):
+    """x [N, R] = (high * 254 + low) * scale [N], high and low int8: 15 bits of the largest number of a row."""
+    x = x.to(tl.float32)
+    scale = tl.max(tl.abs(x), 1) / 127
+    x = x / tl.where(scale == 0, 1.0, scale)[:, None]
+    high = _nearest(x)
+    low = _nearest((x - high.to(tl.float32)) * 254)
+    return high.to(tl.int8), low.to(tl.int8), scale / 254
+
+
+@jit
 def _head_logits_kernel(
-    query_p, latent_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, row, scale, boost,
-    tiles, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr
+    query_p, latent_p, scale_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, row, scale,
+    boost, tiles, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     split, splits = tl.program_id(0), tl.num_programs(0)
@@ -123,8 +151,12 @@ def _head_logits_kernel(
     share = tl.cdiv(tl.cdiv(length, T), splits)  # tiles of this program, of the live ones only
     dims = tl.arange(0, RB)[None, :]
     query_at = query_p + b * row + head[:, None] * r_score + dims
+    # Int8 latents are multiplied as they are where the queries can be split once and for all tiles.
+    SPLIT: tl.constexpr = scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
     if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
         query = tl.load(query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
+        if SPLIT:
+            high, low, query_scale = _split_int8(query)
     top = tl.full([HP], float("-inf"), tl.float32)
     total = tl.zeros([T, HP], tl.float32)  # summed over T at the end, not in every tile
     for tile in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))):
@@ -134,13 +166,20 @@ def _head_logits_kernel(
         latent_at = latent_p + (b * S + tokens[:, None]) * r + dims
         if NR == 1:
             rows = tl.load(latent_at, mask=live[:, None] & (dims < r_score), other=0.0)
-            logits = tl.dot(rows, tl.trans(query), logits, input_precision="ieee")
+            if SPLIT:
+                coarse = tl.dot(rows, tl.trans(high), out_dtype=tl.int32).to(tl.float32)
+                fine = tl.dot(rows, tl.trans(low), out_dtype=tl.int32).to(tl.float32)
+                logits = (coarse * 254 + fine) * query_scale[None, :]
+            else:
+                logits = tl.dot(rows.to(query.dtype), tl.trans(query), logits, input_precision="ieee")
         else:
             for i in range(0, NR * RB, RB):
                 inside = dims + i < r_score
                 rows = tl.load(latent_at + i, mask=live[:, None] & inside, other=0.0)
                 part = tl.load(query_at + i, mask=(head < heads)[:, None] & inside, other=0.0)
-                logits = tl.dot(rows, tl.trans(part), logits, input_precision="ieee")
+                logits = tl.dot(rows.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
+        if scale_p is not None:
+            logits *= tl.load(scale_p + b * S + tokens, mask=live, other=0.0)[:, None]
         logits = tl.where(live[:, None], logits * scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 0))
         weight = tl.exp2(logits - new_top[None, :])
@@ -183,31 +222,35 @@ def _normalise_kernel(
 
 @operator(lambda queries, latent, *_: latent.new_empty(latent.shape[:2], dtype=torch.float32))
 def latent_scores(
-    queries: Tensor, latent: Tensor, pos: Tensor, scale: float = 1.0, rule: str = "sum"
-) -> Tensor:
+    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float = 1.0,
+    rule: str = "sum"
+) -> Tensor:  # fmt: skip
     """One score a token from the leading dims of its latent row, which is read once for all heads.
 
-    queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r -> [B, S] fp32,
-    -inf beyond pos. sum (heads = 1): queries[:, 0] @ latent[..., :r*]^T. softmax: (logits * scale).softmax
-    over the tokens up to pos, for each head, then summed over heads: each program keeps
-    exp(logit - running maximum) in half precision (2 bytes a head and token, against 2 r* read), and a second
-    kernel multiplies by exp(that maximum - maximum) / sum. Truth: compress.sals_scores."""
+    queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r, or int8 codes
+    with latent_scale [B, S] fp32 -> [B, S] fp32, -inf beyond pos. sum (heads = 1): queries[:, 0] @
+    latent[..., :r*]^T. softmax: (logits * scale).softmax over the tokens up to pos, for each head, then
+    summed over heads: each program keeps exp(logit - running maximum) in half precision (2 bytes a head and
+    token, against 2 r* read), and a second kernel multiplies by exp(that maximum - maximum) / sum.
+    Truth: compress.sals_scores over Latents.read."""
     need(rule in ("sum", "softmax"), f"rule must be sum or softmax, not {rule!r}")
     rows, heads, r_score = queries.shape
     B, S, r = latent.shape
     need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
-    need(queries.dtype == latent.dtype, f"queries are {queries.dtype}, latent {latent.dtype}")
+    check_latent(latent, latent_scale, queries.dtype, pos)
     need(rule == "softmax" or heads == 1, f"rule sum takes one query a row, not {heads}")
     check(pos, B, queries=queries[0], latent=latent)
     row = queries.stride(0)
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
-    exact = latent.dtype == torch.float32
-    T, RB, warps, stages, programs = scores_config(rule, r_score, latent.element_size())
+    exact = queries.dtype == torch.float32
+    T, RB, warps, stages, programs = scores_config(rule, r_score, 4 if exact else latent.element_size())
     NR = cdiv(r_score, RB)
     if rule == "sum":
         grid = (cdiv(S, T), B)
-        _sum_scores_kernel[grid](queries, latent, pos, out, S, r_score, r, row, T, RB, NR, num_warps=warps)
+        _sum_scores_kernel[grid](
+            queries, latent, latent_scale, pos, out, S, r_score, r, row, T, RB, NR, num_warps=warps
+        )
         return out
     tiles = cdiv(S, T)
     splits = max(1, min(tiles, programs // B, max(128, 256 // B)))  # whose sums every program below reads
@@ -217,8 +260,8 @@ def latent_scores(
     tile_max = torch.empty(B, tiles, HP, dtype=torch.float32, device=latent.device)
     tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
     _head_logits_kernel[splits, B](
-        queries, latent, pos, weight, tile_max, tops, sums, S, heads, r_score, r, row, scale * LOG2E, boost,
-        tiles, T, RB, NR, HP, num_warps=warps, num_stages=stages
+        queries, latent, latent_scale, pos, weight, tile_max, tops, sums, S, heads, r_score, r, row,
+        scale * LOG2E, boost, tiles, T, RB, NR, HP, num_warps=warps, num_stages=stages
     )  # fmt: skip
     _normalise_kernel[max(1, min(tiles, 2 * SMS, 4 * SMS // B)), B](
         weight,
@@ -245,6 +288,9 @@ def scores_config(rule: str, r_score: int, itemsize: int) -> tuple:
     if rule == "sum":
         RB = min(power2(max(r_score, 16)), 256)
         return max(16, 4096 // RB), RB, 4, 1, 0
+    if itemsize == 1 and r_score <= 256:  # all ranks at once, so that queries are split into int8 codes
+        RB = max(32, power2(r_score))
+        return 128 if RB <= 128 else 64, RB, 4, 3, 3 * SMS
     RB = min(power2(max(r_score, 16)), 64)
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
 
@@ -509,7 +555,8 @@ def _load_rope(rope_p, at, mask, WORDS: tl.constexpr):
 
 @jit
 def _logits_kernel(
-    q_p, index_p, latent_p, basis_p, pos_p, rope_p, logits_p, B, n, S, r, z, scale, blocks, Hkv,
+    q_p, index_p, latent_p, latent_scale_p, basis_p, basis_scale_p, pos_p, rope_p, logits_p,
+    B, n, S, r, z, scale, blocks, Hkv,
     D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     NC: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, EVEN: tl.constexpr, CHOSEN: tl.constexpr,
     WORDS: tl.constexpr,
@@ -525,6 +572,9 @@ def _logits_kernel(
     same_head = (wide // (2 * PAIRS))[:, None] == (column % HEADS)[None, :]
     same_head = same_head & ((wide % (2 * PAIRS)) // 2 < D // 2)[:, None]
     dim = (wide % (2 * PAIRS)) // 2 + (wide % 2) * (D // 2)
+    ACC: tl.constexpr = tl.float32 if latent_scale_p is None else tl.int32
+    dtype: tl.constexpr = q_p.dtype.element_ty
+    LARGE: tl.constexpr = 4096.0 if dtype == tl.float16 else 1.0  # which sums of codes would overflow
     for tile in range(first // blocks, tl.cdiv(stop, blocks)):
         first_row = tile * T // n
         line = tile * T + tl.arange(0, T)
@@ -540,7 +590,10 @@ def _logits_kernel(
             block_stop = tl.where(tl.max(live.to(tl.int32), 0) > 0, block_stop, 0)
         # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
         token = tl.where(live, token, 0)
-        latent_row = latent_p + (tl.minimum(row, B - 1).to(tl.int64) * S + token)[:, None] * r
+        stored = tl.minimum(row, B - 1).to(tl.int64) * S + token
+        latent_row = latent_p + stored[:, None] * r
+        if latent_scale_p is not None:
+            token_scale = tl.load(latent_scale_p + stored) * scale
         table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
         real_pair = (pair < D // 2)[None, :]
         if WORDS:  # cos and sin as halves, two in a register: they wait through the loops
@@ -555,25 +608,32 @@ def _logits_kernel(
             head = head_of + block * HEADS
             # Queries of other heads are zero in `query`: one product serves all heads of the tile.
             query = tl.load(q_p + head[None, :] * D + dim[:, None], mask=own, other=0.0)
-            k = tl.zeros([T, WIDE], tl.float32)
+            if basis_scale_p is not None:
+                pair_scale = tl.load(basis_scale_p + block * WIDE + wide) * LARGE
+                query = (query * pair_scale[:, None]).to(dtype)
+            k = tl.zeros([T, WIDE], ACC)
             for start in range(0, r, KB):
                 dims = start + tl.arange(0, KB)
                 latent_at = latent_row + dims[None, :]
                 basis_at = basis_p + (block * WIDE + wide)[None, :] * r + dims[:, None]
                 if EVEN:
-                    k = tl.dot(tl.load(latent_at), tl.load(basis_at), k, input_precision="ieee")
+                    left, right = tl.load(latent_at), tl.load(basis_at)
+                    k = tl.dot(left, right, k, input_precision="ieee", out_dtype=ACC)
                 else:
                     left = tl.load(latent_at, mask=(dims < r)[None, :], other=0.0)
                     right = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
-                    k = tl.dot(left, right, k, input_precision="ieee")
+                    k = tl.dot(left, right, k, input_precision="ieee", out_dtype=ACC)
             # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
+            if ACC == tl.int32:
+                k = k.to(tl.float32) / LARGE
             a, c = tl.split(tl.reshape(k, [T, HEADS, PAIRS, 2]))
             if WORDS:
                 cos4, sin4 = _half_at(words, 0)[:, None, :], _half_at(words, 16)[:, None, :]
             else:
                 cos4, sin4 = cos[:, None, :], sin[:, None, :]
             rotated = tl.reshape(tl.join(a * cos4 - c * sin4, c * cos4 + a * sin4), [T, WIDE])
-            logits = tl.dot(rotated.to(query.dtype), query, input_precision="ieee") * scale
+            logits = tl.dot(rotated.to(dtype), query, input_precision="ieee")
+            logits *= scale if latent_scale_p is None else token_scale[:, None]
             logits = tl.where(live[:, None], logits, float("-inf"))
             mine = (row[:, None] == query_row[None, :]) & real[None, :]
             tl.store(logits_p + head[None, :] * n + place[:, None], logits, mask=mine)
@@ -739,8 +799,8 @@ def _attend_tile(logits, live, v, top, total, out):
 
 @jit
 def _grouped_kernel(
-    q_p, index_p, latent_p, basis_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, rope_p,
-    top_p, sum_p, out_p, n, S, r, z, scale,
+    q_p, index_p, latent_p, latent_scale_p, basis_p, basis_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
+    pos_p, rope_p, top_p, sum_p, out_p, n, S, r, z, scale,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     T: tl.constexpr, KB: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
@@ -770,7 +830,11 @@ def _grouped_kernel(
     basis_at = basis_p + (h * DP + d)[None, :] * r + dims[:, None]
     if WHOLE:  # all ranks in one product, and the basis stays through the loop
         basis = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
+    ACC: tl.constexpr = tl.float32 if latent_scale_p is None else tl.int32
     dtype: tl.constexpr = q_p.dtype.element_ty
+    LARGE: tl.constexpr = 4096.0 if dtype == tl.float16 else 1.0  # which sums of codes would overflow
+    if basis_scale_p is not None:
+        query = (query * (tl.load(basis_scale_p + h * DP + d) * LARGE)[:, None]).to(dtype)
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([T, GP], tl.float32)
     out = tl.zeros([GP, C], tl.float32)
@@ -805,20 +869,26 @@ def _grouped_kernel(
         table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
         cos, sin = _load_rope(rope_p, table, (pair < D // 2)[None, :], WORDS)
         latent_at = latent_p + (b * S + token)[:, None] * r + dims[None, :]
+        if latent_scale_p is not None:
+            token_scale = tl.load(latent_scale_p + b * S + token) * scale
         if WHOLE:
-            k = tl.dot(tl.load(latent_at, mask=(dims < r)[None, :], other=0.0), basis, input_precision="ieee")
+            left = tl.load(latent_at, mask=(dims < r)[None, :], other=0.0)
+            k = tl.dot(left, basis, input_precision="ieee", out_dtype=ACC)
         else:
-            k = tl.zeros([T, DP], tl.float32)
+            k = tl.zeros([T, DP], ACC)
             for start in range(0, r, KB):
                 left = tl.load(latent_at + start, mask=(dims + start < r)[None, :], other=0.0)
                 right = tl.load(basis_at + start, mask=(dims + start < r)[:, None], other=0.0)
-                k = tl.dot(left, right, k, input_precision="ieee")
+                k = tl.dot(left, right, k, input_precision="ieee", out_dtype=ACC)
+        if ACC == tl.int32:
+            k = k.to(tl.float32) / LARGE
         a, c = tl.split(tl.reshape(k, [T, DP // 2, 2]))
         rotated = tl.reshape(tl.join(a * cos - c * sin, c * cos + a * sin), [T, DP]).to(dtype)
-        logits = tl.dot(rotated, query, input_precision="ieee") * scale
+        logits = tl.dot(rotated, query, input_precision="ieee")
+        logits *= scale if latent_scale_p is None else token_scale[:, None]
         if BITS < 16:
             code, low, step = _decode(code, pairs, BITS, PLANES)
-            v = tl.reshape(code * step + low, [T, C]).to(dtype)
+            v = tl.reshape(code * step + low, [T, C]).to(q_p.dtype.element_ty)
         top, total, out = _attend_tile(logits, live, v, top, total, out)
     total = tl.sum(total, 0)
     head_row = (b * heads + h) * G + g
@@ -890,17 +960,20 @@ def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
 
 @operator(lambda q, *_: torch.empty_like(q))
 def sals_attend(
-    q: Tensor, index: Tensor | None, latent: Tensor, basis: Tensor, values: Tensor, low_scale: Tensor | None,
-    ring_k: Tensor, ring_v: Tensor, pos: Tensor, rope: Tensor, bits: int
+    q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
+    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
+    pos: Tensor, rope: Tensor, bits: int
 ) -> Tensor:  # fmt: skip
     """Attention of one token a row over tokens rebuilt from their latents and over the exact recent window.
 
     q [B, Hq, D] after RoPE; index [B, n] int32 of tokens (-1: none), or None for all tokens up to pos - z;
-    latent [B, S, r]; basis [Hkv, DP, r] of interleave_rope; values: codes [B, S, Hkv, D*bits/8] uint8 with
+    latent [B, S, r] and basis [Hkv, DP, r] of interleave_rope, of q's dtype, or both in int8 with
+    latent_scale [B, S] and basis_scale [Hkv, DP, 1] fp32, alike in the two dims of a pair; values: codes [B, S, Hkv, D*bits/8] uint8 with
     low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V [B, S, Hkv, D] and None; ring_k (after RoPE)
     and ring_v [B, z, Hkv, D], position p in slot p % z; rope [>= S, D/2, 2] of rope_pairs -> [B, Hq, D].
 
-    K = latent[index] U_r^T is made on tensor cores and rotated at the original positions in registers. Where
+    K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
+    scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
     they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
     one decodes V and attends V and the ring. Splits merge by log-sum-exp. Truth: SalsCache.reconstruct and
@@ -911,8 +984,13 @@ def sals_attend(
     z = ring_k.shape[1]
     need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
     group = value_group(D, bits)
-    shape("latent", latent, B, S, r, dtype=q.dtype)
-    shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=q.dtype)
+    shape("latent", latent, B, S, r)
+    check_latent(latent, latent_scale, q.dtype, pos)
+    need((latent_scale is None) == (basis_scale is None), "latent and basis are of int8 together")
+    shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=latent.dtype)
+    if basis_scale is not None:
+        shape("basis_scale", basis_scale, Hkv, power2(D), 1, dtype=torch.float32)
+        check(pos, B, basis_scale=basis_scale)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=q.dtype)
     words = rope_words(rope, S, D, q.dtype)
@@ -938,8 +1016,9 @@ def sals_attend(
     packing = (bits, group, planes, width, power2(width) // run, run)
     low_scale = pos if low_scale is None else low_scale.view(torch.int32)
     codes = (values.view(torch.int32) if bits < 16 else values, low_scale, ring_k, ring_v)
+    itemsize = 4 if q.dtype == torch.float32 else latent.element_size()
     if G > 1:
-        T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, q.element_size())
+        T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, itemsize)
     else:
         T, ZB, warps, stages, splits = values_config(B, n, Hkv, DP, bits, q.element_size())
     out = torch.empty_like(q)
@@ -947,18 +1026,17 @@ def sals_attend(
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     if G > 1:
         _grouped_kernel[splits, Hkv, B](
-            q, given, latent, basis, *codes, pos, words, tops, sums, parts, n, S, r, z, scale,
+            q, given, latent, latent_scale, basis, basis_scale, *codes, pos, words, tops, sums, parts, n, S, r, z, scale,
             D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages, index is not None, splits == 1,
             rope.dtype == torch.float16, num_warps=warps,
         )  # fmt: skip
     else:
         logits = torch.empty(B, Hq, n, dtype=torch.float32, device=q.device)
-        tile, heads, KB, tile_warps, tile_stages, programs = logits_config(
-            B * n, Hkv, DP, r, q.element_size()
-        )
+        tile, heads, KB, tile_warps, tile_stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
         rows = 1 if n % tile == 0 else min(B, (tile - 2) // n + 2)  # that a tile can span
         _logits_kernel[min(cdiv(B * n, tile) * (Hkv // heads), programs),](
-            q, given, latent, basis, pos, words, logits, B, n, S, r, z, scale, Hkv // heads, Hkv,
+            q, given, latent, latent_scale, basis, basis_scale, pos, words, logits, B, n, S, r, z, scale,
+            Hkv // heads, Hkv,
             D, DP // 2, heads, rows, max(16, power2(rows * heads)), tile, KB, r % KB == 0, index is not None,
             rope.dtype == torch.float16, num_warps=tile_warps, num_stages=tile_stages,
         )  # fmt: skip
@@ -975,9 +1053,10 @@ def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tupl
     """(tokens a tile, heads a tile, ranks a step, warps, stages, programs at most) by shape."""
     if itemsize == 4:
         return 32, 1, 32, 4, 2, 2 * SMS
-    KB = min(64, max(16, power2(r)))
-    if Hkv % 2 == 0 and DP <= 128 and cdiv(tokens, 128) * (Hkv // 2) >= SMS:
-        return 128, 2, KB, 8, 3, SMS
+    KB = min(128 // itemsize, max(32 // itemsize, power2(r)))
+    heads = 2 if itemsize == 2 and Hkv % 2 == 0 else 1  # twice the heads would spill sums of int8
+    if DP <= 128 and cdiv(tokens, 128) * (Hkv // heads) >= SMS:
+        return 128, heads, KB, 8, 3, SMS
     return 64, 1, KB, 4, 3, 2 * SMS
 
 
@@ -992,8 +1071,10 @@ def values_config(B: int, n: int, Hkv: int, DP: int, bits: int, itemsize: int) -
 
 def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a step: all where they fit, warps, stages, splits) by shape."""
-    KB = max(16, power2(r))
+    KB = max(32, power2(r))
     stages = 2 if KB * itemsize <= 256 else 1  # two programs must fit a multiprocessor's shared memory
+    if itemsize == 1 and KB <= 128:
+        stages = 3
     if KB * itemsize > 512:
         KB, stages = 128 // itemsize, 2
     return 64, KB, 4, stages, max(1, min(cdiv(n, 128), 2 * SMS // (B * Hkv)))
@@ -1086,11 +1167,11 @@ def dense_config(programs: int, itemsize: int) -> tuple[int, int, int, int]:
 
 @jit
 def _append_kernel(
-    new_p, q_p, k_p, v_p, pos_p, rope_p, latent_p, values_p, low_scale_p, ring_k_p, ring_v_p, out_p,
-    new_row, q_row, k_row, v_row, S, r, z, slice_r,
+    new_p, q_p, k_p, v_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
+    out_p, new_row, q_row, k_row, v_row, S, r, z, slice_r,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
-    WORDS: tl.constexpr,
+    ROW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     h, heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1).to(tl.int64)
@@ -1099,6 +1180,9 @@ def _append_kernel(
     part = h * slice_r + tl.arange(0, RP)
     inside = (part < r) & (tl.arange(0, RP) < slice_r)
     new = tl.load(new_p + b * new_row + part, mask=inside, other=0.0)
+    if latent_scale_p is not None:  # of the whole row, although this program writes a slice of it
+        i = tl.arange(0, ROW)
+        whole = tl.load(new_p + b * new_row + i, mask=i < r, other=0.0)
     pair = tl.arange(0, DP // 2)
     real = pair < D // 2
     k_p += b * k_row + h * D + pair
@@ -1118,7 +1202,11 @@ def _append_kernel(
     cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
     dtype: tl.constexpr = ring_k_p.dtype.element_ty
     row = b * S + pos
-    tl.store(latent_p + row * r + part, new, mask=inside)
+    if latent_scale_p is not None:
+        latent_scale = tl.div_rn(tl.max(tl.abs(whole.to(tl.float32)), 0), 127.0)
+        new = _nearest(tl.div_rn(new.to(tl.float32), tl.where(latent_scale == 0, 1.0, latent_scale)))
+        tl.store(latent_scale_p + row, latent_scale, mask=h == 0)
+    tl.store(latent_p + row * r + part, new.to(latent_p.dtype.element_ty), mask=inside)
     ring = ((b * z + pos % z) * heads + h) * D
     tl.store(ring_k_p + ring + pair, (k_a * cos - k_c * sin).to(dtype), mask=real)
     tl.store(ring_k_p + ring + D // 2 + pair, (k_c * cos + k_a * sin).to(dtype), mask=real)
@@ -1143,35 +1231,35 @@ def _append_kernel(
         scales = tl.reshape(tl.gather(scale, group_of, 0), [8 // BITS, NP]).to(tl.float32)
         code = tl.div_rn(planes - lows, tl.where(scales == 0, 1.0, scales))
         code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
-        # Adding 2**23 + 2**22 rounds to the nearest integer, ties to even, as torch.round does.
-        code = ((code + 12582912.0) - 12582912.0).to(tl.int32)
-        packed = tl.sum(code << (plane * BITS), 0)
+        packed = tl.sum(_nearest(code) << (plane * BITS), 0)
         byte = tl.arange(0, NP)
         tl.store(values_p + stored * WIDTH + byte, packed.to(tl.uint8), mask=byte < WIDTH)
 
 
 @operator(
     lambda new, q, *_: q.new_empty(q.shape),
-    mutates=("latent", "values", "low_scale", "ring_k", "ring_v"),
+    mutates=("latent", "latent_scale", "values", "low_scale", "ring_k", "ring_v"),
 )
 def sals_append(
     new: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: Tensor, latent: Tensor,
-    values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor, bits: int
+    latent_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
+    bits: int
 ) -> Tensor:  # fmt: skip
     """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
     the ring; returns q [B, Hq, D] after RoPE.
 
-    new [B, r] = k U_r; q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart,
+    new [B, r] = k U_r, written as it is, or as int8 codes with latent_scale [B, S] fp32; q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart,
     as in the output of wqkv; rope [>= S, D/2, 2] of rope_pairs; the stores as sals_attend reads them. Truth:
-    compress.quantize, apply_rope and three assignments."""
+    compress.quantize, quantize_int8, apply_rope and three assignments."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
     G = q.shape[1] // Hkv
     group = value_group(D, bits)
     need(z > 0, "the ring must hold at least one token")
-    shape("new", new, B, r, dtype=latent.dtype)
+    shape("new", new, B, r, dtype=k.dtype)
     shape("latent", latent, B, S, r)
+    check_latent(latent, latent_scale, k.dtype, pos)
     shape("q", q, B, Hkv * G, D, dtype=k.dtype)
     shape("v", v, B, Hkv, D, dtype=k.dtype)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=k.dtype)
@@ -1188,10 +1276,10 @@ def sals_append(
     slice_r = cdiv(r, Hkv)
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     _append_kernel[Hkv, B](
-        new, q, k, v, pos, words, latent, values, pos if low_scale is None else low_scale, ring_k, ring_v,
-        out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r, D, power2(D), G,
+        new, q, k, v, pos, words, latent, latent_scale, values, pos if low_scale is None else low_scale,
+        ring_k, ring_v, out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r, D, power2(D), G,
         power2(G), bits, group, D // group, width, power2(width), power2(slice_r),
-        rope.dtype == torch.float16, num_warps=4,
+        power2(r), rope.dtype == torch.float16, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -1555,15 +1643,17 @@ def sets_for(nbytes: int) -> int:
     return max(2, min(24, cdiv(240_000_000, nbytes)))
 
 
-def measured_limits() -> tuple[float, float]:
-    """(bytes/us, FLOP/us) of this GPU: the better of a large copy (reads and writes) and a read, a large bf16
-    product."""
+def measured_limits() -> tuple[float, float, float]:
+    """(bytes/us, FLOP/us, int8 OP/us) of this GPU: the better of a large copy (reads and writes) and a read,
+    a large product of bf16 and one of int8."""
     x = torch.randn(1 << 15, 1 << 15, dtype=torch.bfloat16, device="cuda")
     y, rows = torch.empty_like(x), torch.empty(1 << 15, dtype=x.dtype, device="cuda")
     copied = 4 * x.numel() / graph_time([lambda: torch.neg(x, out=y)])
     bandwidth = max(copied, 2 * x.numel() / graph_time([lambda: torch.amax(x, 1, out=rows)]))
     a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
-    return bandwidth, 2 * 8192**3 / graph_time([lambda: a @ b] * 4)
+    c, d = random_int8(a)[0], random_int8(b)[0].T
+    products = (lambda: a @ b, lambda: torch._int_mm(c, d))
+    return bandwidth, *(2 * 8192**3 / graph_time([product] * 4) for product in products)
 
 
 def eager_sals(case: dict, queries: Tensor, s: dict) -> Tensor:
@@ -1588,24 +1678,39 @@ def eager_sals(case: dict, queries: Tensor, s: dict) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten(1, 2)
 
 
-def sals_case(B: int, S: int, Hq: int, Hkv: int, D: int, r: int, bits: int, x: int, y: int, z: int) -> dict:
+def random_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., r] in int8 codes with one scale for all, as a kernel takes as long with as with true ones."""
+    return (x * 32).clamp(-127, 127).to(torch.int8), torch.full(x.shape[:-1], 1 / 32, device=x.device)
+
+
+def sals_case(
+    B: int, S: int, Hq: int, Hkv: int, D: int, r: int, bits: int, int8: bool, x: int, y: int, z: int
+) -> dict:  # fmt: skip
     """Random inputs of one shape: a dict of sizes and `sets`, copies that together are larger than L2."""
     bf16, device = torch.bfloat16, "cuda"
     angles = torch.outer(
         torch.arange(S, device=device).float(), 1e4 ** -(torch.arange(0, D, 2, device=device) / D)
     )
     case = {"B": B, "S": S, "Hq": Hq, "Hkv": Hkv, "D": D, "r": r, "bits": bits, "x": x, "y": y, "z": z}
+    case["int8"] = int8
     case["plain_basis"] = torch.randn(Hkv * D, r, dtype=bf16, device=device) * r**-0.5
-    case["basis"] = interleave_rope(case["plain_basis"], Hkv)
+    case["basis"], case["basis_scale"] = interleave_rope(case["plain_basis"], Hkv), None
+    if int8:
+        codes, basis_scale = random_int8(case["basis"] * r**0.5)
+        case["basis"], case["basis_scale"] = codes, basis_scale[..., None] * r**-0.5
     case["cos"], case["sin"] = angles.cos(), angles.sin()
     case["rope"] = rope_pairs(case["cos"], case["sin"], bf16)
     case["pos"] = torch.full((B,), S - 1, dtype=torch.int32, device=device)
     chosen = torch.rand(B, S - z, device=device).argsort(1)[:, : x + y].int()
     case["sets"] = []
     for _ in range(sets_for(B * S * r)):
+        latent, latent_scale = torch.randn(B, S, r, dtype=bf16, device=device), None
+        if int8:
+            latent, latent_scale = random_int8(latent)
         normal = torch.randn(B, S, Hkv, D // 32, 2, device=device).half()
         case["sets"].append({
-            "latent": torch.randn(B, S, r, dtype=bf16, device=device),
+            "latent": latent,
+            "latent_scale": latent_scale,
             "codes": torch.randint(0, 256, (B, S, Hkv, D * bits // 8), dtype=torch.uint8, device=device),
             "low_scale": normal,
             "ring_k": torch.randn(B, z, Hkv, D, dtype=bf16, device=device),
@@ -1626,12 +1731,16 @@ def sals_calls(case: dict) -> dict:
     c, scale = case, case["D"] ** -0.5
     shared = (c["pos"], c["rope"])
 
+    def score(s, rule):
+        return latent_scores(s[rule], s["latent"], s["latent_scale"], c["pos"], scale, rule)
+
     def attend(s, index):
-        stores = (c["basis"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        return sals_attend(s["q"], index, s["latent"], *stores, *shared, c["bits"])
+        keys = (s["latent"], s["latent_scale"], c["basis"], c["basis_scale"])
+        rest = (s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
+        return sals_attend(s["q"], index, *keys, *rest, *shared, c["bits"])
 
     def append(s):
-        stores = (s["latent"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
+        stores = (s["latent"], s["latent_scale"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
         return sals_append(s["new"], s["q"], s["k"], s["k"], *shared, *stores, c["bits"])
 
     def choose(scores):
@@ -1639,11 +1748,11 @@ def sals_calls(case: dict) -> dict:
 
     def whole(s, rule):
         s = s | {"q": append(s)}
-        return attend(s, choose(latent_scores(s[rule], s["latent"], c["pos"], scale, rule)))
+        return attend(s, choose(score(s, rule)))
 
     operators = {
-        "score sum": lambda s: latent_scores(s["sum"], s["latent"], c["pos"], scale, "sum"),
-        "score softmax": lambda s: latent_scores(s["softmax"], s["latent"], c["pos"], scale, "softmax"),
+        "score sum": lambda s: score(s, "sum"),
+        "score softmax": lambda s: score(s, "softmax"),
         "select": lambda s: choose(s["scores"]),
         "attend": lambda s: attend(s, s["index"]),
         "append": append,
@@ -1651,18 +1760,21 @@ def sals_calls(case: dict) -> dict:
         "sals softmax": lambda s: whole(s, "softmax"),
         "sals eager": lambda s: eager_sals(c, s["sum"], s),
     }
+    if c["int8"]:
+        del operators["sals eager"]
     return {name: [lambda s=s, f=f: f(s) for s in case["sets"]] for name, f in operators.items()}
 
 
 def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
-    """Microseconds of each operator at the measured limits: its bytes; for attend its matrix FLOPs, if they
-    take longer; for the whole the sum of append, scores and attend."""
+    """Microseconds of each operator at the measured limits: its bytes; for attend its matrix FLOPs (of the
+    latents' dtype), if they take longer; for the whole the sum of append, scores and attend."""
     B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
-    score = B * S * r / bandwidth
+    size, scale = (1, 4) if c["int8"] else (2, 0)  # bytes of a number, and beside each row
+    score = B * S * (size * r // 2 + scale) / bandwidth
     # A normaliser is known after one pass: 4 bytes a head (a half, written and read), or the latents again.
-    softmax = score + B * S * min(4 * c["Hq"], r) / bandwidth
-    token = 2 * r + kv * c["bits"] // 8 + kv // 8
-    read = (B * n * token + kv * r * 2 + B * c["z"] * kv * 4) / bandwidth
+    softmax = score + B * S * min(4 * c["Hq"], size * r // 2 + scale) / bandwidth
+    token = size * r + scale + kv * c["bits"] // 8 + kv // 8
+    read = (B * n * token + kv * r * size + B * c["z"] * kv * 4) / bandwidth
     attend = max(read, 2 * B * n * r * kv / flops)
     append = 2 * B * (2 * r + kv * 4) / bandwidth
     limits = {"score sum": score, "score softmax": softmax, "select": B * S * 4 / bandwidth, "attend": attend}
@@ -1728,15 +1840,18 @@ LLAMA2 = [(B, S) for S in (1024, 2048, 4096) for B in (8, 16)] + [
     (1, 131072),
 ]
 LLAMA31 = [(8, 4096), (8, 32768), (1, 131072), (4, 131072)]
-SHAPES = {  # name -> (Hq, Hkv, D), [(r, bits)], [(B, S)], (x, y, z)
-    "7b": ((32, 32, 128), [(1024, 4), (512, 2)], LLAMA2, (16, 432, 64)),
-    "8b": ((32, 8, 128), [(256, 4), (128, 2)], LLAMA31, (16, 1968, 64)),
+SHAPES = {  # name -> (Hq, Hkv, D), [(r, bits of V, int8 latents)], [(B, S)], (x, y, z)
+    name: (heads, [(r, bits, int8) for int8 in (False, True) for r, bits in settings], rows, budget)
+    for name, heads, settings, rows, budget in (
+        ("7b", (32, 32, 128), [(1024, 4), (512, 2)], LLAMA2, (16, 432, 64)),
+        ("8b", (32, 8, 128), [(256, 4), (128, 2)], LLAMA31, (16, 1968, 64)),
+    )
 }
 
 
 def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> list[dict]:
     """Times every operator at every shape; report(row) is called for each as it comes."""
-    bandwidth, flops = measured_limits()
+    bandwidth, flops, int8_ops = measured_limits()
     rows = []
 
     def note(shape_name, B, S, setting, operator, us, limit):
@@ -1747,6 +1862,7 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
 
     note("-", 0, 0, "memory", "TB/s measured", bandwidth / 1e6, bandwidth / 1e6)
     note("-", 0, 0, "bf16", "TFLOP/s measured", flops / 1e6, flops / 1e6)
+    note("-", 0, 0, "int8", "TOP/s measured", int8_ops / 1e6, int8_ops / 1e6)
     for name in names:
         (Hq, Hkv, D), settings, shapes, (x, y, z) = SHAPES[name]
         for B, S in shapes:
@@ -1763,11 +1879,12 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
                 note(name, B, S, "ragged", operator, graph_time(calls), limit)
             del operators, calls
             torch.cuda.empty_cache()
-            for r, bits in settings:
-                case = sals_case(B, S, Hq, Hkv, D, r, bits, x, y, z)
-                limits = sals_limits(case, bandwidth, flops)
+            for r, bits, int8 in settings:
+                case = sals_case(B, S, Hq, Hkv, D, r, bits, int8, x, y, z)
+                limits = sals_limits(case, bandwidth, int8_ops if int8 else flops)
+                setting = f"r{r} {bits} bit" + (" int8" if int8 else "")
                 for operator, calls in sals_calls(case).items():
-                    note(name, B, S, f"r{r} {bits} bit", operator, graph_time(calls), limits[operator])
+                    note(name, B, S, setting, operator, graph_time(calls), limits[operator])
                 del case, calls
                 torch.cuda.empty_cache()
     return rows
@@ -1803,7 +1920,7 @@ def main() -> None:
         fail("the benchmark needs a CUDA GPU and triton")
 
     def report(row):
-        line = "{model:>3} {batch:>3} x {length:<7}{setting:<13}{operator:<18}{us:>9.1f}{limit_us:>9.1f}"
+        line = "{model:>3} {batch:>3} x {length:<7}{setting:<17}{operator:<18}{us:>9.1f}{limit_us:>9.1f}"
         print((line + "{share:>8.1%}").format(**row), file=sys.stderr, flush=True)
 
     rows = benchmark(options.model, options.shape, report)

@@ -449,6 +449,7 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window, metric):
         ("sals", SPARSE),
         ("sals", SPARSE | {"score": "sum"}),
         ("sals", SPARSE | {"bits": 16}),
+        ("sals", SPARSE | {"latent_bits": 8}),
         ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
         ("sals", SPARSE | {"window": "half", "fold": False}),
         ("loki", {"k": 0.3, "d": 0.5}),
@@ -501,7 +502,8 @@ def test_prefill_then_decode_equals_decode_all_the_way(method, options):
 
 
 @pytest.mark.parametrize(
-    "options", [SPARSE, SPARSE | {"bits": 2}, SPARSE | {"bits": 16}, SPARSE | {"window": "half"}]
+    "options",
+    [SPARSE | more for more in ({}, {"bits": 2}, {"bits": 16}, {"window": "half"}, {"latent_bits": 8})],
 )
 @pytest.mark.parametrize("n", [3, 8, 50])
 def test_sals_prefill_writes_what_decode_writes(options, n):
@@ -514,7 +516,7 @@ def test_sals_prefill_writes_what_decode_writes(options, n):
     for i in range(n):
         other.decode(torch.tensor([i], dtype=torch.int32), q[i : i + 1], k[i : i + 1], v[i : i + 1])
     for (name, a), (_, b) in zip(one.named_buffers(), other.named_buffers(), strict=True):
-        assert torch.allclose(a.float(), b.float(), atol=1e-5), name
+        assert torch.allclose(a.float(), b.float(), atol=1 if a.dtype == torch.int8 else 1e-5), name
 
 
 def test_sals_drops_exactly_one_token_past_the_budget():
@@ -554,6 +556,7 @@ def test_sals_drops_exactly_one_token_past_the_budget():
         {"rank": 0.125, "bits": 2},
         {"window": "half"},
         {"skip_as": "dense"},
+        {"latent_bits": 8},
         {"bits": 16, "keep": 0.5},
         {"skip": ""},
     ],
@@ -598,6 +601,13 @@ def test_bytes_of_the_paper():
 BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token take 2 * 4 heads * 16 * 4 = 512
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
+    ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
+    (
+        "sals",
+        SPARSE | {"latent_bits": 8, "skip": ""},
+        80,
+        80 * (16 + 4) + 24 * (32 + 4 + 32 + 16) + 8 * 512,
+    ),
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
     ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
@@ -864,6 +874,54 @@ def test_folded_projections_equal_unfolded(score, qkv_bias):
         rows = model.layers[2].attention.wqkv.weight.shape[0]
         assert rows == 256 + fold * (32 + (16 if score == "sum" else 0))
     assert error(runs[0], runs[1]) < 1e-4
+
+
+@pytest.mark.parametrize("r_score, r", [(3, 7), (16, 16), (100, 128)])
+def test_latent_turn_is_a_rotation_that_keeps_the_leading_dims(r_score, r):
+    turn = compress.latent_turn(r_score, r)
+    assert error(turn @ turn.T, torch.eye(r)) < 1e-5
+    assert not turn[:r_score, r_score:].any() and not turn[r_score:, :r_score].any()
+    assert torch.equal(turn, compress.latent_turn.__wrapped__(r_score, r))  # the same in every run
+
+
+def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
+    x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 3)[:, None]
+    x[0, 0] = 0
+    codes, scale = compress.quantize_int8(x)
+    assert codes.dtype == torch.int8 and scale.shape == (5, 3, 1) and codes.abs().max() == 127
+    assert ((codes * scale - x).abs() <= scale * 0.5001).all()
+    up = torch.randn(4 * 16, 12) * torch.logspace(-2, 2, 64)[:, None]
+    codes, scale = compress.quantize_basis(up, SimpleNamespace(n_kv_heads=4))
+    pairs = scale.view(4, 2, 8)
+    assert torch.equal(pairs[:, 0], pairs[:, 1]) and ((codes * scale - up).abs() <= scale * 0.5001).all()
+    assert torch.equal(scale[0, 0] * 127, up[[0, 8]].abs().max())
+    again = compress.quantize_basis(codes * scale, SimpleNamespace(n_kv_heads=4))
+    assert torch.equal(again[0], codes)  # a kernel takes its codes from what the PyTorch path multiplies
+
+
+@pytest.mark.parametrize("metric", ["query", "key"])
+def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_scores(metric):
+    """Keys with the energies of a real basis, 1 to 1e-3 of the largest."""
+    n, U, scale = 400, orthonormal(64), 2 ** torch.linspace(-1, 1, 64)
+    scale = scale if metric == "query" else torch.ones(64)
+    k = ((torch.randn(n, 64) * torch.logspace(0, -3, 64)) @ U.T / scale).unflatten(-1, (4, 16))
+    q, v = torch.randn(n, 8, 16), torch.randn(n, 4, 16)
+    live, keys, scores = torch.ones(1, n, dtype=torch.bool), [], []
+    for bits in (16, 8):
+        settings = SalsSettings(**SPARSE | {"rank": 1.0}, latent_bits=bits)
+        cache = SalsCache(Room(tiny_model(), 1, n), settings, U, True, None if metric == "key" else scale)
+        cache.prefill(0, q, k, v)
+        keys.append((cache.latents.read((0,)) @ cache.up.T) * scale)
+        leading = cache.latents.read((slice(None),), cache.r_score)
+        scores.append(sals_scores(cache.queries(q[-1:]), leading, live, "sum", 1.0)[0])
+    assert cache.latents.rows.dtype == torch.int8
+    assert 1e-3 < error(keys[1], keys[0]) < 0.015
+    assert (
+        error(keys[1] @ U[:, 32:], keys[0] @ U[:, 32:]) < 0.5
+    )  # a thirtieth of the first directions, and less
+    assert error(scores[1], scores[0]) < 0.015
+    best = [set(s.topk(40).indices.tolist()) for s in scores]
+    assert len(best[0] & best[1]) >= 38
 
 
 def test_prefill_holds_one_layers_keys_and_values_at_a_time():
@@ -3036,6 +3094,7 @@ def test_graph_replay_equals_eager(method, options):
         ("dense", {}),
         ("sals", {}),
         ("sals", {"score": "sum"}),
+        ("sals", {"latent_bits": 8}),
         ("fdc", {}),
         ("loki", {}),
         ("topk", {"keep": 256}),
@@ -3769,27 +3828,40 @@ poisoned = pytest.mark.usefixtures("poisoned_memory")
     [(1, 70, 1, 5, 9), (3, 130, 1, 64, 128), (3, 300, 3, 33, 40), (1, 129, 8, 64, 64), (3, 97, 32, 520, 530)],
 )
 @pytest.mark.parametrize("rule", ["sum", "softmax"])
+@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_latent_scores(dtype, B, S, heads, r_score, r, rule):
+def test_kernel_latent_scores(dtype, B, S, heads, r_score, r, rule, int8):
     heads = 1 if rule == "sum" else heads
     queries, latent = randn(B, heads, r_score, dtype=dtype), randn(B, S, r, dtype=dtype)
+    queries[:, 0] *= 0 if heads > 1 else 1  # a head without a largest number
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
-    truth = sals_scores(queries.float(), latent[..., :r_score].float(), live, rule, 0.25)
-    latent[~live] = NAN
-    out = kernels.latent_scores(queries, latent, pos, 16**-0.5, rule)
+    stored, decoded = latents_of(latent, live, int8)
+    truth = sals_scores(queries.float(), decoded[..., :r_score], live, rule, 0.25)
+    out = kernels.latent_scores(queries, *stored, pos, 16**-0.5, rule)
     assert (out[~live] == -torch.inf).all()
     close(out[live], truth[live], dtype)
 
 
+def latents_of(latent, live, int8):
+    """(rows, scale or None) as a cache stores them, NaN where a token is not live, and what they stand for."""
+    if not int8:
+        return (latent.masked_fill(~live[..., None], NAN), None), latent.float()
+    codes, scale = compress.quantize_int8(latent)
+    codes[~live] = 127
+    return (codes, scale[..., 0].masked_fill(~live, NAN)), codes * scale
+
+
+@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch):
+def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch, int8):
     monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, 6))
     queries, latent = 3 * randn(3, 4, 32, dtype=torch.float16), randn(3, 300, 40, dtype=torch.float16)
     pos = positions(299, 100, 17)
     live = torch.arange(300, device=DEVICE) <= pos[:, None]
-    truth = sals_scores(queries.float(), latent[..., :32].float(), live, "softmax", 0.25)
-    out = kernels.latent_scores(queries, latent, pos, 16**-0.5, "softmax")
+    stored, decoded = latents_of(latent, live, int8)
+    truth = sals_scores(queries.float(), decoded[..., :32], live, "softmax", 0.25)
+    out = kernels.latent_scores(queries, *stored, pos, 16**-0.5, "softmax")
     close(out[live], truth[live], torch.float16)
 
 
@@ -3958,9 +4030,10 @@ def sals_truth(q, index, live, latent, basis, v, ring_k, ring_v, pos, cos, sin):
         (3, 200, 1, 4, 128, 32, 2, None, 8, (199, 60, 7)),
     ],
 )
+@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos):
-    check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos)
+def test_kernel_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, int8):
+    check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, int8=int8)
 
 
 @pytest.mark.parametrize("G", [1, 4])
@@ -3971,7 +4044,7 @@ def test_kernel_sals_attend_window_of_several_tiles(G, first, last):
     check_sals_attend(torch.float16, 3, 200, 2, G, 64, 32, 4, 33, 100, (199, 120, 30), (first, last))
 
 
-def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None):
+def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None, int8=False):
     pos = positions(*pos)
     group = min(32, D)
     q, latent = randn(B, Hkv * G, D, dtype=dtype), randn(B, S, r, dtype=dtype)
@@ -4002,25 +4075,17 @@ def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None):
         given = given.to(DEVICE, torch.int32)
         given[given > pos[:, None] - z] = -1
         index, live = given, given >= 0
+    latents, latent = latents_of(latent, live_tokens, int8)
+    paired = [kernels.interleave_rope(basis, Hkv), None]
+    if int8:
+        codes, scale = compress.quantize_basis(basis, SimpleNamespace(n_kv_heads=Hkv))
+        paired, basis = [kernels.interleave_rope(x, Hkv) for x in (codes, scale)], codes * scale
     truth = sals_truth(q, index, live, latent, basis, decoded, ring_k, ring_v, pos, cos, sin)
-    latent = latent.masked_fill(~live_tokens[..., None], NAN)
     empty = torch.arange(z, device=DEVICE) > pos[:, None]
     ring_k[empty], ring_v[empty] = NAN, NAN
-    paired = kernels.interleave_rope(basis, Hkv)
-    out = kernels.sals_attend(
-        q,
-        given,
-        latent,
-        paired,
-        values,
-        low_scale,
-        ring_k,
-        ring_v,
-        pos,
-        kernels.rope_pairs(cos, sin, dtype),
-        bits,
-    )
-    close(out, truth, dtype)
+    rope = kernels.rope_pairs(cos, sin, dtype)
+    stores = (*latents, *paired, values, low_scale, ring_k, ring_v)
+    close(kernels.sals_attend(q, given, *stores, pos, rope, bits), truth, dtype)
 
 
 # (tokens a tile, heads a tile, ranks a step, warps, stages, programs): tiles that span one, two and several
@@ -4035,11 +4100,15 @@ def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None):
         ((64, 1, 32, 4, 3, 100), (16, 64, 4, 2, 5)),
     ],
 )
+@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_tiles(monkeypatch, n, logits, values):
-    monkeypatch.setattr(kernels, "logits_config", lambda *_: logits)
+def test_kernel_sals_attend_tiles(monkeypatch, n, logits, values, int8):
+    tile, heads, step, *rest = logits
+    monkeypatch.setattr(
+        kernels, "logits_config", lambda *_: (tile, heads, max(32, step) if int8 else step, *rest)
+    )
     monkeypatch.setattr(kernels, "values_config", lambda *_: values)
-    check_sals_attend(torch.float16, 3, 200, 4, 1, 64, 64, 4, n, 24, (199, 120, 30))
+    check_sals_attend(torch.float16, 3, 200, 4, 1, 64, 64, 4, n, 24, (199, 120, 30), int8=int8)
 
 
 # (tokens a tile, ranks a step, warps, stages, splits): the basis whole and in steps, a ring of several tiles.
@@ -4047,10 +4116,12 @@ def test_kernel_sals_attend_tiles(monkeypatch, n, logits, values):
 @pytest.mark.parametrize(
     "D, config", [(96, (16, 64, 4, 2, 1)), (128, (64, 32, 4, 2, 3)), (64, (32, 16, 4, 1, 7))]
 )
+@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n):
-    monkeypatch.setattr(kernels, "grouped_config", lambda *_: config)
-    check_sals_attend(torch.float16, 3, 200, 2, 4, D, 57, 4, n, 24, (199, 120, 30))
+def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n, int8):
+    tile, step, *rest = config
+    monkeypatch.setattr(kernels, "grouped_config", lambda *_: (tile, max(32, step) if int8 else step, *rest))
+    check_sals_attend(torch.float16, 3, 200, 2, 4, D, 57, 4, n, 24, (199, 120, 30), int8=int8)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
@@ -4058,9 +4129,11 @@ def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n):
     "B, S, Hkv, G, r, bits, n",
     [(16, 1000, 32, 1, 512, 2, 448), (8, 3000, 8, 4, 256, 4, 1984), (1, 3000, 8, 4, 256, 4, None)],
 )
+@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_real_sizes(B, S, Hkv, G, r, bits, n):
-    check_sals_attend(torch.bfloat16, B, S, Hkv, G, 128, r, bits, n, 64, [S - 1 - 7 * b for b in range(B)])
+def test_kernel_sals_attend_real_sizes(B, S, Hkv, G, r, bits, n, int8):
+    pos = [S - 1 - 7 * b for b in range(B)]
+    check_sals_attend(torch.bfloat16, B, S, Hkv, G, 128, r, bits, n, 64, pos, int8=int8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -4091,8 +4164,9 @@ def test_kernel_dense_attend(dtype, B, S, Hkv, G, D, pos):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize("Hkv, D, r", [(2, 64, 33), (3, 96, 20), (1, 128, 64), (5, 16, 3)])
+@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_append(dtype, bits, Hkv, D, r):
+def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8):
     B, S, z, group = 3, 20, 8, min(32, D)
     pos = positions(19, 8, 0)
     rows = torch.arange(B, device=DEVICE)
@@ -4101,6 +4175,7 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
     q, k, v, new = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r], 1)
     q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
     least = 2.0**-24 * (torch.arange(D, device=DEVICE) % 2)  # of fp16, as scales are
+    new[2] = 0  # a latent without a scale
     v[0, 0] = least  # a scale that rounds to 0
     v[1, 0] = least * int(1.45 * (2**bits - 1))  # one that rounds down so far that codes must be clamped
     cos, sin = tables(S, D)
@@ -4112,21 +4187,27 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r):
     values, low_scale = randn(B, S, Hkv, D, dtype=dtype), None
     if bits < 16:
         values, low_scale = quantize(values, bits, group)
-    stores = [latent, values, low_scale, ring_k, ring_v]
+    latents, _ = latents_of(latent, torch.ones(B, S, dtype=torch.bool, device=DEVICE), int8)
+    stores = [*latents, values, low_scale, ring_k, ring_v]
     truth = [None if s is None else s.clone() for s in stores]
-    truth[0][rows, pos.long()] = new
-    truth[3][rows, pos.long() % z] = apply_rope(
+    here = (rows, pos.long())
+    if int8:
+        truth[0][here], scale = compress.quantize_int8(new)
+        truth[1][here] = scale[:, 0]
+    else:
+        truth[0][here] = new
+    truth[4][rows, pos.long() % z] = apply_rope(
         k[:, None], cos[pos.long()][:, None], sin[pos.long()][:, None]
     )[:, 0]
-    truth[4][rows, pos.long() % z] = v
+    truth[5][rows, pos.long() % z] = v
     if bits < 16:
-        truth[1][rows, pos.long()], truth[2][rows, pos.long()] = quantize(v, bits, group)
+        truth[2][here], truth[3][here] = quantize(v, bits, group)
     else:
-        truth[1][rows, pos.long()] = v
+        truth[2][here] = v
     rotated = kernels.sals_append(new, q, k, v, pos, kernels.rope_pairs(cos, sin, dtype), *stores, bits)
     close(rotated, apply_rope(q.float(), cos[pos.long()], sin[pos.long()]), dtype)
     for i, (got, want) in enumerate(zip(stores, truth)):
-        if i == 3:
+        if i == 4:
             close(got, want.float(), dtype)
         elif got is not None:
             assert torch.equal(got, want), i
@@ -4263,26 +4344,32 @@ def test_kernels_reach_host_memory_through_its_address():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
+@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_graph_follows_pos():
+def test_kernel_graph_follows_pos(int8):
     """One capture is right for every length: replayed at other positions it equals eager, bit for bit."""
     B, S, Hkv, G, D, r, z = 3, 3000, 4, 2, 64, 64, 16
     bf16 = torch.bfloat16
     q, k, v = (randn(B, h, D, seed=i, dtype=bf16) for i, h in enumerate((Hkv * G, Hkv, Hkv)))
     dense_k, dense_v = randn(B, Hkv, S, D, dtype=bf16), randn(B, Hkv, S, D, seed=1, dtype=bf16)
     values, low_scale = quantize(randn(B, S, Hkv, D, dtype=bf16), 4, 32)
-    latent, basis = randn(B, S, r, dtype=bf16), kernels.interleave_rope(randn(Hkv * D, r, dtype=bf16), Hkv)
+    latents, basis = (randn(B, S, r, dtype=bf16), None), (randn(Hkv * D, r, dtype=bf16), None)
+    if int8:
+        codes, scale = compress.quantize_int8(latents[0])
+        latents = codes, scale[..., 0].contiguous()
+        basis = compress.quantize_basis(basis[0], SimpleNamespace(n_kv_heads=Hkv))
+    basis = [x if x is None else kernels.interleave_rope(x, Hkv) for x in basis]
     ring_k, ring_v = randn(B, z, Hkv, D, dtype=bf16), randn(B, z, Hkv, D, seed=1, dtype=bf16)
     queries, new = randn(B, Hkv * G, 32, dtype=bf16), randn(B, r, dtype=bf16)
     rope = kernels.rope_pairs(*tables(S, D), bf16)
     pos = positions(2000, 500, 5)
 
     def step():
-        rotated = kernels.sals_append(new, q, k, v, pos, rope, latent, values, low_scale, ring_k, ring_v, 4)
-        index = kernels.select(
-            kernels.latent_scores(queries, latent, pos, D**-0.5, "softmax"), pos, 4, 100, z
-        )
-        stores = (latent, basis, values, low_scale, ring_k, ring_v, pos, rope, 4)
+        stores = (values, low_scale, ring_k, ring_v)
+        rotated = kernels.sals_append(new, q, k, v, pos, rope, *latents, *stores, 4)
+        scores = kernels.latent_scores(queries, *latents, pos, D**-0.5, "softmax")
+        index = kernels.select(scores, pos, 4, 100, z)
+        stores = (*latents, *basis, *stores, pos, rope, 4)
         sparse, full = (kernels.sals_attend(rotated, i, *stores) for i in (index, None))
         return index, sparse, full, kernels.dense_attend(q, dense_k, dense_v, pos)
 
@@ -4306,6 +4393,10 @@ OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
     "method,options,group",
     [("dense", {}, 4), ("sals", SPARSE, 2), ("sals", SPARSE | {"score": "sum", "bits": 16, "rank": 0.3}, 1)]
     + [("sals", SPARSE | {"fold": False, "skip_as": "dense"}, 8), ("sals", SPARSE | OLD, 2)]
+    + [
+        ("sals", SPARSE | {"latent_bits": 8, "score": rule}, group)
+        for rule, group in (("sum", 1), ("softmax", 4))
+    ]
     + [("fdc", {"rate": 0.2}, 2), ("fdc", {"adaptive": False}, 8), ("palu", {}, 2)],
 )
 def test_decode_with_kernels_equals_decode_without(method, options, group, monkeypatch):
@@ -4385,9 +4476,9 @@ def test_kernel_bad_input():
     with pytest.raises(ValueError, match=r"wanted must be \[1\]"):
         kernels.select(scores, pos, 1, 2, 3, positions(1, 1))
     with pytest.raises(ValueError, match="rule"):
-        kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 4), pos, 1.0, "max")
+        kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 4), None, pos, 1.0, "max")
     with pytest.raises(ValueError, match="contiguous"):
-        kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], pos)
+        kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], None, pos)
     with pytest.raises(ValueError, match="pos .* must be contiguous"):
         kernels.select(randn(2, 10), positions(9, 9, 9, 9)[::2], 1, 2, 3)
     with pytest.raises(ValueError, match="ranks must be d_qk and d_v"):
@@ -4405,7 +4496,7 @@ def test_kernel_rope_table_must_reach_the_capacity():
     B, S, D = 1, 10, 16
     k, store = randn(B, 1, D), randn(B, S, 1, D)
     rope = kernels.rope_pairs(*tables(S - 1, D), torch.float32)
-    stores = (randn(B, S, 4), store, None, randn(B, 2, 1, D), randn(B, 2, 1, D))
+    stores = (randn(B, S, 4), None, store, None, randn(B, 2, 1, D), randn(B, 2, 1, D))
     with pytest.raises(ValueError, match="rope has 9 positions, the cache 10"):
         kernels.sals_append(randn(B, 4), k, k, k, positions(9), rope, *stores, 16)
 
@@ -4415,7 +4506,15 @@ def test_kernels_refuse_what_they_would_get_wrong():
     with pytest.raises(ValueError, match="multiple of 32"):
         kernels.value_group(48, 4)
     with pytest.raises(ValueError, match="one query a row"):
-        kernels.latent_scores(randn(1, 2, 4), randn(1, 10, 8), positions(9), 1.0, "sum")
+        kernels.latent_scores(randn(1, 2, 4), randn(1, 10, 8), None, positions(9), 1.0, "sum")
+    with pytest.raises(ValueError, match="latent must be torch.int8"):
+        kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 8), randn(1, 10), positions(9), 1.0, "sum")
+    codes, stores = randn(1, 10, 4).to(torch.int8), (randn(1, 10, 1, 16), None, randn(1, 2, 1, 16))
+    with pytest.raises(ValueError, match="int8 together"):
+        kernels.sals_attend(
+            randn(1, 1, 16), None, codes, randn(1, 10), randn(1, 16, 4), None, *stores, stores[2],
+            positions(9), kernels.rope_pairs(*tables(10, 16), torch.float32), 16,
+        )  # fmt: skip
     rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1, dtype=torch.int64)
     apart = randn(1, 9, 2, 16).transpose(1, 2)
     with pytest.raises(ValueError, match="v .* must be contiguous"):
