@@ -901,27 +901,29 @@ def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
 
 @pytest.mark.parametrize("metric", ["query", "key"])
 def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_scores(metric):
-    """Keys with the energies of a real basis, 1 to 1e-3 of the largest."""
+    """Keys with one direction 30 times the others, as the mean of real keys is: its size must not set the
+    error of the others, in scored dims or beyond."""
+    torch.manual_seed(0)
     n, U, scale = 400, orthonormal(64), 2 ** torch.linspace(-1, 1, 64)
     scale = scale if metric == "query" else torch.ones(64)
-    k = ((torch.randn(n, 64) * torch.logspace(0, -3, 64)) @ U.T / scale).unflatten(-1, (4, 16))
+    energy = torch.ones(64)
+    energy[0] = 30
+    k = ((torch.randn(n, 64) * energy) @ U.T / scale).unflatten(-1, (4, 16))
     q, v = torch.randn(n, 8, 16), torch.randn(n, 4, 16)
     live, keys, scores = torch.ones(1, n, dtype=torch.bool), [], []
     for bits in (16, 8):
         settings = SalsSettings(**SPARSE | {"rank": 1.0}, latent_bits=bits)
         cache = SalsCache(Room(tiny_model(), 1, n), settings, U, True, None if metric == "key" else scale)
         cache.prefill(0, q, k, v)
-        keys.append((cache.latents.read((0,)) @ cache.up.T) * scale)
+        keys.append((cache.latents.read((0,)) @ cache.up.T) * scale @ U)
         leading = cache.latents.read((slice(None),), cache.r_score)
         scores.append(sals_scores(cache.queries(q[-1:]), leading, live, "sum", 1.0)[0])
     assert cache.latents.rows.dtype == torch.int8
     assert 1e-3 < error(keys[1], keys[0]) < 0.015
-    assert (
-        error(keys[1] @ U[:, 32:], keys[0] @ U[:, 32:]) < 0.5
-    )  # a thirtieth of the first directions, and less
-    assert error(scores[1], scores[0]) < 0.015
+    assert error(keys[1][:, 1:], keys[0][:, 1:]) < 0.05
+    assert error(scores[1], scores[0]) < 0.04
     best = [set(s.topk(40).indices.tolist()) for s in scores]
-    assert len(best[0] & best[1]) >= 38
+    assert len(best[0] & best[1]) >= 37
 
 
 def test_prefill_holds_one_layers_keys_and_values_at_a_time():
