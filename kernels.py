@@ -288,9 +288,9 @@ def scores_config(rule: str, r_score: int, itemsize: int) -> tuple:
     if rule == "sum":
         RB = min(power2(max(r_score, 16)), 256)
         return max(16, 4096 // RB), RB, 4, 1, 0
-    if itemsize == 1 and r_score <= 256:  # all ranks at once, so that queries are split into int8 codes
+    if itemsize == 1 and r_score <= 512:  # all ranks at once, so that queries are split into int8 codes
         RB = max(32, power2(r_score))
-        return 128 if RB <= 128 else 64, RB, 4, 3, 3 * SMS
+        return (128 if RB <= 128 else 64), RB, 4, *((3, 3 * SMS) if RB <= 256 else (2, 2 * SMS))
     RB = min(power2(max(r_score, 16)), 64)
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
 
