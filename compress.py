@@ -366,14 +366,14 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tens
 def latent_maps(
     settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """sals_maps at rank r in fp32; with int8 latents turned by `latent_turn`, and `up` as int8 codes hold it."""
+    """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, and `up` as its codes hold it."""
     r = sals_rank(settings, config)
     down, up = sals_maps(basis.float(), scale, r)
-    if settings.latent_bits == 8:
-        turn = latent_turn(sals_score_rank(settings, config), r).to(basis.device)
-        codes, scale = quantize_basis(up @ turn, config)
-        down, up = down @ turn, codes * scale
-    return down, up
+    if settings.latent_bits == 16:
+        return down, up
+    turn = latent_turn(sals_score_rank(settings, config), r).to(basis.device)
+    codes, pair_scale = quantize_basis(up @ turn, config)
+    return down @ turn, codes * pair_scale
 
 
 @functools.lru_cache
@@ -388,7 +388,7 @@ def latent_turn(r_score: int, r: int) -> Tensor:
 
 
 def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes of x and their scale in fp32, one for all numbers along dims: x = codes * scale."""
+    """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
     scale = x.float().abs().amax(dims, keepdim=True) / 127
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
@@ -405,7 +405,8 @@ class Latents(nn.Module):
 
     def __init__(self, cache: Cache, tokens: int, r: int, bits: int):
         super().__init__()
-        self.dtype, int8 = cache.room.dtype, bits == 8
+        self.dtype = cache.room.dtype
+        int8 = bits == 8
         self.register_buffer("rows", cache.store(tokens, r, dtype=torch.int8 if int8 else self.dtype))
         self.register_buffer("scale", cache.store(tokens, dtype=torch.float32) if int8 else None)
 
@@ -455,7 +456,7 @@ class SalsCache(Cache):
 
     Every token is written to the latent and value stores at once; the ring holds the last z exactly (or at
     rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token.
-    basis, scale: see sals_maps."""
+    basis, scale: see latent_maps."""
 
     def __init__(
         self, room: Room, settings: SalsSettings, basis: Tensor, sparse: bool, scale: Tensor | None = None
@@ -484,11 +485,11 @@ class SalsCache(Cache):
             self.ring_values = Values(self, self.z, 16)
         self.fused = room.kernels is not None and not self.half and self.y > 0 and c.head_dim % 16 == 0
         if self.fused:
-            codes, scale = quantize_basis(up, c) if settings.latent_bits == 8 else (self.up, None)
-            self.paired_basis, self.basis_scale = (
-                x if x is None else room.kernels.interleave_rope(x.to(room.device), c.n_kv_heads)
-                for x in (codes, scale)
-            )
+            basis, self.basis_scale = self.up, None
+            if settings.latent_bits == 8:
+                basis, pair_scale = quantize_basis(up.to(room.device), c)  # the codes that `up` was made of
+                self.basis_scale = room.kernels.interleave_rope(pair_scale, c.n_kv_heads)
+            self.paired_basis = room.kernels.interleave_rope(basis, c.n_kv_heads)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         length = q.shape[0]
@@ -616,7 +617,7 @@ def sals_fold(
 ) -> None:
     """Appends W_k U_r, and for the sum rule (sum over each group of W_q) U_r*, to the rows of wqkv.
 
-    Exact, since everything up to the latent is linear; biases fold the same way. down, up: of sals_maps."""
+    Exact, since everything up to the latent is linear; biases fold the same way. down, up: of latent_maps."""
     linear = attention.wqkv
     parameters = {"weight": linear.weight, "bias": linear.bias}
     widths = [down.shape[1]] + ([r_score] if r_score else [])

@@ -74,12 +74,13 @@ def shape(name: str, x: Tensor, *sizes: int, dtype: torch.dtype | None = None) -
     need(dtype is None or x.dtype == dtype, f"{name} must be {dtype}, not {x.dtype}")
 
 
-def check_latent(latent: Tensor, latent_scale: Tensor | None, dtype: torch.dtype, pos: Tensor) -> None:
-    """Latents are of the model's dtype, or int8 codes [B, S, r] with a scale [B, S] fp32."""
-    shape("latent", latent, *latent.shape, dtype=dtype if latent_scale is None else torch.int8)
-    if latent_scale is not None:
-        shape("latent_scale", latent_scale, *latent.shape[:2], dtype=torch.float32)
-        check(pos, len(latent), latent_scale=latent_scale)
+def check_latent(pos: Tensor, latent: Tensor, scale: Tensor | None, B: int, dtype: torch.dtype) -> None:
+    """Asks that latents [B, S, r] are of the model's dtype, or int8 codes with a scale [B, S] fp32."""
+    shape("latent", latent, B, *latent.shape[1:], dtype=dtype if scale is None else torch.int8)
+    check(pos, B, latent=latent)
+    if scale is not None:
+        shape("latent_scale", scale, *latent.shape[:2], dtype=torch.float32)
+        check(pos, B, latent_scale=scale)
 
 
 def power2(n: int) -> int:
@@ -130,7 +131,7 @@ def _nearest(x):
 
 @jit
 def _split_int8(x):
-    """x [N, R] = (high * 254 + low) * scale [N], high and low int8: 15 bits of the largest number of a row."""
+    """x [N, R] = (high * 254 + low) * scale [N], high and low int8: 15 bits of a row's largest number."""
     x = x.to(tl.float32)
     scale = tl.max(tl.abs(x), 1) / 127
     x = x / tl.where(scale == 0, 1.0, scale)[:, None]
@@ -237,14 +238,15 @@ def latent_scores(
     rows, heads, r_score = queries.shape
     B, S, r = latent.shape
     need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
-    check_latent(latent, latent_scale, queries.dtype, pos)
+    check_latent(pos, latent, latent_scale, B, queries.dtype)
     need(rule == "softmax" or heads == 1, f"rule sum takes one query a row, not {heads}")
     check(pos, B, queries=queries[0], latent=latent)
     row = queries.stride(0)
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
     exact = queries.dtype == torch.float32
-    T, RB, warps, stages, programs = scores_config(rule, r_score, 4 if exact else latent.element_size())
+    itemsize = 4 if exact else latent.element_size()
+    T, RB, warps, stages, programs = scores_config(rule, HP, r_score, itemsize)
     NR = cdiv(r_score, RB)
     if rule == "sum":
         grid = (cdiv(S, T), B)
@@ -283,14 +285,16 @@ def latent_scores(
     return out
 
 
-def scores_config(rule: str, r_score: int, itemsize: int) -> tuple:
-    """(tokens a tile, ranks a block, warps, stages, programs) by shape."""
+def scores_config(rule: str, HP: int, r_score: int, itemsize: int) -> tuple:
+    """(tokens a tile, ranks a block, warps, stages, programs) by shape; HP: heads, padded."""
     if rule == "sum":
         RB = min(power2(max(r_score, 16)), 256)
         return max(16, 4096 // RB), RB, 4, 1, 0
-    if itemsize == 1 and r_score <= 512:  # all ranks at once, so that queries are split into int8 codes
-        RB = max(32, power2(r_score))
-        return (128 if RB <= 128 else 64), RB, 4, *((3, 3 * SMS) if RB <= 256 else (2, 2 * SMS))
+    if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
+        RB = max(32, power2(r_score))  # all ranks at once, so that queries are split into int8 codes
+        if RB > 256:
+            return 64, RB, 4, 2, 2 * SMS
+        return 64 if RB == 256 else 128, RB, 4, 3, 3 * SMS
     RB = min(power2(max(r_score, 16)), 64)
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
 
@@ -572,9 +576,11 @@ def _logits_kernel(
     same_head = (wide // (2 * PAIRS))[:, None] == (column % HEADS)[None, :]
     same_head = same_head & ((wide % (2 * PAIRS)) // 2 < D // 2)[:, None]
     dim = (wide % (2 * PAIRS)) // 2 + (wide % 2) * (D // 2)
-    ACC: tl.constexpr = tl.float32 if latent_scale_p is None else tl.int32
+    INT8: tl.constexpr = latent_scale_p is not None
+    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
     dtype: tl.constexpr = q_p.dtype.element_ty
-    LARGE: tl.constexpr = 4096.0 if dtype == tl.float16 else 1.0  # which sums of codes would overflow
+    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
+    LARGE: tl.constexpr = 1024.0 if dtype == tl.float16 else 1.0
     for tile in range(first // blocks, tl.cdiv(stop, blocks)):
         first_row = tile * T // n
         line = tile * T + tl.arange(0, T)
@@ -592,7 +598,7 @@ def _logits_kernel(
         token = tl.where(live, token, 0)
         stored = tl.minimum(row, B - 1).to(tl.int64) * S + token
         latent_row = latent_p + stored[:, None] * r
-        if latent_scale_p is not None:
+        if INT8:
             token_scale = tl.load(latent_scale_p + stored) * scale
         table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
         real_pair = (pair < D // 2)[None, :]
@@ -608,23 +614,23 @@ def _logits_kernel(
             head = head_of + block * HEADS
             # Queries of other heads are zero in `query`: one product serves all heads of the tile.
             query = tl.load(q_p + head[None, :] * D + dim[:, None], mask=own, other=0.0)
-            if basis_scale_p is not None:
+            if INT8:
                 pair_scale = tl.load(basis_scale_p + block * WIDE + wide) * LARGE
                 query = (query * pair_scale[:, None]).to(dtype)
-            k = tl.zeros([T, WIDE], ACC)
+            k = tl.zeros([T, WIDE], SUM)
             for start in range(0, r, KB):
                 dims = start + tl.arange(0, KB)
                 latent_at = latent_row + dims[None, :]
                 basis_at = basis_p + (block * WIDE + wide)[None, :] * r + dims[:, None]
                 if EVEN:
                     left, right = tl.load(latent_at), tl.load(basis_at)
-                    k = tl.dot(left, right, k, input_precision="ieee", out_dtype=ACC)
+                    k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
                 else:
                     left = tl.load(latent_at, mask=(dims < r)[None, :], other=0.0)
                     right = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
-                    k = tl.dot(left, right, k, input_precision="ieee", out_dtype=ACC)
+                    k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
             # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
-            if ACC == tl.int32:
+            if INT8:
                 k = k.to(tl.float32) / LARGE
             a, c = tl.split(tl.reshape(k, [T, HEADS, PAIRS, 2]))
             if WORDS:
@@ -633,7 +639,7 @@ def _logits_kernel(
                 cos4, sin4 = cos[:, None, :], sin[:, None, :]
             rotated = tl.reshape(tl.join(a * cos4 - c * sin4, c * cos4 + a * sin4), [T, WIDE])
             logits = tl.dot(rotated.to(dtype), query, input_precision="ieee")
-            logits *= scale if latent_scale_p is None else token_scale[:, None]
+            logits *= token_scale[:, None] if INT8 else scale
             logits = tl.where(live[:, None], logits, float("-inf"))
             mine = (row[:, None] == query_row[None, :]) & real[None, :]
             tl.store(logits_p + head[None, :] * n + place[:, None], logits, mask=mine)
@@ -830,10 +836,12 @@ def _grouped_kernel(
     basis_at = basis_p + (h * DP + d)[None, :] * r + dims[:, None]
     if WHOLE:  # all ranks in one product, and the basis stays through the loop
         basis = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
-    ACC: tl.constexpr = tl.float32 if latent_scale_p is None else tl.int32
+    INT8: tl.constexpr = latent_scale_p is not None
+    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
     dtype: tl.constexpr = q_p.dtype.element_ty
-    LARGE: tl.constexpr = 4096.0 if dtype == tl.float16 else 1.0  # which sums of codes would overflow
-    if basis_scale_p is not None:
+    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
+    LARGE: tl.constexpr = 1024.0 if dtype == tl.float16 else 1.0
+    if INT8:
         query = (query * (tl.load(basis_scale_p + h * DP + d) * LARGE)[:, None]).to(dtype)
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([T, GP], tl.float32)
@@ -869,26 +877,26 @@ def _grouped_kernel(
         table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
         cos, sin = _load_rope(rope_p, table, (pair < D // 2)[None, :], WORDS)
         latent_at = latent_p + (b * S + token)[:, None] * r + dims[None, :]
-        if latent_scale_p is not None:
+        if INT8:
             token_scale = tl.load(latent_scale_p + b * S + token) * scale
         if WHOLE:
             left = tl.load(latent_at, mask=(dims < r)[None, :], other=0.0)
-            k = tl.dot(left, basis, input_precision="ieee", out_dtype=ACC)
+            k = tl.dot(left, basis, input_precision="ieee", out_dtype=SUM)
         else:
-            k = tl.zeros([T, DP], ACC)
+            k = tl.zeros([T, DP], SUM)
             for start in range(0, r, KB):
                 left = tl.load(latent_at + start, mask=(dims + start < r)[None, :], other=0.0)
                 right = tl.load(basis_at + start, mask=(dims + start < r)[:, None], other=0.0)
-                k = tl.dot(left, right, k, input_precision="ieee", out_dtype=ACC)
-        if ACC == tl.int32:
+                k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
+        if INT8:
             k = k.to(tl.float32) / LARGE
         a, c = tl.split(tl.reshape(k, [T, DP // 2, 2]))
         rotated = tl.reshape(tl.join(a * cos - c * sin, c * cos + a * sin), [T, DP]).to(dtype)
         logits = tl.dot(rotated, query, input_precision="ieee")
-        logits *= scale if latent_scale_p is None else token_scale[:, None]
+        logits *= token_scale[:, None] if INT8 else scale
         if BITS < 16:
             code, low, step = _decode(code, pairs, BITS, PLANES)
-            v = tl.reshape(code * step + low, [T, C]).to(q_p.dtype.element_ty)
+            v = tl.reshape(code * step + low, [T, C]).to(dtype)
         top, total, out = _attend_tile(logits, live, v, top, total, out)
     total = tl.sum(total, 0)
     head_row = (b * heads + h) * G + g
@@ -968,9 +976,10 @@ def sals_attend(
 
     q [B, Hq, D] after RoPE; index [B, n] int32 of tokens (-1: none), or None for all tokens up to pos - z;
     latent [B, S, r] and basis [Hkv, DP, r] of interleave_rope, of q's dtype, or both in int8 with
-    latent_scale [B, S] and basis_scale [Hkv, DP, 1] fp32, alike in the two dims of a pair; values: codes [B, S, Hkv, D*bits/8] uint8 with
-    low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V [B, S, Hkv, D] and None; ring_k (after RoPE)
-    and ring_v [B, z, Hkv, D], position p in slot p % z; rope [>= S, D/2, 2] of rope_pairs -> [B, Hq, D].
+    latent_scale [B, S] and basis_scale [Hkv, DP, 1] fp32, alike in the two dims of a pair; values: codes
+    [B, S, Hkv, D*bits/8] uint8 with low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V
+    [B, S, Hkv, D] and None; ring_k (after RoPE) and ring_v [B, z, Hkv, D], position p in slot p % z;
+    rope [>= S, D/2, 2] of rope_pairs -> [B, Hq, D].
 
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
@@ -984,8 +993,7 @@ def sals_attend(
     z = ring_k.shape[1]
     need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
     group = value_group(D, bits)
-    shape("latent", latent, B, S, r)
-    check_latent(latent, latent_scale, q.dtype, pos)
+    check_latent(pos, latent, latent_scale, B, q.dtype)
     need((latent_scale is None) == (basis_scale is None), "latent and basis are of int8 together")
     shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=latent.dtype)
     if basis_scale is not None:
@@ -1026,8 +1034,8 @@ def sals_attend(
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     if G > 1:
         _grouped_kernel[splits, Hkv, B](
-            q, given, latent, latent_scale, basis, basis_scale, *codes, pos, words, tops, sums, parts, n, S, r, z, scale,
-            D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages, index is not None, splits == 1,
+            q, given, latent, latent_scale, basis, basis_scale, *codes, pos, words, tops, sums, parts,
+            n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages, index is not None, splits == 1,
             rope.dtype == torch.float16, num_warps=warps,
         )  # fmt: skip
     else:
@@ -1072,9 +1080,8 @@ def values_config(B: int, n: int, Hkv: int, DP: int, bits: int, itemsize: int) -
 def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a step: all where they fit, warps, stages, splits) by shape."""
     KB = max(32, power2(r))
-    stages = 2 if KB * itemsize <= 256 else 1  # two programs must fit a multiprocessor's shared memory
-    if itemsize == 1 and KB <= 128:
-        stages = 3
+    # Two programs must fit a multiprocessor's shared memory.
+    stages = 3 if itemsize == 1 and KB <= 128 else 2 if KB * itemsize <= 256 else 1
     if KB * itemsize > 512:
         KB, stages = 128 // itemsize, 2
     return 64, KB, 4, stages, max(1, min(cdiv(n, 128), 2 * SMS // (B * Hkv)))
@@ -1248,9 +1255,10 @@ def sals_append(
     """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
     the ring; returns q [B, Hq, D] after RoPE.
 
-    new [B, r] = k U_r, written as it is, or as int8 codes with latent_scale [B, S] fp32; q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart,
-    as in the output of wqkv; rope [>= S, D/2, 2] of rope_pairs; the stores as sals_attend reads them. Truth:
-    compress.quantize, quantize_int8, apply_rope and three assignments."""
+    new [B, r] = k U_r, written as it is, or as int8 codes where there is a latent_scale; q [B, Hq, D] and
+    k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart, as in the output of wqkv; rope
+    [>= S, D/2, 2] of rope_pairs; the stores as sals_attend reads them. Truth: compress.quantize,
+    quantize_int8, apply_rope and three assignments."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
@@ -1258,8 +1266,7 @@ def sals_append(
     group = value_group(D, bits)
     need(z > 0, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=k.dtype)
-    shape("latent", latent, B, S, r)
-    check_latent(latent, latent_scale, k.dtype, pos)
+    check_latent(pos, latent, latent_scale, B, k.dtype)
     shape("q", q, B, Hkv * G, D, dtype=k.dtype)
     shape("v", v, B, Hkv, D, dtype=k.dtype)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=k.dtype)
@@ -1277,8 +1284,8 @@ def sals_append(
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     _append_kernel[Hkv, B](
         new, q, k, v, pos, words, latent, latent_scale, values, pos if low_scale is None else low_scale,
-        ring_k, ring_v, out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r, D, power2(D), G,
-        power2(G), bits, group, D // group, width, power2(width), power2(slice_r),
+        ring_k, ring_v, out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r,
+        D, power2(D), G, power2(G), bits, group, D // group, width, power2(width), power2(slice_r),
         power2(r), rope.dtype == torch.float16, num_warps=4,
     )  # fmt: skip
     return out
