@@ -240,7 +240,7 @@ def latent_scores(
     need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
     check_latent(pos, latent, latent_scale, B, queries.dtype)
     need(rule == "softmax" or heads == 1, f"rule sum takes one query a row, not {heads}")
-    check(pos, B, queries=queries[0], latent=latent)
+    check(pos, B, queries=queries[0])
     row = queries.stride(0)
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
@@ -1002,7 +1002,7 @@ def sals_attend(
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=q.dtype)
     words = rope_words(rope, S, D, q.dtype)
-    check(pos, B, q=q, latent=latent, basis=basis, values=values, ring_k=ring_k, ring_v=ring_v, rope=rope)
+    check(pos, B, q=q, basis=basis, values=values, ring_k=ring_k, ring_v=ring_v, rope=rope)
     if bits == 16:
         shape("values", values, B, S, Hkv, D, dtype=q.dtype)
         group, width, planes = 1, D, 1
@@ -1273,7 +1273,7 @@ def sals_append(
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=k.dtype)
     words = rope_words(rope, S, D, k.dtype)
     check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], rope=rope)
-    check(pos, B, latent=latent, values=values, ring_k=ring_k, ring_v=ring_v)
+    check(pos, B, values=values, ring_k=ring_k, ring_v=ring_v)
     width = D if bits == 16 else D * bits // 8
     shape("values", values, B, S, Hkv, width, dtype=k.dtype if bits == 16 else torch.uint8)
     if bits < 16:
