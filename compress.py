@@ -381,7 +381,7 @@ def latent_turn(r_score: int, r: int) -> Tensor:
     """A fixed random rotation [r, r] of the leading r* dims among themselves and of the others.
 
     It changes no logit and no score, and spreads each part's energy over its dims, which the basis has sorted
-    by energy: one int8 scale then serves a whole row (as Palu turns its latents before it quantises them)."""
+    by energy: one int8 scale then serves a whole row (Palu, arXiv 2407.21118, turns its latents likewise)."""
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in (r_score, r - r_score))
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
@@ -456,10 +456,15 @@ class SalsCache(Cache):
 
     Every token is written to the latent and value stores at once; the ring holds the last z exactly (or at
     rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token.
-    basis, scale: see latent_maps."""
+    maps: of latent_maps; half_maps: of sals_maps at rank Hkv*D/2, for --window half."""
 
     def __init__(
-        self, room: Room, settings: SalsSettings, basis: Tensor, sparse: bool, scale: Tensor | None = None
+        self,
+        room: Room,
+        settings: SalsSettings,
+        sparse: bool,
+        maps: tuple[Tensor, Tensor],
+        half_maps: tuple[Tensor, Tensor] | None = None,
     ):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
@@ -469,15 +474,14 @@ class SalsCache(Cache):
         # A true logit has yarn's factor twice, in cos and sin of either side; cos of position 0 is that factor.
         factor = rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
         self.logit_scale = c.head_dim**-0.5 * factor**2
-        down, up = latent_maps(settings, c, basis, scale)
+        down, up = maps
         self.up = up.to(room.device, room.dtype)  # weights, not cache
         self.down = self.up if down is up else down.to(room.device, room.dtype)  # None once W_K has it
         self.latents = Latents(self, room.capacity, self.r, settings.latent_bits)
         self.values = Values(self, room.capacity, settings.bits)
         self.half = settings.window == "half"
         if self.half:
-            maps = sals_maps(basis, scale, c.kv_dim // 2)
-            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in maps)
+            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in half_maps)
             self.register_buffer("ring_latent", self.store(self.z, c.kv_dim // 2))
             self.ring_values = Values(self, self.z, 8)
         else:
@@ -675,10 +679,12 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
                 f"rank {need} is more than the {basis.shape[1]} directions in the artifact; "
                 f"run calibrate.py fit with --max_rank {need / c.kv_dim:g}"
             )
-        cache = SalsCache(room, settings, basis, i not in skipped, scale)
+        maps = latent_maps(settings, c, basis, scale)
+        half_maps = sals_maps(basis, scale, c.kv_dim // 2) if settings.window == "half" else None
+        cache = SalsCache(room, settings, i not in skipped, maps, half_maps)
         if settings.fold and not c.qk_norm:
             folded_scores = cache.r_score if settings.score == "sum" and cache.sparse else None
-            sals_fold(layer.attention, c, *latent_maps(settings, c, basis, scale), folded_scores)
+            sals_fold(layer.attention, c, *maps, folded_scores)
             cache.down = None
         caches.append(cache)
     return caches

@@ -1035,16 +1035,16 @@ def sals_attend(
     if G > 1:
         _grouped_kernel[splits, Hkv, B](
             q, given, latent, latent_scale, basis, basis_scale, *codes, pos, words, tops, sums, parts,
-            n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages, index is not None, splits == 1,
-            rope.dtype == torch.float16, num_warps=warps,
+            n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages,
+            index is not None, splits == 1, rope.dtype == torch.float16, num_warps=warps,
         )  # fmt: skip
     else:
         logits = torch.empty(B, Hq, n, dtype=torch.float32, device=q.device)
         tile, heads, KB, tile_warps, tile_stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
         rows = 1 if n % tile == 0 else min(B, (tile - 2) // n + 2)  # that a tile can span
         _logits_kernel[min(cdiv(B * n, tile) * (Hkv // heads), programs),](
-            q, given, latent, latent_scale, basis, basis_scale, pos, words, logits, B, n, S, r, z, scale,
-            Hkv // heads, Hkv,
+            q, given, latent, latent_scale, basis, basis_scale, pos, words, logits,
+            B, n, S, r, z, scale, Hkv // heads, Hkv,
             D, DP // 2, heads, rows, max(16, power2(rows * heads)), tile, KB, r % KB == 0, index is not None,
             rope.dtype == torch.float16, num_warps=tile_warps, num_stages=tile_stages,
         )  # fmt: skip

@@ -88,6 +88,7 @@ from compress import (
     fdc_ranks,
     fdc_rates,
     fold_values,
+    latent_maps,
     load_artifact,
     loki_count,
     longest_first,
@@ -174,6 +175,14 @@ def tiny_model(seed: int = 0, **changes) -> Llama:
 def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q.float().contiguous()
+
+
+def sals_cache(
+    room: Room, settings: SalsSettings, basis: torch.Tensor, scale: torch.Tensor | None = None
+) -> SalsCache:
+    """A layer's sparse cache, its latents not folded into any projection."""
+    half_maps = sals_maps(basis, scale, room.config.kv_dim // 2)
+    return SalsCache(room, settings, True, latent_maps(settings, room.config, basis, scale), half_maps)
 
 
 def bases(model: Llama) -> dict[str, torch.Tensor]:
@@ -510,7 +519,7 @@ def test_sals_prefill_writes_what_decode_writes(options, n):
     model = tiny_model()
     room, c = Room(model, 1, 64), model.config
     settings = SalsSettings(**options)
-    one, other = (SalsCache(room, settings, orthonormal(c.kv_dim), True) for _ in range(2))
+    one, other = (sals_cache(room, settings, orthonormal(c.kv_dim)) for _ in range(2))
     q, k, v = torch.randn(n, 8, 16), torch.randn(n, 4, 16), torch.randn(n, 4, 16)
     one.prefill(0, q, k, v)
     for i in range(n):
@@ -532,7 +541,7 @@ def test_sals_drops_exactly_one_token_past_the_budget():
         "skip": "",
         "keep": 0.0,
     }
-    cache = SalsCache(Room(model, 1, 64), SalsSettings(**budget), orthonormal(64), True)
+    cache = sals_cache(Room(model, 1, 64), SalsSettings(**budget), orthonormal(64))
     dense = DenseCache(Room(model, 1, 64))
     q, k, v = torch.randn(40, 8, 16), torch.randn(40, 4, 16), torch.randn(40, 4, 16)
     for n in range(40):
@@ -591,7 +600,7 @@ def test_bytes_of_the_paper():
     model.tok_embeddings = torch.nn.Embedding(2, 2, dtype=torch.bfloat16)
     room = Room(model, 1, 4096)
     for rank, bits, ratio in ((0.25, 4, 0.28125), (0.125, 2, 0.15625)):
-        cache = SalsCache(room, SalsSettings(rank=rank, bits=bits), torch.zeros(4096, 1024), True)
+        cache = sals_cache(room, SalsSettings(rank=rank, bits=bits), torch.zeros(4096, 1024))
         assert cache.token_bytes() == ratio * 2 * 4096 * 2
         length, chosen = 4096, 16 + 432
         expected = length * cache.r_score * 2 + chosen * cache.token_bytes() + 64 * 4 * 4096
@@ -686,10 +695,10 @@ def test_sals_prefill_of_a_part_and_streaming_the_rest_leaves_the_same_values(op
     model, n = tiny_model(), 24
     room, basis = Room(model, 1, 32), orthonormal(64)
     q, k, v = torch.randn(n, 8, 16), torch.randn(n, 4, 16), torch.randn(n, 4, 16)
-    whole = SalsCache(room, SalsSettings(**options), basis, True)
+    whole = sals_cache(room, SalsSettings(**options), basis)
     whole.prefill(0, q, k, v)
     for first in range(1, n):
-        parts = SalsCache(room, SalsSettings(**options), basis, True)
+        parts = sals_cache(room, SalsSettings(**options), basis)
         parts.prefill(0, q[:first], k[:first], v[:first])
         for i in range(first, n):
             parts.decode(torch.tensor([i]), q[i : i + 1], k[i : i + 1], v[i : i + 1])
@@ -839,7 +848,7 @@ def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
 
 def test_sals_reconstruction_commutes_with_gathering():
     model = tiny_model()
-    cache = SalsCache(Room(model, 1, 40), SalsSettings(**FULL), orthonormal(64), True)
+    cache = sals_cache(Room(model, 1, 40), SalsSettings(**FULL), orthonormal(64))
     k = torch.randn(40, 4, 16)
     cache.prefill(0, torch.randn(40, 8, 16), k, torch.randn(40, 4, 16))
     index = torch.tensor([[39, 3, 17, 5]])
@@ -852,7 +861,7 @@ def test_sals_half_window_reconstructs_at_the_right_positions(length):
     """Keys that lie in the half-rank subspace come back exactly, each rotated at its own position."""
     settings = SalsSettings(**SPARSE, window="half")
     U, scale = orthonormal(64), 2 ** torch.linspace(-1, 1, 64)
-    cache = SalsCache(Room(tiny_model(), 1, 40), settings, U, True, scale)
+    cache = sals_cache(Room(tiny_model(), 1, 40), settings, U, scale)
     k = (torch.randn(length, 32) @ sals_maps(U, scale, 32)[1].T).unflatten(-1, (4, 16))
     cache.prefill(0, torch.randn(length, 8, 16), k, torch.randn(length, 4, 16))
     got, _, live = cache.read_ring(torch.tensor([length - 1]))
@@ -915,7 +924,7 @@ def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_score
     live, keys, scores = torch.ones(1, n, dtype=torch.bool), [], []
     for bits in (16, 8):
         settings = SalsSettings(**SPARSE | {"rank": 1.0}, latent_bits=bits)
-        cache = SalsCache(Room(tiny_model(), 1, n), settings, U, True, None if metric == "key" else scale)
+        cache = sals_cache(Room(tiny_model(), 1, n), settings, U, None if metric == "key" else scale)
         cache.prefill(0, q, k, v)
         keys.append((cache.latents.read((0,)) @ cache.up.T) * scale @ U)
         leading = cache.latents.read((slice(None),), cache.r_score)
@@ -4806,13 +4815,13 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
         for row, n in ((0, 48), (1, 24)):
             k = cache.keys[row, :, :n].repeat_interleave(group, 0).double()
             weights = torch.einsum("hd,hsd->hs", q[row].double(), k).div(4).softmax(-1)
-            for select in {2: [()], 3: [(h,) for h in range(8 // group)]}.get(
+            for shared in {2: [()], 3: [(h,) for h in range(8 // group)]}.get(
                 index.ndim, [(h, g) for h in range(8 // group) for g in range(group)]
             ):
                 heads = range(8)  # those that share the selection: all, a group, one
-                for i, size in zip(select, (group, 1), strict=False):
+                for i, size in zip(shared, (group, 1), strict=False):
                     heads = heads[i * size : (i + 1) * size]
-                places = index[(row, *select)][live[(row, *select)]].tolist()
+                places = index[(row, *shared)][live[(row, *shared)]].tolist()
                 chosen = set(places) | set(range(max(0, n - recent), n))
                 together = sum(weights[h] for h in heads)
                 best = set(together.topk(len(chosen)).indices.tolist())
