@@ -540,10 +540,14 @@ class SalsCache(Cache):
         )
         ring_k, ring_v, rope = self.ring_k, self.ring_values.plain, (pos, room.rope_pairs)
         new = folded[0] if folded else k.flatten(1) @ self.down
-        rotated = kernels.sals_append(new, q, k, v, *rope, *latents, values, low_scale, ring_k, ring_v, bits)
+        queries = self.queries(q, *folded[1:]) if self.sparse else None
+        by_sum = self.sparse and self.settings.score == "sum"
+        token = (new, q, k, v, queries[:, 0] if by_sum else None)
+        stores = (*latents, values, low_scale, ring_k, ring_v)
+        rotated, scores = kernels.sals_append(*token, *rope, *stores, bits)
         if self.sparse:
-            queries, rule = self.queries(q, *folded[1:]), self.settings.score
-            scores = kernels.latent_scores(queries, *latents, pos, self.logit_scale, rule)
+            if not by_sum:
+                scores = kernels.softmax_scores(queries, *latents, pos, self.logit_scale)
             index = room.select(scores, pos, self.x, self.y, self.z)
             self.attends(pos, index, index >= 0, recent=self.z)
         stores = (*latents, self.paired_basis, self.basis_scale, values, low_scale, ring_k, ring_v)

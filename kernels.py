@@ -104,23 +104,24 @@ def cdiv(a: int, b: int) -> int:
 
 
 @jit
-def _sum_scores_kernel(
-    query_p, latent_p, scale_p, pos_p, out_p, S, r_score, r, row,
+def _sum_scores(
+    query_p, latent_p, scale_p, pos_p, score_p, tile, b, S, r_score, r,
     T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
 ):  # fmt: skip
-    b = tl.program_id(1).to(tl.int64)
-    tokens = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
-    live = tokens <= tl.load(pos_p + b)
+    token = tl.arange(0, T)  # of this tile, whose first is the only 64-bit number
+    first = b * S + tile.to(tl.int64) * T
+    latent_p += first * r
+    live = tile * T + token < tl.load(pos_p + b)
     score = tl.zeros([T], tl.float32)
     for i in tl.static_range(NR):
         dims = i * RB + tl.arange(0, RB)
-        query = tl.load(query_p + b * row + dims, mask=dims < r_score, other=0.0).to(tl.float32)
-        where = latent_p + (b * S + tokens[:, None]) * r + dims[None, :]
-        rows = tl.load(where, mask=live[:, None] & (dims < r_score)[None, :], other=0.0)
+        query = tl.load(query_p + dims, mask=dims < r_score, other=0.0).to(tl.float32)
+        mask = live[:, None] & (dims < r_score)[None, :]
+        rows = tl.load(latent_p + token[:, None] * r + dims[None, :], mask=mask, other=0.0)
         score += tl.sum(rows.to(tl.float32) * query[None, :], 1)
     if scale_p is not None:
-        score *= tl.load(scale_p + b * S + tokens, mask=live, other=0.0)
-    tl.store(out_p + b * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
+        score *= tl.load(scale_p + first + token, mask=live, other=0.0)
+    tl.store(score_p + first + token, tl.where(live, score, float("-inf")), mask=tile * T + token < S)
 
 
 @jit
@@ -222,38 +223,27 @@ def _normalise_kernel(
 
 
 @operator(lambda queries, latent, *_: latent.new_empty(latent.shape[:2], dtype=torch.float32))
-def latent_scores(
-    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float = 1.0,
-    rule: str = "sum"
-) -> Tensor:  # fmt: skip
-    """One score a token from the leading dims of its latent row, which is read once for all heads.
+def softmax_scores(
+    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float
+) -> Tensor:
+    """One score a token from the leading dims of its latent row, which is read once for all heads: the softmax
+    over the tokens up to pos of each head, (logits * scale).softmax, summed over heads.
 
     queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r, or int8 codes
-    with latent_scale [B, S] fp32 -> [B, S] fp32, -inf beyond pos. sum (heads = 1): queries[:, 0] @
-    latent[..., :r*]^T. softmax: (logits * scale).softmax over the tokens up to pos, for each head, then
-    summed over heads: each program keeps exp(logit - running maximum) in half precision (2 bytes a head and
-    token, against 2 r* read), and a second kernel multiplies by exp(that maximum - maximum) / sum.
-    Truth: compress.sals_scores over Latents.read."""
-    need(rule in ("sum", "softmax"), f"rule must be sum or softmax, not {rule!r}")
+    with latent_scale [B, S] fp32 -> [B, S] fp32, -inf beyond pos. Each program keeps exp(logit - running
+    maximum) in half precision (2 bytes a head and token, against 2 r* read), and a second kernel multiplies by
+    exp(that maximum - maximum) / sum. Truth: compress.sals_scores over Latents.read; sals_append has the
+    rule sum."""
     rows, heads, r_score = queries.shape
     B, S, r = latent.shape
     need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
     check_latent(pos, latent, latent_scale, B, queries.dtype)
-    need(rule == "softmax" or heads == 1, f"rule sum takes one query a row, not {heads}")
     check(pos, B, queries=queries[0])
     row = queries.stride(0)
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
     exact = queries.dtype == torch.float32
-    itemsize = 4 if exact else latent.element_size()
-    T, RB, warps, stages, programs = scores_config(rule, HP, r_score, itemsize)
-    NR = cdiv(r_score, RB)
-    if rule == "sum":
-        grid = (cdiv(S, T), B)
-        _sum_scores_kernel[grid](
-            queries, latent, latent_scale, pos, out, S, r_score, r, row, T, RB, NR, num_warps=warps
-        )
-        return out
+    T, RB, warps, stages, programs = softmax_config(HP, r_score, 4 if exact else latent.element_size())
     tiles = cdiv(S, T)
     splits = max(1, min(tiles, programs // B, max(128, 256 // B)))  # whose sums every program below reads
     # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
@@ -263,33 +253,17 @@ def latent_scores(
     tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
     _head_logits_kernel[splits, B](
         queries, latent, latent_scale, pos, weight, tile_max, tops, sums, S, heads, r_score, r, row,
-        scale * LOG2E, boost, tiles, T, RB, NR, HP, num_warps=warps, num_stages=stages
+        scale * LOG2E, boost, tiles, T, RB, cdiv(r_score, RB), HP, num_warps=warps, num_stages=stages
     )  # fmt: skip
     _normalise_kernel[max(1, min(tiles, 2 * SMS, 4 * SMS // B)), B](
-        weight,
-        tile_max,
-        tops,
-        sums,
-        pos,
-        out,
-        S,
-        heads,
-        splits,
-        boost,
-        tiles,
-        T,
-        HP,
-        power2(splits),
+        weight, tile_max, tops, sums, pos, out, S, heads, splits, boost, tiles, T, HP, power2(splits),
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 
-def scores_config(rule: str, HP: int, r_score: int, itemsize: int) -> tuple:
+def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs) by shape; HP: heads, padded."""
-    if rule == "sum":
-        RB = min(power2(max(r_score, 16)), 256)
-        return max(16, 4096 // RB), RB, 4, 1, 0
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
         RB = max(32, power2(r_score))  # all ranks at once, so that queries are split into int8 codes
         if RB > 256:
@@ -518,7 +492,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
 def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
     """How `select` cuts a row: (chunks, tokens of one, survivors of one at least, at most), powers of two but
     for the third; None where one program takes the row: up to 4096 tokens, or if chunks would keep too much."""
-    chunks = min(128, max(min(32, power2(cdiv(S, 2048))), power2(cdiv(S, 8192))))
+    chunks = min(128, max(min(32, power2(cdiv(S, 1024))), power2(cdiv(S, 8192))))
     N = power2(cdiv(cdiv(S, 4), chunks) * 4)
     part = cdiv(y, chunks)
     least, most = part + int(3 * part**0.5) + 8, power2(part + int(6 * part**0.5) + 16)
@@ -1053,7 +1027,7 @@ def sals_attend(
             max(16, min(ZB, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
         )  # fmt: skip
     if splits > 1:
-        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
+        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, min(16, power2(splits)), num_warps=1)
     return out
 
 
@@ -1157,7 +1131,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         D, DP, G, max(16, power2(G)), T, stages, splits == 1, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, 16, num_warps=1)
+        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, min(16, power2(splits)), num_warps=1)
     return out
 
 
@@ -1173,35 +1147,33 @@ def dense_config(programs: int, itemsize: int) -> tuple[int, int, int, int]:
 
 
 @jit
-def _append_kernel(
+def _append(
     new_p, q_p, k_p, v_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
-    out_p, new_row, q_row, k_row, v_row, S, r, z, slice_r,
+    out_p, h, b, heads, S, r, z, slice_r,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    h, heads = tl.program_id(0), tl.num_programs(0)
-    b = tl.program_id(1).to(tl.int64)
     # All loads before the first store: they wait together, for memory once.
     pos = tl.load(pos_p + b)
     part = h * slice_r + tl.arange(0, RP)
     inside = (part < r) & (tl.arange(0, RP) < slice_r)
-    new = tl.load(new_p + b * new_row + part, mask=inside, other=0.0)
+    new = tl.load(new_p + part, mask=inside, other=0.0)
     if latent_scale_p is not None:  # of the whole row, although this program writes a slice of it
         i = tl.arange(0, ROW)
-        whole = tl.load(new_p + b * new_row + i, mask=i < r, other=0.0)
+        whole = tl.load(new_p + i, mask=i < r, other=0.0)
     pair = tl.arange(0, DP // 2)
     real = pair < D // 2
-    k_p += b * k_row + h * D + pair
+    k_p += h * D + pair
     k_a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
     k_c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
     g = tl.arange(0, GP)[:, None]
     query = (g < G) & real[None, :]
-    q_p += b * q_row + (h * G + g) * D + pair[None, :]
+    q_p += (h * G + g) * D + pair[None, :]
     q_a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
     q_c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
     d = tl.arange(0, DP)
-    v_p += b * v_row + h * D
+    v_p += h * D
     v = tl.load(v_p + d, mask=d < D, other=0.0)
     if BITS < 16:  # the channels as they are packed: byte j holds those that are WIDTH apart
         plane, j = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, NP)[None, :]
@@ -1243,22 +1215,49 @@ def _append_kernel(
         tl.store(values_p + stored * WIDTH + byte, packed.to(tl.uint8), mask=byte < WIDTH)
 
 
-@operator(
-    lambda new, q, *_: q.new_empty(q.shape),
-    mutates=("latent", "latent_scale", "values", "low_scale", "ring_k", "ring_v"),
-)
+@jit
+def _append_kernel(
+    new_p, q_p, k_p, v_p, query_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p,
+    ring_v_p, out_p, score_p, new_row, q_row, k_row, v_row, query_row, heads, S, r, r_score, z, slice_r,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
+    ROW: tl.constexpr, WORDS: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr,
+):  # fmt: skip
+    # The heads of a row come first: they take longer than a tile of scores.
+    part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if part < heads:
+        _append(
+            new_p + b * new_row, q_p + b * q_row, k_p + b * k_row, v_p + b * v_row, pos_p, rope_p, latent_p,
+            latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p, out_p, part, b, heads, S, r, z,
+            slice_r, D, DP, G, GP, BITS, GROUP, GROUPS, WIDTH, NP, RP, ROW, WORDS,
+        )  # fmt: skip
+    elif query_p is not None:
+        _sum_scores(
+            query_p + b * query_row, latent_p, latent_scale_p, pos_p, score_p, part - heads, b, S, r_score, r,
+            T, RB, NR,
+        )  # fmt: skip
+
+
+def _append_results(new, q, k, v, queries, pos, rope, latent, *_):
+    scored = 0 if queries is None else len(q)
+    return q.new_empty(q.shape), q.new_empty(scored, latent.shape[1], dtype=torch.float32)
+
+
+@operator(_append_results, mutates=("latent", "latent_scale", "values", "low_scale", "ring_k", "ring_v"))
 def sals_append(
-    new: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: Tensor, latent: Tensor,
-    latent_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
-    bits: int
-) -> Tensor:  # fmt: skip
+    new: Tensor, q: Tensor, k: Tensor, v: Tensor, queries: Tensor | None, pos: Tensor, rope: Tensor,
+    latent: Tensor, latent_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor,
+    ring_v: Tensor, bits: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
-    the ring; returns q [B, Hq, D] after RoPE.
+    the ring; rotates q; and scores the tokens before it by the rule sum, which needs none of that.
 
     new [B, r] = k U_r, written as it is, or as int8 codes where there is a latent_scale; q [B, Hq, D] and
-    k [B, Hkv, D] before RoPE, v [B, Hkv, D]: their rows may lie apart, as in the output of wqkv; rope
-    [>= S, D/2, 2] of rope_pairs; the stores as sals_attend reads them. Truth: compress.quantize,
-    quantize_int8, apply_rope and three assignments."""
+    k [B, Hkv, D] before RoPE, v [B, Hkv, D]; queries [B, r*], the sum over heads of q U_r*, or None: their
+    rows may lie apart, as in the output of wqkv; rope [>= S, D/2, 2] of rope_pairs; the stores as sals_attend
+    reads them. Returns q [B, Hq, D] after RoPE and scores [B, S] fp32 = queries @ latent[..., :r*]^T, -inf
+    from pos on (the newest token is in the ring); [0, S] without queries. Truth: compress.quantize,
+    quantize_int8, apply_rope, three assignments; sals_scores."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
@@ -1280,15 +1279,30 @@ def sals_append(
         need(low_scale is not None, f"values of {bits} bits need low_scale")
         shape("low_scale", low_scale, B, S, Hkv, D // group, 2, dtype=torch.float16)
         check(pos, B, low_scale=low_scale)
+    scored, r_score, query_row = 0, 0, 0  # rows with scores
+    if queries is not None:
+        scored, r_score, query_row = B, queries.shape[-1], queries.stride(0)
+        need(r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
+        shape("queries", queries, B, r_score, dtype=k.dtype)
+        check(pos, B, queries=queries[0])
     slice_r = cdiv(r, Hkv)
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
-    _append_kernel[Hkv, B](
-        new, q, k, v, pos, words, latent, latent_scale, values, pos if low_scale is None else low_scale,
-        ring_k, ring_v, out, new.stride(0), q.stride(0), k.stride(0), v.stride(0), S, r, z, slice_r,
-        D, power2(D), G, power2(G), bits, group, D // group, width, power2(width), power2(slice_r),
-        power2(r), rope.dtype == torch.float16, num_warps=4,
+    scores = torch.empty(scored, S, dtype=torch.float32, device=q.device)
+    T, RB = sum_config(r_score)
+    _append_kernel[Hkv + (cdiv(S, T) if scored else 0), B](
+        new, q, k, v, queries, pos, words, latent, latent_scale, values,
+        pos if low_scale is None else low_scale, ring_k, ring_v, out, scores, new.stride(0), q.stride(0),
+        k.stride(0), v.stride(0), query_row, Hkv, S, r, r_score, z, slice_r, D, power2(D), G, power2(G),
+        bits, group, D // group, width, power2(width), power2(slice_r), power2(r),
+        rope.dtype == torch.float16, T, RB, cdiv(r_score, RB), num_warps=4, maxnreg=40,
     )  # fmt: skip
-    return out
+    return out, scores
+
+
+def sum_config(r_score: int) -> tuple[int, int]:
+    """(tokens a tile, ranks a block) of the sum scores."""
+    RB = min(power2(max(r_score, 16)), 256)
+    return 4096 // RB, RB
 
 
 # -------------------------------------------------------------- attention over heads of unequal rank (FDC)
@@ -1723,7 +1737,7 @@ def sals_case(
             "ring_k": torch.randn(B, z, Hkv, D, dtype=bf16, device=device),
             "ring_v": torch.randn(B, z, Hkv, D, dtype=bf16, device=device),
             "q": torch.randn(B, Hq, D, dtype=bf16, device=device),
-            "sum": torch.randn(B, 1, r // 2, dtype=bf16, device=device),
+            "sum": torch.randn(B, r // 2, dtype=bf16, device=device),
             "softmax": torch.randn(B, Hq, r // 2, dtype=bf16, device=device),
             "scores": torch.randn(B, S, device=device),
             "index": chosen[torch.randperm(B)].contiguous(),
@@ -1738,34 +1752,34 @@ def sals_calls(case: dict) -> dict:
     c, scale = case, case["D"] ** -0.5
     shared = (c["pos"], c["rope"])
 
-    def score(s, rule):
-        return latent_scores(s[rule], s["latent"], s["latent_scale"], c["pos"], scale, rule)
+    def append(s, queries=None):
+        stores = (s["latent"], s["latent_scale"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
+        return sals_append(s["new"], s["q"], s["k"], s["k"], queries, *shared, *stores, c["bits"])
+
+    def softmax(s):
+        return softmax_scores(s["softmax"], s["latent"], s["latent_scale"], c["pos"], scale)
 
     def attend(s, index):
         keys = (s["latent"], s["latent_scale"], c["basis"], c["basis_scale"])
         rest = (s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
         return sals_attend(s["q"], index, *keys, *rest, *shared, c["bits"])
 
-    def append(s):
-        stores = (s["latent"], s["latent_scale"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        return sals_append(s["new"], s["q"], s["k"], s["k"], *shared, *stores, c["bits"])
-
     def choose(scores):
         return select(scores, c["pos"], c["x"], c["y"], c["z"])
 
-    def whole(s, rule):
-        s = s | {"q": append(s)}
-        return attend(s, choose(score(s, rule)))
+    def whole(s, queries=None):
+        q, scores = append(s, queries)
+        return attend(s | {"q": q}, choose(softmax(s) if queries is None else scores))
 
     operators = {
-        "score sum": lambda s: score(s, "sum"),
-        "score softmax": lambda s: score(s, "softmax"),
+        "append": append,
+        "append, sum": lambda s: append(s, s["sum"]),
+        "score softmax": softmax,
         "select": lambda s: choose(s["scores"]),
         "attend": lambda s: attend(s, s["index"]),
-        "append": append,
-        "sals sum": lambda s: whole(s, "sum"),
-        "sals softmax": lambda s: whole(s, "softmax"),
-        "sals eager": lambda s: eager_sals(c, s["sum"], s),
+        "sals sum": lambda s: whole(s, s["sum"]),
+        "sals softmax": whole,
+        "sals eager": lambda s: eager_sals(c, s["sum"][:, None], s),
     }
     if c["int8"]:
         del operators["sals eager"]
@@ -1777,16 +1791,16 @@ def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
     latents' dtype), if they take longer; for the whole the sum of append, scores and attend."""
     B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
     size, scale = (1, 4) if c["int8"] else (2, 0)  # bytes of a number, and beside each row
+    append = 2 * B * (2 * r + kv * 4) / bandwidth
     score = B * S * (size * r // 2 + scale) / bandwidth
     # A normaliser is known after one pass: 4 bytes a head (a half, written and read), or the latents again.
     softmax = score + B * S * min(4 * c["Hq"], size * r // 2 + scale) / bandwidth
     token = size * r + scale + kv * c["bits"] // 8 + kv // 8
     read = (B * n * token + kv * r * size + B * c["z"] * kv * 4) / bandwidth
     attend = max(read, 2 * B * n * r * kv / flops)
-    append = 2 * B * (2 * r + kv * 4) / bandwidth
-    limits = {"score sum": score, "score softmax": softmax, "select": B * S * 4 / bandwidth, "attend": attend}
-    limits |= {"append": append, "sals sum": score + attend + append}
-    return limits | {"sals softmax": softmax + attend + append, "sals eager": limits["sals sum"]}
+    limits = {"append": append, "append, sum": append + score, "score softmax": softmax}
+    limits |= {"select": B * S * 4 / bandwidth, "attend": attend, "sals sum": append + score + attend}
+    return limits | {"sals softmax": append + softmax + attend, "sals eager": limits["sals sum"]}
 
 
 def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:

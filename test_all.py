@@ -3840,18 +3840,16 @@ poisoned = pytest.mark.usefixtures("poisoned_memory")
     "B, S, heads, r_score, r",
     [(1, 70, 1, 5, 9), (3, 130, 1, 64, 128), (3, 300, 3, 33, 40), (1, 129, 8, 64, 64), (3, 97, 32, 520, 530)],
 )
-@pytest.mark.parametrize("rule", ["sum", "softmax"])
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_latent_scores(dtype, B, S, heads, r_score, r, rule, int8):
-    heads = 1 if rule == "sum" else heads
+def test_kernel_softmax_scores(dtype, B, S, heads, r_score, r, int8):
     queries, latent = randn(B, heads, r_score, dtype=dtype), randn(B, S, r, dtype=dtype)
     queries[:, 0] *= 0 if heads > 1 else 1  # a head without a largest number
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
     stored, decoded = latents_of(latent, live, int8)
-    truth = sals_scores(queries.float(), decoded[..., :r_score], live, rule, 0.25)
-    out = kernels.latent_scores(queries, *stored, pos, 16**-0.5, rule)
+    truth = sals_scores(queries.float(), decoded[..., :r_score], live, "softmax", 0.25)
+    out = kernels.softmax_scores(queries, *stored, pos, 16**-0.5)
     assert (out[~live] == -torch.inf).all()
     close(out[live], truth[live], dtype)
 
@@ -3868,13 +3866,13 @@ def latents_of(latent, live, int8):
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
 def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch, int8):
-    monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, 6))
+    monkeypatch.setattr(kernels, "softmax_config", lambda *_: (16, 32, 4, 2, 6))
     queries, latent = 3 * randn(3, 4, 32, dtype=torch.float16), randn(3, 300, 40, dtype=torch.float16)
     pos = positions(299, 100, 17)
     live = torch.arange(300, device=DEVICE) <= pos[:, None]
     stored, decoded = latents_of(latent, live, int8)
     truth = sals_scores(queries.float(), decoded[..., :32], live, "softmax", 0.25)
-    out = kernels.latent_scores(queries, *stored, pos, 16**-0.5, "softmax")
+    out = kernels.softmax_scores(queries, *stored, pos, 16**-0.5)
     close(out[live], truth[live], torch.float16)
 
 
@@ -4176,16 +4174,19 @@ def test_kernel_dense_attend(dtype, B, S, Hkv, G, D, pos):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("Hkv, D, r", [(2, 64, 33), (3, 96, 20), (1, 128, 64), (5, 16, 3)])
+@pytest.mark.parametrize(
+    "Hkv, D, r, r_score", [(2, 64, 33, 17), (3, 96, 20, None), (1, 128, 64, 64), (5, 16, 3, 1)]
+)
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8):
+def test_kernel_sals_append(dtype, bits, Hkv, D, r, r_score, int8):
     B, S, z, group = 3, 20, 8, min(32, D)
     pos = positions(19, 8, 0)
     rows = torch.arange(B, device=DEVICE)
     G = 3 if Hkv == 1 else 2
-    qkv = randn(B, (G + 2) * Hkv * D + r, dtype=dtype)  # rows as wqkv gives them: apart
-    q, k, v, new = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r], 1)
+    qkv = randn(B, (G + 2) * Hkv * D + 2 * r, dtype=dtype)  # rows as wqkv gives them: apart
+    q, k, v, new, queries = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r, r], 1)
+    queries = None if r_score is None else queries[:, :r_score]
     q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
     least = 2.0**-24 * (torch.arange(D, device=DEVICE) % 2)  # of fp16, as scales are
     new[2] = 0  # a latent without a scale
@@ -4200,7 +4201,8 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8):
     values, low_scale = randn(B, S, Hkv, D, dtype=dtype), None
     if bits < 16:
         values, low_scale = quantize(values, bits, group)
-    latents, _ = latents_of(latent, torch.ones(B, S, dtype=torch.bool, device=DEVICE), int8)
+    written = torch.arange(S, device=DEVICE) < pos[:, None]
+    latents, decoded = latents_of(latent, written, int8)
     stores = [*latents, values, low_scale, ring_k, ring_v]
     truth = [None if s is None else s.clone() for s in stores]
     here = (rows, pos.long())
@@ -4217,13 +4219,42 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8):
         truth[2][here], truth[3][here] = quantize(v, bits, group)
     else:
         truth[2][here] = v
-    rotated = kernels.sals_append(new, q, k, v, pos, kernels.rope_pairs(cos, sin, dtype), *stores, bits)
+    rope = kernels.rope_pairs(cos, sin, dtype)
+    rotated, scores = kernels.sals_append(new, q, k, v, queries, pos, rope, *stores, bits)
     close(rotated, apply_rope(q.float(), cos[pos.long()], sin[pos.long()]), dtype)
+    if queries is None:
+        assert scores.shape == (0, S)
+    else:
+        check_sum_scores(scores, queries, decoded, written, dtype)
     for i, (got, want) in enumerate(zip(stores, truth)):
         if i == 4:
             close(got, want.float(), dtype)
         elif got is not None:
-            assert torch.equal(got, want), i
+            assert torch.equal(got.nan_to_num(), want.nan_to_num()), i
+
+
+def check_sum_scores(scores, queries, latent, written, dtype):
+    truth = sals_scores(queries[:, None].float(), latent[..., : queries.shape[1]], written, "sum", 1.0)
+    assert (scores[~written] == -torch.inf).all()
+    close(scores[written], truth[written], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S, r_score, r", [(70, 5, 9), (130, 64, 128), (300, 33, 40), (97, 520, 530)])
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_kernel_sals_append_scores(dtype, S, r_score, r, int8):
+    """Tiles of 4096 numbers: rows of one tile and of several, ranks in one block and in three."""
+    B, D, pos = 3, 16, positions(S - 1, S // 2, 0)
+    q, latent = randn(B, 1, D, dtype=dtype), randn(B, S, r, dtype=dtype)
+    new, queries = randn(B, r, dtype=dtype), randn(B, r, seed=1, dtype=dtype)[:, :r_score]
+    written = torch.arange(S, device=DEVICE) < pos[:, None]
+    latents, decoded = latents_of(latent, written, int8)
+    ring_k, ring_v, values = (randn(B, n, 1, D, dtype=dtype) for n in (4, 4, S))
+    rope = kernels.rope_pairs(*tables(S, D), dtype)
+    stores = (*latents, values, None, ring_k, ring_v)
+    _, scores = kernels.sals_append(new, q, q, q, queries, pos, rope, *stores, 16)
+    check_sum_scores(scores, queries, decoded, written, dtype)
 
 
 FDC_RANKS = {  # d_qk of each head, then d_v
@@ -4379,12 +4410,12 @@ def test_kernel_graph_follows_pos(int8):
 
     def step():
         stores = (values, low_scale, ring_k, ring_v)
-        rotated = kernels.sals_append(new, q, k, v, pos, rope, *latents, *stores, 4)
-        scores = kernels.latent_scores(queries, *latents, pos, D**-0.5, "softmax")
-        index = kernels.select(scores, pos, 4, 100, z)
+        rotated, by_sum = kernels.sals_append(new, q, k, v, queries[:, 0], pos, rope, *latents, *stores, 4)
+        by_softmax = kernels.softmax_scores(queries, *latents, pos, D**-0.5)
+        chosen = [kernels.select(scores, pos, 4, 100, z) for scores in (by_sum, by_softmax)]
         stores = (*latents, *basis, *stores, pos, rope, 4)
-        sparse, full = (kernels.sals_attend(rotated, i, *stores) for i in (index, None))
-        return index, sparse, full, kernels.dense_attend(q, dense_k, dense_v, pos)
+        attended = (kernels.sals_attend(rotated, index, *stores) for index in (*chosen, None))
+        return *chosen, *attended, kernels.dense_attend(q, dense_k, dense_v, pos)
 
     step()
     torch.cuda.synchronize()
@@ -4488,10 +4519,8 @@ def test_kernel_bad_input():
         kernels.select(scores, pos, 1, 2, 3, pos.long())
     with pytest.raises(ValueError, match=r"wanted must be \[1\]"):
         kernels.select(scores, pos, 1, 2, 3, positions(1, 1))
-    with pytest.raises(ValueError, match="rule"):
-        kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 4), None, pos, 1.0, "max")
     with pytest.raises(ValueError, match="contiguous"):
-        kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], None, pos)
+        kernels.softmax_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], None, pos, 1.0)
     with pytest.raises(ValueError, match="pos .* must be contiguous"):
         kernels.select(randn(2, 10), positions(9, 9, 9, 9)[::2], 1, 2, 3)
     with pytest.raises(ValueError, match="ranks must be d_qk and d_v"):
@@ -4511,23 +4540,26 @@ def test_kernel_rope_table_must_reach_the_capacity():
     rope = kernels.rope_pairs(*tables(S - 1, D), torch.float32)
     stores = (randn(B, S, 4), None, store, None, randn(B, 2, 1, D), randn(B, 2, 1, D))
     with pytest.raises(ValueError, match="rope has 9 positions, the cache 10"):
-        kernels.sals_append(randn(B, 4), k, k, k, positions(9), rope, *stores, 16)
+        kernels.sals_append(randn(B, 4), k, k, k, None, positions(9), rope, *stores, 16)
 
 
 def test_kernels_refuse_what_they_would_get_wrong():
     assert kernels.value_group(16, 4) == 16 and kernels.value_group(96, 4) == 32
     with pytest.raises(ValueError, match="multiple of 32"):
         kernels.value_group(48, 4)
-    with pytest.raises(ValueError, match="one query a row"):
-        kernels.latent_scores(randn(1, 2, 4), randn(1, 10, 8), None, positions(9), 1.0, "sum")
     with pytest.raises(ValueError, match="latent must be torch.int8"):
-        kernels.latent_scores(randn(1, 1, 4), randn(1, 10, 8), randn(1, 10), positions(9), 1.0, "sum")
+        kernels.softmax_scores(randn(1, 1, 4), randn(1, 10, 8), randn(1, 10), positions(9), 1.0)
     codes, stores = randn(1, 10, 4).to(torch.int8), (randn(1, 10, 1, 16), None, randn(1, 2, 1, 16))
+    rest = (*stores, stores[2])
+    here = (positions(9), kernels.rope_pairs(*tables(10, 16), torch.float32))
     with pytest.raises(ValueError, match="int8 together"):
         kernels.sals_attend(
-            randn(1, 1, 16), None, codes, randn(1, 10), randn(1, 16, 4), None, *stores, stores[2],
-            positions(9), kernels.rope_pairs(*tables(10, 16), torch.float32), 16,
-        )  # fmt: skip
+            randn(1, 1, 16), None, codes, randn(1, 10), randn(1, 16, 4), None, *rest, *here, 16
+        )
+    for queries, message in ((randn(1, 5), "do not fit latent"), (randn(2, 3), r"queries must be \[1, 3\]")):
+        with pytest.raises(ValueError, match=message):
+            token = (randn(1, 4), *[randn(1, 1, 16)] * 3, queries)
+            kernels.sals_append(*token, *here, randn(1, 10, 4), None, *rest, 16)
     rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1, dtype=torch.int64)
     apart = randn(1, 9, 2, 16).transpose(1, 2)
     with pytest.raises(ValueError, match="v .* must be contiguous"):
