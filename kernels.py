@@ -1289,6 +1289,7 @@ def sals_append(
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     scores = torch.empty(scored, S, dtype=torch.float32, device=q.device)
     T, RB = sum_config(r_score)
+    # 40 registers: as many programs on a multiprocessor as it takes to keep it reading.
     _append_kernel[Hkv + (cdiv(S, T) if scored else 0), B](
         new, q, k, v, queries, pos, words, latent, latent_scale, values,
         pos if low_scale is None else low_scale, ring_k, ring_v, out, scores, new.stride(0), q.stride(0),
