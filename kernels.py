@@ -492,12 +492,14 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
 def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
     """How `select` cuts a row: (chunks, tokens of one, survivors of one at least, at most), powers of two but
     for the third; None where one program takes the row: up to 4096 tokens, or if chunks would keep too much."""
-    chunks = min(128, max(min(32, power2(cdiv(S, 1024))), power2(cdiv(S, 8192))))
-    N = power2(cdiv(cdiv(S, 4), chunks) * 4)
-    part = cdiv(y, chunks)
-    least, most = part + int(3 * part**0.5) + 8, power2(part + int(6 * part**0.5) + 16)
-    fits = S > 4096 and most < N and max(N, chunks * most) <= 32768
-    return (chunks, N, least, most) if fits else None
+    for tokens in (1024, 2048):  # of long rows more
+        chunks = min(128, max(min(32, power2(cdiv(S, tokens))), power2(cdiv(S, 8192))))
+        N = power2(cdiv(cdiv(S, 4), chunks) * 4)
+        part = cdiv(y, chunks)
+        least, most = part + int(3 * part**0.5) + 8, power2(part + int(6 * part**0.5) + 16)
+        if S > 4096 and most < N and max(N, chunks * most) <= 32768:
+            return chunks, N, least, most
+    return None
 
 
 def select_passes(S: int, y: int) -> bool:
@@ -1223,7 +1225,7 @@ def _append_kernel(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr,
 ):  # fmt: skip
-    # The heads of a row come first: they take longer than a tile of scores.
+    # Of a row's programs its heads come first: they take longer than a tile of scores.
     part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part < heads:
         _append(
@@ -1253,11 +1255,11 @@ def sals_append(
     the ring; rotates q; and scores the tokens before it by the rule sum, which needs none of that.
 
     new [B, r] = k U_r, written as it is, or as int8 codes where there is a latent_scale; q [B, Hq, D] and
-    k [B, Hkv, D] before RoPE, v [B, Hkv, D]; queries [B, r*], the sum over heads of q U_r*, or None: their
-    rows may lie apart, as in the output of wqkv; rope [>= S, D/2, 2] of rope_pairs; the stores as sals_attend
-    reads them. Returns q [B, Hq, D] after RoPE and scores [B, S] fp32 = queries @ latent[..., :r*]^T, -inf
-    from pos on (the newest token is in the ring); [0, S] without queries. Truth: compress.quantize,
-    quantize_int8, apply_rope, three assignments; sals_scores."""
+    k [B, Hkv, D] before RoPE, v [B, Hkv, D]; queries [B, r*], the sum over heads of q U_r*, or None (the rows
+    of all five may lie apart, as in the output of wqkv); rope [>= S, D/2, 2] of rope_pairs; the stores as
+    sals_attend reads them. Returns q [B, Hq, D] after RoPE and scores [B, S] fp32 =
+    queries @ latent[..., :r*]^T, -inf from pos on (the newest token is in the ring); [0, S] without queries.
+    Truth: compress.quantize, quantize_int8, apply_rope, three assignments; sals_scores."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
@@ -1289,13 +1291,15 @@ def sals_append(
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     scores = torch.empty(scored, S, dtype=torch.float32, device=q.device)
     T, RB = sum_config(r_score)
-    # 40 registers: as many programs on a multiprocessor as it takes to keep it reading.
+    # 40 registers: as many programs on a multiprocessor as it takes to keep it reading. Rows that no wide load
+    # can read, fp32 and heads of many queries need more.
+    lean = r % 16 == 0 and r_score % 16 == 0 and k.element_size() == 2 and G * D < 4096
     _append_kernel[Hkv + (cdiv(S, T) if scored else 0), B](
         new, q, k, v, queries, pos, words, latent, latent_scale, values,
         pos if low_scale is None else low_scale, ring_k, ring_v, out, scores, new.stride(0), q.stride(0),
         k.stride(0), v.stride(0), query_row, Hkv, S, r, r_score, z, slice_r, D, power2(D), G, power2(G),
         bits, group, D // group, width, power2(width), power2(slice_r), power2(r),
-        rope.dtype == torch.float16, T, RB, cdiv(r_score, RB), num_warps=4, maxnreg=40,
+        rope.dtype == torch.float16, T, RB, cdiv(r_score, RB), num_warps=4, maxnreg=40 if lean else None,
     )  # fmt: skip
     return out, scores
 

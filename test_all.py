@@ -3988,7 +3988,7 @@ def check_select(kind, S, x, y, z, pos, shares=None):
         most = torch.finfo(torch.float32).max
         levels = torch.tensor([torch.inf, most, 1e-45, 0.0, -0.0, -1e-45, -most, -torch.inf], device=DEVICE)
         scores = levels[(scores.abs() * 2.5).long().clamp(max=7)]
-    elif kind == "one chunk":  # of the first kernel has all winners: the slow path must save it
+    elif kind == "one chunk":  # (or two) of the first kernel has all winners: the slow path must save it
         scores = scores + 50 * ((places // 4) % 8 == 0)
     elif kind == "near ties":  # the same, and what that chunk drops is next above the threshold
         levels = torch.where((places // 4) % 8 == 0, 3 + (scores > 2), 1 + (scores > 1.3))
@@ -4188,6 +4188,8 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r, r_score, int8):
     q, k, v, new, queries = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r, r], 1)
     queries = None if r_score is None else queries[:, :r_score]
     q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
+    if r_score is not None:
+        qkv[:, qkv.shape[1] - r + r_score :] = NAN  # is beyond them
     least = 2.0**-24 * (torch.arange(D, device=DEVICE) % 2)  # of fp16, as scales are
     new[2] = 0  # a latent without a scale
     v[0, 0] = least  # a scale that rounds to 0
@@ -4255,6 +4257,39 @@ def test_kernel_sals_append_scores(dtype, S, r_score, r, int8):
     stores = (*latents, values, None, ring_k, ring_v)
     _, scores = kernels.sals_append(new, q, q, q, queries, pos, rope, *stores, 16)
     check_sum_scores(scores, queries, decoded, written, dtype)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="4 GB of latents")
+def test_kernel_sals_append_scores_beyond_two_to_the_31_numbers():
+    B, S, D, r = 2, 1 << 20, 16, 2048
+    latent = torch.zeros(B, S, r, dtype=torch.int8, device=DEVICE)
+    latent[1, -4097:] = 1
+    scale, queries = torch.ones(B, S, device=DEVICE), torch.ones(B, 64, device=DEVICE)
+    stores = (latent, scale, randn(B, S, 1, D), None, randn(B, 2, 1, D), randn(B, 2, 1, D))
+    pos, rope = positions(S - 1, S - 1), kernels.rope_pairs(*tables(S, D), torch.float32)
+    new, k = randn(B, r), randn(B, 1, D)
+    _, scores = kernels.sals_append(new, k, k, k, queries, pos, rope, *stores, 16)
+    assert scores.nan_to_num(neginf=0).sum(1).tolist() == [0, 4096 * 64]
+
+
+@pytest.mark.parametrize("scored, int8", [(True, False), (True, True), (False, False)])
+def test_kernel_operators_of_sals_do_what_torch_compile_is_told(scored, int8):
+    """Shapes and dtypes of their results, and which tensors they write."""
+    B, S, D, r, z = 2, 20, 16, 9, 4
+    pos, rope = positions(19, 3), kernels.rope_pairs(*tables(S, D), torch.float32)
+    latents, _ = latents_of(randn(B, S, r), torch.ones(B, S, dtype=torch.bool, device=DEVICE), int8)
+    values, ring, k = randn(B, S, 1, D), randn(B, z, 1, D), randn(B, 1, D)
+    stores = (values, None, ring, ring.clone())
+    queries = randn(B, 5) if scored else None
+    check = torch.library.opcheck
+    check(kernels.sals_append, (randn(B, r), k, k, k, queries, pos, rope, *latents, *stores, 16))
+    check(kernels.softmax_scores, (randn(B, 3, 5), *latents, pos, 0.5))
+    check(kernels.select, (randn(B, S), pos, 2, 5, z))
+    basis = (randn(1, D, r), None)
+    if int8:
+        basis = (torch.ones(1, D, r, dtype=torch.int8, device=DEVICE), torch.ones(1, D, 1, device=DEVICE))
+    check(kernels.sals_attend, (k, None, *latents, *basis, *stores, pos, rope, 16))
+    check(kernels.dense_attend, (k, values.transpose(1, 2).contiguous(), randn(B, 1, S, D), pos))
 
 
 FDC_RANKS = {  # d_qk of each head, then d_v
@@ -4556,7 +4591,11 @@ def test_kernels_refuse_what_they_would_get_wrong():
         kernels.sals_attend(
             randn(1, 1, 16), None, codes, randn(1, 10), randn(1, 16, 4), None, *rest, *here, 16
         )
-    for queries, message in ((randn(1, 5), "do not fit latent"), (randn(2, 3), r"queries must be \[1, 3\]")):
+    for queries, message in (
+        (randn(1, 5), "do not fit latent"),
+        (randn(2, 3), r"queries must be \[1, 3\]"),
+        (randn(1, 6)[:, ::2], "queries .* must be contiguous"),
+    ):
         with pytest.raises(ValueError, match=message):
             token = (randn(1, 4), *[randn(1, 1, 16)] * 3, queries)
             kernels.sals_append(*token, *here, randn(1, 10, 4), None, *rest, 16)
