@@ -159,7 +159,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     """The x sinks and, of the tokens between these and the z recent ones, the y best.
 
     scores [B, ..., S] fp32, of which -inf is never chosen, pos [B] -> index [B, ..., x + y] int32, x and y
-    cut to S; -1 where a row has no such token. wanted [B]: how many of the y a row takes, all if not given."""
+    cut to S; -1 where a row has no such token. wanted [B]: how many of the y a row takes, else all."""
     places = torch.arange(scores.shape[-1], device=scores.device)
     rows = (-1, *[1] * (scores.ndim - 1))
     last = (pos - z).view(rows)  # the newest token outside of the recent ones
@@ -366,7 +366,7 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tens
 def latent_maps(
     settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, and `up` as its codes hold it."""
+    """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, `up` as its codes hold it."""
     r = sals_rank(settings, config)
     down, up = sals_maps(basis.float(), scale, r)
     if settings.latent_bits == 16:
@@ -471,7 +471,7 @@ class SalsCache(Cache):
         self.x, self.y, self.z = settings.budget(room.capacity)
         self.r = sals_rank(settings, c)
         self.r_score = sals_score_rank(settings, c)
-        # A true logit has yarn's factor twice, in cos and sin of either side; cos of position 0 is that factor.
+        # A true logit has yarn's factor twice, in cos and sin of either side; cos of position 0 is it.
         factor = rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
         self.logit_scale = c.head_dim**-0.5 * factor**2
         down, up = maps
@@ -2018,7 +2018,7 @@ class DoubleSparseCache(SelectiveCache):
         since = self.since[:, None, None]
         newer = since + torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
         live = torch.cat((self.held >= 0, newer <= pos[:, None, None]), -1)
-        # A row that the budget covers is attended whole: its first `count` places, as far as they are written.
+        # A row that the budget covers is attended whole: its first `count` places, as far as written.
         whole = (pos < self.count)[:, None, None]
         places = self.room.positions[: self.count]
         index = torch.where(whole, places, torch.cat((self.held, newer), -1))

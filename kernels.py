@@ -226,14 +226,14 @@ def _normalise_kernel(
 def softmax_scores(
     queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float
 ) -> Tensor:
-    """One score a token from the leading dims of its latent row, which is read once for all heads: the softmax
-    over the tokens up to pos of each head, (logits * scale).softmax, summed over heads.
+    """One score a token from the leading dims of its latent row, which is read once for all heads: each head's
+    softmax over the tokens up to pos, of logits * scale, summed over heads.
 
     queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r, or int8 codes
     with latent_scale [B, S] fp32 -> [B, S] fp32, -inf beyond pos. Each program keeps exp(logit - running
-    maximum) in half precision (2 bytes a head and token, against 2 r* read), and a second kernel multiplies by
-    exp(that maximum - maximum) / sum. Truth: compress.sals_scores over Latents.read; sals_append has the
-    rule sum."""
+    maximum) in half precision (2 bytes a head and token, against 2 r* read), and a second kernel multiplies
+    by exp(that maximum - maximum) / sum. Truth: compress.sals_scores over Latents.read. The rule sum:
+    sals_append."""
     rows, heads, r_score = queries.shape
     B, S, r = latent.shape
     need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
@@ -491,7 +491,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
 
 def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
     """How `select` cuts a row: (chunks, tokens of one, survivors of one at least, at most), powers of two but
-    for the third; None where one program takes the row: up to 4096 tokens, or if chunks would keep too much."""
+    for the third; None where one program takes it: up to 4096 tokens, or if chunks would keep too much."""
     for tokens in (1024, 2048):  # of long rows more
         chunks = min(128, max(min(32, power2(cdiv(S, tokens))), power2(cdiv(S, 8192))))
         N = power2(cdiv(cdiv(S, 4), chunks) * 4)
@@ -659,7 +659,7 @@ def _load_values(
 
 @jit
 def _decode(code, pairs, BITS: tl.constexpr, PLANES: tl.constexpr):
-    """Words of codes, and of (minimum, scale) of their groups -> code, low, step: value = code * step + low."""
+    """Words of codes, and of (minimum, scale) of their groups -> code, low, step: value = code step + low."""
     step = _half_at(pairs, 16) * (1 << BITS)
     # A code as the top bits of a mantissa reads 1 + code / 2**bits: no conversion (those run at a quarter
     # of the rate).
@@ -889,7 +889,7 @@ def _grouped_kernel(
 
 @jit
 def _merge_parts(top_p, sum_p, part_p, first, count, step, D, inside, DP: tl.constexpr, SB: tl.constexpr):
-    """One softmax out of the parts first, first + step, .. of it: their maxima, sums and rows of D numbers."""
+    """One softmax out of its parts first, first + step, ..: their maxima, sums and rows of D numbers."""
     d = tl.arange(0, DP)
     top = tl.max(tl.full([SB], -1e30, tl.float32), 0)
     total = tl.sum(tl.zeros([SB], tl.float32), 0)
@@ -1291,8 +1291,8 @@ def sals_append(
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     scores = torch.empty(scored, S, dtype=torch.float32, device=q.device)
     T, RB = sum_config(r_score)
-    # 40 registers: as many programs on a multiprocessor as it takes to keep it reading. Rows that no wide load
-    # can read, fp32 and heads of many queries need more.
+    # 40 registers: as many programs on a multiprocessor as it takes to keep it reading. Rows that no wide
+    # load can read, fp32 and heads of many queries need more.
     lean = r % 16 == 0 and r_score % 16 == 0 and k.element_size() == 2 and G * D < 4096
     _append_kernel[Hkv + (cdiv(S, T) if scored else 0), B](
         new, q, k, v, queries, pos, words, latent, latent_scale, values,
@@ -1809,7 +1809,7 @@ def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
 
 
 def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
-    """Operator -> (the calls to time, bytes that they must move where rows are full), K and V uncompressed."""
+    """Operator -> (the calls to time, bytes that they must move where rows are full), K and V as they are."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     bf16, device = torch.bfloat16, "cuda"

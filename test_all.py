@@ -607,7 +607,7 @@ def test_bytes_of_the_paper():
         assert cache.bytes_read(length) == expected
 
 
-BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token take 2 * 4 heads * 16 * 4 = 512
+BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token take 2 * 4 heads * 16 * 4
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
     ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
@@ -4370,7 +4370,7 @@ def test_kernel_fdc_more_parts_of_a_head_than_a_merge_takes_at_once(monkeypatch)
 
 
 def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
-    """The parts that programs leave are those of the plan: no program has a block that another should have."""
+    """The parts that programs leave are those of the plan: no program has a block that is another's."""
     ranks, lengths, workers, made = [16, 96, 48, 64, 80, 16], [300, 1, 65], 11, []
     monkeypatch.setattr(
         kernels.torch, "empty", lambda *n, **of: made.append(torch.zeros(*n, **of)) or made[-1]
