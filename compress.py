@@ -538,20 +538,19 @@ class SalsCache(Cache):
         values, low_scale = (
             (self.values.plain, None) if bits == 16 else (self.values.codes, self.values.low_scale)
         )
-        ring_k, ring_v, rope = self.ring_k, self.ring_values.plain, (pos, room.rope_pairs)
+        stores = (values, low_scale, self.ring_k, self.ring_values.plain)
+        rope, basis = (pos, room.rope_pairs), (self.paired_basis, self.basis_scale)
         new = folded[0] if folded else k.flatten(1) @ self.down
         queries = self.queries(q, *folded[1:]) if self.sparse else None
         by_sum = self.sparse and self.settings.score == "sum"
-        token = (new, q, k, v, queries[:, 0] if by_sum else None)
-        stores = (*latents, values, low_scale, ring_k, ring_v)
-        rotated, scores = kernels.sals_append(*token, *rope, *stores, bits)
+        summed = queries[:, 0] if by_sum else None
+        rotated, scores = kernels.sals_append(new, q, k, v, summed, *rope, *latents, *stores, bits)
         if self.sparse:
             if not by_sum:
                 scores = kernels.softmax_scores(queries, *latents, pos, self.logit_scale)
             index = room.select(scores, pos, self.x, self.y, self.z)
             self.attends(pos, index, index >= 0, recent=self.z)
-        stores = (*latents, self.paired_basis, self.basis_scale, values, low_scale, ring_k, ring_v)
-        return kernels.sals_attend(rotated, index, *stores, *rope, bits)
+        return kernels.sals_attend(rotated, index, *latents, *basis, *stores, *rope, bits)
 
     def queries(self, q: Tensor, *folded: Tensor) -> Tensor:
         """The latent queries [B, heads, r*]; folded in for the sum rule."""

@@ -100,28 +100,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-# ---------------------------------------------------------------------------------------------- latent scores
-
-
-@jit
-def _sum_scores(
-    query_p, latent_p, scale_p, pos_p, score_p, tile, b, S, r_score, r,
-    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
-):  # fmt: skip
-    token = tl.arange(0, T)  # of this tile, whose first is the only 64-bit number
-    first = b * S + tile.to(tl.int64) * T
-    latent_p += first * r
-    live = tile * T + token < tl.load(pos_p + b)
-    score = tl.zeros([T], tl.float32)
-    for i in tl.static_range(NR):
-        dims = i * RB + tl.arange(0, RB)
-        query = tl.load(query_p + dims, mask=dims < r_score, other=0.0).to(tl.float32)
-        mask = live[:, None] & (dims < r_score)[None, :]
-        rows = tl.load(latent_p + token[:, None] * r + dims[None, :], mask=mask, other=0.0)
-        score += tl.sum(rows.to(tl.float32) * query[None, :], 1)
-    if scale_p is not None:
-        score *= tl.load(scale_p + first + token, mask=live, other=0.0)
-    tl.store(score_p + first + token, tl.where(live, score, float("-inf")), mask=tile * T + token < S)
+# --------------------------------------------------------------------------------------------- softmax scores
 
 
 @jit
@@ -226,8 +205,8 @@ def _normalise_kernel(
 def softmax_scores(
     queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float
 ) -> Tensor:
-    """One score a token from the leading dims of its latent row, which is read once for all heads: each head's
-    softmax over the tokens up to pos, of logits * scale, summed over heads.
+    """One score a token from the leading dims of its latent row, which is read once for all heads: each
+    head's softmax of its logits * scale over the tokens up to pos, summed over heads.
 
     queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r, or int8 codes
     with latent_scale [B, S] fp32 -> [B, S] fp32, -inf beyond pos. Each program keeps exp(logit - running
@@ -659,7 +638,7 @@ def _load_values(
 
 @jit
 def _decode(code, pairs, BITS: tl.constexpr, PLANES: tl.constexpr):
-    """Words of codes, and of (minimum, scale) of their groups -> code, low, step: value = code step + low."""
+    """Words of codes and of their groups' (minimum, scale) -> code, low, step: value = code * step + low."""
     step = _half_at(pairs, 16) * (1 << BITS)
     # A code as the top bits of a mantissa reads 1 + code / 2**bits: no conversion (those run at a quarter
     # of the rate).
@@ -1145,7 +1124,7 @@ def dense_config(programs: int, itemsize: int) -> tuple[int, int, int, int]:
     return (128, 4, 2, 2) if programs <= 2 * SMS else (64, 4, 2, 6)
 
 
-# ----------------------------------------------------------------------------------------------------- append
+# -------------------------------------------------------------------------------------- append and sum scores
 
 
 @jit
@@ -1215,6 +1194,27 @@ def _append(
         packed = tl.sum(_nearest(code) << (plane * BITS), 0)
         byte = tl.arange(0, NP)
         tl.store(values_p + stored * WIDTH + byte, packed.to(tl.uint8), mask=byte < WIDTH)
+
+
+@jit
+def _sum_scores(
+    query_p, latent_p, scale_p, pos_p, score_p, tile, b, S, r_score, r,
+    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
+):  # fmt: skip
+    token = tl.arange(0, T)  # of this tile, whose first is the only 64-bit number
+    first = b * S + tile.to(tl.int64) * T
+    latent_p += first * r
+    live = tile * T + token < tl.load(pos_p + b)
+    score = tl.zeros([T], tl.float32)
+    for i in tl.static_range(NR):
+        dims = i * RB + tl.arange(0, RB)
+        query = tl.load(query_p + dims, mask=dims < r_score, other=0.0).to(tl.float32)
+        mask = live[:, None] & (dims < r_score)[None, :]
+        rows = tl.load(latent_p + token[:, None] * r + dims[None, :], mask=mask, other=0.0)
+        score += tl.sum(rows.to(tl.float32) * query[None, :], 1)
+    if scale_p is not None:
+        score *= tl.load(scale_p + first + token, mask=live, other=0.0)
+    tl.store(score_p + first + token, tl.where(live, score, float("-inf")), mask=tile * T + token < S)
 
 
 @jit
@@ -1291,8 +1291,9 @@ def sals_append(
     out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
     scores = torch.empty(scored, S, dtype=torch.float32, device=q.device)
     T, RB = sum_config(r_score)
-    # 40 registers: as many programs on a multiprocessor as it takes to keep it reading. Rows that no wide
-    # load can read, fp32 and heads of many queries need more.
+    # Held to 40 registers, the compiler issues a tile's loads together and not between its arithmetic, and
+    # 12 programs share a multiprocessor. Rows that no wide load can read, fp32 and heads of many queries need
+    # more.
     lean = r % 16 == 0 and r_score % 16 == 0 and k.element_size() == 2 and G * D < 4096
     _append_kernel[Hkv + (cdiv(S, T) if scored else 0), B](
         new, q, k, v, queries, pos, words, latent, latent_scale, values,
