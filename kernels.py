@@ -17,12 +17,25 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import ampere, hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
-    triton = tl = None
+    triton = gluon = None
+else:  # Gluon's names before triton 3.7 and after
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+    copy_rows = getattr(ampere.async_copy, "async_load", None)
+    copy_rows = copy_rows or ampere.async_copy.async_copy_global_to_shared
+    copy_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 
 def jit(function):
     return triton.jit(function) if triton else function
+
+
+def gluon_jit(function):
+    return gluon.jit(function) if gluon else function
 
 
 class _NoTriton:
@@ -31,7 +44,8 @@ class _NoTriton:
     constexpr = int
 
 
-tl = tl or _NoTriton
+if triton is None:
+    tl = gl = _NoTriton
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
 LOG2E = math.log2(math.e)
@@ -600,6 +614,158 @@ def _logits_kernel(
             tl.store(logits_p + head[None, :] * n + place[:, None], logits, mask=mine)
 
 
+@gluon_jit
+def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constexpr):
+    """The producer, one warp: copies the basis of head after head into the ring, as its slots become free."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    D: gl.constexpr = ring.shape[1]
+    KB: gl.constexpr = ring.shape[2]
+    for chunk in range((stop - first) * CHUNKS):
+        slot = chunk % SLOTS
+        head = (first + chunk // CHUNKS) % Hkv
+        hopper.mbarrier.wait(free.index(slot), ((chunk // SLOTS) & 1) ^ 1)
+        hopper.mbarrier.expect(ready.index(slot), D * KB * ring.dtype.primitive_bitwidth // 8)
+        copy_block(basis, [head * D, chunk % CHUNKS * KB], ready.index(slot), ring.index(slot))
+
+
+@gluon_jit
+def _tile_logits(
+    HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
+    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+):  # fmt: skip
+    """A consumer, four warps: the logits of its half of every tile."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    D: gl.constexpr = ring.shape[1]
+    KB: gl.constexpr = ring.shape[2]
+    CHUNKS: gl.constexpr = latents.shape[0] // 2
+    T: gl.constexpr = latents.shape[1]
+    NC: gl.constexpr = queries.shape[1]
+    ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
+    INT8: gl.constexpr = latent_scale_p is not None
+    SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
+    dtype: gl.constexpr = queries.dtype
+    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
+    LARGE: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
+    TOKENS: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
+    QUERY: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
+    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
+    of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
+    PAIRS: gl.constexpr = of_pairs.type.layout
+    pair = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIRS))
+    kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
+    wide = gl.arange(0, D, layout=gl.SliceLayout(0, QUERY))
+    dim = wide // 2 + (wide % 2) * (D // 2)
+    column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))
+    chunk = 0
+    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
+        start = (tile * 2 + HALF) * T
+        first_row = start // n
+        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
+        line = start + gl.arange(0, T, layout=gl.SliceLayout(1, COPY))
+        token = gl.maximum(gl.load(index_p + line, mask=line < B * n, other=-1), 0)
+        stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + token
+        latent_row = latent_p + stored[:, None] * (CHUNKS * KB)
+        for j in gl.static_range(CHUNKS):
+            copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
+        ampere.async_copy.commit_group()
+        line = start + gl.arange(0, T, layout=gl.SliceLayout(1, PAIRS))
+        token = gl.maximum(gl.load(index_p + line, mask=line < B * n, other=-1), 0)
+        words = gl.load(rope_p + token[:, None].to(gl.int64) * (D // 2) + pair[None, :])
+        cos = (words & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        sin = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        line = start + gl.arange(0, T, layout=TOKENS)
+        row = line // n
+        token = gl.load(index_p + line, mask=line < B * n, other=-1)
+        live = token >= 0
+        if INT8:
+            stored = gl.minimum(row, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
+            token_scale = gl.load(latent_scale_p + stored) * scale
+        logits_row = logits_p + row.to(gl.int64) * (Hkv * n) + (line - row * n)
+        own = gl.where(line < B * n, row - first_row, -1)
+        mine = own[:, None] == gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
+        query_row = first_row + column
+        real = query_row <= (gl.minimum(start + T, B * n) - 1) // n
+        query_p = q_p + query_row.to(gl.int64)[:, None] * (Hkv * D) + dim[None, :]
+        ampere.async_copy.wait_group(0)
+        hopper.fence_async_shared()
+        barrier()
+        for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
+            head = unit - tile * Hkv
+            query = gl.load(query_p + head * D, mask=real[:, None], other=0.0)
+            k = gl.full([T, D], 0, SUM, KEYS)
+            for j in gl.static_range(CHUNKS):
+                slot = (chunk + j) % SLOTS
+                hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
+                left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
+                k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
+                if j > 0:  # the product before this one is done: its slot is free
+                    k = hopper.warpgroup_mma_wait(1, deps=[k])
+                    barrier()
+                    hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
+            if INT8:
+                pair_scale = gl.load(basis_scale_p + head * D + wide) * LARGE
+                query = (query * pair_scale[None, :]).to(dtype)
+            queries.index(HALF).store(query)
+            k = hopper.warpgroup_mma_wait(0, deps=[k])
+            barrier()
+            hopper.mbarrier.arrive(free.index((chunk + CHUNKS - 1) % SLOTS))
+            chunk += CHUNKS
+            # From here on the other consumer has the tensor cores.
+            if INT8:
+                k = k.to(gl.float32) / LARGE
+            a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
+            rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D]).to(dtype)
+            left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
+            right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
+            logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
+            logits *= token_scale[:, None] if INT8 else scale
+            logits = gl.where(live[:, None], logits, float("-inf"))
+            to = gl.expand_dims(logits_row + head * n, 1) + gl.full([T, NC], 0, gl.int32, LOGITS)
+            gl.store(to, logits, mask=mine)
+
+
+@gluon_jit
+def _streamed_logits_kernel(
+    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+    LATENT: gl.constexpr, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    # As in _logits_kernel: tiles of 2 T tokens of all rows times heads are one line of units, of which every
+    # program takes an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis
+    # past them by bulk copies, and two consumers take turns: one multiplies while the other rotates.
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, LATENT.primitive_bitwidth, 2)
+    D: gl.constexpr = basis.block_shape[0]
+    KB: gl.constexpr = basis.block_shape[1]
+    pid, programs = gl.program_id(0), gl.num_programs(0)
+    units = gl.cdiv(B * n, 2 * T).to(gl.int64) * Hkv
+    first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
+    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], SHARED)
+    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], SHARED)
+    ROWS_OF_8: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], ROWS_OF_8)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(ready.index(slot), count=1)
+        hopper.mbarrier.init(free.index(slot), count=2)
+    hopper.fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
+            (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
+            (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
+        ],
+        [4, 1],  # warps, beside the four of the first
+        [232, 24],  # registers a thread
+    )  # fmt: skip
+
+
 @jit
 def _columns(PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
     """Column c of an unpacked tile of V is channel (plane, byte), padded where a plane is no power of two
@@ -939,9 +1105,9 @@ def sals_attend(
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
-    they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
-    one decodes V and attends V and the ring. Splits merge by log-sum-exp. Truth: SalsCache.reconstruct and
-    attend."""
+    they do not, the product is most of the work: one kernel with large tiles keeps only the logits (another
+    on Hopper: streams_basis), a second one decodes V and attends V and the ring. Splits merge by log-sum-exp.
+    Truth: SalsCache.reconstruct and attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
     Hkv, DP, _ = basis.shape
@@ -994,15 +1160,7 @@ def sals_attend(
             index is not None, splits == 1, rope.dtype == torch.float16, num_warps=warps,
         )  # fmt: skip
     else:
-        logits = torch.empty(B, Hq, n, dtype=torch.float32, device=q.device)
-        tile, heads, KB, tile_warps, tile_stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
-        rows = 1 if n % tile == 0 else min(B, (tile - 2) // n + 2)  # that a tile can span
-        _logits_kernel[min(cdiv(B * n, tile) * (Hkv // heads), programs),](
-            q, given, latent, latent_scale, basis, basis_scale, pos, words, logits,
-            B, n, S, r, z, scale, Hkv // heads, Hkv,
-            D, DP // 2, heads, rows, max(16, power2(rows * heads)), tile, KB, r % KB == 0, index is not None,
-            rope.dtype == torch.float16, num_warps=tile_warps, num_stages=tile_stages,
-        )  # fmt: skip
+        logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
         _values_kernel[splits, Hkv, B](
             logits, q, given, *codes, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
             max(16, min(ZB, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
@@ -1010,6 +1168,48 @@ def sals_attend(
     if splits > 1:
         _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, min(16, power2(splits)), num_warps=1)
     return out
+
+
+def _logits(
+    q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
+    basis_scale: Tensor | None, pos: Tensor, words: Tensor, z: int
+) -> Tensor:  # fmt: skip
+    """sals_attend's logits of heads that share no keys, in log2 units [B, Hkv, n]; -inf where nothing is."""
+    B, Hkv, D = q.shape
+    S, r = latent.shape[1:]
+    DP = basis.shape[1]
+    n = S if index is None else index.shape[1]
+    scale = D**-0.5 * LOG2E
+    itemsize = latent.element_size()
+    logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
+    if index is not None and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize):
+        T, KB = 64, 128 // itemsize
+        layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
+        heads = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
+        dtype = getattr(gl, str(latent.dtype).removeprefix("torch."))
+        _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
+            q, index, latent, latent_scale, heads, basis_scale, words, logits, B, n, S, scale, Hkv,
+            dtype, T, 8, r // KB, 4, num_warps=4,
+        )  # fmt: skip
+        return logits
+    T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
+    rows = 1 if n % T == 0 else min(B, (T - 2) // n + 2)  # that a tile can span
+    _logits_kernel[min(cdiv(B * n, T) * (Hkv // heads), programs),](
+        q, pos if index is None else index, latent, latent_scale, basis, basis_scale, pos, words, logits,
+        B, n, S, r, z, scale, Hkv // heads, Hkv,
+        D, DP // 2, heads, rows, max(16, power2(rows * heads)), T, KB, r % KB == 0, index is not None,
+        words.dtype == torch.int32, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return logits
+
+
+def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
+    """Whether the logits of chosen tokens are made by the kernel for Hopper: a latent is whole chunks of 128
+    bytes and 128 of them fit in shared memory, 64 tokens are of 8 rows of the batch at most, and every
+    program has two heads or more, so that its consumers can take turns."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
+    return hopper and fits and n > 10 and cdiv(tokens, 128) * Hkv >= 2 * SMS
 
 
 def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:

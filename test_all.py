@@ -4133,14 +4133,95 @@ def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n, int8
     check_sals_attend(torch.float16, 3, 200, 2, 4, D, 57, 4, n, 24, (199, 120, 30), int8=int8)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
+def hopper():
+    return DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+
+
+# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
+# the ring has slots, programs of one head and of several tiles.
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "B, S, Hkv, G, r, bits, n",
-    [(16, 1000, 32, 1, 512, 2, 448), (8, 3000, 8, 4, 256, 4, 1984), (1, 3000, 8, 4, 256, 4, None)],
+    "B, Hkv, D, chunks, n, programs",
+    [
+        (1, 2, 128, 1, 64, 132),
+        (3, 4, 128, 2, 128, 3),
+        (3, 3, 128, 4, 70, 5),
+        (9, 5, 64, 3, 11, 132),
+        (2, 32, 128, 8, 448, 7),
+        (5, 8, 64, 5, 130, 2),
+    ],
 )
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_real_sizes(B, S, Hkv, G, r, bits, n, int8):
+def test_kernel_sals_attend_streams_the_basis(monkeypatch, dtype, B, Hkv, D, chunks, n, programs, int8):
+    monkeypatch.setattr(kernels, "streams_basis", lambda *_: True)
+    monkeypatch.setattr(kernels, "_logits_kernel", None)
+    monkeypatch.setattr(kernels, "SMS", programs)
+    pos = [max(3, 599 - 150 * b) for b in range(B)]
+    check_sals_attend(dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), 4, n, 24, pos, int8=int8)
+
+
+def test_kernel_streams_the_basis_where_hopper_can(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda, fits = torch.device("cuda"), (7168, 448, 32, 128, 512, 2)
+    assert kernels.streams_basis(cuda, *fits) and kernels.streams_basis(cuda, 7168, 448, 32, 128, 1024, 1)
+    assert not kernels.streams_basis(torch.device("cpu"), *fits)
+    for place, other in enumerate([1024, 10, 4, 256, 1024, 4]):  # each alone is beyond what the kernel takes
+        assert not kernels.streams_basis(cuda, *fits[:place], other, *fits[place + 1 :]), place
+    assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 500, 2)  # no whole chunks
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not kernels.streams_basis(cuda, *fits)
+
+
+@pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
+def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
+    """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
+    program = f"""if True:
+        import torch, kernels
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+        class Hopper:  # enough of a driver to compile
+            get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+            get_current_device = staticmethod(lambda: 0)
+            get_current_stream = staticmethod(lambda device: 0)
+        driver.set_active(Hopper())
+        kernel, compiled = kernels._streamed_logits_kernel, []
+        class Compile:
+            def __getitem__(self, grid):
+                return lambda *args, **options: compiled.append(kernel.warmup(*args, grid=grid, **options))
+        kernels._streamed_logits_kernel, kernels.streams_basis = Compile(), lambda *_: True
+        int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
+        index, pos, words = (torch.zeros(n, dtype=torch.int32) for n in (16 * 448, 16, 500 * 64))
+        latent, basis = (torch.zeros(*n, {r}, dtype=torch.{dtype}) for n in ((16, 500), (32, 128)))
+        scales = (torch.zeros(16, 500), torch.zeros(32, 128, 1)) if int8 else (None, None)
+        kernels._logits(
+            q, index.view(16, 448), latent, scales[0], basis, scales[1], pos, words.view(500, 64), 64
+        )
+        assert len(compiled) == 1 and compiled[0].metadata.shared <= 227 * 1024
+        assert "wgmma" in compiled[0].asm["ptx"] and "cp.async.bulk" in compiled[0].asm["ptx"]
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
+@pytest.mark.parametrize(
+    "B, S, Hkv, G, r, bits, n, streams",
+    [
+        (16, 1000, 32, 1, 512, 2, 448, True),
+        (16, 1000, 32, 1, 512, 2, 448, False),
+        (8, 3000, 8, 4, 256, 4, 1984, False),
+        (1, 3000, 8, 4, 256, 4, None, False),
+    ],
+)
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_kernel_sals_attend_real_sizes(monkeypatch, B, S, Hkv, G, r, bits, n, int8, streams):
+    monkeypatch.setattr(kernels, "streams_basis", lambda *_: streams and hopper())
     pos = [S - 1 - 7 * b for b in range(B)]
     check_sals_attend(torch.bfloat16, B, S, Hkv, G, 128, r, bits, n, 64, pos, int8=int8)
 
