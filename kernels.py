@@ -803,16 +803,19 @@ def _load_values(
 
 
 @jit
-def _decode(code, pairs, BITS: tl.constexpr, PLANES: tl.constexpr):
+def _decode(code, pairs, dtype: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
     """Words of codes and of their groups' (minimum, scale) -> code, low, step: value = code * step + low."""
-    step = _half_at(pairs, 16) * (1 << BITS)
-    # A code as the top bits of a mantissa reads 1 + code / 2**bits: no conversion (those run at a quarter
-    # of the rate).
-    plane = tl.arange(0, PLANES)[None, :, None, None, None]
-    byte = tl.arange(0, 4)[None, None, None, None, :]
-    turn = (23 - BITS - plane * BITS - byte * 8) & 31  # never 0; a rotation is one instruction
+    # A byte as the top bits of a mantissa, all but one of its codes masked out, reads 1 + code / 2**n: no
+    # conversion (those run at a quarter of the rate), and one rotation for all codes of the byte. A sum of up
+    # to 256 steps a code loses 8 bits; in fp32 each code is rotated to the top by itself.
+    SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
+    plane = tl.arange(0, PLANES)[None, :, None, None, None] * BITS  # the bit of a byte where its codes start
+    byte = tl.arange(0, 4)[None, None, None, None, :] * 8
+    turn = (23 - SPAN - plane // SPAN * SPAN - byte) & 31  # never 0; a rotation is one instruction
+    mask = ((1 << BITS) - 1) << (23 - SPAN + plane % SPAN)
+    step = _half_at(pairs, 16) * (1 << (SPAN - plane % SPAN)).to(tl.float32)
     code = code.to(tl.uint32, bitcast=True)
-    code = ((code << turn) | (code >> (32 - turn))) & (((1 << BITS) - 1) << (23 - BITS))
+    code = ((code << turn) | (code >> (32 - turn))) & mask
     return (code | 0x3F800000).to(tl.float32, bitcast=True), _half_at(pairs, 0) - step, step
 
 
@@ -890,7 +893,7 @@ def _values_kernel(
         else:
             code, pairs = _load_values(values_p, low_scale_p, head, D, GROUP, PLANES, WIDTH, RUNS, RUN)
             weight5 = weight[:, None, None, None, None]
-            code, low, step = _decode(code, pairs, BITS, PLANES)
+            code, low, step = _decode(code, pairs, q_p.dtype.element_ty, BITS, PLANES)
             out += tl.reshape(code * (step * weight5), [T, C])
             if RUNS * RUN == WIDTH:
                 base += tl.reshape(low * weight5, [T, PLANES, RUNS])
@@ -1016,7 +1019,7 @@ def _grouped_kernel(
         logits = tl.dot(rotated, query, input_precision="ieee")
         logits *= token_scale[:, None] if INT8 else scale
         if BITS < 16:
-            code, low, step = _decode(code, pairs, BITS, PLANES)
+            code, low, step = _decode(code, pairs, dtype, BITS, PLANES)
             v = tl.reshape(code * step + low, [T, C]).to(dtype)
         top, total, out = _attend_tile(logits, live, v, top, total, out)
     total = tl.sum(total, 0)
@@ -1870,17 +1873,15 @@ def sets_for(nbytes: int) -> int:
     return max(2, min(24, cdiv(240_000_000, nbytes)))
 
 
-def measured_limits() -> tuple[float, float, float]:
-    """(bytes/us, FLOP/us, int8 OP/us) of this GPU: the better of a large copy (reads and writes) and a read,
-    a large product of bf16 and one of int8."""
+def measured_limits() -> tuple[float, float]:
+    """(bytes/us, FLOP/us) of this GPU: the better of a large copy (reads and writes) and a read, and a large
+    product of bf16. Tensor cores make twice as many products of int8 (torch._int_mm two thirds of those)."""
     x = torch.randn(1 << 15, 1 << 15, dtype=torch.bfloat16, device="cuda")
     y, rows = torch.empty_like(x), torch.empty(1 << 15, dtype=x.dtype, device="cuda")
     copied = 4 * x.numel() / graph_time([lambda: torch.neg(x, out=y)])
     bandwidth = max(copied, 2 * x.numel() / graph_time([lambda: torch.amax(x, 1, out=rows)]))
     a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
-    c, d = random_int8(a)[0], random_int8(b)[0].T
-    products = (lambda: a @ b, lambda: torch._int_mm(c, d))
-    return bandwidth, *(2 * 8192**3 / graph_time([product] * 4) for product in products)
+    return bandwidth, 2 * 8192**3 / graph_time([lambda: a @ b] * 4)
 
 
 def eager_sals(case: dict, queries: Tensor, s: dict) -> Tensor:
@@ -1970,6 +1971,11 @@ def sals_calls(case: dict) -> dict:
         rest = (s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
         return sals_attend(s["q"], index, *keys, *rest, *shared, c["bits"])
 
+    def logits(s):
+        keys = (s["latent"], s["latent_scale"], c["basis"], c["basis_scale"])
+        words = rope_words(c["rope"], c["S"], c["D"], s["q"].dtype)
+        return _logits(s["q"], s["index"], *keys, c["pos"], words, c["z"])
+
     def choose(scores):
         return select(scores, c["pos"], c["x"], c["y"], c["z"])
 
@@ -1982,6 +1988,7 @@ def sals_calls(case: dict) -> dict:
         "append, sum": lambda s: append(s, s["sum"]),
         "score softmax": softmax,
         "select": lambda s: choose(s["scores"]),
+        "logits": logits,
         "attend": lambda s: attend(s, s["index"]),
         "sals sum": lambda s: whole(s, s["sum"]),
         "sals softmax": whole,
@@ -1989,12 +1996,14 @@ def sals_calls(case: dict) -> dict:
     }
     if c["int8"]:
         del operators["sals eager"]
+    if c["Hq"] != c["Hkv"]:  # one kernel makes logits and attends
+        del operators["logits"]
     return {name: [lambda s=s, f=f: f(s) for s in case["sets"]] for name, f in operators.items()}
 
 
 def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
-    """Microseconds of each operator at the measured limits: its bytes; for attend its matrix FLOPs (of the
-    latents' dtype), if they take longer; for the whole the sum of append, scores and attend."""
+    """Microseconds of each operator at the measured limits: its bytes; for attend and its logits the matrix
+    FLOPs (of the latents' dtype), if they take longer; for the whole the sum of append, scores and attend."""
     B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
     size, scale = (1, 4) if c["int8"] else (2, 0)  # bytes of a number, and beside each row
     append = 2 * B * (2 * r + kv * 4) / bandwidth
@@ -2003,9 +2012,12 @@ def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
     softmax = score + B * S * min(4 * c["Hq"], size * r // 2 + scale) / bandwidth
     token = size * r + scale + kv * c["bits"] // 8 + kv // 8
     read = (B * n * token + kv * r * size + B * c["z"] * kv * 4) / bandwidth
-    attend = max(read, 2 * B * n * r * kv / flops)
+    product = 2 * B * n * r * kv / flops
+    attend = max(read, product)
+    keys = B * n * (size * r + scale) + kv * r * size + 4 * B * n * c["Hkv"]
     limits = {"append": append, "append, sum": append + score, "score softmax": softmax}
-    limits |= {"select": B * S * 4 / bandwidth, "attend": attend, "sals sum": append + score + attend}
+    limits |= {"select": B * S * 4 / bandwidth, "logits": max(keys / bandwidth, product), "attend": attend}
+    limits["sals sum"] = append + score + attend
     return limits | {"sals softmax": append + softmax + attend, "sals eager": limits["sals sum"]}
 
 
@@ -2078,7 +2090,7 @@ SHAPES = {  # name -> (Hq, Hkv, D), [(r, bits of V, int8 latents)], [(B, S)], (x
 
 def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> list[dict]:
     """Times every operator at every shape; report(row) is called for each as it comes."""
-    bandwidth, flops, int8_ops = measured_limits()
+    bandwidth, flops = measured_limits()
     rows = []
 
     def note(shape_name, B, S, setting, operator, us, limit):
@@ -2089,7 +2101,6 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
 
     note("-", 0, 0, "memory", "TB/s measured", bandwidth / 1e6, bandwidth / 1e6)
     note("-", 0, 0, "bf16", "TFLOP/s measured", flops / 1e6, flops / 1e6)
-    note("-", 0, 0, "int8", "TOP/s measured", int8_ops / 1e6, int8_ops / 1e6)
     for name in names:
         (Hq, Hkv, D), settings, shapes, (x, y, z) = SHAPES[name]
         for B, S in shapes:
@@ -2108,7 +2119,7 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
             torch.cuda.empty_cache()
             for r, bits, int8 in settings:
                 case = sals_case(B, S, Hq, Hkv, D, r, bits, int8, x, y, z)
-                limits = sals_limits(case, bandwidth, int8_ops if int8 else flops)
+                limits = sals_limits(case, bandwidth, 2 * flops if int8 else flops)
                 setting = f"r{r} {bits} bit" + (" int8" if int8 else "")
                 for operator, calls in sals_calls(case).items():
                     note(name, B, S, setting, operator, graph_time(calls), limits[operator])
