@@ -17,14 +17,17 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
+    triton = None
+try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import ampere, hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
-    triton = gluon = None
-else:  # Gluon's names before triton 3.7 and after
-    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+except ImportError:
+    gluon = None
+else:  # names that changed after triton 3.6
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
     copy_rows = getattr(ampere.async_copy, "async_load", None)
     copy_rows = copy_rows or ampere.async_copy.async_copy_global_to_shared
     copy_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
@@ -45,7 +48,9 @@ class _NoTriton:
 
 
 if triton is None:
-    tl = gl = _NoTriton
+    tl = _NoTriton
+if gluon is None:
+    gl = _NoTriton
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
 LOG2E = math.log2(math.e)
@@ -674,8 +679,7 @@ def _tile_logits(
         line = start + gl.arange(0, T, layout=gl.SliceLayout(1, PAIRS))
         token = gl.maximum(gl.load(index_p + line, mask=line < B * n, other=-1), 0)
         words = gl.load(rope_p + token[:, None].to(gl.int64) * (D // 2) + pair[None, :])
-        cos = (words & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-        sin = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        cos, sin = _half_at(words, 0), _half_at(words, 16)
         line = start + gl.arange(0, T, layout=TOKENS)
         row = line // n
         token = gl.load(index_p + line, mask=line < B * n, other=-1)
@@ -701,7 +705,7 @@ def _tile_logits(
                 hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
                 left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
                 k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
-                if j > 0:  # the product before this one is done: its slot is free
+                if j > 0:  # the product before this one is done in all four warps: its slot is free
                     k = hopper.warpgroup_mma_wait(1, deps=[k])
                     barrier()
                     hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
@@ -713,7 +717,7 @@ def _tile_logits(
             barrier()
             hopper.mbarrier.arrive(free.index((chunk + CHUNKS - 1) % SLOTS))
             chunk += CHUNKS
-            # From here on the other consumer has the tensor cores.
+            # From here on the other consumer can have the tensor cores to itself.
             if INT8:
                 k = k.to(gl.float32) / LARGE
             a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
@@ -730,27 +734,26 @@ def _tile_logits(
 @gluon_jit
 def _streamed_logits_kernel(
     q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-    LATENT: gl.constexpr, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr,
-    SLOTS: gl.constexpr,
+    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    # As in _logits_kernel: tiles of 2 T tokens of all rows times heads are one line of units, of which every
-    # program takes an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis
-    # past them by bulk copies, and two consumers take turns: one multiplies while the other rotates.
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, LATENT.primitive_bitwidth, 2)
+    # As in _logits_kernel, tiles (of 2 T tokens) of all rows times heads are one line of units, of which
+    # every program takes an equal run. Here the latents of a tile stay in shared memory, a warp streams the
+    # basis past them by bulk copies, and of two consumers one can multiply while the other rotates.
+    LATENT: gl.constexpr = basis.dtype
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
     pid, programs = gl.program_id(0), gl.num_programs(0)
     units = gl.cdiv(B * n, 2 * T).to(gl.int64) * Hkv
     first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
-    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], SHARED)
-    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], SHARED)
-    ROWS_OF_8: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], ROWS_OF_8)
+    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
+    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
+    QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], QUERY)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         hopper.mbarrier.init(ready.index(slot), count=1)
-        hopper.mbarrier.init(free.index(slot), count=2)
+        hopper.mbarrier.init(free.index(slot), count=2)  # both consumers
     hopper.fence_async_shared()
     barrier()
     gl.warp_specialize(
@@ -805,9 +808,10 @@ def _load_values(
 @jit
 def _decode(code, pairs, dtype: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
     """Words of codes and of their groups' (minimum, scale) -> code, low, step: value = code * step + low."""
-    # A byte as the top bits of a mantissa, all but one of its codes masked out, reads 1 + code / 2**n: no
-    # conversion (those run at a quarter of the rate), and one rotation for all codes of the byte. A sum of up
-    # to 256 steps a code loses 8 bits; in fp32 each code is rotated to the top by itself.
+    # A byte as the top bits of a mantissa, all but one of its codes masked out, reads 1 + code / 2**n, where
+    # n is how deep the code's last bit lies: no conversion (those run at a quarter of the rate), and one
+    # rotation for all codes of the byte. The 1 stands for up to 256 steps, which costs sums 8 bits: too many
+    # for fp32, where each code is rotated to the top by itself.
     SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
     plane = tl.arange(0, PLANES)[None, :, None, None, None] * BITS  # the bit of a byte where its codes start
     byte = tl.arange(0, 4)[None, None, None, None, :] * 8
@@ -1183,16 +1187,16 @@ def _logits(
     DP = basis.shape[1]
     n = S if index is None else index.shape[1]
     scale = D**-0.5 * LOG2E
-    itemsize = latent.element_size()
+    itemsize = 4 if q.dtype == torch.float32 else latent.element_size()
     logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
-    if index is not None and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize):
-        T, KB = 64, 128 // itemsize
+    aligned = latent.data_ptr() % 16 == basis.data_ptr() % 16 == 0
+    if index is not None and aligned and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize):
+        T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
         layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
-        heads = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-        dtype = getattr(gl, str(latent.dtype).removeprefix("torch."))
+        chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
         _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
-            q, index, latent, latent_scale, heads, basis_scale, words, logits, B, n, S, scale, Hkv,
-            dtype, T, 8, r // KB, 4, num_warps=4,
+            q, index, latent, latent_scale, chunks, basis_scale, words, logits, B, n, S, scale, Hkv,
+            T, NC, r // KB, SLOTS, num_warps=4,
         )  # fmt: skip
         return logits
     T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
@@ -1208,11 +1212,12 @@ def _logits(
 
 def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
     """Whether the logits of chosen tokens are made by the kernel for Hopper: a latent is whole chunks of 128
-    bytes and 128 of them fit in shared memory, 64 tokens are of 8 rows of the batch at most, and every
-    program has two heads or more, so that its consumers can take turns."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    bytes and 128 of them fit in shared memory, 64 tokens are of 8 rows of the batch at most, and (for speed)
+    every program has two heads or more."""
+    if gluon is None or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
     fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
-    return hopper and fits and n > 10 and cdiv(tokens, 128) * Hkv >= 2 * SMS
+    return fits and n >= 8 and cdiv(tokens, 128) * Hkv >= 2 * SMS
 
 
 def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:

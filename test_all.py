@@ -4147,7 +4147,8 @@ def hopper():
         (1, 2, 128, 1, 64, 132),
         (3, 4, 128, 2, 128, 3),
         (3, 3, 128, 4, 70, 5),
-        (9, 5, 64, 3, 11, 132),
+        (9, 5, 64, 3, 9, 132),
+        (17, 4, 128, 2, 8, 4),
         (2, 32, 128, 8, 448, 7),
         (5, 8, 64, 5, 130, 2),
     ],
@@ -4167,11 +4168,21 @@ def test_kernel_streams_the_basis_where_hopper_can(monkeypatch):
     cuda, fits = torch.device("cuda"), (7168, 448, 32, 128, 512, 2)
     assert kernels.streams_basis(cuda, *fits) and kernels.streams_basis(cuda, 7168, 448, 32, 128, 1024, 1)
     assert not kernels.streams_basis(torch.device("cpu"), *fits)
-    for place, other in enumerate([1024, 10, 4, 256, 1024, 4]):  # each alone is beyond what the kernel takes
+    for place, other in enumerate([1024, 7, 4, 256, 1024]):  # each alone too few, or too many
         assert not kernels.streams_basis(cuda, *fits[:place], other, *fits[place + 1 :]), place
     assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 500, 2)  # no whole chunks
+    assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 256, 4)  # fp32
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not kernels.streams_basis(cuda, *fits)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
+    seen, config = [], kernels.logits_config
+    monkeypatch.setattr(kernels, "streams_basis", lambda *shape: seen.append(shape[-1]) or False)
+    monkeypatch.setattr(kernels, "logits_config", lambda *shape: seen.append(shape[-1]) or config(*shape))
+    check_sals_attend(torch.float32, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), int8=int8)
+    assert seen == [4, 4]
 
 
 @pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
@@ -4202,9 +4213,8 @@ def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
         assert "wgmma" in compiled[0].asm["ptx"] and "cp.async.bulk" in compiled[0].asm["ptx"]
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
