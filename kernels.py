@@ -705,7 +705,7 @@ def _tile_logits(
                 hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
                 left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
                 k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
-                if j > 0:  # the product before this one is done in all four warps: its slot is free
+                if j > 0:  # the product before this one is done in all four warps: they give its slot back
                     k = hopper.warpgroup_mma_wait(1, deps=[k])
                     barrier()
                     hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
@@ -717,7 +717,7 @@ def _tile_logits(
             barrier()
             hopper.mbarrier.arrive(free.index((chunk + CHUNKS - 1) % SLOTS))
             chunk += CHUNKS
-            # From here on the other consumer can have the tensor cores to itself.
+            # From here on the other consumer has the tensor cores, but for a small product with the query.
             if INT8:
                 k = k.to(gl.float32) / LARGE
             a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
@@ -736,9 +736,9 @@ def _streamed_logits_kernel(
     q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
     T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    # As in _logits_kernel, tiles (of 2 T tokens) of all rows times heads are one line of units, of which
-    # every program takes an equal run. Here the latents of a tile stay in shared memory, a warp streams the
-    # basis past them by bulk copies, and of two consumers one can multiply while the other rotates.
+    # As in _logits_kernel, tiles of all rows times heads are one line of units, of which every program takes
+    # an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis past them by
+    # bulk copies, and of two consumers, each of T tokens, one can multiply while the other rotates.
     LATENT: gl.constexpr = basis.dtype
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
@@ -808,10 +808,10 @@ def _load_values(
 @jit
 def _decode(code, pairs, dtype: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
     """Words of codes and of their groups' (minimum, scale) -> code, low, step: value = code * step + low."""
-    # A byte as the top bits of a mantissa, all but one of its codes masked out, reads 1 + code / 2**n, where
-    # n is how deep the code's last bit lies: no conversion (those run at a quarter of the rate), and one
-    # rotation for all codes of the byte. The 1 stands for up to 256 steps, which costs sums 8 bits: too many
-    # for fp32, where each code is rotated to the top by itself.
+    # A byte as the top bits of a mantissa, all but one of its codes masked out, reads 1 + code / 2**n, n = 8
+    # less the bit where the code starts: no conversion (those run at a quarter of the rate), and one rotation
+    # for all codes of the byte. The 1 stands for up to 256 steps, which costs sums 8 bits: too many for fp32,
+    # where each code is rotated to the top by itself (n = BITS).
     SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
     plane = tl.arange(0, PLANES)[None, :, None, None, None] * BITS  # the bit of a byte where its codes start
     byte = tl.arange(0, 4)[None, None, None, None, :] * 8
@@ -1112,9 +1112,9 @@ def sals_attend(
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
-    they do not, the product is most of the work: one kernel with large tiles keeps only the logits (another
-    on Hopper: streams_basis), a second one decodes V and attends V and the ring. Splits merge by log-sum-exp.
-    Truth: SalsCache.reconstruct and attend."""
+    they do not, the product is most of the work: one kernel with large tiles keeps only the logits (where
+    streams_basis says so, another for Hopper), a second one decodes V and attends V and the ring. Splits
+    merge by log-sum-exp. Truth: SalsCache.reconstruct and attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
     Hkv, DP, _ = basis.shape
@@ -1181,7 +1181,8 @@ def _logits(
     q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
     basis_scale: Tensor | None, pos: Tensor, words: Tensor, z: int
 ) -> Tensor:  # fmt: skip
-    """sals_attend's logits of heads that share no keys, in log2 units [B, Hkv, n]; -inf where nothing is."""
+    """sals_attend's logits of heads that share no keys, in log2 units [B, Hkv, n]: -inf in slots of no token;
+    without an index whole tiles beyond pos - z stay unwritten."""
     B, Hkv, D = q.shape
     S, r = latent.shape[1:]
     DP = basis.shape[1]
@@ -1211,9 +1212,9 @@ def _logits(
 
 
 def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
-    """Whether the logits of chosen tokens are made by the kernel for Hopper: a latent is whole chunks of 128
-    bytes and 128 of them fit in shared memory, 64 tokens are of 8 rows of the batch at most, and (for speed)
-    every program has two heads or more."""
+    """Whether the logits of chosen tokens are made by the kernel for Hopper, written in Gluon: 16 or 8 bits,
+    heads of 64 or 128, latents of whole chunks of 128 bytes of which 128 fit in shared memory, 64 tokens
+    in line span 8 rows of the batch at most, and (for speed) every program has two heads or more."""
     if gluon is None or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
@@ -1880,7 +1881,8 @@ def sets_for(nbytes: int) -> int:
 
 def measured_limits() -> tuple[float, float]:
     """(bytes/us, FLOP/us) of this GPU: the better of a large copy (reads and writes) and a read, and a large
-    product of bf16. Tensor cores make twice as many products of int8 (torch._int_mm two thirds of those)."""
+    product of bf16. (Tensor cores multiply int8 at twice that rate, of which torch._int_mm reaches two
+    thirds.)"""
     x = torch.randn(1 << 15, 1 << 15, dtype=torch.bfloat16, device="cuda")
     y, rows = torch.empty_like(x), torch.empty(1 << 15, dtype=x.dtype, device="cuda")
     copied = 4 * x.numel() / graph_time([lambda: torch.neg(x, out=y)])
@@ -2008,7 +2010,8 @@ def sals_calls(case: dict) -> dict:
 
 def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
     """Microseconds of each operator at the measured limits: its bytes; for attend and its logits the matrix
-    FLOPs (of the latents' dtype), if they take longer; for the whole the sum of append, scores and attend."""
+    FLOPs (`flops` is of the latents' dtype), if they take longer; for the whole the sum of append, scores and
+    attend, without selection."""
     B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
     size, scale = (1, 4) if c["int8"] else (2, 0)  # bytes of a number, and beside each row
     append = 2 * B * (2 * r + kv * 4) / bandwidth
