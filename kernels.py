@@ -102,6 +102,11 @@ def check_latent(pos: Tensor, latent: Tensor, scale: Tensor | None, B: int, dtyp
         check(pos, B, latent_scale=scale)
 
 
+def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
+    """The bytes of a number that tiles are chosen by: in fp32 models codes, too, are multiplied as fp32."""
+    return 4 if dtype == torch.float32 else latent.element_size()
+
+
 def power2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -241,7 +246,7 @@ def softmax_scores(
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
     exact = queries.dtype == torch.float32
-    T, RB, warps, stages, programs = softmax_config(HP, r_score, 4 if exact else latent.element_size())
+    T, RB, warps, stages, programs = softmax_config(HP, r_score, tile_itemsize(queries.dtype, latent))
     tiles = cdiv(S, T)
     splits = max(1, min(tiles, programs // B, max(128, 256 // B)))  # whose sums every program below reads
     # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
@@ -634,6 +639,13 @@ def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constex
 
 
 @gluon_jit
+def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """T places in line from `start` on, and their tokens: -1 where there is none."""
+    line = start + gl.arange(0, T, layout=LAYOUT)
+    return line, gl.load(index_p + line, mask=line < stop, other=-1)
+
+
+@gluon_jit
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
     q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
@@ -653,7 +665,6 @@ def _tile_logits(
     LARGE: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
-    TOKENS: gl.constexpr = gl.SliceLayout(1, LOGITS)
     COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
     QUERY: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
     # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
@@ -669,20 +680,17 @@ def _tile_logits(
         start = (tile * 2 + HALF) * T
         first_row = start // n
         # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        line = start + gl.arange(0, T, layout=gl.SliceLayout(1, COPY))
-        token = gl.maximum(gl.load(index_p + line, mask=line < B * n, other=-1), 0)
-        stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + token
+        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, COPY))
+        stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
         latent_row = latent_p + stored[:, None] * (CHUNKS * KB)
         for j in gl.static_range(CHUNKS):
             copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
         ampere.async_copy.commit_group()
-        line = start + gl.arange(0, T, layout=gl.SliceLayout(1, PAIRS))
-        token = gl.maximum(gl.load(index_p + line, mask=line < B * n, other=-1), 0)
-        words = gl.load(rope_p + token[:, None].to(gl.int64) * (D // 2) + pair[None, :])
+        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, PAIRS))
+        words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
         cos, sin = _half_at(words, 0), _half_at(words, 16)
-        line = start + gl.arange(0, T, layout=TOKENS)
+        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
         row = line // n
-        token = gl.load(index_p + line, mask=line < B * n, other=-1)
         live = token >= 0
         if INT8:
             stored = gl.minimum(row, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
@@ -747,8 +755,8 @@ def _streamed_logits_kernel(
     first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
     latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
     ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
-    QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], QUERY)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -1152,9 +1160,8 @@ def sals_attend(
     packing = (bits, group, planes, width, power2(width) // run, run)
     low_scale = pos if low_scale is None else low_scale.view(torch.int32)
     codes = (values.view(torch.int32) if bits < 16 else values, low_scale, ring_k, ring_v)
-    itemsize = 4 if q.dtype == torch.float32 else latent.element_size()
     if G > 1:
-        T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, itemsize)
+        T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, tile_itemsize(q.dtype, latent))
     else:
         T, ZB, warps, stages, splits = values_config(B, n, Hkv, DP, bits, q.element_size())
     out = torch.empty_like(q)
@@ -1188,7 +1195,7 @@ def _logits(
     DP = basis.shape[1]
     n = S if index is None else index.shape[1]
     scale = D**-0.5 * LOG2E
-    itemsize = 4 if q.dtype == torch.float32 else latent.element_size()
+    itemsize = tile_itemsize(q.dtype, latent)
     logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
     aligned = latent.data_ptr() % 16 == basis.data_ptr() % 16 == 0
     if index is not None and aligned and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize):
@@ -1973,15 +1980,16 @@ def sals_calls(case: dict) -> dict:
     def softmax(s):
         return softmax_scores(s["softmax"], s["latent"], s["latent_scale"], c["pos"], scale)
 
+    def keys(s):
+        return s["latent"], s["latent_scale"], c["basis"], c["basis_scale"]
+
     def attend(s, index):
-        keys = (s["latent"], s["latent_scale"], c["basis"], c["basis_scale"])
         rest = (s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        return sals_attend(s["q"], index, *keys, *rest, *shared, c["bits"])
+        return sals_attend(s["q"], index, *keys(s), *rest, *shared, c["bits"])
 
     def logits(s):
-        keys = (s["latent"], s["latent_scale"], c["basis"], c["basis_scale"])
         words = rope_words(c["rope"], c["S"], c["D"], s["q"].dtype)
-        return _logits(s["q"], s["index"], *keys, c["pos"], words, c["z"])
+        return _logits(s["q"], s["index"], *keys(s), c["pos"], words, c["z"])
 
     def choose(scores):
         return select(scores, c["pos"], c["x"], c["y"], c["z"])
