@@ -225,7 +225,7 @@ def build_dense(
     return [DenseCache(room) for _ in model.layers]
 
 
-# -------------------------------------------------------------------------- grouped quantisation (KIVI, SALS)
+# -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
 
 
 def quantize(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
@@ -265,35 +265,91 @@ def check_groups(bits: int, head_dim: int) -> None:
 
 
 class Values(nn.Module):
-    """V of every token, quantised per token in groups of channels; bits = 16 keeps the model's dtype."""
+    """V of every token, quantised per token in groups of channels; bits = 16 keeps the model's dtype.
 
-    def __init__(self, cache: Cache, tokens: int, bits: int):
+    heads_first: stored as [B, Hkv, tokens, ..], as a kernel reads all tokens, not as [B, tokens, Hkv, ..]."""
+
+    def __init__(self, cache: Cache, tokens: int, bits: int, heads_first: bool = False):
         super().__init__()
         c = cache.config
         self.bits, self.group, self.dtype = bits, min(32, c.head_dim), cache.room.dtype
         self.row_bytes = c.kv_dim * self.dtype.itemsize  # of one token
+        rows = (c.n_kv_heads, tokens) if heads_first else (tokens, c.n_kv_heads)
         if bits == 16:
-            self.register_buffer("plain", cache.store(tokens, c.n_kv_heads, c.head_dim))
+            self.register_buffer("plain", cache.store(*rows, c.head_dim))
         else:
             self.row_bytes = c.kv_dim * bits // 8 + c.kv_dim // self.group * 4
-            self.register_buffer(
-                "codes", cache.store(tokens, c.n_kv_heads, c.head_dim * bits // 8, dtype=torch.uint8)
-            )
-            shape = (tokens, c.n_kv_heads, c.head_dim // self.group, 2)
-            self.register_buffer("low_scale", cache.store(*shape, dtype=torch.float16))
+            self.register_buffer("codes", cache.store(*rows, c.head_dim * bits // 8, dtype=torch.uint8))
+            groups = c.head_dim // self.group
+            self.register_buffer("low_scale", cache.store(*rows, groups, 2, dtype=torch.float16))
 
     def write(self, where: tuple, v: Tensor) -> None:
-        """Stores v [..., Hkv, D] at index `where` of [B, tokens]."""
+        """Stores v [.., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
         if self.bits == 16:
             self.plain[where] = v
         else:
             self.codes[where], self.low_scale[where] = quantize(v, self.bits, self.group)
 
     def read(self, where: tuple) -> Tensor:
-        """V [..., Hkv, D] at index `where` of [B, tokens]."""
+        """V [.., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
         if self.bits == 16:
             return self.plain[where]
         return dequantize(self.codes[where], self.low_scale[where], self.bits, self.group, self.dtype)
+
+    def stores(self) -> tuple[Tensor, Tensor | None]:
+        """What the kernels take: codes with (minimum, scale), or plain V and None."""
+        return (self.plain, None) if self.bits == 16 else (self.codes, self.low_scale)
+
+
+def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
+    scale = x.float().abs().amax(dims, keepdim=True) / 127
+    return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
+
+
+class Int8Cache(Cache):
+    """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes: all are attended.
+
+    What SALS keeps of layers that attend every token, where a dense cache takes too many bytes and rebuilding
+    every key too many FLOPs (ours)."""
+
+    def __init__(self, room: Room, bits: int):
+        super().__init__(room)
+        heads, tokens = room.config.n_kv_heads, room.capacity
+        self.register_buffer("k", self.store(heads, tokens, room.config.head_dim, dtype=torch.int8))
+        self.register_buffer("k_scale", self.store(heads, tokens, dtype=torch.float32))
+        self.values = Values(self, tokens, bits, heads_first=True)
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        """Stores k and v [.., D] at index `where` of [B, Hkv, tokens]."""
+        self.k[where], scale = quantize_int8(k)
+        self.k_scale[where] = scale[..., 0]
+        self.values.write(where, v)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        span = slice(0, q.shape[0])
+        q, k = self.rope(q, span), self.rope(k, span)
+        self.write((row, slice(None), span), k.transpose(0, 1), v.transpose(0, 1))
+        return causal_attention(q, k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
+        q, values = self.rope(q, pos), self.values
+        if self.room.kernels and self.config.head_dim % 16 == 0:
+            stores = (self.k, self.k_scale, *values.stores())
+            return self.room.kernels.int8_attend(q, *stores, pos, values.bits)
+        k = (self.k * self.k_scale[..., None]).to(self.room.dtype)
+        return attend(q, k, values.read((slice(None),)), self.room.positions <= pos[:, None])
+
+    def token_bytes(self) -> int:
+        """Bytes of one token: codes and scales of K, codes and (minimum, scale) of V."""
+        return self.config.kv_dim + 4 * self.config.n_kv_heads + self.values.row_bytes
+
+    def formula(self) -> int:
+        return self.room.rows * self.room.capacity * self.token_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        return length * self.token_bytes()
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -333,7 +389,9 @@ class SalsSettings:
     )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
-        "latent", "how those layers are stored: compressed, or as a dense cache", ("latent", "dense")
+        "latent",
+        "how those layers are stored: compressed; keys in int8 beside V's codes (ours); or as a dense cache",
+        ("latent", "int8", "dense"),
     )
     window: str = setting(
         "exact",
@@ -385,12 +443,6 @@ def latent_turn(r_score: int, r: int) -> Tensor:
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in (r_score, r - r_score))
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
-
-
-def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
-    scale = x.float().abs().amax(dims, keepdim=True) / 127
-    return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
 def quantize_basis(up: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -535,10 +587,7 @@ class SalsCache(Cache):
         """The same as decode in Triton kernels."""
         kernels, room, bits, index = self.room.kernels, self.room, self.settings.bits, None
         latents = (self.latents.rows, self.latents.scale)
-        values, low_scale = (
-            (self.values.plain, None) if bits == 16 else (self.values.codes, self.values.low_scale)
-        )
-        stores = (values, low_scale, self.ring_k, self.ring_values.plain)
+        stores = (*self.values.stores(), self.ring_k, self.ring_values.plain)
         rope, basis = (pos, room.rope_pairs), (self.paired_basis, self.basis_scale)
         new = folded[0] if folded else k.flatten(1) @ self.down
         queries = self.queries(q, *folded[1:]) if self.sparse else None
@@ -670,8 +719,8 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         check_groups(8, c.head_dim)
     caches = []
     for i, layer in enumerate(model.layers):
-        if i in skipped and settings.skip_as == "dense":
-            caches.append(DenseCache(room))
+        if i in skipped and settings.skip_as != "latent":
+            caches.append(DenseCache(room) if settings.skip_as == "dense" else Int8Cache(room, settings.bits))
             continue
         basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
         scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None

@@ -120,6 +120,37 @@ def value_group(D: int, bits: int) -> int:
     return group
 
 
+def check_values(
+    pos: Tensor, values: Tensor, low_scale: Tensor | None, rows: tuple, D: int, bits: int, dtype: torch.dtype
+) -> None:
+    """Asks that values of `rows` (B first) are codes [*rows, D*bits/8] uint8 with low_scale
+    [*rows, D/group, 2] fp16, or at 16 bits plain V [*rows, D] of the model's dtype, low_scale unused."""
+    group = value_group(D, bits)
+    check(pos, rows[0], values=values)
+    if bits == 16:
+        shape("values", values, *rows, D, dtype=dtype)
+        return
+    need(low_scale is not None, f"values of {bits} bits need low_scale")
+    shape("values", values, *rows, D * bits // 8, dtype=torch.uint8)
+    shape("low_scale", low_scale, *rows, D // group, 2, dtype=torch.float16)
+    check(pos, rows[0], low_scale=low_scale)
+
+
+def value_words(values: Tensor, low_scale: Tensor | None, pos: Tensor) -> tuple[Tensor, Tensor]:
+    """Values as the kernels read them: codes, and a group's minimum and scale, as words of 32 bits."""
+    return (values.view(torch.int32), low_scale.view(torch.int32)) if values.dtype == torch.uint8 else (values, pos)
+
+
+def value_packing(D: int, bits: int) -> tuple[int, int, int, int, int, int]:
+    """(BITS, GROUP, PLANES, WIDTH, RUNS, RUN) of a head's values: byte j < WIDTH holds a code of each plane;
+    a plane is RUNS runs of RUN channels (padded), each in one group."""
+    group, width = value_group(D, bits), D * bits // 8
+    if bits == 16:
+        return bits, 1, 1, D, 1, power2(D)
+    run = min(group, width) if width == power2(width) else power2(width)
+    return bits, group, 8 // bits, width, power2(width) // run, run
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -832,6 +863,32 @@ def _decode(code, pairs, dtype: tl.constexpr, BITS: tl.constexpr, PLANES: tl.con
 
 
 @jit
+def _add_values(out, base, code, pairs, weight, dtype: tl.constexpr, BITS: tl.constexpr):
+    """The sums of _sum_values with a tile of V, as _load_values has it, times weight [T]."""
+    T: tl.constexpr = out.shape[0]
+    PLANES: tl.constexpr = base.shape[1]
+    weight = weight[:, None, None, None, None]
+    code, low, step = _decode(code, pairs, dtype, BITS, PLANES)
+    out += tl.reshape(code * (step * weight), out.shape)
+    if pairs.shape[3] == 1:  # of a run: its minima, times their weights, need no place for each channel
+        base += tl.reshape(low * weight, base.shape)
+    else:
+        low = tl.broadcast_to(low * weight, [T, PLANES, base.shape[2], pairs.shape[3], 4])
+        out += tl.reshape(low, out.shape)
+    return out, base
+
+
+@jit
+def _sum_values(out, base):
+    """out [T, C] and base [T, PLANES, RUNS], one number for all channels of a run, summed over T -> [C]."""
+    PLANES: tl.constexpr = base.shape[1]
+    RUNS: tl.constexpr = base.shape[2]
+    C: tl.constexpr = out.shape[1]
+    bases = tl.broadcast_to(tl.sum(base, 0)[:, :, None], [PLANES, RUNS, C // (PLANES * RUNS)])
+    return tl.sum(out, 0) + tl.reshape(bases, [C])
+
+
+@jit
 def _values_kernel(
     logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p,
     n, S, z, scale, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
@@ -904,18 +961,9 @@ def _values_kernel(
             out += v.to(tl.float32) * weight[:, None]
         else:
             code, pairs = _load_values(values_p, low_scale_p, head, D, GROUP, PLANES, WIDTH, RUNS, RUN)
-            weight5 = weight[:, None, None, None, None]
-            code, low, step = _decode(code, pairs, q_p.dtype.element_ty, BITS, PLANES)
-            out += tl.reshape(code * (step * weight5), [T, C])
-            if RUNS * RUN == WIDTH:
-                base += tl.reshape(low * weight5, [T, PLANES, RUNS])
-            else:
-                out += tl.reshape(tl.broadcast_to(low * weight5, [T, PLANES, RUNS, RUN // 4, 4]), [T, C])
+            out, base = _add_values(out, base, code, pairs, weight, q_p.dtype.element_ty, BITS)
     total = tl.sum(total, 0) + extra_total
-    result = tl.sum(out, 0) + extra
-    if BITS < 16 and RUNS * RUN == WIDTH:
-        bases = tl.broadcast_to(tl.sum(base, 0)[:, :, None], [PLANES, RUNS, RUN])
-        result += tl.reshape(bases, [C])
+    result = _sum_values(out, base) + extra
     if FINAL:
         out_at = out_p + (b * heads + h) * D + channel
         tl.store(out_at, (result / total).to(out_p.dtype.element_ty), mask=inside)
@@ -1128,7 +1176,6 @@ def sals_attend(
     Hkv, DP, _ = basis.shape
     z = ring_k.shape[1]
     need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
-    group = value_group(D, bits)
     check_latent(pos, latent, latent_scale, B, q.dtype)
     need((latent_scale is None) == (basis_scale is None), "latent and basis are of int8 together")
     shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=latent.dtype)
@@ -1138,16 +1185,8 @@ def sals_attend(
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=q.dtype)
     words = rope_words(rope, S, D, q.dtype)
-    check(pos, B, q=q, basis=basis, values=values, ring_k=ring_k, ring_v=ring_v, rope=rope)
-    if bits == 16:
-        shape("values", values, B, S, Hkv, D, dtype=q.dtype)
-        group, width, planes = 1, D, 1
-    else:
-        need(low_scale is not None, f"values of {bits} bits need low_scale")
-        width, planes = D * bits // 8, 8 // bits
-        shape("values", values, B, S, Hkv, width, dtype=torch.uint8)
-        shape("low_scale", low_scale, B, S, Hkv, D // group, 2, dtype=torch.float16)
-        check(pos, B, low_scale=low_scale)
+    check(pos, B, q=q, basis=basis, ring_k=ring_k, ring_v=ring_v, rope=rope)
+    check_values(pos, values, low_scale, (B, S, Hkv), D, bits, q.dtype)
     if index is not None:
         need(index.ndim == 2 and index.shape[0] == B, f"index must be [{B}, n], not {list(index.shape)}")
         need(index.dtype == torch.int32, f"index must be int32, not {index.dtype}")
@@ -1156,10 +1195,7 @@ def sals_attend(
     G = Hq // Hkv
     scale = D**-0.5 * LOG2E
     given = pos if index is None else index
-    run = min(group, width) if bits < 16 and width == power2(width) else power2(width)
-    packing = (bits, group, planes, width, power2(width) // run, run)
-    low_scale = pos if low_scale is None else low_scale.view(torch.int32)
-    codes = (values.view(torch.int32) if bits < 16 else values, low_scale, ring_k, ring_v)
+    stored, packing = value_words(values, low_scale, pos), value_packing(D, bits)
     if G > 1:
         T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, tile_itemsize(q.dtype, latent))
     else:
@@ -1169,14 +1205,14 @@ def sals_attend(
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     if G > 1:
         _grouped_kernel[splits, Hkv, B](
-            q, given, latent, latent_scale, basis, basis_scale, *codes, pos, words, tops, sums, parts,
+            q, given, latent, latent_scale, basis, basis_scale, *stored, ring_k, ring_v, pos, words, tops, sums, parts,
             n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages,
             index is not None, splits == 1, rope.dtype == torch.float16, num_warps=warps,
         )  # fmt: skip
     else:
         logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
         _values_kernel[splits, Hkv, B](
-            logits, q, given, *codes, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
+            logits, q, given, *stored, ring_k, ring_v, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
             max(16, min(ZB, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
         )  # fmt: skip
     if splits > 1:
@@ -1340,6 +1376,138 @@ def dense_config(programs: int, itemsize: int) -> tuple[int, int, int, int]:
     return (128, 4, 2, 2) if programs <= 2 * SMS else (64, 4, 2, 6)
 
 
+# ------------------------------------------------------------------------------------------ keys in int8, all
+
+
+@jit
+def _int8_kernel(
+    q_p, k_p, k_scale_p, values_p, low_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    T: tl.constexpr, STAGES: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    h, heads = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(2).to(tl.int64) * heads + h
+    length = tl.load(pos_p + tl.program_id(2)) + 1
+    share = tl.cdiv(tl.cdiv(length, T), splits)
+    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
+    C: tl.constexpr = PLANES * RUNS * RUN
+    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
+    d, g = tl.arange(0, DP), tl.arange(0, GP)
+    query_at = q_p + (row * G + g[:, None]) * D + d[None, :]
+    q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    dtype: tl.constexpr = q_p.dtype.element_ty
+    SPLIT: tl.constexpr = dtype != tl.float32
+    if SPLIT:  # the keys' codes are multiplied as they are
+        high, low, q_scale = _split_int8(q)
+        high, low, q_scale = tl.trans(high), tl.trans(low), q_scale * scale
+    if G == 1:  # one query: its sums in registers, a column for each token of a tile
+        top = tl.max(tl.full([T], -1e30, tl.float32), 0)
+        total = tl.zeros([T], tl.float32)
+        out = tl.zeros([T, C], tl.float32)
+        base = tl.zeros([T, PLANES, RUNS], tl.float32)
+    else:
+        top = tl.full([GP], -1e30, tl.float32)
+        total = tl.zeros([T, GP], tl.float32)
+        out = tl.zeros([GP, C], tl.float32)
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        place = tile * T + tl.arange(0, T)
+        live = place < length
+        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
+        token = row * S + tl.where(live, place, 0)
+        k = tl.load(k_p + token[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0)
+        k_scale = tl.load(k_scale_p + token)
+        if BITS == 16:
+            v = tl.load(values_p + token[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
+        else:
+            code, pairs = _load_values(values_p, low_scale_p, token, D, GROUP, PLANES, WIDTH, RUNS, RUN)
+        if SPLIT:
+            logits = tl.dot(k, high, out_dtype=tl.int32) * 254 + tl.dot(k, low, out_dtype=tl.int32)
+            logits = logits.to(tl.float32) * (k_scale[:, None] * q_scale[None, :])
+        else:
+            logits = tl.dot(k.to(dtype), tl.trans(q), input_precision="ieee") * (k_scale * scale)[:, None]
+        if G == 1:
+            logit = tl.where(live, tl.sum(logits, 1), -1e30)  # the other columns are 0
+            new_top = tl.maximum(top, tl.max(logit, 0))
+            if new_top > top:
+                shrink = tl.exp2(top - new_top)
+                total, out, base = total * shrink, out * shrink, base * shrink
+                top = new_top
+            weight = tl.where(live, tl.exp2(logit - top), 0.0)
+            total += weight
+            if BITS == 16:
+                out += v.to(tl.float32) * weight[:, None]
+            else:
+                out, base = _add_values(out, base, code, pairs, weight, dtype, BITS)
+        else:
+            if BITS < 16:
+                code, least, step = _decode(code, pairs, dtype, BITS, PLANES)
+                v = tl.reshape(code * step + least, [T, C]).to(dtype)
+            top, total, out = _attend_tile(logits, live, v, top, total, out)
+    total = tl.sum(total, 0)
+    if G == 1:
+        real, at = inside, row * splits + split
+        result, numbers = _sum_values(out, base), at * D + channel
+        if FINAL:
+            result /= total
+        tl.store(top_p + at, top)
+        tl.store(sum_p + at, total)
+    else:
+        real, at = (g < G)[:, None] & inside[None, :], (row * G + g) * splits + split
+        result, numbers = out, at[:, None] * D + channel[None, :]
+        if FINAL:
+            result /= total[:, None]
+        tl.store(top_p + at, top, mask=g < G)
+        tl.store(sum_p + at, total, mask=g < G)
+    tl.store(out_p + numbers, result.to(out_p.dtype.element_ty), mask=real)
+
+
+@operator(lambda q, *_: torch.empty_like(q))
+def int8_attend(
+    q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor | None, pos: Tensor, bits: int
+) -> Tensor:
+    """Attention of one token a row over the tokens 0..pos of a cache with keys in int8 and packed values.
+
+    q [B, Hq, D] after RoPE; k [B, Hkv, S, D] int8, key = k * k_scale, k_scale [B, Hkv, S] fp32; values: codes
+    [B, Hkv, S, D*bits/8] uint8 with low_scale [B, Hkv, S, D/group, 2] fp16, or at 16 bits plain V
+    [B, Hkv, S, D] and None -> [B, Hq, D].
+
+    The query is split into two int8 numbers (15 bits; not in fp32), so that tensor cores take the keys' codes
+    as they are.
+    One query a head weighs V in fp32 as it is decoded; several (G > 1) share a decoded tile by tensor cores.
+    Truth: Int8Cache.decode without kernels."""
+    B, Hq, D = q.shape
+    Hkv, S = k.shape[1:3]
+    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    shape("k", k, B, Hkv, S, D, dtype=torch.int8)
+    shape("k_scale", k_scale, B, Hkv, S, dtype=torch.float32)
+    check_values(pos, values, low_scale, (B, Hkv, S), D, bits, q.dtype)
+    check(pos, B, q=q, k=k, k_scale=k_scale)
+    G = Hq // Hkv
+    T, warps, stages, fill = int8_config(G, q.element_size())
+    splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
+    tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q)
+    parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    _int8_kernel[splits, Hkv, B](
+        q, k, k_scale, *value_words(values, low_scale, pos), pos, tops, sums, parts, S, D**-0.5 * LOG2E,
+        D, max(32, power2(D)), G, max(16, power2(G)), *value_packing(D, bits), T, stages, splits == 1,
+        num_warps=warps,
+    )  # fmt: skip
+    if splits > 1:
+        DP = power2(D)
+        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, min(16, power2(splits)), num_warps=1)
+    return out
+
+
+def int8_config(G: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(tokens a tile, warps, stages, programs a multiprocessor)."""
+    if G == 1:  # a warp a program: no barriers
+        return (32, 1, 4, 16) if itemsize == 2 else (16, 1, 3, 16)
+    return (64, 4, 3, 6) if itemsize == 2 else (32, 4, 2, 4)
+
+
 # -------------------------------------------------------------------------------------- append and sum scores
 
 
@@ -1480,7 +1648,7 @@ def sals_append(
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
     G = q.shape[1] // Hkv
-    group = value_group(D, bits)
+    group, width = value_group(D, bits), D if bits == 16 else D * bits // 8
     need(z > 0, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=k.dtype)
     check_latent(pos, latent, latent_scale, B, k.dtype)
@@ -1490,13 +1658,8 @@ def sals_append(
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=k.dtype)
     words = rope_words(rope, S, D, k.dtype)
     check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], rope=rope)
-    check(pos, B, values=values, ring_k=ring_k, ring_v=ring_v)
-    width = D if bits == 16 else D * bits // 8
-    shape("values", values, B, S, Hkv, width, dtype=k.dtype if bits == 16 else torch.uint8)
-    if bits < 16:
-        need(low_scale is not None, f"values of {bits} bits need low_scale")
-        shape("low_scale", low_scale, B, S, Hkv, D // group, 2, dtype=torch.float16)
-        check(pos, B, low_scale=low_scale)
+    check(pos, B, ring_k=ring_k, ring_v=ring_v)
+    check_values(pos, values, low_scale, (B, S, Hkv), D, bits, k.dtype)
     scored, r_score, query_row = 0, 0, 0  # rows with scores
     if queries is not None:
         scored, r_score, query_row = B, queries.shape[-1], queries.stride(0)

@@ -460,6 +460,7 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window, metric):
         ("sals", SPARSE | {"bits": 16}),
         ("sals", SPARSE | {"latent_bits": 8}),
         ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
+        ("sals", SPARSE | {"skip_as": "int8"}),
         ("sals", SPARSE | {"window": "half", "fold": False}),
         ("loki", {"k": 0.3, "d": 0.5}),
         ("loki", {"k": 12, "d": 0.25, "sinks": 2, "recent": 4}),
@@ -555,6 +556,26 @@ def test_sals_drops_exactly_one_token_past_the_budget():
         assert (difference < 1e-5) == (n + 1 <= 30), n
 
 
+def test_int8_keys_of_skipped_layers_are_close_and_bounded():
+    """Half of a step at most is lost of a key, and of the attention far less than by V in 4 bits."""
+    model, errors = tiny_model(n_heads=4, n_kv_heads=2, head_dim=32), []
+    room = Room(model, 2, 50)
+    dense = DenseCache(room)
+    q, k, v = torch.randn(40, 4, 32), 3 * torch.randn(40, 2, 32), torch.randn(40, 2, 32)
+    pos = torch.tensor([40, 40], dtype=torch.int32)
+    step = (pos, *(x[:2] for x in (q, k, v)))
+    for bits in (16, 4):
+        cache = compress.Int8Cache(room, bits)
+        for row in range(2):
+            assert torch.equal(cache.prefill(row, q, k, v), dense.prefill(row, q, k, v))
+        got, want = cache.decode(*step), dense.decode(*step)
+        decoded = cache.k * cache.k_scale[..., None]
+        assert ((decoded - dense.k).abs() <= cache.k_scale[..., None] * 0.501).all()
+        assert cache.k_scale[:, :, 41:].eq(0).all() and cache.k_scale[:, :, :41].gt(0).all()
+        errors.append(error(got, want))
+    assert 1e-4 < errors[0] < 0.02 and 2 * errors[0] < errors[1] < 0.2
+
+
 # ------------------------------------------------------------------------------------------------- the ledger
 
 
@@ -565,6 +586,8 @@ def test_sals_drops_exactly_one_token_past_the_budget():
         {"rank": 0.125, "bits": 2},
         {"window": "half"},
         {"skip_as": "dense"},
+        {"skip_as": "int8"},
+        {"skip_as": "int8", "bits": 16},
         {"latent_bits": 8},
         {"bits": 16, "keep": 0.5},
         {"skip": ""},
@@ -611,6 +634,7 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
     ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
+    ("sals", SPARSE | {"skip_as": "int8"}, 80, 80 * (64 + 4 * 4 + 32 + 16)),
     (
         "sals",
         SPARSE | {"latent_bits": 8, "skip": ""},
@@ -4261,6 +4285,62 @@ def test_kernel_dense_attend(dtype, B, S, Hkv, G, D, pos):
     close(kernels.dense_attend(q, k, v, pos), torch.stack(truth), dtype)
 
 
+def check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos):
+    pos, group = positions(*pos), min(32, D)
+    q = randn(B, Hkv * G, D, dtype=dtype)
+    k, k_scale = compress.quantize_int8(randn(B, Hkv, S, D, seed=1))
+    v = randn(B, Hkv, S, D, seed=2, dtype=dtype)
+    later = (torch.arange(S, device=DEVICE) > pos[:, None])[:, None].expand(-1, Hkv, -1)
+    values, low_scale, decoded = v.masked_fill(later[..., None], NAN), None, v.float()
+    if bits < 16:
+        values, low_scale = quantize(v, bits, group)
+        decoded = dequantize(values, low_scale, bits, group, torch.float32)
+        low_scale[later] = NAN
+    keys = (k * k_scale).repeat_interleave(G, 1)
+    logits = torch.einsum("bhd,bhnd->bhn", q.float(), keys) * D**-0.5
+    weight = logits.masked_fill(later.repeat_interleave(G, 1), -torch.inf).softmax(-1)
+    truth = torch.einsum("bhn,bhnd->bhd", weight, decoded.repeat_interleave(G, 1))
+    k_scale = k_scale[..., 0].masked_fill(later, NAN)
+    close(kernels.int8_attend(q, k, k_scale, values, low_scale, pos, bits), truth, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "B, S, Hkv, G, D, pos",
+    [
+        (1, 70, 2, 1, 64, (69,)),
+        (3, 130, 2, 4, 128, (129, 64, 0)),
+        (3, 90, 1, 8, 96, (88, 31, 32)),
+        (3, 300, 1, 1, 128, (299, 5, 0)),
+        (1, 200, 3, 1, 96, (150,)),
+        (2, 90, 2, 1, 16, (89, 63)),
+        (2, 90, 1, 20, 32, (89, 64)),
+    ],
+)
+@poisoned
+def test_kernel_int8_attend(dtype, bits, B, S, Hkv, G, D, pos):
+    check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos)
+
+
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("config", [(32, 1, 4, 1), (16, 2, 1, 2), (64, 4, 3, 1)])
+@poisoned
+def test_kernel_int8_attend_tiles(monkeypatch, G, config):
+    """One split and many, tiles of which the last are empty."""
+    monkeypatch.setattr(kernels, "int8_config", lambda *_: config)
+    monkeypatch.setattr(kernels, "SMS", 12)
+    check_int8_attend(torch.float16, 2, 500, 2, G, 64, 2, (499, 260))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="sizes of the interpreter's patience")
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("bits", [2, 4, 16])
+@poisoned
+def test_kernel_int8_attend_real_sizes(G, bits):
+    check_int8_attend(torch.bfloat16, 4, 3000, 8, G, 128, bits, (2999, 2000, 1, 17))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(
@@ -4378,7 +4458,10 @@ def test_kernel_operators_of_sals_do_what_torch_compile_is_told(scored, int8):
     if int8:
         basis = (torch.ones(1, D, r, dtype=torch.int8, device=DEVICE), torch.ones(1, D, 1, device=DEVICE))
     check(kernels.sals_attend, (k, None, *latents, *basis, *stores, pos, rope, 16))
-    check(kernels.dense_attend, (k, values.transpose(1, 2).contiguous(), randn(B, 1, S, D), pos))
+    values = values.transpose(1, 2).contiguous()
+    check(kernels.dense_attend, (k, values, randn(B, 1, S, D), pos))
+    codes, scale = compress.quantize_int8(values)
+    check(kernels.int8_attend, (k, codes, scale[..., 0].contiguous(), values, None, pos, 16))
 
 
 FDC_RANKS = {  # d_qk of each head, then d_v
@@ -4520,6 +4603,8 @@ def test_kernel_graph_follows_pos(int8):
     bf16 = torch.bfloat16
     q, k, v = (randn(B, h, D, seed=i, dtype=bf16) for i, h in enumerate((Hkv * G, Hkv, Hkv)))
     dense_k, dense_v = randn(B, Hkv, S, D, dtype=bf16), randn(B, Hkv, S, D, seed=1, dtype=bf16)
+    int8_k, k_scale = compress.quantize_int8(dense_k)
+    all_tokens = (int8_k, k_scale[..., 0].contiguous(), *quantize(dense_v, 4, 32))
     values, low_scale = quantize(randn(B, S, Hkv, D, dtype=bf16), 4, 32)
     latents, basis = (randn(B, S, r, dtype=bf16), None), (randn(Hkv * D, r, dtype=bf16), None)
     if int8:
@@ -4539,6 +4624,7 @@ def test_kernel_graph_follows_pos(int8):
         chosen = [kernels.select(scores, pos, 4, 100, z) for scores in (by_sum, by_softmax)]
         stores = (*latents, *basis, *stores, pos, rope, 4)
         attended = (kernels.sals_attend(rotated, index, *stores) for index in (*chosen, None))
+        attended = *attended, kernels.int8_attend(q, *all_tokens, pos, 4)
         return *chosen, *attended, kernels.dense_attend(q, dense_k, dense_v, pos)
 
     step()
@@ -4565,6 +4651,7 @@ OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
         ("sals", SPARSE | {"latent_bits": 8, "score": rule}, group)
         for rule, group in (("sum", 1), ("softmax", 4))
     ]
+    + [("sals", SPARSE | {"skip_as": "int8", "bits": bits}, group) for bits, group in ((2, 1), (16, 4))]
     + [("fdc", {"rate": 0.2}, 2), ("fdc", {"adaptive": False}, 8), ("palu", {}, 2)],
 )
 def test_decode_with_kernels_equals_decode_without(method, options, group, monkeypatch):
