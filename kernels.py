@@ -79,9 +79,16 @@ def check(pos: Tensor, rows: int, **tensors: Tensor) -> None:
     need(
         pos.dtype == torch.int32 and pos.shape == (rows,), f"pos must be int32 [{rows}], not {describe(pos)}"
     )
-    for name, tensor in ({"pos": pos} | tensors).items():
-        need(tensor.device == pos.device, f"{name} is on {tensor.device}, pos on {pos.device}")
-        need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
+    together(pos=pos, **tensors)
+
+
+def together(**tensors: Tensor | None) -> None:
+    """Asks that the tensors are contiguous, and on the first one's device."""
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            need(tensor.device == device, f"{name} is on {tensor.device}, {first} on {device}")
+            need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
 
 
 def describe(x: Tensor) -> str:
@@ -2012,6 +2019,105 @@ def fetch_rows(
         )  # fmt: skip
 
 
+# -------------------------------------------------------------------------------- linear layers of a few rows
+
+
+@jit
+def _linear_kernel(
+    x_p, norm_p, weight_p, bias_p, residual_p, out_p, rows, N, K, eps,
+    GATED: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    m, k = tl.arange(0, MP), tl.arange(0, BK)
+    real = (m < rows)[None, :] & (n < N)[:, None]
+    x_at = x_p + m[None, :] * K + k[:, None]
+    weight_at = weight_p + tl.minimum(n, N - 1)[:, None] * K + k[None, :]
+    up_at = weight_p + tl.minimum(N + n, 2 * N - 1)[:, None] * K + k[None, :]
+    out = tl.zeros([BN, MP], tl.float32)
+    up = tl.zeros([BN, MP], tl.float32)
+    square = tl.zeros([BK, MP], tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        weight = tl.load(weight_at + start)
+        if GATED:
+            up_weight = tl.load(up_at + start)
+        x = tl.load(x_at + start, mask=(m < rows)[None, :], other=0.0)
+        if norm_p is not None:  # the norm divides the product: one pass over x
+            x = x.to(tl.float32)
+            square += x * x
+            x = (x * tl.load(norm_p + start + k).to(tl.float32)[:, None]).to(weight.dtype)
+        out = tl.dot(weight, x, out, input_precision="ieee")
+        if GATED:
+            up = tl.dot(up_weight, x, up, input_precision="ieee")
+    if norm_p is not None:
+        norm = tl.rsqrt(tl.sum(square, 0) / K + eps)[None, :]
+        out, up = out * norm, up * norm
+    if bias_p is not None:
+        out += tl.load(bias_p + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias_p + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        out = out / (1 + tl.exp(-out)) * up
+    at = m[None, :] * N + n[:, None]
+    if residual_p is not None:
+        out += tl.load(residual_p + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_p + at, out.to(out_p.dtype.element_ty), mask=real)
+
+
+def _linear_result(x, weight, bias=None, norm=None, eps=0.0, residual=None, gated=False):
+    return x.new_empty(len(x), len(weight) // (2 if gated else 1))
+
+
+@operator(_linear_result)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    residual: Tensor | None = None, gated: bool = False
+) -> Tensor:  # fmt: skip
+    """A linear layer over a few rows, with what stands around it: RMSNorm, W x + b, SwiGLU, the residual sum.
+
+    x [rows, K] of at most 16 rows, K a multiple of 64; weight [N, K] and bias [N], or with `gated` [2 N, ..],
+    gate first, for silu(gate) * up; norm [K], the weight of an RMSNorm over x; residual [rows, N], added
+    -> [rows, N].
+
+    A few rows cost what the weights' bytes cost, so all else should happen while these are read. Rows are the
+    narrow side of tl.dot; a program takes BN outputs over all of K. Truth: model.Layer.forward."""
+    rows, K = x.shape
+    N = len(weight) // (2 if gated else 1)
+    need(rows <= 16 and K % 64 == 0, f"x must be [at most 16, a multiple of 64], not {list(x.shape)}")
+    shape("weight", weight, 2 * N if gated else N, K, dtype=x.dtype)
+    if bias is not None:
+        shape("bias", bias, len(weight), dtype=x.dtype)
+    if norm is not None:
+        shape("norm", norm, K, dtype=x.dtype)
+    if residual is not None:
+        shape("residual", residual, rows, N, dtype=x.dtype)
+    together(x=x, weight=weight, bias=bias, norm=norm, residual=residual)
+    BN, BK, warps, stages = linear_config(N, K, gated, x.element_size())
+    out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
+    _linear_kernel[cdiv(N, BN),](
+        x, norm, weight, bias, residual, out, rows, N, K, eps, gated, 16, BN, BK, stages, num_warps=warps
+    )
+    return out
+
+
+def linear_config(N: int, K: int, gated: bool, itemsize: int) -> tuple[int, int, int, int]:
+    """(outputs a tile, inputs a step, warps, stages): as wide as fills the multiprocessors, and of a wave's
+    programs some 100 KB a multiprocessor on their way."""
+    BN, BK, warps, stages = next(
+        (tile for tile in ((16, 256, 2, 6), (32, 256, 4, 6), (64, 256, 4, 3)) if cdiv(N, tile[0]) <= SMS),
+        (64, 64, 4, 6),
+    )
+    if gated:
+        stages = max(2, cdiv(stages, 2)) if BK == 256 else 4
+    return BN, min(2 * BK // itemsize, K & -K), warps, stages
+
+
+def fuses_linear(x: Tensor, *inputs: int) -> bool:
+    """Whether `linear` serves rows x in layers of so many inputs. Not in fp16, which may not hold x before it
+    is normed, nor in fp32, of which tensor cores know nothing."""
+    fits = x.is_cuda and len(x) <= 16 and x.dtype == torch.bfloat16
+    return fits and all(K % 64 == 0 for K in inputs)
+
+
 # -------------------------------------------------------------------------------------------------- benchmark
 
 
@@ -2223,6 +2329,40 @@ def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
     return {name: (calls, 4 * B * S * Hkv * D) for name, calls in operators.items()}
 
 
+def int8_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
+    """The same with keys in int8 beside values of 4 and of 2 bits."""
+    operators, device = {}, "cuda"
+    for bits in (4, 2):
+        nbytes, sets = B * S * Hkv * (D + 4 + D * bits // 8 + D // 8), []
+        for _ in range(sets_for(nbytes)):
+            k, k_scale = random_int8(torch.randn(B, Hkv, S, D, dtype=torch.bfloat16, device=device))
+            codes = torch.randint(0, 256, (B, Hkv, S, D * bits // 8), dtype=torch.uint8, device=device)
+            low_scale = torch.randn(B, Hkv, S, D // 32, 2, device=device).half()
+            q = torch.randn(B, Hq, D, dtype=torch.bfloat16, device=device)
+            sets.append((q, k, k_scale, codes, low_scale))
+        operators[f"int8 keys {bits} bit"] = ([lambda s=s, b=bits: int8_attend(*s, pos, b) for s in sets], nbytes)
+    return operators
+
+
+def linear_calls(rows: int, Hq: int, Hkv: int, D: int, ffn: int) -> dict:
+    """The same for the four linear layers of a layer, with what stands around them, and for torch's products
+    alone."""
+    dim, kw, operators = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}, {}
+    layers = {
+        "wqkv": (dim, (Hq + 2 * Hkv) * D, {"norm": torch.ones(dim, **kw), "eps": 1e-5}),
+        "wo": (dim, dim, {"residual": torch.randn(rows, dim, **kw)}),
+        "w13": (dim, 2 * ffn, {"norm": torch.ones(dim, **kw), "eps": 1e-5, "gated": True}),
+        "w2": (ffn, dim, {"residual": torch.randn(rows, dim, **kw)}),
+    }
+    for name, (K, N, around) in layers.items():
+        x, nbytes = torch.randn(rows, K, **kw), 2 * N * K
+        weights = [torch.randn(N, K, **kw) * K**-0.5 for _ in range(sets_for(nbytes))]
+        ours = [lambda w=w, x=x, a=around: linear(x, w, **a) for w in weights]
+        torchs = [lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in weights]
+        operators |= {f"linear {name}": (ours, nbytes), f"torch's {name}": (torchs, nbytes)}
+    return operators
+
+
 def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
     """The same for FDC with heads of rank D/4 to 3D/4 in turn."""
     ranks = [D // 4 + D // 8 * (h % 5) for h in range(Hkv)] * 2
@@ -2258,11 +2398,11 @@ LLAMA2 = [(B, S) for S in (1024, 2048, 4096) for B in (8, 16)] + [
     (1, 131072),
 ]
 LLAMA31 = [(8, 4096), (8, 32768), (1, 131072), (4, 131072)]
-SHAPES = {  # name -> (Hq, Hkv, D), [(r, bits of V, int8 latents)], [(B, S)], (x, y, z)
-    name: (heads, [(r, bits, int8) for int8 in (False, True) for r, bits in settings], rows, budget)
-    for name, heads, settings, rows, budget in (
-        ("7b", (32, 32, 128), [(1024, 4), (512, 2)], LLAMA2, (16, 432, 64)),
-        ("8b", (32, 8, 128), [(256, 4), (128, 2)], LLAMA31, (16, 1968, 64)),
+SHAPES = {  # name -> (Hq, Hkv, D), ffn, [(r, bits of V, int8 latents)], [(B, S)], (x, y, z)
+    name: (heads, ffn, [(r, bits, int8) for int8 in (False, True) for r, bits in settings], rows, budget)
+    for name, heads, ffn, settings, rows, budget in (
+        ("7b", (32, 32, 128), 11008, [(1024, 4), (512, 2)], LLAMA2, (16, 432, 64)),
+        ("8b", (32, 8, 128), 14336, [(256, 4), (128, 2)], LLAMA31, (16, 1968, 64)),
     )
 }
 
@@ -2281,12 +2421,16 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
     note("-", 0, 0, "memory", "TB/s measured", bandwidth / 1e6, bandwidth / 1e6)
     note("-", 0, 0, "bf16", "TFLOP/s measured", flops / 1e6, flops / 1e6)
     for name in names:
-        (Hq, Hkv, D), settings, shapes, (x, y, z) = SHAPES[name]
+        (Hq, Hkv, D), ffn, settings, shapes, (x, y, z) = SHAPES[name]
+        for batch in (1, 8, 16) if not grid else ():
+            for operator, (calls, nbytes) in linear_calls(batch, Hq, Hkv, D, ffn).items():
+                note(name, batch, 1, "-", operator, graph_time(calls), nbytes / bandwidth)
         for B, S in shapes:
             if grid and (B, S) not in grid:
                 continue
             pos = torch.full((B,), S - 1, dtype=torch.int32, device="cuda")
-            operators = dense_calls(B, S, Hq, Hkv, D, pos) | fdc_calls(B, S, Hq, Hkv, D, pos)
+            shape = B, S, Hq, Hkv, D, pos
+            operators = dense_calls(*shape) | int8_calls(*shape) | fdc_calls(*shape)
             for operator, (calls, nbytes) in operators.items():
                 note(name, B, S, "-", operator, graph_time(calls), nbytes / bandwidth)
             pos.copy_(S * (2 * torch.arange(B) + 1) // (2 * B))  # unequal rows, half as long on average

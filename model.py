@@ -247,9 +247,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, attend) -> Tensor:
-        q, k, v, *folded = self.wqkv(x).split(self.widths, dim=-1)
+        return self.wo(self.attended(self.wqkv(x), attend))
+
+    def attended(self, qkv: Tensor, attend) -> Tensor:
+        """The heads' results side by side, [..., Hq D], of what wqkv gave."""
+        q, k, v, *folded = qkv.split(self.widths, dim=-1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [..., H, D]
-        return self.wo(attend(self.q_norm(q), self.k_norm(k), v, *folded).flatten(-2))
+        return attend(self.q_norm(q), self.k_norm(k), v, *folded).flatten(-2)
 
     def causal(self, cos: Tensor, sin: Tensor):
         """The `attend` of training: exact causal attention under RoPE tables [S, D/2]."""
@@ -280,14 +284,25 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-def decode_layer(
-    layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache: nn.Module
-) -> tuple[Tensor, Tensor]:
-    """A layer of the decode step: Layer.forward, but for the last sum, which is left to the next layer, so
-    that it becomes part of that layer's norm where layers are compiled one by one."""
-    x = x + update
-    x = x + layer.attention(layer.attention_norm(x), lambda *qkv: cache.decode(pos, *qkv))
-    return x, layer.feed_forward(layer.ffn_norm(x))
+def decode_layer(layer: Layer, x: Tensor, pos: Tensor, cache: nn.Module) -> Tensor:
+    """A layer of the decode step, x [B, dim]: Layer.forward, fused around its products where that is faster."""
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return cache.decode(pos, *qkv)
+
+    kernels, attention, mlp = cache.room.kernels, layer.attention, layer.feed_forward
+    if not (
+        kernels
+        and isinstance(attention, Attention)
+        and kernels.fuses_linear(x, x.shape[-1], attention.wo.in_features, mlp.w2.in_features)
+    ):
+        return layer(x, attend)
+    linear, norm, mlp_norm = kernels.linear, layer.attention_norm, layer.ffn_norm
+    qkv = linear(x, attention.wqkv.weight, attention.wqkv.bias, norm.weight, norm.eps)
+    attended = attention.attended(qkv, attend).contiguous()
+    x = linear(attended, attention.wo.weight, attention.wo.bias, residual=x)
+    gated = linear(x, mlp.w13.weight, mlp.w13.bias, mlp_norm.weight, mlp_norm.eps, gated=True)
+    return linear(gated, mlp.w2.weight, mlp.w2.bias, residual=x)
 
 
 class Llama(nn.Module):
@@ -329,10 +344,9 @@ class Llama(nn.Module):
     def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer) -> Tensor:
         """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
         x = self.tok_embeddings(tokens)  # [B, dim]
-        update = torch.zeros_like(x)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, update = step(layer, x, update, pos, cache)
-        return self.output(self.norm(x + update))
+            x = step(layer, x, pos, cache)
+        return self.output(self.norm(x))
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

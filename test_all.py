@@ -4462,6 +4462,7 @@ def test_kernel_operators_of_sals_do_what_torch_compile_is_told(scored, int8):
     check(kernels.dense_attend, (k, values, randn(B, 1, S, D), pos))
     codes, scale = compress.quantize_int8(values)
     check(kernels.int8_attend, (k, codes, scale[..., 0].contiguous(), values, None, pos, 16))
+    check(kernels.linear, (randn(2, 64), randn(6, 64), None, randn(64), 1e-5, randn(2, 3), True))
 
 
 FDC_RANKS = {  # d_qk of each head, then d_v
@@ -4708,6 +4709,85 @@ def test_methods_select_alike_with_the_kernel_and_without(method, options, monke
         assert bool(calls) == (kernels_ and options.get("k") != 0.1)
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
+
+
+def check_linear(dtype, rows, N, K, gated, around):
+    x = randn(rows, K, dtype=dtype) * 3
+    weight = randn(2 * N if gated else N, K, dtype=dtype) * K**-0.5
+    given = {"bias": randn(len(weight), seed=1), "norm": 1 + randn(K) / 4, "residual": randn(rows, N, seed=2)}
+    bias, norm, residual = (given[name].to(dtype) if name in around else None for name in given)
+    y = x.float()
+    if norm is not None:
+        y = torch.nn.functional.rms_norm(y, (K,), norm.float(), 1e-5)
+    truth = torch.nn.functional.linear(y, weight.float(), None if bias is None else bias.float())
+    if gated:
+        gate, up = truth.chunk(2, -1)
+        truth = torch.nn.functional.silu(gate) * up
+    if residual is not None:
+        truth = truth + residual.float()
+    close(kernels.linear(x, weight, bias, norm, 1e-5, residual, gated), truth, dtype)
+
+
+# Every tile width, and last tiles that hang over.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, N, K", [(1, 16, 64), (4, 40, 192), (16, 100, 128), (5, 2200, 64), (3, 4300, 64)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("around", [(), ("norm",), ("bias", "residual"), ("norm", "bias", "residual")])
+@poisoned
+def test_kernel_linear(dtype, rows, N, K, gated, around):
+    check_linear(dtype, rows, N, K, gated, around)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="sizes of the interpreter's patience")
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    "N, K", [(13056, 4096), (6336, 4096), (11008, 4096), (4096, 4096), (4096, 14336), (8192, 8192)]
+)
+def test_kernel_linear_real_sizes(rows, N, K, gated):
+    check_linear(torch.bfloat16, rows, N, K, gated, ("norm", "residual"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qkv_bias": True, "mlp_bias": True, "out_bias": True},
+        {"qk_norm": True, "group": 4},
+        {"dim": 256, "group": 1},
+    ],
+)
+def test_a_decode_layer_in_fused_products_equals_the_layer(changes, monkeypatch):
+    """Over prompts and new tokens, and that the products are the kernel's: four a layer."""
+    calls, linear, results = [], kernels.linear, []
+    monkeypatch.setattr(kernels, "linear", lambda *x, **named: calls.append(x) or linear(*x, **named))
+    for fused in (False, True):
+        monkeypatch.setattr(kernels, "fuses_linear", lambda x, *inputs, f=fused: f)
+        model = tiny_model(**({"dim": 64, "ffn_dim": 192} | changes)).to(DEVICE)
+        room = Room(model, 2, 40, True)
+        engine = Engine(model, METHODS["dense"].build(model, None, room, {}), room, Sampling())
+        engine.prefill([random_ids(n, n) for n in (5, 21)])
+        results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
+        assert len(calls) == 2 * 4 * len(model.layers) * fused
+    assert results[0][0] == results[1][0]
+    assert error(results[1][1], results[0][1]) < 1e-5
+
+
+def test_which_rows_the_fused_products_serve():
+    x = torch.zeros(16, 128, dtype=torch.bfloat16)
+    assert not kernels.fuses_linear(x, 128)  # on the CPU
+
+    class Rows:
+        is_cuda, dtype, rows = True, torch.bfloat16, 16
+
+        def __len__(self):
+            return self.rows
+
+    x = Rows()
+    assert kernels.fuses_linear(x, 128, 192) and not kernels.fuses_linear(x, 128, 100)
+    x.rows = 17
+    assert not kernels.fuses_linear(x, 128)
+    x.rows, x.dtype = 16, torch.float16
+    assert not kernels.fuses_linear(x, 128)
 
 
 def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
