@@ -267,7 +267,8 @@ def check_groups(bits: int, head_dim: int) -> None:
 class Values(nn.Module):
     """V of every token, quantised per token in groups of channels; bits = 16 keeps the model's dtype.
 
-    heads_first: stored as [B, Hkv, tokens, ..], as a kernel reads all tokens, not as [B, tokens, Hkv, ..]."""
+    heads_first: stored as [B, Hkv, tokens, ...], for who reads all tokens of a head, not as
+    [B, tokens, Hkv, ...]."""
 
     def __init__(self, cache: Cache, tokens: int, bits: int, heads_first: bool = False):
         super().__init__()
@@ -284,14 +285,14 @@ class Values(nn.Module):
             self.register_buffer("low_scale", cache.store(*rows, groups, 2, dtype=torch.float16))
 
     def write(self, where: tuple, v: Tensor) -> None:
-        """Stores v [.., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
+        """Stores v [..., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
         if self.bits == 16:
             self.plain[where] = v
         else:
             self.codes[where], self.low_scale[where] = quantize(v, self.bits, self.group)
 
     def read(self, where: tuple) -> Tensor:
-        """V [.., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
+        """V [..., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
         if self.bits == 16:
             return self.plain[where]
         return dequantize(self.codes[where], self.low_scale[where], self.bits, self.group, self.dtype)
@@ -305,51 +306,6 @@ def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Ten
     """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
     scale = x.float().abs().amax(dims, keepdim=True) / 127
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
-
-
-class Int8Cache(Cache):
-    """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes: all are attended.
-
-    What SALS keeps of layers that attend every token, where a dense cache takes too many bytes and rebuilding
-    every key too many FLOPs (ours)."""
-
-    def __init__(self, room: Room, bits: int):
-        super().__init__(room)
-        heads, tokens = room.config.n_kv_heads, room.capacity
-        self.register_buffer("k", self.store(heads, tokens, room.config.head_dim, dtype=torch.int8))
-        self.register_buffer("k_scale", self.store(heads, tokens, dtype=torch.float32))
-        self.values = Values(self, tokens, bits, heads_first=True)
-
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        """Stores k and v [.., D] at index `where` of [B, Hkv, tokens]."""
-        self.k[where], scale = quantize_int8(k)
-        self.k_scale[where] = scale[..., 0]
-        self.values.write(where, v)
-
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        span = slice(0, q.shape[0])
-        q, k = self.rope(q, span), self.rope(k, span)
-        self.write((row, slice(None), span), k.transpose(0, 1), v.transpose(0, 1))
-        return causal_attention(q, k, v)
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
-        q, values = self.rope(q, pos), self.values
-        if self.room.kernels and self.config.head_dim % 16 == 0:
-            stores = (self.k, self.k_scale, *values.stores())
-            return self.room.kernels.int8_attend(q, *stores, pos, values.bits)
-        k = (self.k * self.k_scale[..., None]).to(self.room.dtype)
-        return attend(q, k, values.read((slice(None),)), self.room.positions <= pos[:, None])
-
-    def token_bytes(self) -> int:
-        """Bytes of one token: codes and scales of K, codes and (minimum, scale) of V."""
-        return self.config.kv_dim + 4 * self.config.n_kv_heads + self.values.row_bytes
-
-    def formula(self) -> int:
-        return self.room.rows * self.room.capacity * self.token_bytes()
-
-    def bytes_read(self, length: int) -> int:
-        return length * self.token_bytes()
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -653,6 +609,51 @@ class SalsCache(Cache):
         return scored + chosen * self.token_bytes() + recent * self.ring_bytes()
 
 
+class Int8Cache(Cache):
+    """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes: all are attended.
+
+    What SALS keeps of layers that attend every token, where a dense cache takes too many bytes and rebuilding
+    every key too many FLOPs (ours)."""
+
+    def __init__(self, room: Room, bits: int):
+        super().__init__(room)
+        heads, tokens = room.config.n_kv_heads, room.capacity
+        self.register_buffer("k", self.store(heads, tokens, room.config.head_dim, dtype=torch.int8))
+        self.register_buffer("k_scale", self.store(heads, tokens, dtype=torch.float32))
+        self.values = Values(self, tokens, bits, heads_first=True)
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        """Stores k and v [..., D] at index `where` of [B, Hkv, tokens]."""
+        self.k[where], scale = quantize_int8(k)
+        self.k_scale[where] = scale[..., 0]
+        self.values.write(where, v)
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        span = slice(0, q.shape[0])
+        q, k = self.rope(q, span), self.rope(k, span)
+        self.write((row, slice(None), span), k.transpose(0, 1), v.transpose(0, 1))
+        return causal_attention(q, k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
+        q, values = self.rope(q, pos), self.values
+        if self.room.kernels and self.config.head_dim % 16 == 0:
+            stores = (self.k, self.k_scale, *values.stores())
+            return self.room.kernels.int8_attend(q, *stores, pos, values.bits)
+        k = (self.k * self.k_scale[..., None]).to(self.room.dtype)
+        return attend(q, k, values.read((slice(None),)), self.room.positions <= pos[:, None])
+
+    def token_bytes(self) -> int:
+        """Bytes of one token: codes and scales of K, codes and (minimum, scale) of V."""
+        return self.config.kv_dim + 4 * self.config.n_kv_heads + self.values.row_bytes
+
+    def formula(self) -> int:
+        return self.room.rows * self.room.capacity * self.token_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        return length * self.token_bytes()
+
+
 def sals_rank(settings: SalsSettings, config: ModelConfig) -> int:
     r = round(settings.rank * config.kv_dim)
     if not 1 <= r <= config.kv_dim:
@@ -719,8 +720,11 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         check_groups(8, c.head_dim)
     caches = []
     for i, layer in enumerate(model.layers):
-        if i in skipped and settings.skip_as != "latent":
-            caches.append(DenseCache(room) if settings.skip_as == "dense" else Int8Cache(room, settings.bits))
+        if i in skipped and settings.skip_as == "dense":
+            caches.append(DenseCache(room))
+            continue
+        if i in skipped and settings.skip_as == "int8":
+            caches.append(Int8Cache(room, settings.bits))
             continue
         basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
         scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None

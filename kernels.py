@@ -73,9 +73,7 @@ def need(ok: bool, message: str) -> None:
 
 
 def check(pos: Tensor, rows: int, **tensors: Tensor) -> None:
-    """What all wrappers ask: triton is there, pos is int32 [B], the tensors are contiguous on its device."""
-    if triton is None:
-        raise RuntimeError("triton is not installed: use the PyTorch path")
+    """What most wrappers ask: pos is int32 [B], and what `together` asks of it and the tensors."""
     need(
         pos.dtype == torch.int32 and pos.shape == (rows,), f"pos must be int32 [{rows}], not {describe(pos)}"
     )
@@ -83,10 +81,13 @@ def check(pos: Tensor, rows: int, **tensors: Tensor) -> None:
 
 
 def together(**tensors: Tensor | None) -> None:
-    """Asks that the tensors are contiguous, and on the first one's device."""
-    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    """Asks that triton is there and that the tensors are contiguous, all on the first one's device."""
+    if triton is None:
+        raise RuntimeError("triton is not installed: use the PyTorch path")
+    first = next(iter(tensors))
     for name, tensor in tensors.items():
         if tensor is not None:
+            device = tensors[first].device
             need(tensor.device == device, f"{name} is on {tensor.device}, {first} on {device}")
             need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
 
@@ -145,7 +146,9 @@ def check_values(
 
 def value_words(values: Tensor, low_scale: Tensor | None, pos: Tensor) -> tuple[Tensor, Tensor]:
     """Values as the kernels read them: codes, and a group's minimum and scale, as words of 32 bits."""
-    return (values.view(torch.int32), low_scale.view(torch.int32)) if values.dtype == torch.uint8 else (values, pos)
+    if values.dtype != torch.uint8:
+        return values, pos
+    return values.view(torch.int32), low_scale.view(torch.int32)
 
 
 def value_packing(D: int, bits: int) -> tuple[int, int, int, int, int, int]:
@@ -1202,7 +1205,8 @@ def sals_attend(
     G = Hq // Hkv
     scale = D**-0.5 * LOG2E
     given = pos if index is None else index
-    stored, packing = value_words(values, low_scale, pos), value_packing(D, bits)
+    stored = (*value_words(values, low_scale, pos), ring_k, ring_v)
+    packing = value_packing(D, bits)
     if G > 1:
         T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, tile_itemsize(q.dtype, latent))
     else:
@@ -1212,14 +1216,14 @@ def sals_attend(
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     if G > 1:
         _grouped_kernel[splits, Hkv, B](
-            q, given, latent, latent_scale, basis, basis_scale, *stored, ring_k, ring_v, pos, words, tops, sums, parts,
+            q, given, latent, latent_scale, basis, basis_scale, *stored, pos, words, tops, sums, parts,
             n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages,
             index is not None, splits == 1, rope.dtype == torch.float16, num_warps=warps,
         )  # fmt: skip
     else:
         logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
         _values_kernel[splits, Hkv, B](
-            logits, q, given, *stored, ring_k, ring_v, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
+            logits, q, given, *stored, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
             max(16, min(ZB, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
         )  # fmt: skip
     if splits > 1:
@@ -1383,7 +1387,7 @@ def dense_config(programs: int, itemsize: int) -> tuple[int, int, int, int]:
     return (128, 4, 2, 2) if programs <= 2 * SMS else (64, 4, 2, 6)
 
 
-# ------------------------------------------------------------------------------------------ keys in int8, all
+# ------------------------------------------------------------------------------- attention over keys in int8
 
 
 @jit
@@ -1441,7 +1445,7 @@ def _int8_kernel(
                 shrink = tl.exp2(top - new_top)
                 total, out, base = total * shrink, out * shrink, base * shrink
                 top = new_top
-            weight = tl.where(live, tl.exp2(logit - top), 0.0)
+            weight = tl.exp2(logit - top)  # 0 where dead, since a tile has a live token
             total += weight
             if BITS == 16:
                 out += v.to(tl.float32) * weight[:, None]
@@ -1454,20 +1458,21 @@ def _int8_kernel(
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     total = tl.sum(total, 0)
     if G == 1:
-        real, at = inside, row * splits + split
-        result, numbers = _sum_values(out, base), at * D + channel
+        at = row * splits + split
+        out = _sum_values(out, base)
         if FINAL:
-            result /= total
+            out /= total
         tl.store(top_p + at, top)
         tl.store(sum_p + at, total)
+        tl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=inside)
     else:
-        real, at = (g < G)[:, None] & inside[None, :], (row * G + g) * splits + split
-        result, numbers = out, at[:, None] * D + channel[None, :]
+        at = (row * G + g) * splits + split
         if FINAL:
-            result /= total[:, None]
+            out /= total[:, None]
         tl.store(top_p + at, top, mask=g < G)
         tl.store(sum_p + at, total, mask=g < G)
-    tl.store(out_p + numbers, result.to(out_p.dtype.element_ty), mask=real)
+        out_at = out_p + at[:, None] * D + channel[None, :]
+        tl.store(out_at, out.to(out_p.dtype.element_ty), mask=(g < G)[:, None] & inside[None, :])
 
 
 @operator(lambda q, *_: torch.empty_like(q))
@@ -1480,19 +1485,20 @@ def int8_attend(
     [B, Hkv, S, D*bits/8] uint8 with low_scale [B, Hkv, S, D/group, 2] fp16, or at 16 bits plain V
     [B, Hkv, S, D] and None -> [B, Hq, D].
 
-    The query is split into two int8 numbers (15 bits; not in fp32), so that tensor cores take the keys' codes
-    as they are.
-    One query a head weighs V in fp32 as it is decoded; several (G > 1) share a decoded tile by tensor cores.
+    The query is split into two int8 numbers (15 bits), so that tensor cores take the keys' codes as they are;
+    in fp32 the codes become fp32. Where heads share no keys (G = 1), V is weighed in fp32 as it is decoded;
+    else the group's queries share a decoded tile on tensor cores.
     Truth: Int8Cache.decode without kernels."""
     B, Hq, D = q.shape
     Hkv, S = k.shape[1:3]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    need(D <= 512, f"sums of {D} products of int8 do not fit int32")
     shape("k", k, B, Hkv, S, D, dtype=torch.int8)
     shape("k_scale", k_scale, B, Hkv, S, dtype=torch.float32)
     check_values(pos, values, low_scale, (B, Hkv, S), D, bits, q.dtype)
     check(pos, B, q=q, k=k, k_scale=k_scale)
     G = Hq // Hkv
-    T, warps, stages, fill = int8_config(G, q.element_size())
+    T, warps, stages, fill = int8_config(G, D, q.element_size())
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
@@ -1508,10 +1514,10 @@ def int8_attend(
     return out
 
 
-def int8_config(G: int, itemsize: int) -> tuple[int, int, int, int]:
+def int8_config(G: int, D: int, itemsize: int) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
-    if G == 1:  # a warp a program: no barriers
-        return (32, 1, 4, 16) if itemsize == 2 else (16, 1, 3, 16)
+    if G == 1:  # a warp a program: no barriers; more sums would run out of registers
+        return (32, 1, 4, 16) if itemsize == 2 and D <= 128 else (16, 1, 3, 16)
     return (64, 4, 3, 6) if itemsize == 2 else (32, 4, 2, 4)
 
 
@@ -1655,7 +1661,8 @@ def sals_append(
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
     G = q.shape[1] // Hkv
-    group, width = value_group(D, bits), D if bits == 16 else D * bits // 8
+    group = value_group(D, bits)
+    width = D if bits == 16 else D * bits // 8
     need(z > 0, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=k.dtype)
     check_latent(pos, latent, latent_scale, B, k.dtype)
@@ -2080,9 +2087,11 @@ def linear(
 
     A few rows cost what the weights' bytes cost, so all else should happen while these are read. Rows are the
     narrow side of tl.dot; a program takes BN outputs over all of K. Truth: model.Layer.forward."""
+    need(x.ndim == weight.ndim == 2, f"x and weight must be matrices: {list(x.shape)}, {list(weight.shape)}")
     rows, K = x.shape
     N = len(weight) // (2 if gated else 1)
     need(rows <= 16 and K % 64 == 0, f"x must be [at most 16, a multiple of 64], not {list(x.shape)}")
+    need(x.dtype.is_floating_point and x.element_size() <= 4, f"x must be of 16 or 32 bits, not {x.dtype}")
     shape("weight", weight, 2 * N if gated else N, K, dtype=x.dtype)
     if bias is not None:
         shape("bias", bias, len(weight), dtype=x.dtype)
@@ -2092,10 +2101,14 @@ def linear(
         shape("residual", residual, rows, N, dtype=x.dtype)
     together(x=x, weight=weight, bias=bias, norm=norm, residual=residual)
     BN, BK, warps, stages = linear_config(N, K, gated, x.element_size())
+    if x.is_cuda:  # as many as fit
+        memory = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+        stages = min(stages, memory // ((BN * (1 + gated) + 16) * BK * x.element_size()))
     out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     _linear_kernel[cdiv(N, BN),](
-        x, norm, weight, bias, residual, out, rows, N, K, eps, gated, 16, BN, BK, stages, num_warps=warps
-    )
+        x, norm, weight, bias, residual, out, rows, N, K, eps, gated, MP=16, BN=BN, BK=BK, STAGES=stages,
+        num_warps=warps,
+    )  # fmt: skip
     return out
 
 
@@ -2340,7 +2353,8 @@ def int8_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
             low_scale = torch.randn(B, Hkv, S, D // 32, 2, device=device).half()
             q = torch.randn(B, Hq, D, dtype=torch.bfloat16, device=device)
             sets.append((q, k, k_scale, codes, low_scale))
-        operators[f"int8 keys {bits} bit"] = ([lambda s=s, b=bits: int8_attend(*s, pos, b) for s in sets], nbytes)
+        calls = [lambda s=s, bits=bits: int8_attend(*s, pos, bits) for s in sets]
+        operators[f"int8 keys, {bits} bit"] = (calls, nbytes)
     return operators
 
 
@@ -2407,8 +2421,11 @@ SHAPES = {  # name -> (Hq, Hkv, D), ffn, [(r, bits of V, int8 latents)], [(B, S)
 }
 
 
-def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> list[dict]:
-    """Times every operator at every shape; report(row) is called for each as it comes."""
+def benchmark(
+    names: list[str], grid: list[tuple[int, int]] | None, words: list[str] | None, report
+) -> list[dict]:
+    """Times every operator, or those with one of the words in their name, at every shape; report(row) is
+    called for each as it comes."""
     bandwidth, flops = measured_limits()
     rows = []
 
@@ -2418,26 +2435,30 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
         rows.append(row)
         report(row)
 
+    def measure(shape_name, B, S, setting, operator, calls, limit):
+        if not words or any(word in operator for word in words):
+            note(shape_name, B, S, setting, operator, graph_time(calls), limit)
+
     note("-", 0, 0, "memory", "TB/s measured", bandwidth / 1e6, bandwidth / 1e6)
     note("-", 0, 0, "bf16", "TFLOP/s measured", flops / 1e6, flops / 1e6)
     for name in names:
         (Hq, Hkv, D), ffn, settings, shapes, (x, y, z) = SHAPES[name]
         for batch in (1, 8, 16) if not grid else ():
             for operator, (calls, nbytes) in linear_calls(batch, Hq, Hkv, D, ffn).items():
-                note(name, batch, 1, "-", operator, graph_time(calls), nbytes / bandwidth)
+                measure(name, batch, 1, "-", operator, calls, nbytes / bandwidth)
         for B, S in shapes:
             if grid and (B, S) not in grid:
                 continue
             pos = torch.full((B,), S - 1, dtype=torch.int32, device="cuda")
-            shape = B, S, Hq, Hkv, D, pos
-            operators = dense_calls(*shape) | int8_calls(*shape) | fdc_calls(*shape)
+            case = (B, S, Hq, Hkv, D, pos)
+            operators = dense_calls(*case) | int8_calls(*case) | fdc_calls(*case)
             for operator, (calls, nbytes) in operators.items():
-                note(name, B, S, "-", operator, graph_time(calls), nbytes / bandwidth)
+                measure(name, B, S, "-", operator, calls, nbytes / bandwidth)
             pos.copy_(S * (2 * torch.arange(B) + 1) // (2 * B))  # unequal rows, half as long on average
             for operator in ("dense", "FDC", "FDC, no balance") if B > 1 else ():
                 calls, nbytes = operators[operator]
                 limit = nbytes * (pos + 1).float().mean().item() / S / bandwidth
-                note(name, B, S, "ragged", operator, graph_time(calls), limit)
+                measure(name, B, S, "ragged", operator, calls, limit)
             del operators, calls
             torch.cuda.empty_cache()
             for r, bits, int8 in settings:
@@ -2445,7 +2466,7 @@ def benchmark(names: list[str], grid: list[tuple[int, int]] | None, report) -> l
                 limits = sals_limits(case, bandwidth, 2 * flops if int8 else flops)
                 setting = f"r{r} {bits} bit" + (" int8" if int8 else "")
                 for operator, calls in sals_calls(case).items():
-                    note(name, B, S, setting, operator, graph_time(calls), limits[operator])
+                    measure(name, B, S, setting, operator, calls, limits[operator])
                 del case, calls
                 torch.cuda.empty_cache()
     return rows
@@ -2474,6 +2495,8 @@ def main() -> None:
     parser.add_argument(
         "--shape", nargs="*", type=batch_by_length, help="only these, such as 8x4096 16x4096 (default: all)"
     )
+    words = "only operators with one of these words in their name, such as dense linear (default: all)"
+    parser.add_argument("--operator", nargs="*", metavar="WORD", help=words)
     parser.add_argument("--json", action="store_true", help="one compact JSON line at the end")
     parser.add_argument("--csv", help="write the table to this file")
     options = parser.parse_args()
@@ -2484,7 +2507,7 @@ def main() -> None:
         line = "{model:>3} {batch:>3} x {length:<7}{setting:<17}{operator:<18}{us:>9.1f}{limit_us:>9.1f}"
         print((line + "{share:>8.1%}").format(**row), file=sys.stderr, flush=True)
 
-    rows = benchmark(options.model, options.shape, report)
+    rows = benchmark(options.model, options.shape, options.operator, report)
     if options.csv:
         with open(options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])

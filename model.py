@@ -285,17 +285,15 @@ class Layer(nn.Module):
 
 
 def decode_layer(layer: Layer, x: Tensor, pos: Tensor, cache: nn.Module) -> Tensor:
-    """A layer of the decode step, x [B, dim]: Layer.forward, fused around its products where that is faster."""
+    """A layer of the decode step, x [B, dim]: Layer.forward, by kernels.linear where that serves."""
 
     def attend(*qkv: Tensor) -> Tensor:
         return cache.decode(pos, *qkv)
 
     kernels, attention, mlp = cache.room.kernels, layer.attention, layer.feed_forward
-    if not (
-        kernels
-        and isinstance(attention, Attention)
-        and kernels.fuses_linear(x, x.shape[-1], attention.wo.in_features, mlp.w2.in_features)
-    ):
+    if not (kernels and isinstance(attention, Attention)):
+        return layer(x, attend)
+    if not kernels.fuses_linear(x, x.shape[-1], attention.wo.in_features, mlp.w2.in_features):
         return layer(x, attend)
     linear, norm, mlp_norm = kernels.linear, layer.attention_norm, layer.ffn_norm
     qkv = linear(x, attention.wqkv.weight, attention.wqkv.bias, norm.weight, norm.eps)

@@ -117,6 +117,7 @@ from compress import (
 from generate import Engine, Output, Sampling, decode_rows
 from model import (
     SHAPES,
+    Attention,
     Llama,
     ModelConfig,
     StreamDecoder,
@@ -4323,6 +4324,15 @@ def test_kernel_int8_attend(dtype, bits, B, S, Hkv, G, D, pos):
     check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos)
 
 
+def test_int8_keys_of_heads_that_the_kernel_does_not_take():
+    model, outputs = tiny_model(head_dim=24).to(DEVICE), []
+    q, k, v = (randn(2, heads, 24, seed=heads) for heads in (8, 4, 4))
+    for kernels_ in (False, True):
+        cache = compress.Int8Cache(Room(model, 2, 10, kernels_), 4)
+        outputs.append(cache.decode(positions(3, 0), q, k, v))
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("G", [1, 4])
 @pytest.mark.parametrize("config", [(32, 1, 4, 1), (16, 2, 1, 2), (64, 4, 3, 1)])
 @poisoned
@@ -4711,8 +4721,8 @@ def test_methods_select_alike_with_the_kernel_and_without(method, options, monke
     assert error(results[1][1], results[0][1]) < 1e-5
 
 
-def check_linear(dtype, rows, N, K, gated, around):
-    x = randn(rows, K, dtype=dtype) * 3
+def check_linear(dtype, rows, N, K, gated, around, size=3):
+    x = randn(rows, K, dtype=dtype) * size
     weight = randn(2 * N if gated else N, K, dtype=dtype) * K**-0.5
     given = {"bias": randn(len(weight), seed=1), "norm": 1 + randn(K) / 4, "residual": randn(rows, N, seed=2)}
     bias, norm, residual = (given[name].to(dtype) if name in around else None for name in given)
@@ -4730,12 +4740,56 @@ def check_linear(dtype, rows, N, K, gated, around):
 
 # Every tile width, and last tiles that hang over.
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows, N, K", [(1, 16, 64), (4, 40, 192), (16, 100, 128), (5, 2200, 64), (3, 4300, 64)])
+@pytest.mark.parametrize(
+    "rows, N, K", [(1, 16, 64), (4, 40, 192), (16, 100, 128), (5, 2200, 64), (3, 4300, 64)]
+)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("around", [(), ("norm",), ("bias", "residual"), ("norm", "bias", "residual")])
 @poisoned
 def test_kernel_linear(dtype, rows, N, K, gated, around):
     check_linear(dtype, rows, N, K, gated, around)
+
+
+@pytest.mark.parametrize("size", [1e-3, 300])
+def test_kernel_linear_norms_rows_of_any_size(size):
+    """Small rows meet the norm's epsilon, of large ones fp16 could not hold the squares."""
+    check_linear(torch.float16, 3, 32, 128, False, ("norm",), size)
+
+
+def test_kernel_linear_refuses():
+    x, weight = randn(2, 64), randn(6, 64)
+    for bad, message in (
+        ({"x": randn(17, 64)}, "at most 16"),
+        ({"x": randn(2, 48), "weight": randn(6, 48)}, "a multiple of 64"),
+        ({"x": randn(2, 2, 64)}, "matrices"),
+        ({"x": x.double(), "weight": weight.double()}, "16 or 32 bits"),
+        ({"weight": weight.half()}, "weight must be torch.float32"),
+        ({"weight": randn(7, 64), "gated": True}, "weight must be"),
+        ({"bias": randn(3), "gated": True}, "bias must be"),
+        ({"norm": randn(6)}, "norm must be"),
+        ({"residual": randn(2, 5)}, "residual must be"),
+        ({"x": randn(64, 2).T}, "x .* must be contiguous"),
+        ({"weight": randn(64, 6).T}, "weight .* must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.linear(**({"x": x, "weight": weight} | bad))
+
+
+def test_kernel_int8_attend_refuses():
+    q, v, k_scale = randn(1, 2, 32), randn(1, 2, 9, 32), randn(1, 2, 9)
+    k, wide = v.to(torch.int8), (1, 1, 1, 17)
+    for bad, message in (
+        ({"q": randn(1, 3, 32)}, "do not divide"),
+        ({"q": randn(1, 32, 2).transpose(1, 2)}, "q .* must be contiguous"),
+        ({"k": k.float()}, "k must be torch.int8"),
+        ({"k_scale": k_scale.half()}, "k_scale must be torch.float32"),
+        ({"values": v.half()}, "values must be"),
+        ({"bits": 4}, "need low_scale"),
+        ({"q": randn(1, 2, 544), "k": k.repeat(wide), "values": v.repeat(wide)}, "do not fit int32"),
+    ):
+        given = {"q": q, "k": k, "k_scale": k_scale, "values": v, "low_scale": None, "bits": 16} | bad
+        with pytest.raises(ValueError, match=message):
+            kernels.int8_attend(**given, pos=positions(8))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="sizes of the interpreter's patience")
@@ -4749,45 +4803,66 @@ def test_kernel_linear_real_sizes(rows, N, K, gated):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "method, changes",
     [
-        {"qkv_bias": True, "mlp_bias": True, "out_bias": True},
-        {"qk_norm": True, "group": 4},
-        {"dim": 256, "group": 1},
+        ("dense", {"qkv_bias": True, "mlp_bias": True, "out_bias": True}),
+        ("dense", {"qk_norm": True, "group": 4}),
+        ("dense", {"dim": 256, "group": 1}),
+        ("sals", {}),
+        ("elitekv", {}),  # of another attention: as it is
+        ("fdc", {"n_heads": 5, "n_kv_heads": 5, "head_dim": 16}),  # whose wo has 80 inputs
     ],
 )
-def test_a_decode_layer_in_fused_products_equals_the_layer(changes, monkeypatch):
+def test_a_decode_layer_in_fused_products_equals_the_layer(method, changes, monkeypatch):
     """Over prompts and new tokens, and that the products are the kernel's: four a layer."""
-    calls, linear, results = [], kernels.linear, []
+    calls, linear, results, fuses = [], kernels.linear, [], kernels.fuses_linear
     monkeypatch.setattr(kernels, "linear", lambda *x, **named: calls.append(x) or linear(*x, **named))
     for fused in (False, True):
-        monkeypatch.setattr(kernels, "fuses_linear", lambda x, *inputs, f=fused: f)
+
+        def serves(x, *inputs, fused=fused):
+            like = CudaRows(len(x))
+            return fused and fuses(like, *inputs)
+
+        monkeypatch.setattr(kernels, "fuses_linear", serves)
         model = tiny_model(**({"dim": 64, "ffn_dim": 192} | changes)).to(DEVICE)
+        for layer in model.layers:
+            layer.ffn_norm.eps = 0.1  # another than the first norm's
         room = Room(model, 2, 40, True)
-        engine = Engine(model, METHODS["dense"].build(model, None, room, {}), room, Sampling())
+        settings = settings_from(method, {"sals": SPARSE, "fdc": {"rate": 0.4}}.get(method, {}))
+        caches = METHODS[method].build(model, settings, room, artifact_of(method, model))
+        engine = Engine(model, caches, room, Sampling())
         engine.prefill([random_ids(n, n) for n in (5, 21)])
         results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
-        assert len(calls) == 2 * 4 * len(model.layers) * fused
+        served = [isinstance(x, Attention) and x.wo.in_features % 64 == 0 for x in attentions(model)]
+        assert any(served) == (method in ("dense", "sals")), [x.wo for x in attentions(model)]
+        assert len(calls) == 2 * 4 * sum(served) * fused
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
 
+def attentions(model: Llama) -> list:
+    return [layer.attention for layer in model.layers]
+
+
+class CudaRows:
+    """What fuses_linear looks at."""
+
+    is_cuda, dtype = True, torch.bfloat16
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+
 def test_which_rows_the_fused_products_serve():
-    x = torch.zeros(16, 128, dtype=torch.bfloat16)
-    assert not kernels.fuses_linear(x, 128)  # on the CPU
-
-    class Rows:
-        is_cuda, dtype, rows = True, torch.bfloat16, 16
-
-        def __len__(self):
-            return self.rows
-
-    x = Rows()
-    assert kernels.fuses_linear(x, 128, 192) and not kernels.fuses_linear(x, 128, 100)
-    x.rows = 17
-    assert not kernels.fuses_linear(x, 128)
-    x.rows, x.dtype = 16, torch.float16
-    assert not kernels.fuses_linear(x, 128)
+    assert kernels.fuses_linear(CudaRows(16), 128, 192) and not kernels.fuses_linear(CudaRows(16), 128, 100)
+    assert not kernels.fuses_linear(CudaRows(17), 128)
+    assert not kernels.fuses_linear(torch.zeros(1, 64, dtype=torch.bfloat16), 64)  # on the CPU
+    half = CudaRows(1)
+    half.dtype = torch.float16
+    assert not kernels.fuses_linear(half, 64)
 
 
 def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
