@@ -346,7 +346,7 @@ class SalsSettings:
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
         "latent",
-        "how those layers are stored: compressed; keys in int8 beside V's codes (ours); or as a dense cache",
+        "how those layers are stored: compressed; keys in int8, V in 4 bits or --bits if more (ours); or dense",
         ("latent", "int8", "dense"),
     )
     window: str = setting(
@@ -612,8 +612,8 @@ class SalsCache(Cache):
 class Int8Cache(Cache):
     """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes: all are attended.
 
-    What SALS keeps of layers that attend every token, where a dense cache takes too many bytes and rebuilding
-    every key too many FLOPs (ours)."""
+    For layers that attend every token, where a dense cache is many bytes and rebuilding every key many FLOPs
+    (ours)."""
 
     def __init__(self, room: Room, bits: int):
         super().__init__(room)
@@ -724,7 +724,8 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
             caches.append(DenseCache(room))
             continue
         if i in skipped and settings.skip_as == "int8":
-            caches.append(Int8Cache(room, settings.bits))
+            # V of the newest tokens, too, is in codes: 2 bits would cost more than the exact keys gain.
+            caches.append(Int8Cache(room, max(4, settings.bits)))
             continue
         basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
         scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None
