@@ -346,7 +346,7 @@ class SalsSettings:
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
         "latent",
-        "how those layers are stored: compressed; K in int8 and V in 4 bits or more (ours); as a dense cache",
+        "how those layers are stored: latent, compressed; int8, with V in 4 bits or more (ours); dense",
         ("latent", "int8", "dense"),
     )
     window: str = setting(

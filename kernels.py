@@ -1,4 +1,5 @@
-"""Triton kernels of the compressed caches, each with a thin wrapper that checks its input.
+"""Triton kernels of the compressed caches, and of a decode step's linear layers, each with a thin wrapper
+that checks its input.
 
 `python kernels.py` benchmarks them.
 
@@ -145,7 +146,8 @@ def check_values(
 
 
 def value_words(values: Tensor, low_scale: Tensor | None, pos: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as the kernels read them: codes, and a group's minimum and scale, as words of 32 bits."""
+    """Values as the kernels read them: codes, and a group's minimum and scale, as words of 32 bits; plain V
+    as it is, with pos in the place of low_scale, which is not read."""
     if values.dtype != torch.uint8:
         return values, pos
     return values.view(torch.int32), low_scale.view(torch.int32)
@@ -153,7 +155,8 @@ def value_words(values: Tensor, low_scale: Tensor | None, pos: Tensor) -> tuple[
 
 def value_packing(D: int, bits: int) -> tuple[int, int, int, int, int, int]:
     """(BITS, GROUP, PLANES, WIDTH, RUNS, RUN) of a head's values: byte j < WIDTH holds a code of each plane;
-    a plane is RUNS runs of RUN channels (padded), each in one group."""
+    a plane is RUNS runs of RUN channels, each in one group, or where WIDTH is no power of 2 one padded run
+    over several. Plain V is one plane of D numbers."""
     group, width = value_group(D, bits), D * bits // 8
     if bits == 16:
         return bits, 1, 1, D, 1, power2(D)
@@ -2091,7 +2094,8 @@ def linear(
     rows, K = x.shape
     N = len(weight) // (2 if gated else 1)
     need(rows <= 16 and K % 64 == 0, f"x must be [at most 16, a multiple of 64], not {list(x.shape)}")
-    need(x.dtype.is_floating_point and x.element_size() <= 4, f"x must be of 16 or 32 bits, not {x.dtype}")
+    fits = x.dtype.is_floating_point and x.element_size() in (2, 4)
+    need(fits, f"x must be floating point of 16 or 32 bits, not {x.dtype}")
     shape("weight", weight, 2 * N if gated else N, K, dtype=x.dtype)
     if bias is not None:
         shape("bias", bias, len(weight), dtype=x.dtype)
@@ -2113,8 +2117,9 @@ def linear(
 
 
 def linear_config(N: int, K: int, gated: bool, itemsize: int) -> tuple[int, int, int, int]:
-    """(outputs a tile, inputs a step, warps, stages): as wide as fills the multiprocessors, and of a wave's
-    programs some 100 KB a multiprocessor on their way."""
+    """(outputs a tile, inputs a step, warps, stages): the narrowest tile that makes no more programs than
+    there are multiprocessors, else small ones of which two run beside each other; 50 to 130 KB a
+    multiprocessor are on their way."""
     BN, BK, warps, stages = next(
         (tile for tile in ((16, 256, 2, 6), (32, 256, 4, 6), (64, 256, 4, 3)) if cdiv(N, tile[0]) <= SMS),
         (64, 64, 4, 6),
@@ -2126,7 +2131,7 @@ def linear_config(N: int, K: int, gated: bool, itemsize: int) -> tuple[int, int,
 
 def fuses_linear(x: Tensor, *inputs: int) -> bool:
     """Whether `linear` serves rows x in layers of so many inputs. Not in fp16, which may not hold x before it
-    is normed, nor in fp32, of which tensor cores know nothing."""
+    is normed, nor in fp32, which tensor cores do not multiply exactly."""
     fits = x.is_cuda and len(x) <= 16 and x.dtype == torch.bfloat16
     return fits and all(K % 64 == 0 for K in inputs)
 

@@ -636,7 +636,7 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
     ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
     ("sals", SPARSE | {"skip_as": "int8"}, 80, 80 * (64 + 4 * 4 + 32 + 16)),
-    ("sals", SPARSE | {"skip_as": "int8", "bits": 2}, 80, 80 * (64 + 4 * 4 + 32 + 16)),  # V in 4 bits at least
+    ("sals", SPARSE | {"skip_as": "int8", "bits": 2}, 80, 80 * (64 + 4 * 4 + 32 + 16)),  # V in 4 bits still
     ("sals", SPARSE | {"skip_as": "int8", "bits": 8}, 80, 80 * (64 + 4 * 4 + 64 + 16)),
     (
         "sals",
