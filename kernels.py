@@ -86,9 +86,9 @@ def together(**tensors: Tensor | None) -> None:
     if triton is None:
         raise RuntimeError("triton is not installed: use the PyTorch path")
     first = next(iter(tensors))
+    device = tensors[first].device
     for name, tensor in tensors.items():
         if tensor is not None:
-            device = tensors[first].device
             need(tensor.device == device, f"{name} is on {tensor.device}, {first} on {device}")
             need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
 
@@ -1138,6 +1138,24 @@ def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.c
     tl.store(out_p + head * D + d, out.to(out_p.dtype.element_ty), mask=d < D)
 
 
+def split_outputs(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result [B, Hq, D] of queries alike, and what each of a head's splits leaves for merge_splits: its
+    maximum and its sum [B, Hq, splits] and its part [B, Hq, splits, D], fp32; one split writes the result."""
+    out, (B, Hq, D) = torch.empty_like(q), q.shape
+    tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
+    parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    return out, tops, sums, parts
+
+
+def merge_splits(out: Tensor, tops: Tensor, sums: Tensor, parts: Tensor) -> Tensor:
+    """out, from the splits of split_outputs by log-sum-exp."""
+    (B, Hq, D), splits = out.shape, tops.shape[-1]
+    if splits > 1:
+        sizes = (splits, D, power2(D), min(16, power2(splits)))
+        _merge_kernel[B * Hq,](tops, sums, parts, out, *sizes, num_warps=1)
+    return out
+
+
 def rope_pairs(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them: fp32 beside caches of fp32,
     else fp16, 4 bytes a pair (an eighth of bf16's rounding)."""
@@ -1214,9 +1232,7 @@ def sals_attend(
         T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, tile_itemsize(q.dtype, latent))
     else:
         T, ZB, warps, stages, splits = values_config(B, n, Hkv, DP, bits, q.element_size())
-    out = torch.empty_like(q)
-    tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
-    parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    out, tops, sums, parts = split_outputs(q, splits)
     if G > 1:
         _grouped_kernel[splits, Hkv, B](
             q, given, latent, latent_scale, basis, basis_scale, *stored, pos, words, tops, sums, parts,
@@ -1229,9 +1245,7 @@ def sals_attend(
             logits, q, given, *stored, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
             max(16, min(ZB, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
         )  # fmt: skip
-    if splits > 1:
-        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, min(16, power2(splits)), num_warps=1)
-    return out
+    return merge_splits(out, tops, sums, parts)
 
 
 def _logits(
@@ -1370,16 +1384,12 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     G, DP = Hq // Hkv, power2(D)
     T, warps, stages, fill = dense_config(B * Hkv, q.element_size())
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))  # whole waves of programs
-    tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
-    out = torch.empty_like(q)
-    parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    out, tops, sums, parts = split_outputs(q, splits)
     _dense_kernel[splits, Hkv, B](
         q, k, v, pos, tops, sums, parts, S, D**-0.5 * LOG2E,
         D, DP, G, max(16, power2(G)), T, stages, splits == 1, num_warps=warps,
     )  # fmt: skip
-    if splits > 1:
-        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, min(16, power2(splits)), num_warps=1)
-    return out
+    return merge_splits(out, tops, sums, parts)
 
 
 def dense_config(programs: int, itemsize: int) -> tuple[int, int, int, int]:
@@ -1503,18 +1513,13 @@ def int8_attend(
     G = Hq // Hkv
     T, warps, stages, fill = int8_config(G, D, q.element_size())
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
-    tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
-    out = torch.empty_like(q)
-    parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    out, tops, sums, parts = split_outputs(q, splits)
     _int8_kernel[splits, Hkv, B](
         q, k, k_scale, *value_words(values, low_scale, pos), pos, tops, sums, parts, S, D**-0.5 * LOG2E,
         D, max(32, power2(D)), G, max(16, power2(G)), *value_packing(D, bits), T, stages, splits == 1,
         num_warps=warps,
     )  # fmt: skip
-    if splits > 1:
-        DP = power2(D)
-        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, DP, min(16, power2(splits)), num_warps=1)
-    return out
+    return merge_splits(out, tops, sums, parts)
 
 
 def int8_config(G: int, D: int, itemsize: int) -> tuple[int, int, int, int]:
@@ -1665,7 +1670,6 @@ def sals_append(
     z = ring_k.shape[1]
     G = q.shape[1] // Hkv
     group = value_group(D, bits)
-    width = D if bits == 16 else D * bits // 8
     need(z > 0, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=k.dtype)
     check_latent(pos, latent, latent_scale, B, k.dtype)
@@ -1677,6 +1681,7 @@ def sals_append(
     check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], rope=rope)
     check(pos, B, ring_k=ring_k, ring_v=ring_v)
     check_values(pos, values, low_scale, (B, S, Hkv), D, bits, k.dtype)
+    width = values.shape[-1]
     scored, r_score, query_row = 0, 0, 0  # rows with scores
     if queries is not None:
         scored, r_score, query_row = B, queries.shape[-1], queries.stride(0)
@@ -2031,6 +2036,8 @@ def fetch_rows(
 
 # -------------------------------------------------------------------------------- linear layers of a few rows
 
+LINEAR_ROWS = 16  # at most, to which fewer are padded: the narrow side of tl.dot
+
 
 @jit
 def _linear_kernel(
@@ -2082,18 +2089,20 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
     residual: Tensor | None = None, gated: bool = False
 ) -> Tensor:  # fmt: skip
-    """A linear layer over a few rows, with what stands around it: RMSNorm, W x + b, SwiGLU, the residual sum.
+    """A linear layer over a few rows, with what stands around it: RMSNorm (arXiv 1910.07467), W x + b, SwiGLU
+    (2002.05202), the residual sum.
 
-    x [rows, K] of at most 16 rows, K a multiple of 64; weight [N, K] and bias [N], or with `gated` [2 N, ..],
-    gate first, for silu(gate) * up; norm [K], the weight of an RMSNorm over x; residual [rows, N], added
-    -> [rows, N].
+    x [rows, K] of at most LINEAR_ROWS rows, K a multiple of 64; weight [N, K] and bias [N], or with `gated`
+    [2 N, ...], gate first, for silu(gate) * up; norm [K], the weight of an RMSNorm over x; residual
+    [rows, N], added -> [rows, N].
 
-    A few rows cost what the weights' bytes cost, so all else should happen while these are read. Rows are the
-    narrow side of tl.dot; a program takes BN outputs over all of K. Truth: model.Layer.forward."""
+    A few rows cost what the weights' bytes cost, so all else should happen while these are read. A program
+    takes BN outputs over all of K. Truth: model.Layer.forward."""
     need(x.ndim == weight.ndim == 2, f"x and weight must be matrices: {list(x.shape)}, {list(weight.shape)}")
     rows, K = x.shape
     N = len(weight) // (2 if gated else 1)
-    need(rows <= 16 and K % 64 == 0, f"x must be [at most 16, a multiple of 64], not {list(x.shape)}")
+    fits = rows <= LINEAR_ROWS and K % 64 == 0
+    need(fits, f"x must be [at most {LINEAR_ROWS}, a multiple of 64], not {list(x.shape)}")
     fits = x.dtype.is_floating_point and x.element_size() in (2, 4)
     need(fits, f"x must be floating point of 16 or 32 bits, not {x.dtype}")
     shape("weight", weight, 2 * N if gated else N, K, dtype=x.dtype)
@@ -2107,10 +2116,10 @@ def linear(
     BN, BK, warps, stages = linear_config(N, K, gated, x.element_size())
     if x.is_cuda:  # as many as fit
         memory = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-        stages = min(stages, memory // ((BN * (1 + gated) + 16) * BK * x.element_size()))
+        stages = min(stages, memory // ((BN * (1 + gated) + LINEAR_ROWS) * BK * x.element_size()))
     out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     _linear_kernel[cdiv(N, BN),](
-        x, norm, weight, bias, residual, out, rows, N, K, eps, gated, MP=16, BN=BN, BK=BK, STAGES=stages,
+        x, norm, weight, bias, residual, out, rows, N, K, eps, gated, LINEAR_ROWS, BN, BK, stages,
         num_warps=warps,
     )  # fmt: skip
     return out
@@ -2125,14 +2134,14 @@ def linear_config(N: int, K: int, gated: bool, itemsize: int) -> tuple[int, int,
         (64, 64, 4, 6),
     )
     if gated:
-        stages = max(2, cdiv(stages, 2)) if BK == 256 else 4
+        stages = 4 if BK == 64 else cdiv(stages, 2)
     return BN, min(2 * BK // itemsize, K & -K), warps, stages
 
 
 def fuses_linear(x: Tensor, *inputs: int) -> bool:
     """Whether `linear` serves rows x in layers of so many inputs. Not in fp16, which may not hold x before it
     is normed, nor in fp32, which tensor cores do not multiply exactly."""
-    fits = x.is_cuda and len(x) <= 16 and x.dtype == torch.bfloat16
+    fits = x.is_cuda and len(x) <= LINEAR_ROWS and x.dtype == torch.bfloat16
     return fits and all(K % 64 == 0 for K in inputs)
 
 
@@ -2455,8 +2464,8 @@ def benchmark(
             if grid and (B, S) not in grid:
                 continue
             pos = torch.full((B,), S - 1, dtype=torch.int32, device="cuda")
-            case = (B, S, Hq, Hkv, D, pos)
-            operators = dense_calls(*case) | int8_calls(*case) | fdc_calls(*case)
+            sizes = (B, S, Hq, Hkv, D, pos)
+            operators = dense_calls(*sizes) | int8_calls(*sizes) | fdc_calls(*sizes)
             for operator, (calls, nbytes) in operators.items():
                 measure(name, B, S, "-", operator, calls, nbytes / bandwidth)
             pos.copy_(S * (2 * torch.arange(B) + 1) // (2 * B))  # unequal rows, half as long on average

@@ -4263,29 +4263,37 @@ def test_kernel_sals_attend_real_sizes(monkeypatch, B, S, Hkv, G, r, bits, n, in
     check_sals_attend(torch.bfloat16, B, S, Hkv, G, 128, r, bits, n, 64, pos, int8=int8)
 
 
+ALL_TOKENS = [  # B, S, Hkv, G, D, pos
+    (1, 70, 2, 1, 64, (69,)),
+    (3, 130, 2, 4, 128, (129, 64, 0)),
+    (3, 90, 1, 8, 96, (88, 31, 32)),
+    (3, 300, 1, 1, 128, (299, 5, 0)),
+    (1, 200, 3, 1, 96, (150,)),
+]
+
+
+def attention_truth(q, k, v, later):
+    """fp32 attention of q [B, Hkv G, D] over k, v [B, Hkv, S, D] but for tokens where later [B, Hkv, S]."""
+    k, v, later = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k.float(), v.float(), later))
+    logits = torch.einsum("bhd,bhnd->bhn", q.float(), k) * q.shape[-1] ** -0.5
+    return torch.einsum("bhn,bhnd->bhd", logits.masked_fill(later, -torch.inf).softmax(-1), v)
+
+
+def tokens_after(pos, Hkv, S):
+    return (torch.arange(S, device=DEVICE) > pos[:, None])[:, None].expand(-1, Hkv, -1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "B, S, Hkv, G, D, pos",
-    [
-        (1, 70, 2, 1, 64, (69,)),
-        (3, 130, 2, 4, 128, (129, 64, 0)),
-        (3, 90, 1, 8, 96, (88, 31, 32)),
-        (3, 300, 1, 1, 128, (299, 5, 0)),
-        (1, 200, 3, 1, 96, (150,)),
-    ],
-)
+@pytest.mark.parametrize("B, S, Hkv, G, D, pos", ALL_TOKENS)
 @poisoned
 def test_kernel_dense_attend(dtype, B, S, Hkv, G, D, pos):
     pos = positions(*pos)
     q = randn(B, Hkv * G, D, dtype=dtype)
     k, v = randn(B, Hkv, S, D, seed=1, dtype=dtype), randn(B, Hkv, S, D, seed=2, dtype=dtype)
-    truth = []
-    for b in range(B):
-        keys, values = (t[b, :, : pos[b] + 1].float().repeat_interleave(G, 0) for t in (k, v))
-        weight = (torch.einsum("hd,hnd->hn", q[b].float(), keys) * D**-0.5).softmax(-1)
-        truth.append(torch.einsum("hn,hnd->hd", weight, values))
-        k[b, :, pos[b] + 1 :], v[b, :, pos[b] + 1 :] = NAN, NAN
-    close(kernels.dense_attend(q, k, v, pos), torch.stack(truth), dtype)
+    later = tokens_after(pos, Hkv, S)
+    truth = attention_truth(q, k, v, later)
+    k[later], v[later] = NAN, NAN
+    close(kernels.dense_attend(q, k, v, pos), truth, dtype)
 
 
 def check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos):
@@ -4293,16 +4301,13 @@ def check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos):
     q = randn(B, Hkv * G, D, dtype=dtype)
     k, k_scale = compress.quantize_int8(randn(B, Hkv, S, D, seed=1))
     v = randn(B, Hkv, S, D, seed=2, dtype=dtype)
-    later = (torch.arange(S, device=DEVICE) > pos[:, None])[:, None].expand(-1, Hkv, -1)
-    values, low_scale, decoded = v.masked_fill(later[..., None], NAN), None, v.float()
+    later = tokens_after(pos, Hkv, S)
+    values, low_scale, decoded = v.masked_fill(later[..., None], NAN), None, v
     if bits < 16:
         values, low_scale = quantize(v, bits, group)
         decoded = dequantize(values, low_scale, bits, group, torch.float32)
         low_scale[later] = NAN
-    keys = (k * k_scale).repeat_interleave(G, 1)
-    logits = torch.einsum("bhd,bhnd->bhn", q.float(), keys) * D**-0.5
-    weight = logits.masked_fill(later.repeat_interleave(G, 1), -torch.inf).softmax(-1)
-    truth = torch.einsum("bhn,bhnd->bhd", weight, decoded.repeat_interleave(G, 1))
+    truth = attention_truth(q, k * k_scale, decoded, later)
     k_scale = k_scale[..., 0].masked_fill(later, NAN)
     close(kernels.int8_attend(q, k, k_scale, values, low_scale, pos, bits), truth, dtype)
 
@@ -4310,16 +4315,7 @@ def check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(
-    "B, S, Hkv, G, D, pos",
-    [
-        (1, 70, 2, 1, 64, (69,)),
-        (3, 130, 2, 4, 128, (129, 64, 0)),
-        (3, 90, 1, 8, 96, (88, 31, 32)),
-        (3, 300, 1, 1, 128, (299, 5, 0)),
-        (1, 200, 3, 1, 96, (150,)),
-        (2, 90, 2, 1, 16, (89, 63)),
-        (2, 90, 1, 20, 32, (89, 64)),
-    ],
+    "B, S, Hkv, G, D, pos", [*ALL_TOKENS, (2, 90, 2, 1, 16, (89, 63)), (2, 90, 1, 20, 32, (89, 64))]
 )
 @poisoned
 def test_kernel_int8_attend(dtype, bits, B, S, Hkv, G, D, pos):
