@@ -611,7 +611,7 @@ def elite_trial(
     elite_convert(model, settings, artifact)
     for layer, before in zip(model.layers, dense, strict=True):
         _, k, v = before.wqkv.weight.float().split(before.widths)
-        elite = layer.attention.down.weight.float().split(layer.attention.widths)[1]
+        elite = layer.attention.wqkv.weight.float().split(layer.attention.widths)[1]
         total = k.square().sum() + v.square().sum() - elite.square().sum()
         kept.append(layer.attention.up.weight.float().square().sum() / total)  # A is orthonormal
     for window in tokens.to(next(model.parameters()).device):

@@ -854,24 +854,24 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return layer
 
 
-class EliteAttention(nn.Module):
+class EliteAttention(Attention):
     """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., Hkv, 2r] and the latent c_kv
     [..., d_ckv], before RoPE. The dims of a head are in the order of `elite_dims`.
 
-    down: rows of W_q, of W_k^e, and A^T. up: B^T, for each head D - 2r key rows and D value rows."""
+    wqkv: rows of W_q, of W_k^e, and A^T. up: B^T, for each head D - 2r key rows and D value rows."""
 
-    def __init__(self, c: ModelConfig, order: Tensor, r: int, down: nn.Linear, up: nn.Linear, wo: nn.Linear):
-        super().__init__()
+    def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: nn.Linear, up: nn.Linear, wo: nn.Linear):
+        nn.Module.__init__(self)
         self.config, self.order, self.r = c, order, r
         self.pairs = order[:, :r].sort(-1).values  # [Hkv, r]
         self.widths = [c.n_heads * c.head_dim, c.n_kv_heads * 2 * r, up.in_features]
-        self.down, self.up, self.wo = down, up, wo
+        self.wqkv, self.up, self.wo = wqkv, up, wo
 
-    def forward(self, x: Tensor, attend) -> Tensor:
-        q, k, latent = self.down(x).split(self.widths, dim=-1)
+    def attended(self, qkv: Tensor, attend) -> Tensor:
+        q, k, latent = qkv.split(self.widths, dim=-1)
         q = q.unflatten(-1, (self.config.n_heads, -1))
         k = k.unflatten(-1, (self.config.n_kv_heads, 2 * self.r))
-        return self.wo(attend(q, k, latent).flatten(-2))
+        return attend(q, k, latent).flatten(-2)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates the first 2r dims of x [..., S, H, n] by its head's elite angles; tables [..., S, D/2]."""
@@ -925,7 +925,7 @@ def dense_attention(elite: EliteAttention) -> Attention:
     """The inverse: W_k and W_v expanded from A B, dims in their original order. Without biases."""
     c, r = elite.config, elite.r
     back = elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
-    q, k, a = elite.down.weight.split(elite.widths)
+    q, k, a = elite.wqkv.weight.split(elite.widths)
     rest, v = (
         (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - 2 * r, c.head_dim), 1)
     )
@@ -1061,7 +1061,7 @@ def elite_artifact(model: Llama) -> dict[str, Tensor]:
     order = torch.stack([attention.order for attention in attentions])
     tensors = {"elite": order, "r": torch.tensor(attentions[0].r), "d_ckv": torch.tensor(d_ckv)}
     for i, attention in enumerate(attentions):
-        tensors |= {f"{i}.A": attention.down.weight[-d_ckv:].T, f"{i}.B": attention.up.weight.T}
+        tensors |= {f"{i}.A": attention.wqkv.weight[-d_ckv:].T, f"{i}.B": attention.up.weight.T}
     return tensors
 
 

@@ -9,6 +9,7 @@ that one CUDA graph is right for every length. Nothing here imports the rest of 
 together with its wrapper.
 """
 
+import functools
 import math
 import time
 
@@ -2034,115 +2035,341 @@ def fetch_rows(
         )  # fmt: skip
 
 
-# -------------------------------------------------------------------------------- linear layers of a few rows
+# ------------------------------------------------------------------- the linear layers between two attentions
 
-LINEAR_ROWS = 16  # at most, to which fewer are padded: the narrow side of tl.dot
+CHAIN_ROWS = 16  # at most, to which fewer are padded
 
 
-@jit
-def _linear_kernel(
-    x_p, norm_p, weight_p, bias_p, residual_p, out_p, rows, N, K, eps,
-    GATED: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    m, k = tl.arange(0, MP), tl.arange(0, BK)
-    real = (m < rows)[None, :] & (n < N)[:, None]
-    x_at = x_p + m[None, :] * K + k[:, None]
-    weight_at = weight_p + tl.minimum(n, N - 1)[:, None] * K + k[None, :]
-    up_at = weight_p + tl.minimum(N + n, 2 * N - 1)[:, None] * K + k[None, :]
-    out = tl.zeros([BN, MP], tl.float32)
-    up = tl.zeros([BN, MP], tl.float32)
-    square = tl.zeros([BK, MP], tl.float32)
-    for start in tl.range(0, K, BK, num_stages=STAGES):
-        weight = tl.load(weight_at + start)
-        if GATED:
-            up_weight = tl.load(up_at + start)
-        x = tl.load(x_at + start, mask=(m < rows)[None, :], other=0.0)
-        if norm_p is not None:  # the norm divides the product: one pass over x
-            x = x.to(tl.float32)
-            square += x * x
-            x = (x * tl.load(norm_p + start + k).to(tl.float32)[:, None]).to(weight.dtype)
-        out = tl.dot(weight, x, out, input_precision="ieee")
-        if GATED:
-            up = tl.dot(up_weight, x, up, input_precision="ieee")
-    if norm_p is not None:
-        norm = tl.rsqrt(tl.sum(square, 0) / K + eps)[None, :]
-        out, up = out * norm, up * norm
+@gluon_jit
+def _share(N):
+    """A program's outputs of N: from, and up to; in whole eights, as many as the others' or one more."""
+    eights, pid = gl.cdiv(N, 8), gl.program_id(0).to(gl.int64)
+    first, last = eights * pid // gl.num_programs(0), eights * (pid + 1) // gl.num_programs(0)
+    return first.to(gl.int32) * 8, last.to(gl.int32) * 8
+
+
+@gluon_jit
+def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
+    SLOTS: gl.constexpr = ring.shape[0]
+    HALF: gl.constexpr = ring.shape[1] // 2
+    KB: gl.constexpr = ring.shape[2]
+    LATER: gl.constexpr = 0 if GATED else KB
+    first, last = _share(N)
+    for n in range(first, last, HALF):
+        for k in range(0, weight.shape[1], KB + LATER):
+            slot = step % SLOTS
+            hopper.mbarrier.wait(free.index(slot), ((step // SLOTS) & 1) ^ 1)
+            hopper.mbarrier.expect(ready.index(slot), 2 * HALF * KB * 2)
+            for j in gl.static_range(0, HALF, 8):
+                # Rows of the next program are asked for beyond the end, whence zeros come at no cost.
+                row = gl.where(n + j < last, n + j, weight.shape[0])
+                copy_block(weight, [row, k], ready.index(slot), ring.index(slot).slice(j, 8))
+                row += N if GATED else 0
+                copy_block(weight, [row, k + LATER], ready.index(slot), ring.index(slot).slice(HALF + j, 8))
+            step += 1
+    return step
+
+
+@gluon_jit
+def _stream_weights(wo, w13, w2, w, ring, ready, free):
+    """The first producer, one warp: the weights of all four layers, as slots become free."""
+    dim, ffn = w2.shape[0], w2.shape[1]
+    step = _stream_weights_of(wo, ring, ready, free, gl.to_tensor(0), dim, False)
+    step = _stream_weights_of(w13, ring, ready, free, step, ffn, True)
+    step = _stream_weights_of(w2, ring, ready, free, step, dim, False)
+    _stream_weights_of(w, ring, ready, free, step, w.shape[0], False)
+
+
+@gluon_jit
+def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.constexpr):
+    SLOTS: gl.constexpr = xs.shape[0]
+    MP: gl.constexpr = xs.shape[1] // 2
+    KB: gl.constexpr = xs.shape[2]
+    RUNS: gl.constexpr = 1 if GATED else 2
+    first, last = _share(N)
+    for _ in range(first, last, HALF):
+        for k in range(0, x.shape[1], RUNS * KB):
+            slot = step % SLOTS
+            hopper.mbarrier.wait(free.index(slot), ((step // SLOTS) & 1) ^ 1)
+            hopper.mbarrier.expect(ready.index(slot), RUNS * MP * KB * 2)
+            for run in gl.static_range(RUNS):
+                to = xs.index(slot).slice(run * MP, MP)
+                copy_block(x, [0, k + run * KB], ready.index(slot), to)
+            step += 1
+    return step
+
+
+@gluon_jit
+def _wait_for_all(counter_p, goal):
+    while gl.load(counter_p, volatile=True) < goal:
+        pass
+    # What the others wrote as usual is about to be read by bulk copies.
+    fence: gl.constexpr = "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;"
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr):
+    """The second producer, one warp: the inputs of each layer, once all programs have written them."""
+    dim, ffn = scaled.shape[1], gated.shape[1]
+    # Each launch adds one for each program to every counter: none passes this before ours is added, which
+    # takes the inputs that follow.
+    programs = gl.num_programs(0)
+    goal = (gl.load(counters_p, volatile=True) // programs + 1) * programs
+    step = _stream_input_of(attended, xs, ready, free, gl.to_tensor(0), dim, HALF, False)
+    _wait_for_all(counters_p, goal)
+    step = _stream_input_of(scaled, xs, ready, free, step, ffn, HALF, True)
+    _wait_for_all(counters_p + 1, goal)
+    step = _stream_input_of(gated, xs, ready, free, step, dim, HALF, False)
+    _wait_for_all(counters_p + 2, goal)
+    _stream_input_of(scaled, xs, ready, free, step, N, HALF, False)
+
+
+@gluon_jit
+def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr, OUT: gl.constexpr):
+    """The products [HALF, MP] of the two halves of the slots from `step` on, as many as K inputs take."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    HALF: gl.constexpr = ring.shape[1] // 2
+    MP: gl.constexpr = xs.shape[1] // 2
+    WIDTH: gl.constexpr = MP if GATED else 2 * MP
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    acc = gl.full([2 * HALF, WIDTH], 0.0, gl.float32, ACC)
+    for i in range(gl.cdiv(K, ring.shape[2] if GATED else 2 * ring.shape[2])):
+        slot = step % SLOTS
+        hopper.mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
+        x = xs.index(slot).slice(0, WIDTH).permute((1, 0))
+        acc = hopper.warpgroup_mma(ring.index(slot), x, acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+        barrier()  # the product before this one is done in all four warps: they give its slot back
+        hopper.mbarrier.arrive(free.index((step + SLOTS - 1) % SLOTS), pred=i > 0)
+        step += 1
+    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    hopper.mbarrier.arrive(free.index((step + SLOTS - 1) % SLOTS))
+    if not GATED:  # each half of the rows has its own half of the columns; the others mean nothing
+        row_half = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(1, ACC)) // HALF
+        column_half = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ACC)) // MP
+        acc = gl.where(row_half[:, None] == column_half[None, :], acc, 0.0)
+        acc = gl.sum(gl.reshape(acc, [2 * HALF, 2, MP]), 1)
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 2, 2], [8, 4, 1], [4, 1, 1], [2, 1, 0])
+    pairs = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, MP]), (1, 2, 0)), PAIRS)
+    a, b = gl.split(pairs)
+    return gl.convert_layout(a, OUT), gl.convert_layout(b, OUT), step
+
+
+@gluon_jit
+def _outputs(n, last, rows, N, OUT: gl.constexpr, HALF: gl.constexpr, MP: gl.constexpr):
+    """HALF outputs from n on for MP rows: which [HALF], which exist there, their places [HALF, MP] in
+    [rows, N], and which of these exist."""
+    n += gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
+    m = gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))
+    inside = n < gl.minimum(last, N)
+    return n, inside, m[None, :] * N + n[:, None], inside[:, None] & (m < rows)[None, :]
+
+
+@gluon_jit
+def _add_bias(out, bias_p, n, inside):
     if bias_p is not None:
-        out += tl.load(bias_p + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias_p + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        out = out / (1 + tl.exp(-out)) * up
-    at = m[None, :] * N + n[:, None]
-    if residual_p is not None:
-        out += tl.load(residual_p + at, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_p + at, out.to(out_p.dtype.element_ty), mask=real)
-
-
-def _linear_result(x, weight, bias=None, norm=None, eps=0.0, residual=None, gated=False):
-    return x.new_empty(len(x), len(weight) // (2 if gated else 1))
-
-
-@operator(_linear_result)
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
-    residual: Tensor | None = None, gated: bool = False
-) -> Tensor:  # fmt: skip
-    """A linear layer over a few rows, with what stands around it: RMSNorm (arXiv 1910.07467), W x + b, SwiGLU
-    (2002.05202), the residual sum.
-
-    x [rows, K] of at most LINEAR_ROWS rows, K a multiple of 64; weight [N, K] and bias [N], or with `gated`
-    [2 N, ...], gate first, for silu(gate) * up; norm [K], the weight of an RMSNorm over x; residual
-    [rows, N], added -> [rows, N].
-
-    A few rows cost what the weights' bytes cost, so all else should happen while these are read. A program
-    takes BN outputs over all of K. Truth: model.Layer.forward."""
-    need(x.ndim == weight.ndim == 2, f"x and weight must be matrices: {list(x.shape)}, {list(weight.shape)}")
-    rows, K = x.shape
-    N = len(weight) // (2 if gated else 1)
-    fits = rows <= LINEAR_ROWS and K % 64 == 0
-    need(fits, f"x must be [at most {LINEAR_ROWS}, a multiple of 64], not {list(x.shape)}")
-    fits = x.dtype.is_floating_point and x.element_size() in (2, 4)
-    need(fits, f"x must be floating point of 16 or 32 bits, not {x.dtype}")
-    shape("weight", weight, 2 * N if gated else N, K, dtype=x.dtype)
-    if bias is not None:
-        shape("bias", bias, len(weight), dtype=x.dtype)
-    if norm is not None:
-        shape("norm", norm, K, dtype=x.dtype)
-    if residual is not None:
-        shape("residual", residual, rows, N, dtype=x.dtype)
-    together(x=x, weight=weight, bias=bias, norm=norm, residual=residual)
-    BN, BK, warps, stages = linear_config(N, K, gated, x.element_size())
-    if x.is_cuda:  # as many as fit
-        memory = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-        stages = min(stages, memory // ((BN * (1 + gated) + LINEAR_ROWS) * BK * x.element_size()))
-    out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
-    _linear_kernel[cdiv(N, BN),](
-        x, norm, weight, bias, residual, out, rows, N, K, eps, gated, LINEAR_ROWS, BN, BK, stages,
-        num_warps=warps,
-    )  # fmt: skip
+        out += gl.load(bias_p + n, mask=inside, other=0.0).to(gl.float32)[:, None]
     return out
 
 
-def linear_config(N: int, K: int, gated: bool, itemsize: int) -> tuple[int, int, int, int]:
-    """(outputs a tile, inputs a step, warps, stages): the narrowest tile that makes no more programs than
-    there are multiprocessors, else small ones of which two run beside each other; 50 to 130 KB a
-    multiprocessor are on their way."""
-    BN, BK, warps, stages = next(
-        (tile for tile in ((16, 256, 2, 6), (32, 256, 4, 6), (64, 256, 4, 3)) if cdiv(N, tile[0]) <= SMS),
-        (64, 64, 4, 6),
+@gluon_jit
+def _arrive(counter_p):
+    barrier()
+    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
+
+
+@gluon_jit
+def _residual_layer(
+    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, counter_p, rows, N,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """x = residual + W y + b; for the RMSNorm after it x times its weight, and the sum of squares of each row
+    over the program's outputs: its inverse multiplies what is made of x."""
+    HALF: gl.constexpr = ring.shape[1] // 2
+    MP: gl.constexpr = xs.shape[1] // 2
+    first, last = _share(N)
+    squares = gl.full([MP], 0.0, gl.float32, gl.SliceLayout(0, OUT))
+    for start in range(first, last, HALF):
+        n, inside, at, real = _outputs(start, last, rows, N, OUT, HALF, MP)
+        norm = gl.load(norm_p + n, mask=inside, other=0.0).to(gl.float32)
+        a, b, step = _halves_product(ring, xs, ready, free, step, K, False, OUT)
+        # Not from L1, which does not see what other programs write.
+        residual = gl.load(residual_p + at, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
+        x = (_add_bias(a + b, bias_p, n, inside) + residual).to(x_p.dtype.element_ty)
+        gl.store(x_p + at, x, mask=real)
+        x = x.to(gl.float32)
+        gl.store(scaled_p + at, (x * norm[:, None]).to(scaled_p.dtype.element_ty), mask=real)
+        squares += gl.sum(gl.where(real, x * x, 0.0), 0)
+    m = gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))
+    gl.store(squares_p + gl.program_id(0) * MP + m, squares)
+    _arrive(counter_p)
+    return step
+
+
+@gluon_jit
+def _inverse_norm(squares_p, K, eps, PP: gl.constexpr, MP: gl.constexpr, OUT: gl.constexpr):
+    SQUARES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // MP, MP // 4], [4, 1], [1, 0])
+    program = gl.arange(0, PP, layout=gl.SliceLayout(1, SQUARES))
+    m = gl.arange(0, MP, layout=gl.SliceLayout(0, SQUARES))
+    at = squares_p + program[:, None] * MP + m[None, :]
+    mask = (program < gl.num_programs(0))[:, None] & (m < MP)[None, :]
+    squares = gl.sum(gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"), 0)
+    return gl.convert_layout(gl.rsqrt(squares / K + eps), gl.SliceLayout(0, OUT))
+
+
+@gluon_jit
+def _normed_layer(
+    ring, xs, ready, free, step, K, bias_p, squares_p, eps, out_p, rows, N,
+    GATED: gl.constexpr, PP: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """W norm(x) + b, or of gate and up silu(gate) * up."""
+    HALF: gl.constexpr = ring.shape[1] // 2
+    MP: gl.constexpr = xs.shape[1] // 2
+    first, last = _share(N)
+    norm = gl.full([MP], 0.0, gl.float32, gl.SliceLayout(0, OUT))
+    for start in range(first, last, HALF):
+        a, b, step = _halves_product(ring, xs, ready, free, step, K, GATED, OUT)
+        if start == first:
+            norm = _inverse_norm(squares_p, K, eps, PP, MP, OUT)
+        n, inside, at, real = _outputs(start, last, rows, N, OUT, HALF, MP)
+        if GATED:
+            gate = _add_bias(a * norm[None, :], bias_p, n, inside)
+            up = _add_bias(b * norm[None, :], bias_p, N + n, inside)
+            out = gate / (1 + gl.exp(-gate)) * up
+        else:
+            out = _add_bias((a + b) * norm[None, :], bias_p, n, inside)
+        gl.store(out_p + at, out.to(out_p.dtype.element_ty), mask=real)
+    return step
+
+
+@gluon_jit
+def _multiply(
+    ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p, next_norm_p, bias_p, sum_p,
+    scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, heads_dim, dim, ffn, N, eps, next_eps,
+    PP: gl.constexpr,
+):  # fmt: skip
+    """The consumer, four warps: a layer after the other."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+    step = _residual_layer(
+        ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p, residual_p, norm_p, sum_p, scaled_p,
+        squares_p, counters_p, rows, dim, OUT,
+    )  # fmt: skip
+    step = _normed_layer(
+        ring, xs, ready, free, step, dim, w13_bias_p, squares_p, eps, gated_p, rows, ffn, True, PP, OUT
     )
-    if gated:
-        stages = 4 if BK == 64 else cdiv(stages, 2)
-    return BN, min(2 * BK // itemsize, K & -K), warps, stages
+    _arrive(counters_p + 1)
+    step = _residual_layer(
+        ring, xs, ready, free, step, ffn, w2_bias_p, sum_p, next_norm_p, x_p, scaled_p,
+        squares_p, counters_p + 2, rows, dim, OUT,
+    )  # fmt: skip
+    _normed_layer(
+        ring, xs, ready, free, step, dim, bias_p, squares_p, next_eps, out_p, rows, N, False, PP, OUT
+    )
 
 
-def fuses_linear(x: Tensor, *inputs: int) -> bool:
-    """Whether `linear` serves rows x in layers of so many inputs. Not in fp16, which may not hold x before it
-    is normed, nor in fp32, which tensor cores do not multiply exactly."""
-    fits = x.is_cuda and len(x) <= LINEAR_ROWS and x.dtype == torch.bfloat16
-    return fits and all(K % 64 == 0 for K in inputs)
+@gluon_jit
+def _linear_chain_kernel(
+    wo, w13, w2, w, attended, scaled, gated, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
+    next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, eps, next_eps,
+    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr,
+):  # fmt: skip
+    # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
+    # the slots of a ring, and on into the next layer's while the programs wait for one another in between:
+    # the memory never rests. A slot has two halves of HALF weight rows: of w13 gate and up, of the others,
+    # of which a program has fewer, the same outputs over two runs of inputs.
+    KB: gl.constexpr = wo.block_shape[1]
+    dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
+    ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
+    xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, KB], attended.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(ready.index(slot), count=2)  # both producers
+        hopper.mbarrier.init(free.index(slot), count=1)
+    hopper.fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
+                         next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p,
+                         rows, heads_dim, dim, ffn, N, eps, next_eps, PP)),
+            (_stream_weights, (wo, w13, w2, w, ring, ready, free)),
+            (_stream_inputs, (attended, scaled, gated, counters_p, N, xs, ready, free, HALF)),
+        ],
+        [1, 1],  # warps, beside the four of the first
+        [40, 40],  # registers a thread
+    )  # fmt: skip
+
+
+@functools.cache
+def _chain_counters(device: torch.device) -> Tensor:
+    """How many programs have come to each of a chain's three meetings, over all launches."""
+    return torch.zeros(3, dtype=torch.int64, device=device)
+
+
+def _chain_results(attended, x, weights, biases, norms, eps):
+    return torch.empty_like(x), x.new_empty(len(x), len(weights[3]))
+
+
+@operator(_chain_results)
+def linear_chain(
+    attended: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], norms: list[Tensor],
+    eps: list[float]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The linear layers from one attention to the next, for a few rows, in one launch: x += W_o attended,
+    x += W_2 SwiGLU(W_13 norm(x)) (arXiv 2002.05202, RMSNorm 1910.07467), W norm(x).
+
+    attended [rows, heads * D] and x [rows, dim] of at most CHAIN_ROWS rows in bf16; weights: W_o
+    [dim, heads * D], W_13 [2 ffn, dim], gate first, W_2 [dim, ffn], and W [N, dim], the next layer's W_qkv or
+    the logits'; biases: of each, or None; norms and eps: weight [dim] and epsilon of the RMSNorm before W_13
+    and of that before W -> x [rows, dim], and W norm(x) + b [rows, N]. Inputs of layers are multiples of 8.
+
+    A few rows cost what the weights' bytes cost. Layer by layer, each launch would begin and end with some
+    3 us in which little is read; here all programs run through all layers, and wait for one another between
+    them with the next weights on their way. For Hopper, in Gluon. Truth: model.decode_layer."""
+    wo, w13, w2, w = weights
+    (rows, dim), heads_dim, ffn, N = x.shape, wo.shape[1], w2.shape[1], len(w)
+    given = {"attended": (attended, rows, heads_dim), "wo": (wo, dim, heads_dim), "w13": (w13, 2 * ffn, dim)}
+    given |= {"w2": (w2, dim, ffn), "w": (w, N, dim)}
+    given |= {name: (norm, dim) for name, norm in zip(("norm", "next norm"), norms, strict=True)}
+    for name, bias, weight in zip(("wo", "w13", "w2", "w"), biases, weights, strict=True):
+        if bias is not None:
+            given[f"bias of {name}"] = (bias, len(weight))
+    for name, (tensor, *sizes) in given.items():
+        shape(name, tensor, *sizes, dtype=x.dtype)
+        need(tensor.data_ptr() % 16 == 0, f"{name} must start at a multiple of 16 bytes")
+    together(x=x, **{name: tensor for name, (tensor, *_) in given.items()})
+    need(
+        chains_linears(x, heads_dim, dim, ffn),
+        f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU: not {describe(x)} on "
+        f"{x.device}, with layers of {heads_dim} and {ffn} inputs",
+    )
+    device = torch.cuda.get_device_properties(x.device)
+    MP, HALF, KB, programs = 8 if rows <= 8 else 16, 32, 128, device.multi_processor_count
+    SLOTS = (device.shared_memory_per_block_optin - 2048) // (2 * (HALF + MP) * KB * 2)
+    kw = {"dtype": x.dtype, "device": x.device}
+    total, scaled, out_x = (torch.empty(rows, dim, **kw) for _ in range(3))
+    gated, out = torch.empty(rows, ffn, **kw), torch.empty(rows, N, **kw)
+    squares = torch.empty(programs, MP, dtype=torch.float32, device=x.device)
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    blocks = [TensorDescriptor.from_tensor(weight, [8, KB], layout) for weight in weights]
+    blocks += [TensorDescriptor.from_tensor(t, [MP, KB], layout) for t in (attended, scaled, gated)]
+    _linear_chain_kernel[programs,](
+        *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
+        gated, out_x, out, _chain_counters(x.device), rows, *eps, MP, HALF, SLOTS, power2(programs),
+        num_warps=4, launch_cooperative_grid=True,
+    )  # fmt: skip
+    return out_x, out
+
+
+def chains_linears(x: Tensor, *inputs: int) -> bool:
+    """Whether `linear_chain` serves rows x in layers of so many inputs. Not in fp16, which may not hold x
+    before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
+    fits = x.is_cuda and len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and gluon is not None
+    return fits and all(K % 8 == 0 for K in inputs) and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 # -------------------------------------------------------------------------------------------------- benchmark
@@ -2373,21 +2600,23 @@ def int8_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
 
 
 def linear_calls(rows: int, Hq: int, Hkv: int, D: int, ffn: int) -> dict:
-    """The same for the four linear layers of a layer, with what stands around them, and for torch's products
-    alone."""
-    dim, kw, operators = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}, {}
-    layers = {
-        "wqkv": (dim, (Hq + 2 * Hkv) * D, {"norm": torch.ones(dim, **kw), "eps": 1e-5}),
-        "wo": (dim, dim, {"residual": torch.randn(rows, dim, **kw)}),
-        "w13": (dim, 2 * ffn, {"norm": torch.ones(dim, **kw), "eps": 1e-5, "gated": True}),
-        "w2": (ffn, dim, {"residual": torch.randn(rows, dim, **kw)}),
-    }
-    for name, (K, N, around) in layers.items():
-        x, nbytes = torch.randn(rows, K, **kw), 2 * N * K
-        weights = [torch.randn(N, K, **kw) * K**-0.5 for _ in range(sets_for(nbytes))]
-        ours = [lambda w=w, x=x, a=around: linear(x, w, **a) for w in weights]
-        torchs = [lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in weights]
-        operators |= {f"linear {name}": (ours, nbytes), f"torch's {name}": (torchs, nbytes)}
+    """The same for the linear layers from one attention to the next, and for torch's products alone."""
+    dim, kw = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}
+    sizes = [(dim, dim), (2 * ffn, dim), (dim, ffn), ((Hq + 2 * Hkv) * D, dim)]
+    nbytes = 2 * sum(N * K for N, K in sizes)
+    sets = [[torch.randn(N, K, **kw) * K**-0.5 for N, K in sizes] for _ in range(sets_for(nbytes))]
+    attended, x = torch.randn(2, rows, dim, **kw)
+    norms = [torch.ones(dim, **kw)] * 2
+
+    def products(weights):
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+    inputs = {K: torch.randn(rows, K, **kw) for K in (dim, ffn)}
+    ours = [lambda w=w: linear_chain(attended, x, w, [None] * 4, norms, [1e-5] * 2) for w in sets]
+    operators = {"torch's linear": ([lambda w=w: products(w) for w in sets], nbytes)}
+    if chains_linears(x, dim, ffn):
+        operators["linear chain"] = (ours, nbytes)
     return operators
 
 
@@ -2457,7 +2686,7 @@ def benchmark(
     note("-", 0, 0, "bf16", "TFLOP/s measured", flops / 1e6, flops / 1e6)
     for name in names:
         (Hq, Hkv, D), ffn, settings, shapes, (x, y, z) = SHAPES[name]
-        for batch in (1, 8, 16) if not grid else ():
+        for batch in (1, 4, 8, 16) if not grid else ():
             for operator, (calls, nbytes) in linear_calls(batch, Hq, Hkv, D, ffn).items():
                 measure(name, batch, 1, "-", operator, calls, nbytes / bandwidth)
         for B, S in shapes:

@@ -284,24 +284,24 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-def decode_layer(layer: Layer, x: Tensor, pos: Tensor, cache: nn.Module) -> Tensor:
-    """A layer of the decode step, x [B, dim]: Layer.forward, by kernels.linear where that serves (few rows of
-    bf16 on CUDA)."""
+def decode_layer(
+    layer: Layer, qkv: Tensor, x: Tensor, pos: Tensor, cache: nn.Module, norm: nn.RMSNorm, linear: nn.Linear
+) -> tuple[Tensor, Tensor]:
+    """A layer of the decode step, from the product of its wqkv and x [B, dim] to x after it and what the next
+    layer begins with: linear(norm(x)), the product of that one's wqkv, or after the last layer the logits.
 
-    def attend(*qkv: Tensor) -> Tensor:
-        return cache.decode(pos, *qkv)
-
-    kernels, attention, mlp = cache.room.kernels, layer.attention, layer.feed_forward
-    if not (kernels and isinstance(attention, Attention)):
-        return layer(x, attend)
-    if not kernels.fuses_linear(x, x.shape[-1], attention.wo.in_features, mlp.w2.in_features):
-        return layer(x, attend)
-    linear, norm, mlp_norm = kernels.linear, layer.attention_norm, layer.ffn_norm
-    qkv = linear(x, attention.wqkv.weight, attention.wqkv.bias, norm.weight, norm.eps)
-    attended = attention.attended(qkv, attend).contiguous()
-    x = linear(attended, attention.wo.weight, attention.wo.bias, residual=x)
-    gated = linear(x, mlp.w13.weight, mlp.w13.bias, mlp_norm.weight, mlp_norm.eps, gated=True)
-    return linear(gated, mlp.w2.weight, mlp.w2.bias, residual=x)
+    The products from one attention to the next are one kernel where that serves (few rows of bf16, Hopper).
+    """
+    attention, mlp, mlp_norm = layer.attention, layer.feed_forward, layer.ffn_norm
+    attended = attention.attended(qkv, lambda *qkv: cache.decode(pos, *qkv))
+    kernels, linears = cache.room.kernels, (attention.wo, mlp.w13, mlp.w2, linear)
+    if kernels and kernels.chains_linears(x, *(each.in_features for each in linears)):
+        weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
+        norms, eps = [mlp_norm.weight, norm.weight], [mlp_norm.eps, norm.eps]
+        return kernels.linear_chain(attended.contiguous(), x, weights, biases, norms, eps)
+    x = x + attention.wo(attended)
+    x = x + mlp(mlp_norm(x))
+    return x, linear(norm(x))
 
 
 class Llama(nn.Module):
@@ -343,9 +343,13 @@ class Llama(nn.Module):
     def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer) -> Tensor:
         """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
         x = self.tok_embeddings(tokens)  # [B, dim]
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = step(layer, x, pos, cache)
-        return self.output(self.norm(x))
+        starts = [(layer.attention_norm, layer.attention.wqkv) for layer in self.layers]
+        starts.append((self.norm, self.output))
+        norm, linear = starts[0]
+        out = linear(norm(x))
+        for layer, cache, (norm, linear) in zip(self.layers, caches, starts[1:], strict=True):
+            x, out = step(layer, out, x, pos, cache, norm, linear)
+        return out
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

@@ -117,7 +117,6 @@ from compress import (
 from generate import Engine, Output, Sampling, decode_rows
 from model import (
     SHAPES,
-    Attention,
     Llama,
     ModelConfig,
     StreamDecoder,
@@ -1312,7 +1311,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     elite_convert(model, EliteSettings(), artifact)
     tokens = torch.randint(3, 4096, (1, 50))
     assert error(model(tokens), trained[0].eval()(tokens).detach()) < 5e-2  # bf16 weights
-    for name in ("down", "up", "wo"):  # all of them were trained
+    for name in ("wqkv", "up", "wo"):  # all of them were trained
         start = load_model(source, CPU, torch.float32)
         elite_convert(start, EliteSettings(3, 24), load_artifact(source, "elitekv", start))
         a, b = (getattr(m.layers[2].attention, name).weight for m in (start, model))
@@ -4215,20 +4214,9 @@ def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
 @pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
 def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
     """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
-    program = f"""if True:
-        import torch, kernels
-        from triton.backends.compiler import GPUTarget
-        from triton.runtime import driver
-        class Hopper:  # enough of a driver to compile
-            get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-            get_current_device = staticmethod(lambda: 0)
-            get_current_stream = staticmethod(lambda device: 0)
-        driver.set_active(Hopper())
-        kernel, compiled = kernels._streamed_logits_kernel, []
-        class Compile:
-            def __getitem__(self, grid):
-                return lambda *args, **options: compiled.append(kernel.warmup(*args, grid=grid, **options))
-        kernels._streamed_logits_kernel, kernels.streams_basis = Compile(), lambda *_: True
+    compile_for_hopper(f"""if True:
+        kernels._streamed_logits_kernel = Compile("_streamed_logits_kernel")
+        kernels.streams_basis = lambda *_: True
         int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
         index, pos, words = (torch.zeros(n, dtype=torch.int32) for n in (16 * 448, 16, 500 * 64))
         latent, basis = (torch.zeros(*n, {r}, dtype=torch.{dtype}) for n in ((16, 500), (32, 128)))
@@ -4236,6 +4224,43 @@ def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
         kernels._logits(
             q, index.view(16, 448), latent, scales[0], basis, scales[1], pos, words.view(500, 64), 64
         )
+    """)
+
+
+@pytest.mark.parametrize("rows, biased", [(4, False), (16, True)])
+def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
+    compile_for_hopper(f"""if True:
+        kernels._linear_chain_kernel = Compile("_linear_chain_kernel")
+        kernels.chains_linears = lambda *_: True
+        h200 = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)
+        torch.cuda.get_device_properties = lambda device: h200
+        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)
+        weights = [zeros(*shape) for shape in ((256, 512), (1536, 256), (256, 768), (1000, 256))]
+        biases = [zeros(len(weight)) if {biased} else None for weight in weights]
+        norms = [zeros(256), zeros(256)]
+        kernels.linear_chain(zeros({rows}, 512), zeros({rows}, 256), weights, biases, norms, [1e-5, 1e-5])
+    """)
+
+
+def compile_for_hopper(program):
+    """Runs a program that compiles one kernel, by Compile; what comes out must use what Hopper has."""
+    program = f"""if True:
+        import torch, types, kernels
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+        class Hopper:  # enough of a driver to compile
+            get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+            get_current_device = staticmethod(lambda: 0)
+            get_current_stream = staticmethod(lambda device: 0)
+        driver.set_active(Hopper())
+        compiled = []
+        class Compile:
+            def __init__(self, name):
+                self.kernel = getattr(kernels, name)
+            def __getitem__(self, grid):
+                warmup = self.kernel.warmup
+                return lambda *args, **options: compiled.append(warmup(*args, grid=grid, **options))
+        exec({program!r})
         assert len(compiled) == 1 and compiled[0].metadata.shared <= 227 * 1024
         assert "wgmma" in compiled[0].asm["ptx"] and "cp.async.bulk" in compiled[0].asm["ptx"]
     """
@@ -4470,7 +4495,8 @@ def test_kernel_operators_of_sals_do_what_torch_compile_is_told(scored, int8):
     check(kernels.dense_attend, (k, values, randn(B, 1, S, D), pos))
     codes, scale = compress.quantize_int8(values)
     check(kernels.int8_attend, (k, codes, scale[..., 0].contiguous(), values, None, pos, 16))
-    check(kernels.linear, (randn(2, 64), randn(6, 64), None, randn(64), 1e-5, randn(2, 3), True))
+    if hopper():
+        check(kernels.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
 FDC_RANKS = {  # d_qk of each head, then d_v
@@ -4719,58 +4745,97 @@ def test_methods_select_alike_with_the_kernel_and_without(method, options, monke
     assert error(results[1][1], results[0][1]) < 1e-5
 
 
-def check_linear(dtype, rows, N, K, gated, around, size=3):
-    x = randn(rows, K, dtype=dtype) * size
-    weight = randn(2 * N if gated else N, K, dtype=dtype) * K**-0.5
-    given = {"bias": randn(len(weight), seed=1), "norm": 1 + randn(K) / 4, "residual": randn(rows, N, seed=2)}
-    bias, norm, residual = (given[name].to(dtype) if name in around else None for name in given)
-    y = x.float()
-    if norm is not None:
-        y = torch.nn.functional.rms_norm(y, (K,), norm.float(), 1e-5)
-    truth = torch.nn.functional.linear(y, weight.float(), None if bias is None else bias.float())
-    if gated:
-        gate, up = truth.chunk(2, -1)
-        truth = torch.nn.functional.silu(gate) * up
-    if residual is not None:
-        truth = truth + residual.float()
-    close(kernels.linear(x, weight, bias, norm, 1e-5, residual, gated), truth, dtype)
+def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=3, dtype=torch.bfloat16):
+    """Arguments of kernels.linear_chain."""
+    shapes = [(dim, heads_dim), (2 * ffn, dim), (dim, ffn), (N, dim)]
+    weights = [randn(*shape, seed=i, dtype=dtype) * shape[1] ** -0.5 for i, shape in enumerate(shapes)]
+    biases = [randn(len(w), seed=4 + i, dtype=dtype) if biased else None for i, w in enumerate(weights)]
+    norms = [(1 + randn(dim, seed=i) / 4).to(dtype) for i in range(2)]
+    attended, x = randn(rows, heads_dim, dtype=dtype) * size, randn(rows, dim, seed=1, dtype=dtype) * size
+    return attended, x, weights, biases, norms, [0.1, 1e-5]
 
 
-# Every tile width, and last tiles that hang over.
-@pytest.mark.parametrize("dtype", DTYPES)
+def chain_truth(attended, x, weights, biases, norms, eps):
+    """linear_chain in fp32, as model.decode_layer has it."""
+    w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
+    linear, dtype = torch.nn.functional.linear, x.dtype
+    norm, next_norm = (
+        lambda t, n=n, e=e: torch.nn.functional.rms_norm(t, n.shape, n.float(), e)
+        for n, e in zip(norms, eps, strict=True)
+    )
+    x = x.float() + linear(attended.float(), w[0], b[0])
+    gate, up = linear(norm(x), w[1], b[1]).chunk(2, -1)
+    x = x + linear(torch.nn.functional.silu(gate) * up, w[2], b[2])
+    return x.to(dtype), linear(next_norm(x), w[3], b[3]).to(dtype)
+
+
+# Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer than a
+# layer; 1 to 16 rows.
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
 @pytest.mark.parametrize(
-    "rows, N, K", [(1, 16, 64), (4, 40, 192), (16, 100, 128), (5, 2200, 64), (3, 4300, 64)]
+    "sizes", [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
 )
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("around", [(), ("norm",), ("bias", "residual"), ("norm", "bias", "residual")])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("programs", [3, 20, 0])
+@pytest.mark.parametrize("biased", [False, True])
 @poisoned
-def test_kernel_linear(dtype, rows, N, K, gated, around):
-    check_linear(dtype, rows, N, K, gated, around)
+def test_kernel_linear_chain(monkeypatch, rows, sizes, programs, biased):
+    device = torch.cuda.get_device_properties(0)
+    few = SimpleNamespace(**{name: getattr(device, name) for name in dir(device) if name[0] != "_"})
+    few.multi_processor_count = programs or device.multi_processor_count
+    counters = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    monkeypatch.setattr(kernels, "_chain_counters", lambda device: counters)
+    given = chain_inputs(rows, *sizes, biased)
+    first = kernels.linear_chain(*given)
+    for out, truth in zip(first, chain_truth(*given), strict=True):
+        close(out, truth.float(), torch.bfloat16)
+    for _ in range(10):  # the same to the bit: no order of programs shows
+        assert all(map(torch.equal, kernels.linear_chain(*given), first))
+    assert counters.tolist() == [11 * few.multi_processor_count] * 3
 
 
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize(
+    "sizes", [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
+)
 @pytest.mark.parametrize("size", [1e-3, 300])
-def test_kernel_linear_norms_rows_of_any_size(size):
-    """Small rows meet the norm's epsilon, of large ones fp16 could not hold the squares."""
-    check_linear(torch.float16, 3, 32, 128, False, ("norm",), size)
+def test_kernel_linear_chain_real_sizes(rows, sizes, size):
+    """In a CUDA graph, many chains in a row; small rows meet the norms' epsilons."""
+    given = chain_inputs(rows, *sizes, size=size)
+    first, graph = kernels.linear_chain(*given), torch.cuda.CUDAGraph()
+    for out, truth in zip(first, chain_truth(*given), strict=True):
+        close(out, truth.float(), torch.bfloat16)
+    with torch.cuda.graph(graph):
+        outs = [kernels.linear_chain(*given) for _ in range(5)]
+    for _ in range(20):
+        graph.replay()
+    assert all(torch.equal(a, b) for out in outs for a, b in zip(out, first, strict=True))
 
 
-def test_kernel_linear_refuses():
-    x, weight = randn(2, 64), randn(6, 64)
-    for bad, message in (
-        ({"x": randn(17, 64)}, "at most 16"),
-        ({"x": randn(2, 48), "weight": randn(6, 48)}, "a multiple of 64"),
-        ({"x": randn(2, 2, 64)}, "matrices"),
-        ({"x": x.double(), "weight": weight.double()}, "16 or 32 bits"),
-        ({"weight": weight.half()}, "weight must be torch.float32"),
-        ({"weight": randn(7, 64), "gated": True}, "weight must be"),
-        ({"bias": randn(3), "gated": True}, "bias must be"),
-        ({"norm": randn(6)}, "norm must be"),
-        ({"residual": randn(2, 5)}, "residual must be"),
-        ({"x": randn(64, 2).T}, "x .* must be contiguous"),
-        ({"weight": randn(64, 6).T}, "weight .* must be contiguous"),
-    ):
+def test_kernel_linear_chain_refuses(monkeypatch):
+    names = ("attended", "x", "weights", "biases", "norms", "eps")
+    given = dict(zip(names, chain_inputs(2, 48, 64, 32, 40, biased=True), strict=True))
+
+    def refused(message, **bad):
         with pytest.raises(ValueError, match=message):
-            kernels.linear(**({"x": x, "weight": weight} | bad))
+            kernels.linear_chain(**(given | bad))
+
+    for place, name in enumerate(("wo", "w13", "w2", "w")):
+        for what in ("weights", "biases"):
+            bad = list(given[what])
+            bad[place] = bad[place].float()
+            refused(f"{name} must be torch.bfloat16", **{what: bad})
+            bad[place] = given[what][place][1:].clone()
+            refused("bias of w must be" if name == "w" else f"{name} must be", **{what: bad})
+    refused("attended must be", attended=given["attended"][:1])
+    refused("x .* must be contiguous", x=randn(64, 2, dtype=torch.bfloat16).T)
+    refused("next norm must be", norms=[given["norms"][0], given["norms"][1][:32]])
+    refused("multiple of 16 bytes", norms=[randn(65, dtype=torch.bfloat16)[1:], given["norms"][1]])
+    if not hopper():
+        refused("on a Hopper GPU: not bfloat16 \\[2, 64\\] on ")
+    refused("at most 16 rows", **dict(zip(names, chain_inputs(17, 48, 64, 32, 40), strict=True)))
 
 
 def test_kernel_int8_attend_refuses():
@@ -4790,38 +4855,23 @@ def test_kernel_int8_attend_refuses():
             kernels.int8_attend(**given, pos=positions(8))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="sizes of the interpreter's patience")
-@pytest.mark.parametrize("rows", [1, 4, 8, 16])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    "N, K", [(13056, 4096), (6336, 4096), (11008, 4096), (4096, 4096), (4096, 14336), (8192, 8192)]
-)
-def test_kernel_linear_real_sizes(rows, N, K, gated):
-    check_linear(torch.bfloat16, rows, N, K, gated, ("norm", "residual"))
-
-
 @pytest.mark.parametrize(
     "method, changes",
     [
         ("dense", {"qkv_bias": True, "mlp_bias": True, "out_bias": True}),
         ("dense", {"qk_norm": True, "group": 4}),
-        ("dense", {"dim": 256, "group": 1}),
+        ("dense", {"tied": True}),
         ("sals", {}),
-        ("elitekv", {}),  # of another attention: as it is
+        ("elitekv", {}),
         ("fdc", {"n_heads": 5, "n_kv_heads": 5, "head_dim": 16}),  # whose wo has 80 inputs
     ],
 )
-def test_a_decode_layer_in_fused_products_equals_the_layer(method, changes, monkeypatch):
-    """Over prompts and new tokens, and that the products are the kernel's: four a layer."""
-    calls, linear, results, fuses = [], kernels.linear, [], kernels.fuses_linear
-    monkeypatch.setattr(kernels, "linear", lambda *x, **named: calls.append(x) or linear(*x, **named))
-    for fused in (False, True):
-
-        def serves(x, *inputs, fused=fused):
-            like = CudaRows(len(x))
-            return fused and fuses(like, *inputs)
-
-        monkeypatch.setattr(kernels, "fuses_linear", serves)
+def test_decode_layers_in_chains_equal_those_in_products(method, changes, monkeypatch):
+    """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
+    calls, results = [], []
+    monkeypatch.setattr(kernels, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given))
+    for chained in (False, True):
+        monkeypatch.setattr(kernels, "chains_linears", lambda *_, chained=chained: chained)
         model = tiny_model(**({"dim": 64, "ffn_dim": 192} | changes)).to(DEVICE)
         for layer in model.layers:
             layer.ffn_norm.eps = 0.1  # another than the first norm's
@@ -4831,11 +4881,10 @@ def test_a_decode_layer_in_fused_products_equals_the_layer(method, changes, monk
         engine = Engine(model, caches, room, Sampling())
         engine.prefill([random_ids(n, n) for n in (5, 21)])
         results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
-        served = [isinstance(x, Attention) and x.wo.in_features % 64 == 0 for x in attentions(model)]
-        assert any(served) == (method in ("dense", "sals")), [x.wo for x in attentions(model)]
-        assert len(calls) == 2 * 4 * sum(served) * fused
+        assert len(calls) == 2 * len(model.layers) * chained
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
+    assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
 
 
 def attentions(model: Llama) -> list:
@@ -4843,24 +4892,27 @@ def attentions(model: Llama) -> list:
 
 
 class CudaRows:
-    """What fuses_linear looks at."""
+    """What chains_linears looks at."""
 
-    is_cuda, dtype = True, torch.bfloat16
+    is_cuda, device = True, "cuda"
 
-    def __init__(self, rows):
-        self.rows = rows
+    def __init__(self, rows, dtype=torch.bfloat16):
+        self.rows, self.dtype = rows, dtype
 
     def __len__(self):
         return self.rows
 
 
-def test_which_rows_the_fused_products_serve():
-    assert kernels.fuses_linear(CudaRows(16), 128, 192) and not kernels.fuses_linear(CudaRows(16), 128, 100)
-    assert not kernels.fuses_linear(CudaRows(17), 128)
-    assert not kernels.fuses_linear(torch.zeros(1, 64, dtype=torch.bfloat16), 64)  # on the CPU
-    half = CudaRows(1)
-    half.dtype = torch.float16
-    assert not kernels.fuses_linear(half, 64)
+def test_which_rows_chains_serve(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert kernels.chains_linears(CudaRows(16), 128, 200)
+    assert not kernels.chains_linears(CudaRows(16), 128, 100)
+    assert not kernels.chains_linears(CudaRows(17), 128)
+    assert not kernels.chains_linears(torch.zeros(1, 64, dtype=torch.bfloat16), 64)  # on the CPU
+    assert not kernels.chains_linears(CudaRows(1, torch.float16), 64)
+    for capability in ((8, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert not kernels.chains_linears(CudaRows(16), 128)
 
 
 def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
