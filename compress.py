@@ -854,18 +854,20 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return layer
 
 
-class EliteAttention(Attention):
+class EliteAttention(nn.Module):
     """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., Hkv, 2r] and the latent c_kv
     [..., d_ckv], before RoPE. The dims of a head are in the order of `elite_dims`.
 
     wqkv: rows of W_q, of W_k^e, and A^T. up: B^T, for each head D - 2r key rows and D value rows."""
 
     def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: nn.Linear, up: nn.Linear, wo: nn.Linear):
-        nn.Module.__init__(self)
+        super().__init__()
         self.config, self.order, self.r = c, order, r
         self.pairs = order[:, :r].sort(-1).values  # [Hkv, r]
         self.widths = [c.n_heads * c.head_dim, c.n_kv_heads * 2 * r, up.in_features]
         self.wqkv, self.up, self.wo = wqkv, up, wo
+
+    forward = Attention.forward
 
     def attended(self, qkv: Tensor, attend) -> Tensor:
         q, k, latent = qkv.split(self.widths, dim=-1)
@@ -913,12 +915,12 @@ def elite_attention(
 
     q, elite, rest, v = parts(wqkv.weight)
     a, b = factors(rest.permute(2, 0, 1), v.permute(2, 0, 1))  # [dim, Hkv, ...]
-    down, up = torch.cat((q, elite, a.T.to(q))), b.flatten(1).T.to(q)
+    stacked, up = torch.cat((q, elite, a.T.to(q))), b.flatten(1).T.to(q)
     biases = (None, None)
     if wqkv.bias is not None:  # A x has none: what it would add comes with the biases of `up`
         q, elite, rest, v = parts(wqkv.bias)
         biases = torch.cat((q, elite, q.new_zeros(a.shape[1]))), torch.cat((rest, v), 1).flatten()
-    return EliteAttention(c, order, r, linear_of(down, biases[0]), linear_of(up, biases[1]), attention.wo)
+    return EliteAttention(c, order, r, linear_of(stacked, biases[0]), linear_of(up, biases[1]), attention.wo)
 
 
 def dense_attention(elite: EliteAttention) -> Attention:

@@ -2037,12 +2037,13 @@ def fetch_rows(
 
 # ------------------------------------------------------------------- the linear layers between two attentions
 
-CHAIN_ROWS = 16  # at most, to which fewer are padded
+CHAIN_ROWS = 16  # at most; padded to 8 or 16, the narrow side of wgmma
 
 
 @gluon_jit
 def _share(N):
-    """A program's outputs of N: from, and up to; in whole eights, as many as the others' or one more."""
+    """The first of this program's outputs of N, and the end: in whole eights (the rows after which the
+    swizzle of shared memory repeats), as many as any other program's or one more."""
     eights, pid = gl.cdiv(N, 8), gl.program_id(0).to(gl.int64)
     first, last = eights * pid // gl.num_programs(0), eights * (pid + 1) // gl.num_programs(0)
     return first.to(gl.int32) * 8, last.to(gl.int32) * 8
@@ -2050,6 +2051,8 @@ def _share(N):
 
 @gluon_jit
 def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
+    """Copies the weights of this program's outputs, HALF at a time, into the ring from `step` on; returns the
+    step after."""
     SLOTS: gl.constexpr = ring.shape[0]
     HALF: gl.constexpr = ring.shape[1] // 2
     KB: gl.constexpr = ring.shape[2]
@@ -2061,7 +2064,8 @@ def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
             hopper.mbarrier.wait(free.index(slot), ((step // SLOTS) & 1) ^ 1)
             hopper.mbarrier.expect(ready.index(slot), 2 * HALF * KB * 2)
             for j in gl.static_range(0, HALF, 8):
-                # Rows of the next program are asked for beyond the end, whence zeros come at no cost.
+                # Rows past the share are another program's: ask for rows past the matrix, which are zeros
+                # and not read.
                 row = gl.where(n + j < last, n + j, weight.shape[0])
                 copy_block(weight, [row, k], ready.index(slot), ring.index(slot).slice(j, 8))
                 row += N if GATED else 0
@@ -2082,6 +2086,7 @@ def _stream_weights(wo, w13, w2, w, ring, ready, free):
 
 @gluon_jit
 def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.constexpr):
+    """The same for x [rows, K], once for every HALF outputs."""
     SLOTS: gl.constexpr = xs.shape[0]
     MP: gl.constexpr = xs.shape[1] // 2
     KB: gl.constexpr = xs.shape[2]
@@ -2101,9 +2106,10 @@ def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.
 
 @gluon_jit
 def _wait_for_all(counter_p, goal):
+    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
     while gl.load(counter_p, volatile=True) < goal:
         pass
-    # What the others wrote as usual is about to be read by bulk copies.
+    # Acquire it, then order it before bulk copies, which are of another proxy.
     fence: gl.constexpr = "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;"
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
@@ -2113,8 +2119,8 @@ def _wait_for_all(counter_p, goal):
 def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr):
     """The second producer, one warp: the inputs of each layer, once all programs have written them."""
     dim, ffn = scaled.shape[1], gated.shape[1]
-    # Each launch adds one for each program to every counter: none passes this before ours is added, which
-    # takes the inputs that follow.
+    # Between launches every counter is a multiple of the number of programs. This one cannot become the
+    # next multiple before it is read: our own arrival needs the inputs below, and every program has outputs.
     programs = gl.num_programs(0)
     goal = (gl.load(counters_p, volatile=True) // programs + 1) * programs
     step = _stream_input_of(attended, xs, ready, free, gl.to_tensor(0), dim, HALF, False)
@@ -2128,7 +2134,8 @@ def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF
 
 @gluon_jit
 def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr, OUT: gl.constexpr):
-    """The products [HALF, MP] of the two halves of the slots from `step` on, as many as K inputs take."""
+    """Both halves of the weight rows in the ring, from `step` on, times the inputs: [HALF, MP] each, and the
+    step after. Gate and up, or of other layers two sums over alternate runs of the inputs, to be added."""
     SLOTS: gl.constexpr = ring.shape[0]
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
@@ -2147,7 +2154,7 @@ def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr, OUT: gl
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     barrier()
     hopper.mbarrier.arrive(free.index((step + SLOTS - 1) % SLOTS))
-    if not GATED:  # each half of the rows has its own half of the columns; the others mean nothing
+    if not GATED:  # both halves of the rows met both runs of the inputs: keep each with its own
         row_half = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(1, ACC)) // HALF
         column_half = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ACC)) // MP
         acc = gl.where(row_half[:, None] == column_half[None, :], acc, 0.0)
@@ -2177,17 +2184,17 @@ def _add_bias(out, bias_p, n, inside):
 
 @gluon_jit
 def _arrive(counter_p):
-    barrier()
+    barrier()  # all four warps' stores come before the release
     gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
 
 
 @gluon_jit
 def _residual_layer(
-    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, counter_p, rows, N,
+    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, rows, N,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """x = residual + W y + b; for the RMSNorm after it x times its weight, and the sum of squares of each row
-    over the program's outputs: its inverse multiplies what is made of x."""
+    """x = residual + W y + b; and for the RMSNorm after it `scaled`, x times the norm's weight, and this
+    program's part of each row's sum of squares: the next layer divides its product by the norm."""
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
     first, last = _share(N)
@@ -2195,27 +2202,27 @@ def _residual_layer(
     for start in range(first, last, HALF):
         n, inside, at, real = _outputs(start, last, rows, N, OUT, HALF, MP)
         norm = gl.load(norm_p + n, mask=inside, other=0.0).to(gl.float32)
+        residual = gl.load(residual_p + at, mask=real, other=0.0).to(gl.float32)
         a, b, step = _halves_product(ring, xs, ready, free, step, K, False, OUT)
-        # Not from L1, which does not see what other programs write.
-        residual = gl.load(residual_p + at, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
         x = (_add_bias(a + b, bias_p, n, inside) + residual).to(x_p.dtype.element_ty)
         gl.store(x_p + at, x, mask=real)
         x = x.to(gl.float32)
         gl.store(scaled_p + at, (x * norm[:, None]).to(scaled_p.dtype.element_ty), mask=real)
-        squares += gl.sum(gl.where(real, x * x, 0.0), 0)
+        squares += gl.sum(x * x, 0)
     m = gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))
     gl.store(squares_p + gl.program_id(0) * MP + m, squares)
-    _arrive(counter_p)
     return step
 
 
 @gluon_jit
 def _inverse_norm(squares_p, K, eps, PP: gl.constexpr, MP: gl.constexpr, OUT: gl.constexpr):
+    """1 / rms [MP] of each row, from the sums of squares [programs, MP]."""
     SQUARES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // MP, MP // 4], [4, 1], [1, 0])
     program = gl.arange(0, PP, layout=gl.SliceLayout(1, SQUARES))
     m = gl.arange(0, MP, layout=gl.SliceLayout(0, SQUARES))
     at = squares_p + program[:, None] * MP + m[None, :]
-    mask = (program < gl.num_programs(0))[:, None] & (m < MP)[None, :]
+    mask = (program < gl.num_programs(0))[:, None]
+    # Not from L1, which does not see what other programs write.
     squares = gl.sum(gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"), 0)
     return gl.convert_layout(gl.rsqrt(squares / K + eps), gl.SliceLayout(0, OUT))
 
@@ -2255,16 +2262,18 @@ def _multiply(
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     step = _residual_layer(
         ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p, residual_p, norm_p, sum_p, scaled_p,
-        squares_p, counters_p, rows, dim, OUT,
+        squares_p, rows, dim, OUT,
     )  # fmt: skip
+    _arrive(counters_p)
     step = _normed_layer(
         ring, xs, ready, free, step, dim, w13_bias_p, squares_p, eps, gated_p, rows, ffn, True, PP, OUT
     )
     _arrive(counters_p + 1)
     step = _residual_layer(
         ring, xs, ready, free, step, ffn, w2_bias_p, sum_p, next_norm_p, x_p, scaled_p,
-        squares_p, counters_p + 2, rows, dim, OUT,
+        squares_p, rows, dim, OUT,
     )  # fmt: skip
+    _arrive(counters_p + 2)
     _normed_layer(
         ring, xs, ready, free, step, dim, bias_p, squares_p, next_eps, out_p, rows, N, False, PP, OUT
     )
@@ -2305,8 +2314,8 @@ def _linear_chain_kernel(
 
 
 @functools.cache
-def _chain_counters(device: torch.device) -> Tensor:
-    """How many programs have come to each of a chain's three meetings, over all launches."""
+def _chain_counters(device: torch.device, programs: int) -> Tensor:
+    """Arrivals of so many programs at each of a chain's three grid-wide barriers, over all launches."""
     return torch.zeros(3, dtype=torch.int64, device=device)
 
 
@@ -2319,37 +2328,47 @@ def linear_chain(
     attended: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], norms: list[Tensor],
     eps: list[float]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The linear layers from one attention to the next, for a few rows, in one launch: x += W_o attended,
-    x += W_2 SwiGLU(W_13 norm(x)) (arXiv 2002.05202, RMSNorm 1910.07467), W norm(x).
+    """The linear layers from one attention to the next, for a few rows, in one launch: x' = x + W_o attended,
+    x'' = x' + W_2 SwiGLU(W_13 norm(x')) (arXiv 2002.05202, RMSNorm 1910.07467), W norm(x'').
 
     attended [rows, heads * D] and x [rows, dim] of at most CHAIN_ROWS rows in bf16; weights: W_o
     [dim, heads * D], W_13 [2 ffn, dim], gate first, W_2 [dim, ffn], and W [N, dim], the next layer's W_qkv or
     the logits'; biases: of each, or None; norms and eps: weight [dim] and epsilon of the RMSNorm before W_13
-    and of that before W -> x [rows, dim], and W norm(x) + b [rows, N]. Inputs of layers are multiples of 8.
+    and of that before W -> x'' [rows, dim], and W norm(x'') + b [rows, N]. heads * D, dim and ffn are
+    multiples of 8 (bulk copies take rows of whole 16 bytes); ValueError for what does not fit.
 
     A few rows cost what the weights' bytes cost. Layer by layer, each launch would begin and end with some
     3 us in which little is read; here all programs run through all layers, and wait for one another between
-    them with the next weights on their way. For Hopper, in Gluon. Truth: model.decode_layer."""
+    them with the next weights on their way. For Hopper, in Gluon; the first call on a device must not be in a
+    capture. Truth: model.decode_layer."""
+    listed = [len(each) for each in (weights, biases, norms, eps)]
+    need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
+    matrices = all(each.ndim == 2 for each in (x, *weights))
+    need(matrices and len(x), f"x and weights must be matrices: {[list(t.shape) for t in (x, *weights)]}")
     wo, w13, w2, w = weights
     (rows, dim), heads_dim, ffn, N = x.shape, wo.shape[1], w2.shape[1], len(w)
-    given = {"attended": (attended, rows, heads_dim), "wo": (wo, dim, heads_dim), "w13": (w13, 2 * ffn, dim)}
-    given |= {"w2": (w2, dim, ffn), "w": (w, N, dim)}
-    given |= {name: (norm, dim) for name, norm in zip(("norm", "next norm"), norms, strict=True)}
+    copied = {"attended": (attended, rows, heads_dim), "wo": (wo, dim, heads_dim), "w13": (w13, 2 * ffn, dim)}
+    copied |= {"w2": (w2, dim, ffn), "w": (w, N, dim)}
+    given = copied | {name: (norm, dim) for name, norm in zip(("norm", "next norm"), norms, strict=True)}
     for name, bias, weight in zip(("wo", "w13", "w2", "w"), biases, weights, strict=True):
         if bias is not None:
             given[f"bias of {name}"] = (bias, len(weight))
     for name, (tensor, *sizes) in given.items():
         shape(name, tensor, *sizes, dtype=x.dtype)
-        need(tensor.data_ptr() % 16 == 0, f"{name} must start at a multiple of 16 bytes")
     together(x=x, **{name: tensor for name, (tensor, *_) in given.items()})
+    for name, (tensor, *_) in copied.items():
+        need(tensor.data_ptr() % 16 == 0, f"{name} must start at a multiple of 16 bytes")
     need(
         chains_linears(x, heads_dim, dim, ffn),
         f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU: not {describe(x)} on "
         f"{x.device}, with layers of {heads_dim} and {ffn} inputs",
     )
     device = torch.cuda.get_device_properties(x.device)
-    MP, HALF, KB, programs = 8 if rows <= 8 else 16, 32, 128, device.multi_processor_count
-    SLOTS = (device.shared_memory_per_block_optin - 2048) // (2 * (HALF + MP) * KB * 2)
+    # Every program must have outputs of the layers that end in x (see _stream_inputs).
+    programs = min(device.multi_processor_count, dim // 8)
+    MP, HALF, KB = 8 if rows <= 8 else 16, 32, 128
+    spare = 5120  # of shared memory, for barriers and what changes of layout take
+    SLOTS = (device.shared_memory_per_block_optin - spare) // (2 * (HALF + MP) * KB * 2)
     kw = {"dtype": x.dtype, "device": x.device}
     total, scaled, out_x = (torch.empty(rows, dim, **kw) for _ in range(3))
     gated, out = torch.empty(rows, ffn, **kw), torch.empty(rows, N, **kw)
@@ -2359,7 +2378,7 @@ def linear_chain(
     blocks += [TensorDescriptor.from_tensor(t, [MP, KB], layout) for t in (attended, scaled, gated)]
     _linear_chain_kernel[programs,](
         *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
-        gated, out_x, out, _chain_counters(x.device), rows, *eps, MP, HALF, SLOTS, power2(programs),
+        gated, out_x, out, _chain_counters(x.device, programs), rows, *eps, MP, HALF, SLOTS, power2(programs),
         num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip
     return out_x, out

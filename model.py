@@ -287,15 +287,15 @@ class Layer(nn.Module):
 def decode_layer(
     layer: Layer, qkv: Tensor, x: Tensor, pos: Tensor, cache: nn.Module, norm: nn.RMSNorm, linear: nn.Linear
 ) -> tuple[Tensor, Tensor]:
-    """A layer of the decode step, from the product of its wqkv and x [B, dim] to x after it and what the next
-    layer begins with: linear(norm(x)), the product of that one's wqkv, or after the last layer the logits.
+    """One layer of the decode step.
 
-    The products from one attention to the next are one kernel where that serves (few rows of bf16, Hopper).
-    """
+    qkv: what its wqkv gave; x [B, dim]: the residual stream -> x after the layer, and linear(norm(x)): the
+    next layer's wqkv or, after the last, the logits. In one kernel (kernels.linear_chain) where that serves:
+    few rows of bf16 on Hopper."""
     attention, mlp, mlp_norm = layer.attention, layer.feed_forward, layer.ffn_norm
-    attended = attention.attended(qkv, lambda *qkv: cache.decode(pos, *qkv))
+    attended = attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
     kernels, linears = cache.room.kernels, (attention.wo, mlp.w13, mlp.w2, linear)
-    if kernels and kernels.chains_linears(x, *(each.in_features for each in linears)):
+    if kernels and kernels.chains_linears(x, *(each.in_features for each in linears[:3])):
         weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
         norms, eps = [mlp_norm.weight, norm.weight], [mlp_norm.eps, norm.eps]
         return kernels.linear_chain(attended.contiguous(), x, weights, biases, norms, eps)
@@ -343,11 +343,11 @@ class Llama(nn.Module):
     def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer) -> Tensor:
         """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
         x = self.tok_embeddings(tokens)  # [B, dim]
-        starts = [(layer.attention_norm, layer.attention.wqkv) for layer in self.layers]
-        starts.append((self.norm, self.output))
-        norm, linear = starts[0]
-        out = linear(norm(x))
-        for layer, cache, (norm, linear) in zip(self.layers, caches, starts[1:], strict=True):
+        first = self.layers[0]
+        out = first.attention.wqkv(first.attention_norm(x))
+        after = [(layer.attention_norm, layer.attention.wqkv) for layer in self.layers[1:]]
+        after.append((self.norm, self.output))
+        for layer, cache, (norm, linear) in zip(self.layers, caches, after, strict=True):
             x, out = step(layer, out, x, pos, cache, norm, linear)
         return out
 
