@@ -2041,12 +2041,19 @@ CHAIN_ROWS = 16  # at most; padded to 8 or 16, the narrow side of wgmma
 
 
 @gluon_jit
-def _share(N):
-    """The first of this program's outputs of N, and the end: in whole eights (the rows after which the
-    swizzle of shared memory repeats), as many as any other program's or one more."""
+def _share(N, HALF: gl.constexpr):
+    """This program's outputs of N, in whole eights (the rows after which the swizzle of shared memory
+    repeats): the first, how many, and in how many tiles of HALF at most."""
     eights, pid = gl.cdiv(N, 8), gl.program_id(0).to(gl.int64)
-    first, last = eights * pid // gl.num_programs(0), eights * (pid + 1) // gl.num_programs(0)
-    return first.to(gl.int32) * 8, last.to(gl.int32) * 8
+    first = (eights * pid // gl.num_programs(0)).to(gl.int32)
+    count = (eights * (pid + 1) // gl.num_programs(0)).to(gl.int32) - first
+    return first, count, gl.cdiv(count * 8, HALF)
+
+
+@gluon_jit
+def _tile(first, count, tiles, i):
+    """The outputs of a tile: from, and up to; of like size, so that no slots of the ring are nearly empty."""
+    return (first + count * i // tiles) * 8, (first + count * (i + 1) // tiles) * 8
 
 
 @gluon_jit
@@ -2057,16 +2064,16 @@ def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
     HALF: gl.constexpr = ring.shape[1] // 2
     KB: gl.constexpr = ring.shape[2]
     LATER: gl.constexpr = 0 if GATED else KB
-    first, last = _share(N)
-    for n in range(first, last, HALF):
+    first, count, tiles = _share(N, HALF)
+    for i in range(tiles):
+        n, end = _tile(first, count, tiles, i)
         for k in range(0, weight.shape[1], KB + LATER):
             slot = step % SLOTS
             hopper.mbarrier.wait(free.index(slot), ((step // SLOTS) & 1) ^ 1)
             hopper.mbarrier.expect(ready.index(slot), 2 * HALF * KB * 2)
             for j in gl.static_range(0, HALF, 8):
-                # Rows past the share are another program's: ask for rows past the matrix, which are zeros
-                # and not read.
-                row = gl.where(n + j < last, n + j, weight.shape[0])
+                # Rows past the tile are another's: ask for rows past the matrix, zeros that are not read.
+                row = gl.where(n + j < end, n + j, weight.shape[0])
                 copy_block(weight, [row, k], ready.index(slot), ring.index(slot).slice(j, 8))
                 row += N if GATED else 0
                 copy_block(weight, [row, k + LATER], ready.index(slot), ring.index(slot).slice(HALF + j, 8))
@@ -2091,8 +2098,8 @@ def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.
     MP: gl.constexpr = xs.shape[1] // 2
     KB: gl.constexpr = xs.shape[2]
     RUNS: gl.constexpr = 1 if GATED else 2
-    first, last = _share(N)
-    for _ in range(first, last, HALF):
+    _, _, tiles = _share(N, HALF)
+    for _ in range(tiles):
         for k in range(0, x.shape[1], RUNS * KB):
             slot = step % SLOTS
             hopper.mbarrier.wait(free.index(slot), ((step // SLOTS) & 1) ^ 1)
@@ -2166,12 +2173,12 @@ def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr, OUT: gl
 
 
 @gluon_jit
-def _outputs(n, last, rows, N, OUT: gl.constexpr, HALF: gl.constexpr, MP: gl.constexpr):
-    """HALF outputs from n on for MP rows: which [HALF], which exist there, their places [HALF, MP] in
-    [rows, N], and which of these exist."""
+def _outputs(n, end, rows, N, OUT: gl.constexpr, HALF: gl.constexpr, MP: gl.constexpr):
+    """A tile's outputs, from n up to `end`, for MP rows: which [HALF], which exist there, their places
+    [HALF, MP] in [rows, N], and which of these exist."""
     n += gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))
-    inside = n < gl.minimum(last, N)
+    inside = n < gl.minimum(end, N)
     return n, inside, m[None, :] * N + n[:, None], inside[:, None] & (m < rows)[None, :]
 
 
@@ -2197,10 +2204,11 @@ def _residual_layer(
     program's part of each row's sum of squares: the next layer divides its product by the norm."""
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
-    first, last = _share(N)
+    first, count, tiles = _share(N, HALF)
     squares = gl.full([MP], 0.0, gl.float32, gl.SliceLayout(0, OUT))
-    for start in range(first, last, HALF):
-        n, inside, at, real = _outputs(start, last, rows, N, OUT, HALF, MP)
+    for i in range(tiles):
+        start, end = _tile(first, count, tiles, i)
+        n, inside, at, real = _outputs(start, end, rows, N, OUT, HALF, MP)
         norm = gl.load(norm_p + n, mask=inside, other=0.0).to(gl.float32)
         residual = gl.load(residual_p + at, mask=real, other=0.0).to(gl.float32)
         a, b, step = _halves_product(ring, xs, ready, free, step, K, False, OUT)
@@ -2235,13 +2243,14 @@ def _normed_layer(
     """W norm(x) + b, or of gate and up silu(gate) * up."""
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
-    first, last = _share(N)
+    first, count, tiles = _share(N, HALF)
     norm = gl.full([MP], 0.0, gl.float32, gl.SliceLayout(0, OUT))
-    for start in range(first, last, HALF):
+    for i in range(tiles):
+        start, end = _tile(first, count, tiles, i)
         a, b, step = _halves_product(ring, xs, ready, free, step, K, GATED, OUT)
-        if start == first:
+        if i == 0:
             norm = _inverse_norm(squares_p, K, eps, PP, MP, OUT)
-        n, inside, at, real = _outputs(start, last, rows, N, OUT, HALF, MP)
+        n, inside, at, real = _outputs(start, end, rows, N, OUT, HALF, MP)
         if GATED:
             gate = _add_bias(a * norm[None, :], bias_p, n, inside)
             up = _add_bias(b * norm[None, :], bias_p, N + n, inside)
