@@ -2058,7 +2058,7 @@ def _tile(first, count, tiles, i):
 
 @gluon_jit
 def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
-    """Copies the weights of this program's outputs, HALF at a time, into the ring from `step` on; returns the
+    """Copies the weights of this program's outputs, tile by tile, into the ring from `step` on; returns the
     step after."""
     SLOTS: gl.constexpr = ring.shape[0]
     HALF: gl.constexpr = ring.shape[1] // 2
@@ -2093,7 +2093,7 @@ def _stream_weights(wo, w13, w2, w, ring, ready, free):
 
 @gluon_jit
 def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.constexpr):
-    """The same for x [rows, K], once for every HALF outputs."""
+    """The same for the inputs x [rows, K], once for every tile."""
     SLOTS: gl.constexpr = xs.shape[0]
     MP: gl.constexpr = xs.shape[1] // 2
     KB: gl.constexpr = xs.shape[2]
