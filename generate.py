@@ -151,11 +151,11 @@ class Engine:
         shape = (room.rows, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=room.dtype, device=room.device)  # of the last step
         started = time.time()
-        # Layers of one kind share their compiled code: seconds, where the whole step would take far longer. (The
-        # last is of a kind of its own: it ends in the logits.)
+        # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
+        # The last is of a kind of its own: it ends in the logits.
         self.layer = torch.compile(decode_layer, dynamic=False) if compiled else decode_layer
         if compiled:
-            # Kinds of layers and shapes, over all engines of a process; beyond this they would run uncompiled.
+            # Kinds of layers and shapes, over all engines of a process; beyond this they run uncompiled.
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1 << 12
         self.step = self._capture() if graphed else self._step

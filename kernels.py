@@ -117,6 +117,11 @@ def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
     return 4 if dtype == torch.float32 else latent.element_size()
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Whether the kernels that are written for Hopper, in Gluon, run on the device."""
+    return gluon is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def power2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -1287,10 +1292,8 @@ def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r
     """Whether the logits of chosen tokens are made by the kernel for Hopper, written in Gluon: 16 or 8 bits,
     heads of 64 or 128, latents of whole chunks of 128 bytes of which 128 fit in shared memory, 64 tokens
     in line span 8 rows of the batch at most, and (for speed) every program has two heads or more."""
-    if gluon is None or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
     fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
-    return fits and n >= 8 and cdiv(tokens, 128) * Hkv >= 2 * SMS
+    return on_hopper(device) and fits and n >= 8 and cdiv(tokens, 128) * Hkv >= 2 * SMS
 
 
 def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:
@@ -2297,7 +2300,8 @@ def _linear_chain_kernel(
     # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
     # the slots of a ring, and on into the next layer's while the programs wait for one another in between:
     # the memory never rests. A slot has two halves of HALF weight rows: of w13 gate and up, of the others,
-    # of which a program has fewer, the same outputs over two runs of inputs.
+    # of which a program has fewer, the same outputs over two runs of inputs. MP and PP are rows and programs,
+    # padded.
     KB: gl.constexpr = wo.block_shape[1]
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
     ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
@@ -2396,8 +2400,8 @@ def linear_chain(
 def chains_linears(x: Tensor, *inputs: int) -> bool:
     """Whether `linear_chain` serves rows x in layers of so many inputs. Not in fp16, which may not hold x
     before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
-    fits = x.is_cuda and len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and gluon is not None
-    return fits and all(K % 8 == 0 for K in inputs) and torch.cuda.get_device_capability(x.device)[0] == 9
+    fits = len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
+    return fits and on_hopper(x.device)
 
 
 # -------------------------------------------------------------------------------------------------- benchmark
@@ -2634,13 +2638,12 @@ def linear_calls(rows: int, Hq: int, Hkv: int, D: int, ffn: int) -> dict:
     nbytes = 2 * sum(N * K for N, K in sizes)
     sets = [[torch.randn(N, K, **kw) * K**-0.5 for N, K in sizes] for _ in range(sets_for(nbytes))]
     attended, x = torch.randn(2, rows, dim, **kw)
-    norms = [torch.ones(dim, **kw)] * 2
+    norms, inputs = [torch.ones(dim, **kw)] * 2, {K: torch.randn(rows, K, **kw) for K in (dim, ffn)}
 
     def products(weights):
         for weight in weights:
             torch.nn.functional.linear(inputs[weight.shape[1]], weight)
 
-    inputs = {K: torch.randn(rows, K, **kw) for K in (dim, ffn)}
     ours = [lambda w=w: linear_chain(attended, x, w, [None] * 4, norms, [1e-5] * 2) for w in sets]
     operators = {"torch's linear": ([lambda w=w: products(w) for w in sets], nbytes)}
     if chains_linears(x, dim, ffn):

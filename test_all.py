@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import unicodedata
 import weakref
 from pathlib import Path
@@ -4214,7 +4215,7 @@ def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
 @pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
 def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
     """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
-    compile_for_hopper(f"""if True:
+    compile_for_hopper(f"""
         kernels._streamed_logits_kernel = Compile("_streamed_logits_kernel")
         kernels.streams_basis = lambda *_: True
         int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
@@ -4229,7 +4230,7 @@ def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
 
 @pytest.mark.parametrize("rows, biased", [(4, False), (16, True)])
 def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
-    compile_for_hopper(f"""if True:
+    compile_for_hopper(f"""
         kernels._linear_chain_kernel = Compile("_linear_chain_kernel")
         kernels.chains_linears = lambda *_: True
         h200 = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)
@@ -4239,7 +4240,8 @@ def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
         biases = [zeros(len(weight)) if {biased} else None for weight in weights]
         norms = [zeros(256), zeros(256)]
         kernels.linear_chain(zeros({rows}, 512), zeros({rows}, 256), weights, biases, norms, [1e-5, 1e-5])
-    """, """if True:  # no GPU need show that one of these is missing
+    """, """
+        # No GPU need show that one of these is missing.
         assert ptx.count("fence.acq_rel.gpu; fence.proxy.async") == 3
         assert ptx.count("ld.volatile.global") == 4 and ptx.count(".gpu.release.add") == 3
     """)
@@ -4248,7 +4250,7 @@ def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
 def compile_for_hopper(program, after=""):
     """Runs a program that compiles one kernel, by Compile; what comes out must use what Hopper has, and do
     for `after`, a program that sees its ptx."""
-    program = f"""if True:
+    before = """
         import torch, types, kernels
         from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
@@ -4264,12 +4266,13 @@ def compile_for_hopper(program, after=""):
             def __getitem__(self, grid):
                 warmup = self.kernel.warmup
                 return lambda *args, **options: compiled.append(warmup(*args, grid=grid, **options))
-        exec({program!r})
+    """
+    check = """
         assert len(compiled) == 1 and compiled[0].metadata.shared <= 227 * 1024
         ptx = compiled[0].asm["ptx"]
         assert "wgmma" in ptx and "cp.async.bulk" in ptx
-        exec({after!r})
     """
+    program = "".join(map(textwrap.dedent, (before, program, check, after)))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, check=False, env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -4764,15 +4767,13 @@ def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
 def chain_truth(attended, x, weights, biases, norms, eps):
     """linear_chain in fp32, as model.decode_layer has it."""
     w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
-    linear, dtype = torch.nn.functional.linear, x.dtype
     norm, next_norm = (
-        lambda t, n=n, e=e: torch.nn.functional.rms_norm(t, n.shape, n.float(), e)
-        for n, e in zip(norms, eps, strict=True)
+        lambda t, n=n, e=e: F.rms_norm(t, n.shape, n.float(), e) for n, e in zip(norms, eps, strict=True)
     )
-    x = x.float() + linear(attended.float(), w[0], b[0])
-    gate, up = linear(norm(x), w[1], b[1]).chunk(2, -1)
-    x = x + linear(torch.nn.functional.silu(gate) * up, w[2], b[2])
-    return x.to(dtype), linear(next_norm(x), w[3], b[3]).to(dtype)
+    dtype, x = x.dtype, x.float() + F.linear(attended.float(), w[0], b[0])
+    gate, up = F.linear(norm(x), w[1], b[1]).chunk(2, -1)
+    x = x + F.linear(F.silu(gate) * up, w[2], b[2])
+    return x.to(dtype), F.linear(next_norm(x), w[3], b[3]).to(dtype)
 
 
 def check_chain(given, outs):
@@ -4948,7 +4949,7 @@ def attentions(model: Llama) -> list:
 class CudaRows:
     """What chains_linears looks at."""
 
-    is_cuda, device = True, "cuda"
+    device = torch.device("cuda")
 
     def __init__(self, rows, dtype=torch.bfloat16):
         self.rows, self.dtype = rows, dtype
