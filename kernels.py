@@ -674,159 +674,6 @@ def _logits_kernel(
             tl.store(logits_p + head[None, :] * n + place[:, None], logits, mask=mine)
 
 
-@gluon_jit
-def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constexpr):
-    """The producer, one warp: copies the basis of head after head into the ring, as its slots become free."""
-    SLOTS: gl.constexpr = ring.shape[0]
-    D: gl.constexpr = ring.shape[1]
-    KB: gl.constexpr = ring.shape[2]
-    for chunk in range((stop - first) * CHUNKS):
-        slot = chunk % SLOTS
-        head = (first + chunk // CHUNKS) % Hkv
-        hopper.mbarrier.wait(free.index(slot), ((chunk // SLOTS) & 1) ^ 1)
-        hopper.mbarrier.expect(ready.index(slot), D * KB * ring.dtype.primitive_bitwidth // 8)
-        copy_block(basis, [head * D, chunk % CHUNKS * KB], ready.index(slot), ring.index(slot))
-
-
-@gluon_jit
-def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """T places in line from `start` on, and their tokens: -1 where there is none."""
-    line = start + gl.arange(0, T, layout=LAYOUT)
-    return line, gl.load(index_p + line, mask=line < stop, other=-1)
-
-
-@gluon_jit
-def _tile_logits(
-    HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
-    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-):  # fmt: skip
-    """A consumer, four warps: the logits of its half of every tile."""
-    SLOTS: gl.constexpr = ring.shape[0]
-    D: gl.constexpr = ring.shape[1]
-    KB: gl.constexpr = ring.shape[2]
-    CHUNKS: gl.constexpr = latents.shape[0] // 2
-    T: gl.constexpr = latents.shape[1]
-    NC: gl.constexpr = queries.shape[1]
-    ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
-    INT8: gl.constexpr = latent_scale_p is not None
-    SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
-    dtype: gl.constexpr = queries.dtype
-    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
-    LARGE: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
-    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
-    QUERY: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
-    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
-    of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
-    PAIRS: gl.constexpr = of_pairs.type.layout
-    pair = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIRS))
-    kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
-    wide = gl.arange(0, D, layout=gl.SliceLayout(0, QUERY))
-    dim = wide // 2 + (wide % 2) * (D // 2)
-    column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))
-    chunk = 0
-    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
-        start = (tile * 2 + HALF) * T
-        first_row = start // n
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, COPY))
-        stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-        latent_row = latent_p + stored[:, None] * (CHUNKS * KB)
-        for j in gl.static_range(CHUNKS):
-            copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
-        ampere.async_copy.commit_group()
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, PAIRS))
-        words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
-        cos, sin = _half_at(words, 0), _half_at(words, 16)
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
-        row = line // n
-        live = token >= 0
-        if INT8:
-            stored = gl.minimum(row, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-            token_scale = gl.load(latent_scale_p + stored) * scale
-        logits_row = logits_p + row.to(gl.int64) * (Hkv * n) + (line - row * n)
-        own = gl.where(line < B * n, row - first_row, -1)
-        mine = own[:, None] == gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
-        query_row = first_row + column
-        real = query_row <= (gl.minimum(start + T, B * n) - 1) // n
-        query_p = q_p + query_row.to(gl.int64)[:, None] * (Hkv * D) + dim[None, :]
-        ampere.async_copy.wait_group(0)
-        hopper.fence_async_shared()
-        barrier()
-        for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
-            head = unit - tile * Hkv
-            query = gl.load(query_p + head * D, mask=real[:, None], other=0.0)
-            k = gl.full([T, D], 0, SUM, KEYS)
-            for j in gl.static_range(CHUNKS):
-                slot = (chunk + j) % SLOTS
-                hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
-                left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
-                k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
-                if j > 0:  # the product before this one is done in all four warps: they give its slot back
-                    k = hopper.warpgroup_mma_wait(1, deps=[k])
-                    barrier()
-                    hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
-            if INT8:
-                pair_scale = gl.load(basis_scale_p + head * D + wide) * LARGE
-                query = (query * pair_scale[None, :]).to(dtype)
-            queries.index(HALF).store(query)
-            k = hopper.warpgroup_mma_wait(0, deps=[k])
-            barrier()
-            hopper.mbarrier.arrive(free.index((chunk + CHUNKS - 1) % SLOTS))
-            chunk += CHUNKS
-            # From here on the other consumer has the tensor cores, but for a small product with the query.
-            if INT8:
-                k = k.to(gl.float32) / LARGE
-            a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
-            rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D]).to(dtype)
-            left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
-            right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
-            logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
-            logits *= token_scale[:, None] if INT8 else scale
-            logits = gl.where(live[:, None], logits, float("-inf"))
-            to = gl.expand_dims(logits_row + head * n, 1) + gl.full([T, NC], 0, gl.int32, LOGITS)
-            gl.store(to, logits, mask=mine)
-
-
-@gluon_jit
-def _streamed_logits_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    # As in _logits_kernel, tiles of all rows times heads are one line of units, of which every program takes
-    # an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis past them by
-    # bulk copies, and of two consumers, each of T tokens, one can multiply while the other rotates.
-    LATENT: gl.constexpr = basis.dtype
-    D: gl.constexpr = basis.block_shape[0]
-    KB: gl.constexpr = basis.block_shape[1]
-    pid, programs = gl.program_id(0), gl.num_programs(0)
-    units = gl.cdiv(B * n, 2 * T).to(gl.int64) * Hkv
-    first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
-    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
-    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=1)
-        hopper.mbarrier.init(free.index(slot), count=2)  # both consumers
-    hopper.fence_async_shared()
-    barrier()
-    gl.warp_specialize(
-        [
-            (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
-            (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
-            (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
-        ],
-        [4, 1],  # warps, beside the four of the first
-        [232, 24],  # registers a thread
-    )  # fmt: skip
-
-
 @jit
 def _columns(PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
     """Column c of an unpacked tile of V is channel (plane, byte), padded where a plane is no power of two
@@ -866,14 +713,20 @@ def _load_values(
 @jit
 def _decode(code, pairs, dtype: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
     """Words of codes and of their groups' (minimum, scale) -> code, low, step: value = code * step + low."""
+    plane = tl.arange(0, PLANES)[None, :, None, None, None]
+    return _decode_planes(code, pairs, plane, tl.arange(0, 4)[None, None, None, None, :], dtype, BITS)
+
+
+@jit
+def _decode_planes(code, pairs, plane, byte, dtype: tl.constexpr, BITS: tl.constexpr):
+    """The same, with plane 0, 1, .. and byte 0 .. 3 given along their axes."""
     # A byte as the top bits of a mantissa, all but one of its codes masked out, reads 1 + code / 2**n, n = 8
     # less the bit where the code starts: no conversion (those run at a quarter of the rate), and one rotation
     # for all codes of the byte. The 1 stands for up to 256 steps, which costs sums 8 bits: too many for fp32,
     # where each code is rotated to the top by itself (n = BITS).
     SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
-    plane = tl.arange(0, PLANES)[None, :, None, None, None] * BITS  # the bit of a byte where its codes start
-    byte = tl.arange(0, 4)[None, None, None, None, :] * 8
-    turn = (23 - SPAN - plane // SPAN * SPAN - byte) & 31  # never 0; a rotation is one instruction
+    plane *= BITS  # the bit of a byte where its codes start
+    turn = (23 - SPAN - plane // SPAN * SPAN - byte * 8) & 31  # never 0; a rotation is one instruction
     mask = ((1 << BITS) - 1) << (23 - SPAN + plane % SPAN)
     step = _half_at(pairs, 16) * (1 << (SPAN - plane % SPAN)).to(tl.float32)
     code = code.to(tl.uint32, bitcast=True)
@@ -1205,8 +1058,8 @@ def sals_attend(
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
-    they do not, the product is most of the work: one kernel with large tiles keeps only the logits (where
-    streams_basis says so, another for Hopper), a second one decodes V and attends V and the ring. Splits
+    they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
+    one decodes V and attends V and the ring; or where attends_at_once says so one kernel does it all. Splits
     merge by log-sum-exp. Truth: SalsCache.reconstruct and attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
@@ -1230,6 +1083,12 @@ def sals_attend(
         check(pos, B, index=index)
     n = S if index is None else index.shape[1]
     G = Hq // Hkv
+    chosen = (B, n, Hkv, D, r, bits, tile_itemsize(q.dtype, latent))
+    if index is not None and G == 1 and attends_at_once(q.device, *chosen):
+        copied = (latent, basis, values, low_scale)
+        if all(each.data_ptr() % 16 == 0 for each in copied):
+            stores = (latent, latent_scale, basis, basis_scale, values, low_scale, ring_k, ring_v)
+            return _attend_at_once(q, index, *stores, pos, words, bits)
     scale = D**-0.5 * LOG2E
     given = pos if index is None else index
     stored = (*value_words(values, low_scale, pos), ring_k, ring_v)
@@ -1267,16 +1126,6 @@ def _logits(
     scale = D**-0.5 * LOG2E
     itemsize = tile_itemsize(q.dtype, latent)
     logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
-    aligned = latent.data_ptr() % 16 == basis.data_ptr() % 16 == 0
-    if index is not None and aligned and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize):
-        T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
-        layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
-        chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-        _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
-            q, index, latent, latent_scale, chunks, basis_scale, words, logits, B, n, S, scale, Hkv,
-            T, NC, r // KB, SLOTS, num_warps=4,
-        )  # fmt: skip
-        return logits
     T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
     rows = 1 if n % T == 0 else min(B, (T - 2) // n + 2)  # that a tile can span
     _logits_kernel[min(cdiv(B * n, T) * (Hkv // heads), programs),](
@@ -1286,14 +1135,6 @@ def _logits(
         words.dtype == torch.int32, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return logits
-
-
-def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
-    """Whether the logits of chosen tokens are made by the kernel for Hopper, written in Gluon: 16 or 8 bits,
-    heads of 64 or 128, latents of whole chunks of 128 bytes of which 128 fit in shared memory, 64 tokens
-    in line span 8 rows of the batch at most, and (for speed) every program has two heads or more."""
-    fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
-    return on_hopper(device) and fits and n >= 8 and cdiv(tokens, 128) * Hkv >= 2 * SMS
 
 
 def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:
@@ -1324,6 +1165,406 @@ def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
     if KB * itemsize > 512:
         KB, stages = 128 // itemsize, 2
     return 64, KB, 4, stages, max(1, min(cdiv(n, 128), 2 * SMS // (B * Hkv)))
+
+
+# ------------------------------------------------------------------------- where programs wait for all others
+
+
+@gluon_jit
+def _wait_for_all(counter_p, goal):
+    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
+    while gl.load(counter_p, volatile=True) < goal:
+        pass
+    # Acquire it, then order it before bulk copies, which are of another proxy.
+    fence: gl.constexpr = "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;"
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, 32 * gl.num_warps(), layout=LANES)
+    gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def _arrive(counter_p):
+    """One program more has stored what it had to; returns how many had before."""
+    barrier()  # all warps' stores come before the release
+    return gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
+
+
+@functools.cache
+def meeting_counters(device: torch.device, programs: int, count: int) -> Tensor:
+    """Arrivals of so many programs at each of `count` grid-wide barriers, over all launches."""
+    return torch.zeros(count, dtype=torch.int64, device=device)
+
+
+# ------------------------------------------------ attention over chosen tokens in one launch (SALS, Hopper)
+
+
+@gluon_jit
+def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constexpr):
+    """The producer, one warp: copies the basis of head after head into the ring, as its slots become free."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    D: gl.constexpr = ring.shape[1]
+    KB: gl.constexpr = ring.shape[2]
+    for chunk in range((stop - first) * CHUNKS):
+        slot = chunk % SLOTS
+        head = (first + chunk // CHUNKS) % Hkv
+        hopper.mbarrier.wait(free.index(slot), ((chunk // SLOTS) & 1) ^ 1)
+        hopper.mbarrier.expect(ready.index(slot), D * KB * ring.dtype.primitive_bitwidth // 8)
+        copy_block(basis, [head * D, chunk % CHUNKS * KB], ready.index(slot), ring.index(slot))
+
+
+@gluon_jit
+def _tokens(index_p, start, n, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """A row's T chosen tokens from `start` on: -1 where there is none."""
+    place = start + gl.arange(0, T, layout=LAYOUT)
+    return gl.load(index_p + place, mask=place < n, other=-1)
+
+
+@gluon_jit
+def _heads_of(tile, first, stop, Hkv):
+    """The heads of a tile, from and up to, that the program's units first .. stop - 1 have."""
+    return gl.maximum(first - tile * Hkv, 0), gl.minimum(stop - tile * Hkv, Hkv)
+
+
+@gluon_jit
+def _make_logits(
+    HALF: gl.constexpr, latents, queries, ring, ready, free, logits_of, made, taken, first, stop, b,
+    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, n, S, scale, Hkv,
+):  # fmt: skip
+    """The logits of its half of every tile, in log2 units: -inf where there is no token. Four warps."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    D: gl.constexpr = ring.shape[1]
+    KB: gl.constexpr = ring.shape[2]
+    CHUNKS: gl.constexpr = latents.shape[0] // 2
+    T: gl.constexpr = latents.shape[1]
+    ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
+    INT8: gl.constexpr = latent_scale_p is not None
+    SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
+    QUERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
+    of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
+    PAIRS: gl.constexpr = of_pairs.type.layout
+    pair = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIRS))
+    kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
+    wide = gl.arange(0, D, layout=QUERY)
+    dim = wide // 2 + (wide % 2) * (D // 2)
+    row = b.to(gl.int64) * S
+    chunk, unit = 0, 0
+    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
+        start = (tile * 2 + HALF) * T
+        token = _tokens(index_p, start, n, T, gl.SliceLayout(1, COPY))
+        turned = _tokens(index_p, start, n, T, gl.SliceLayout(1, PAIRS))
+        scored = _tokens(index_p, start, n, T, gl.SliceLayout(1, KEYS))
+        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
+        words = gl.load(rope_p + gl.maximum(turned, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
+        token_scale = gl.where(scored >= 0, scale, 0.0)
+        if INT8:
+            token_scale *= gl.load(latent_scale_p + row + gl.maximum(scored, 0))
+        latent_row = latent_p + (row + gl.maximum(token, 0))[:, None] * (CHUNKS * KB)
+        for j in gl.static_range(CHUNKS):
+            copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
+        ampere.async_copy.commit_group()
+        cos, sin = _half_at(words, 0), _half_at(words, 16)
+        ampere.async_copy.wait_group(0)
+        hopper.fence_async_shared()
+        barrier()
+        first_head, stop_head = _heads_of(tile, first, stop, Hkv)
+        for head in range(first_head, stop_head):
+            query = gl.load(q_p + (b * Hkv + head).to(gl.int64) * D + dim).to(gl.float32)
+            k = gl.full([T, D], 0, SUM, KEYS)
+            for j in gl.static_range(CHUNKS):
+                slot = (chunk + j) % SLOTS
+                hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
+                left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
+                k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
+                if j > 0:  # the product before this one is done in all four warps: they give its slot back
+                    k = hopper.warpgroup_mma_wait(1, deps=[k])
+                    barrier()
+                    hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
+            if INT8:
+                query *= gl.load(basis_scale_p + head * D + wide)
+            queries.index(HALF).store(query)
+            k = hopper.warpgroup_mma_wait(0, deps=[k])
+            barrier()
+            hopper.mbarrier.arrive(free.index((chunk + CHUNKS - 1) % SLOTS))
+            chunk += CHUNKS
+            # From here on the other half has the tensor cores: a product with the query by them would wait.
+            a, c = gl.split(gl.reshape(k.to(gl.float32), [T, D // 2, 2]))
+            rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D])
+            rotated = gl.convert_layout(rotated, KEYS, assert_trivial=True)
+            query = queries.index(HALF).load(gl.SliceLayout(0, KEYS))
+            logits = gl.sum(rotated * query[None, :], 1) * token_scale
+            hopper.mbarrier.wait(taken.index(unit % 2), ((unit // 2) & 1) ^ 1)
+            logits_of.index(unit % 2).slice(HALF * T, T).store(gl.where(scored >= 0, logits, float("-inf")))
+            barrier()
+            hopper.mbarrier.arrive(made.index(unit % 2))
+            unit += 1
+
+
+@gluon_jit
+def _make_half(HALF: gl.constexpr, keys):
+    _make_logits(HALF, *keys)
+
+
+@gluon_jit
+def _leave(parts, part, top, weight, values, L: gl.constexpr):
+    """Leaves four parts of a softmax for the merge, of each warp's tokens one, from line `part` on: maxima
+    top [4], and the sums of weights [T] and of weighted values [T, D]. L lanes have different tokens."""
+    T: gl.constexpr = values.shape[0]
+    D: gl.constexpr = values.shape[1]
+    total = gl.sum(gl.sum(gl.reshape(weight, [T // (4 * L), 4, L]), 0), 1)
+    out = gl.sum(gl.sum(gl.reshape(values, [T // (4 * L), 4, L, D]), 0), 1)
+    warp = gl.arange(0, 4, layout=total.type.layout)
+    gl.store(parts[0] + part + warp, total * 0 + top)
+    gl.store(parts[1] + part + warp, total)
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, out.type.layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
+    gl.store(parts[2] + (part + warp)[:, None] * D + d[None, :], out)
+
+
+@gluon_jit
+def _attend_windows(parts, stores, heads, z, scale, Hkv, step, place, D: gl.constexpr):
+    """Attends the exact windows of all rows, T slots of a head at a time: parts `place` and on of a head."""
+    T: gl.constexpr = 64
+    L: gl.constexpr = 256 // D
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [L, D // 8], [4, 1], [1, 0])
+    q_p, ring_k_p, ring_v_p, pos_p = stores
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
+    for unit in range(gl.program_id(0), heads * gl.cdiv(z, T), gl.num_programs(0)):
+        head, tile = unit % heads, unit // heads
+        b = head // Hkv
+        slot = tile * T + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))
+        # Slot s holds the newest position that is s modulo z. Dead ones read slot 0, which is always written.
+        live = slot < gl.minimum(gl.load(pos_p + b) + 1, z)
+        row = (b.to(gl.int64) * z + gl.where(live, slot, 0)) * Hkv + head % Hkv
+        at = row[:, None] * D + d
+        k, v = gl.load(ring_k_p + at).to(gl.float32), gl.load(ring_v_p + at).to(gl.float32)
+        query = gl.load(q_p + head * D + d).to(gl.float32)
+        logits = gl.where(live, gl.sum(k * query, 1) * scale, float("-inf"))
+        top = gl.maximum(gl.max(logits, 0), -1e30)
+        weight = gl.exp2(logits - top)
+        part = head.to(gl.int64) * step + place + 4 * tile
+        _leave(parts, part, top, weight, v * weight[:, None], L)
+
+
+@gluon_jit
+def _copy_values(code_at, pair_at, head, codes, pairs, stage):
+    """Copies a head's codes and (minimum, scale) of groups of a tile's tokens to shared memory."""
+    copy_rows(codes.index(stage), code_at + head * codes.shape[2])
+    copy_rows(pairs.index(stage), pair_at + head * pairs.shape[2])
+    ampere.async_copy.commit_group()
+
+
+@gluon_jit
+def _attend_values(
+    codes, pairs, logits_of, made, taken, first, stop, parts, b, index_p, values_p, low_scale_p, n, S, Hkv,
+    step, BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr,
+    RUNS: gl.constexpr, RUN: gl.constexpr,
+):  # fmt: skip
+    """Decodes the values of every tile and weighs them. Four warps."""
+    T: gl.constexpr = codes.shape[1]
+    J: gl.constexpr = pairs.shape[2]  # groups of a head
+    W: gl.constexpr = RUN // 4  # words of a run, each in a lane
+    L: gl.constexpr = 32 // W  # lanes that have different tokens
+    TAKE: gl.constexpr = 4 * L  # tokens at a time
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (WIDTH // 16), WIDTH // 16], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, J], [32, 1], [4, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([T // 32], [32], [4], [0])  # all logits in every warp
+    # Codes: [token, plane, run, word, byte]; the groups of a token's runs in all threads that have its codes.
+    CODES: gl.constexpr = gl.BlockedLayout(
+        [1, PLANES, RUNS, 1, 4], [L, 1, 1, W, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0]
+    )
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1], [L, W], [4, 1], [1, 0])
+    LOWS: gl.constexpr = gl.BlockedLayout([1, J], [L, W], [4, 1], [1, 0])
+    PLANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, CODES)))
+    BYTE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, CODES))))
+    plane = gl.arange(0, PLANES, layout=gl.SliceLayout(0, PLANE))[None, :, None, None, None]
+    byte = gl.arange(0, 4, layout=BYTE)[None, None, None, None, :]
+    word = gl.arange(0, WIDTH // 4, layout=gl.SliceLayout(0, COPY))
+    group = gl.arange(0, J, layout=gl.SliceLayout(0, PAIRS))
+    unit = 0
+    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
+        token = b.to(gl.int64) * S + gl.maximum(_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, COPY)), 0)
+        code_at = values_p + (token * (Hkv * (WIDTH // 4)))[:, None] + word[None, :]
+        token = b.to(gl.int64) * S + gl.maximum(_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, PAIRS)), 0)
+        pair_at = low_scale_p + (token * (Hkv * J))[:, None] + group[None, :]
+        first_head, stop_head = _heads_of(tile, first, stop, Hkv)
+        _copy_values(code_at, pair_at, first_head, codes, pairs, unit % 2)
+        for head in range(first_head, stop_head):
+            stage = unit % 2
+            _copy_values(code_at, pair_at, gl.minimum(head + 1, stop_head - 1), codes, pairs, 1 - stage)
+            ampere.async_copy.wait_group(1)
+            hopper.mbarrier.wait(made.index(stage), (unit // 2) & 1)
+            barrier()
+            top = gl.maximum(gl.max(logits_of.index(stage).load(LINE), 0), -1e30)
+            total = gl.full([TAKE], 0.0, gl.float32, gl.SliceLayout(1, PLANE))
+            out = gl.full([TAKE, PLANES, RUNS, W, 4], 0.0, gl.float32, CODES)
+            base = gl.full([TAKE, PLANES, RUNS, 1, 1], 0.0, gl.float32, CODES)
+            for t in gl.static_range(0, T, TAKE):
+                logits = logits_of.index(stage).slice(t, TAKE).load(gl.SliceLayout(1, PLANE))
+                weight = gl.exp2(logits - top)
+                total += weight
+                weight = weight[:, None][:, :, None][:, :, :, None][:, :, :, :, None]
+                code = gl.reshape(codes.index(stage).slice(t, TAKE).load(WORDS), [TAKE, 1, RUNS, W, 1])
+                low = pairs.index(stage).slice(t, TAKE).load(LOWS)
+                if PLANES * RUNS > J:
+                    low = gl.join(low, low)  # two planes lie in a group
+                low = gl.reshape(low, [TAKE, PLANES, RUNS, 1, 1])
+                code = gl.convert_layout(code, CODES, assert_trivial=True)
+                low = gl.convert_layout(low, CODES, assert_trivial=True)
+                code, low, scale = _decode_planes(code, low, plane, byte, gl.float16, BITS)
+                out += code * (scale * weight)
+                base += low * weight
+            barrier()
+            hopper.mbarrier.arrive(taken.index(stage))
+            unit += 1
+            out = gl.reshape(out + base, [TAKE, J * GROUP])
+            _leave(parts, (b * Hkv + head).to(gl.int64) * step + 4 * tile, top, total, out, L)
+        ampere.async_copy.wait_group(0)
+
+
+@gluon_jit
+def _attend_all_values(windows, values, D: gl.constexpr, packing):
+    _attend_windows(*windows, D)
+    _attend_values(*values, *packing)
+
+
+@gluon_jit
+def _merge_heads(parts, out_p, heads, step, D: gl.constexpr):
+    """The softmax of each query out of its parts: a warp a query."""
+    PARTS: gl.constexpr = gl.BlockedLayout([1, 16, D // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    PART: gl.constexpr = gl.SliceLayout(2, PARTS)
+    OUT: gl.constexpr = gl.SliceLayout(1, PARTS)
+    top_p, sum_p, part_p = parts
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, PART))[None, :]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))[None, :]
+    for start in range(gl.program_id(0) * 4, heads, gl.num_programs(0) * 4):
+        head = start + gl.arange(0, 4, layout=gl.SliceLayout(1, PART))[:, None]
+        top = gl.full([4], -1e30, gl.float32, gl.SliceLayout(1, PART))
+        total = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, OUT))
+        out = gl.full([4, D], 0.0, gl.float32, OUT)
+        for part in range(0, step, 16):
+            at, inside = head.to(gl.int64) * step + part + i, (part + i < step) & (head < heads)
+            tops = gl.load(top_p + at, mask=inside, other=-1e30)
+            sums = gl.load(sum_p + at, mask=inside, other=0.0)
+            rows = gl.load(part_p + at[:, :, None] * D + d[:, None, :], mask=inside[:, :, None], other=0.0)
+            new_top = gl.maximum(top, gl.max(tops, 1))
+            weight = gl.exp2(tops - new_top[:, None])
+            shrink = gl.convert_layout(gl.exp2(top - new_top), gl.SliceLayout(1, OUT))
+            total = total * shrink + gl.convert_layout(gl.sum(sums * weight, 1), gl.SliceLayout(1, OUT))
+            out = out * shrink[:, None] + gl.sum(rows * weight[:, :, None], 1)
+            top = new_top
+        head = start + gl.arange(0, 4, layout=gl.SliceLayout(1, OUT))[:, None]
+        out = (out / total[:, None]).to(out_p.dtype.element_ty)
+        gl.store(out_p + head.to(gl.int64) * D + d, out, mask=head < heads)
+
+
+@gluon_jit
+def _sals_kernel(
+    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
+    pos_p, rope_p, top_p, sum_p, part_p, out_p, counter_p, B, n, S, z, scale, Hkv, programs, step,
+    BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr, RUNS: gl.constexpr,
+    RUN: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    # Every row has so many programs, and each an equal run of units: a tile of 2 T tokens and a head. The
+    # latents of a tile stay in shared memory, and a warp streams the basis past them by bulk copies. Four
+    # warps make the logits of a tile's first T tokens, four those of the others: one can multiply while the
+    # other rotates. Four more weigh the values, and before these the exact windows.
+    T: gl.constexpr = 64
+    LATENT: gl.constexpr = basis.dtype
+    D: gl.constexpr = basis.block_shape[0]
+    KB: gl.constexpr = basis.block_shape[1]
+    b, program = gl.program_id(0) // programs, gl.program_id(0) % programs
+    units = gl.cdiv(n, 2 * T) * Hkv
+    first, stop = program * units // programs, (program + 1) * units // programs
+    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
+    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    codes = gl.allocate_shared_memory(gl.int32, [2, 2 * T, WIDTH // 4], ROWS)
+    pairs = gl.allocate_shared_memory(gl.int32, [2, 2 * T, D // GROUP], ROWS)
+    queries = gl.allocate_shared_memory(gl.float32, [2, D], FLAT)
+    logits_of = gl.allocate_shared_memory(gl.float32, [2, 2 * T], FLAT)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(ready.index(slot), count=1)
+        hopper.mbarrier.init(free.index(slot), count=2)  # both halves
+    for stage in gl.static_range(2):
+        hopper.mbarrier.init(made.index(stage), count=2)
+        hopper.mbarrier.init(taken.index(stage), count=1)
+    hopper.fence_async_shared()
+    barrier()
+    index_p += b.to(gl.int64) * n
+    parts = (top_p, sum_p, part_p)
+    stores = (q_p, ring_k_p, ring_v_p, pos_p)
+    windows = (parts, stores, B * Hkv, z, scale, Hkv, step, 4 * gl.cdiv(n, 2 * T))
+    values = (
+        codes, pairs, logits_of, made, taken, first, stop, parts, b, index_p, values_p, low_scale_p, n, S,
+        Hkv, step,
+    )  # fmt: skip
+    keys = (
+        latents, queries, ring, ready, free, logits_of, made, taken, first, stop, b, q_p, index_p, latent_p,
+        latent_scale_p, basis_scale_p, rope_p, n, S, scale, Hkv,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_make_half, (gl.constexpr(0), keys)),
+            (_make_half, (gl.constexpr(1), keys)),
+            (_attend_all_values, (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN))),
+            (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
+        ],
+        [4, 4, 1],  # warps, beside the four of the first
+        [168, 144, 24],  # registers a thread
+    )  # fmt: skip
+    arrived, programs = _arrive(counter_p), gl.num_programs(0)
+    _wait_for_all(counter_p, (arrived // programs + 1) * programs)
+    _merge_heads(parts, out_p, B * Hkv, step, D)
+
+
+def _attend_at_once(
+    q: Tensor, index: Tensor, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
+    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
+    pos: Tensor, words: Tensor, bits: int
+) -> Tensor:  # fmt: skip
+    """sals_attend of chosen tokens and heads that share no keys, in one launch (see attends_at_once)."""
+    (B, Hkv, D), (S, r), n, z = q.shape, latent.shape[1:], index.shape[1], ring_k.shape[1]
+    itemsize, T = latent.element_size(), 64
+    KB = 128 // itemsize
+    device = torch.cuda.get_device_properties(q.device)
+    programs = row_programs(B, n, Hkv, device.multi_processor_count)
+    spare = 6144  # of shared memory, for barriers, logits and what changes of layout take
+    used = 2 * T * r * itemsize + 4 * T * (D * bits // 8 + D // 8)
+    SLOTS = min(4, (device.shared_memory_per_block_optin - spare - used) // (D * 128))
+    out, tops, sums, parts = split_outputs(q, 4 * (cdiv(n, 2 * T) + cdiv(z, T)))
+    layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
+    chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
+    _sals_kernel[B * programs,](
+        q, index, latent, latent_scale, chunks, basis_scale, *value_words(values, low_scale, pos), ring_k,
+        ring_v, pos, words, tops, sums, parts, out, meeting_counters(q.device, B * programs, 1),
+        B, n, S, z, D**-0.5 * LOG2E, Hkv, programs, tops.shape[-1], *value_packing(D, bits), r // KB, SLOTS,
+        num_warps=4, launch_cooperative_grid=True,
+    )  # fmt: skip
+    return out
+
+
+def attends_at_once(
+    device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, bits: int, itemsize: int
+) -> bool:  # fmt: skip
+    """Whether attention of B rows over n chosen tokens each, heads sharing no keys, is one kernel, written in
+    Gluon for Hopper: latents of 16 or 8 bits in whole chunks of 128 bytes of which 128 fit in shared memory,
+    heads of 64 or 128, packed values, and (for speed) two tiles of a head for every program."""
+    fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024 and bits < 16
+    return on_hopper(device) and fits and B <= SMS and B * cdiv(n, 128) * Hkv >= 2 * SMS
+
+
+def row_programs(B: int, n: int, Hkv: int, programs: int) -> int:
+    """How many programs each of B rows has for its n tokens: none begins in mid tile if that can be."""
+    tiles, most = cdiv(n, 128), programs // B
+    return min(most // tiles, Hkv) * tiles if most >= tiles else most
 
 
 # -------------------------------------------------------------------------------------------- dense attention
@@ -2115,17 +2356,6 @@ def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.
 
 
 @gluon_jit
-def _wait_for_all(counter_p, goal):
-    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
-    while gl.load(counter_p, volatile=True) < goal:
-        pass
-    # Acquire it, then order it before bulk copies, which are of another proxy.
-    fence: gl.constexpr = "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;"
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon_jit
 def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr):
     """The second producer, one warp: the inputs of each layer, once all programs have written them."""
     dim, ffn = scaled.shape[1], gated.shape[1]
@@ -2190,12 +2420,6 @@ def _add_bias(out, bias_p, n, inside):
     if bias_p is not None:
         out += gl.load(bias_p + n, mask=inside, other=0.0).to(gl.float32)[:, None]
     return out
-
-
-@gluon_jit
-def _arrive(counter_p):
-    barrier()  # all four warps' stores come before the release
-    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
 
 
 @gluon_jit
@@ -2326,12 +2550,6 @@ def _linear_chain_kernel(
     )  # fmt: skip
 
 
-@functools.cache
-def _chain_counters(device: torch.device, programs: int) -> Tensor:
-    """Arrivals of so many programs at each of a chain's three grid-wide barriers, over all launches."""
-    return torch.zeros(3, dtype=torch.int64, device=device)
-
-
 def _chain_results(attended, x, weights, biases, norms, eps):
     return torch.empty_like(x), x.new_empty(len(x), len(weights[3]))
 
@@ -2391,8 +2609,8 @@ def linear_chain(
     blocks += [TensorDescriptor.from_tensor(t, [MP, KB], layout) for t in (attended, scaled, gated)]
     _linear_chain_kernel[programs,](
         *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
-        gated, out_x, out, _chain_counters(x.device, programs), rows, *eps, MP, HALF, SLOTS, power2(programs),
-        num_warps=4, launch_cooperative_grid=True,
+        gated, out_x, out, meeting_counters(x.device, programs, 3), rows, *eps, MP, HALF, SLOTS,
+        power2(programs), num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip
     return out_x, out
 
@@ -2566,7 +2784,8 @@ def sals_calls(case: dict) -> dict:
     }
     if c["int8"]:
         del operators["sals eager"]
-    if c["Hq"] != c["Hkv"]:  # one kernel makes logits and attends
+    chosen = (c["B"], c["x"] + c["y"], c["Hkv"], c["D"], c["r"], c["bits"], 1 if c["int8"] else 2)
+    if c["Hq"] != c["Hkv"] or attends_at_once(c["pos"].device, *chosen):  # one kernel does it all
         del operators["logits"]
     return {name: [lambda s=s, f=f: f(s) for s in case["sets"]] for name, f in operators.items()}
 

@@ -4164,67 +4164,105 @@ def hopper():
     return DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
-# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
-# the ring has slots, programs of one head and of several tiles.
+# Tiles that end before their second half or in it, ranks of one chunk and of more chunks than the ring has
+# slots, programs of one head, of part of a tile and of several, windows of several tiles and hardly begun.
 @pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "B, Hkv, D, chunks, n, programs",
+    "B, Hkv, D, chunks, n, bits, z, programs",
     [
-        (1, 2, 128, 1, 64, 132),
-        (3, 4, 128, 2, 128, 3),
-        (3, 3, 128, 4, 70, 5),
-        (9, 5, 64, 3, 9, 132),
-        (17, 4, 128, 2, 8, 4),
-        (2, 32, 128, 8, 448, 7),
-        (5, 8, 64, 5, 130, 2),
+        (1, 2, 128, 1, 64, 2, 24, 2),
+        (3, 4, 128, 2, 128, 4, 24, 1),
+        (3, 3, 128, 4, 70, 2, 100, 3),
+        (9, 5, 64, 3, 9, 2, 1, 5),
+        (17, 4, 128, 2, 8, 8, 24, 3),
+        (2, 32, 128, 8, 448, 2, 64, 7),
+        (5, 8, 64, 5, 130, 4, 33, 3),
+        (1, 3, 64, 8, 300, 8, 24, 2),
+        (2, 4, 128, 8, 257, 4, 24, None),
     ],
 )
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_streams_the_basis(monkeypatch, dtype, B, Hkv, D, chunks, n, programs, int8):
-    monkeypatch.setattr(kernels, "streams_basis", lambda *_: True)
-    monkeypatch.setattr(kernels, "_logits_kernel", None)
-    monkeypatch.setattr(kernels, "SMS", programs)
+def test_kernel_sals_attend_at_once(monkeypatch, dtype, B, Hkv, D, chunks, n, bits, z, programs, int8):
+    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: True)
+    monkeypatch.setattr(kernels, "_values_kernel", None)
+    if programs:  # a row
+        monkeypatch.setattr(kernels, "row_programs", lambda *_: programs)
     pos = [max(3, 599 - 150 * b) for b in range(B)]
-    check_sals_attend(dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), 4, n, 24, pos, int8=int8)
+    check_sals_attend(dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), bits, n, z, pos, int8=int8)
 
 
-def test_kernel_streams_the_basis_where_hopper_can(monkeypatch):
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
+@pytest.mark.parametrize("first, last", [(-3, 3), (3, -3), (-40, -40)])
+@poisoned
+def test_kernel_sals_attend_at_once_window_of_several_tiles(monkeypatch, first, last):
+    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: True)
+    window = (first, last)
+    check_sals_attend(torch.float16, 3, 200, 2, 1, 64, 64, 4, 33, 100, (199, 120, 30), window)
+
+
+@pytest.mark.parametrize("B", [1, 2, 3, 4, 8, 16, 50, 132])
+@pytest.mark.parametrize("n", [1, 128, 448, 960, 4032])
+@pytest.mark.parametrize("Hkv", [1, 8, 32])
+def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(B, n, Hkv):
+    programs, tiles = kernels.row_programs(B, n, Hkv, 132), -(-n // 128)
+    assert 1 <= programs <= min(132 // B, tiles * Hkv)
+    starts = [program * tiles * Hkv // programs for program in range(programs)]
+    if 132 // B >= tiles:
+        assert {tile * Hkv for tile in range(tiles)} <= set(starts)
+    else:
+        assert programs == 132 // B
+
+
+def test_kernel_attends_at_once_where_hopper_can(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, fits = torch.device("cuda"), (7168, 448, 32, 128, 512, 2)
-    assert kernels.streams_basis(cuda, *fits) and kernels.streams_basis(cuda, 7168, 448, 32, 128, 1024, 1)
-    assert not kernels.streams_basis(torch.device("cpu"), *fits)
-    for place, other in enumerate([1024, 7, 4, 256, 1024]):  # each alone too few, or too many
-        assert not kernels.streams_basis(cuda, *fits[:place], other, *fits[place + 1 :]), place
-    assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 500, 2)  # no whole chunks
-    assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 256, 4)  # fp32
+    cuda, fits = torch.device("cuda"), (4, 960, 32, 128, 512, 2, 2)
+    assert kernels.attends_at_once(cuda, *fits) and kernels.attends_at_once(cuda, 4, 960, 32, 128, 1024, 2, 1)
+    assert not kernels.attends_at_once(torch.device("cpu"), *fits)
+    for place, other in enumerate([133, 130, 8, 96, 1024, 16, 4]):  # each alone too few, too many, or fp32
+        assert not kernels.attends_at_once(cuda, *fits[:place], other, *fits[place + 1 :]), place
+    assert not kernels.attends_at_once(cuda, 4, 960, 32, 128, 500, 2, 2)  # no whole chunks
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not kernels.streams_basis(cuda, *fits)
+    assert not kernels.attends_at_once(cuda, *fits)
 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
     seen, config = [], kernels.logits_config
-    monkeypatch.setattr(kernels, "streams_basis", lambda *shape: seen.append(shape[-1]) or False)
+    monkeypatch.setattr(kernels, "attends_at_once", lambda *shape: seen.append(shape[-1]) or False)
     monkeypatch.setattr(kernels, "logits_config", lambda *shape: seen.append(shape[-1]) or config(*shape))
     check_sals_attend(torch.float32, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), int8=int8)
     assert seen == [4, 4]
 
 
-@pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
-def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
+H200 = "types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)"
+
+
+@pytest.mark.parametrize(
+    "dtype, r, D, bits", [("bfloat16", 512, 128, 2), ("int8", 1024, 128, 4), ("int8", 256, 64, 2)]
+)
+def test_kernel_that_attends_at_once_compiles_without_a_gpu(dtype, r, D, bits):
     """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
     compile_for_hopper(f"""
-        kernels._streamed_logits_kernel = Compile("_streamed_logits_kernel")
-        kernels.streams_basis = lambda *_: True
-        int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
-        index, pos, words = (torch.zeros(n, dtype=torch.int32) for n in (16 * 448, 16, 500 * 64))
-        latent, basis = (torch.zeros(*n, {r}, dtype=torch.{dtype}) for n in ((16, 500), (32, 128)))
-        scales = (torch.zeros(16, 500), torch.zeros(32, 128, 1)) if int8 else (None, None)
-        kernels._logits(
-            q, index.view(16, 448), latent, scales[0], basis, scales[1], pos, words.view(500, 64), 64
-        )
+        kernels._sals_kernel = Compile("_sals_kernel")
+        kernels.attends_at_once = lambda *_: True
+        torch.cuda.get_device_properties = lambda device: {H200}
+        zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
+        latent, basis = zeros(4, 500, {r}, dtype=torch.{dtype}), zeros(32, {D}, {r}, dtype=torch.{dtype})
+        scales = [None, None]
+        if latent.dtype == torch.int8:
+            scales = [torch.zeros(4, 500), torch.zeros(32, {D}, 1)]
+        codes = zeros(4, 500, 32, {D} * {bits} // 8, dtype=torch.uint8)
+        low_scale = zeros(4, 500, 32, {D} // 32, 2, dtype=torch.half)
+        index, pos = zeros(4, 448, dtype=torch.int32), zeros(4, dtype=torch.int32)
+        ring, rope = zeros(4, 64, 32, {D}), zeros(500, {D} // 2, 2, dtype=torch.half)
+        stores = (latent, scales[0], basis, scales[1], codes, low_scale, ring, ring)
+        kernels.sals_attend(zeros(4, 32, {D}), index, *stores, pos, rope, {bits})
+    """, """
+        # No GPU need show that one of these is missing.
+        assert ptx.count("fence.acq_rel.gpu; fence.proxy.async") == 1
+        assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 1
     """)
 
 
@@ -4233,8 +4271,7 @@ def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
     compile_for_hopper(f"""
         kernels._linear_chain_kernel = Compile("_linear_chain_kernel")
         kernels.chains_linears = lambda *_: True
-        h200 = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)
-        torch.cuda.get_device_properties = lambda device: h200
+        torch.cuda.get_device_properties = lambda device: {H200}
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)
         weights = [zeros(*shape) for shape in ((256, 512), (1536, 256), (256, 768), (1000, 256))]
         biases = [zeros(len(weight)) if {biased} else None for weight in weights]
@@ -4281,20 +4318,38 @@ def compile_for_hopper(program, after=""):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
 @pytest.mark.parametrize(
-    "B, S, Hkv, G, r, bits, n, streams",
+    "B, S, Hkv, G, r, bits, n, at_once",
     [
         (16, 1000, 32, 1, 512, 2, 448, True),
         (16, 1000, 32, 1, 512, 2, 448, False),
+        (4, 5000, 32, 1, 512, 4, 4032, True),
         (8, 3000, 8, 4, 256, 4, 1984, False),
         (1, 3000, 8, 4, 256, 4, None, False),
     ],
 )
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_real_sizes(monkeypatch, B, S, Hkv, G, r, bits, n, int8, streams):
-    monkeypatch.setattr(kernels, "streams_basis", lambda *_: streams and hopper())
+def test_kernel_sals_attend_real_sizes(monkeypatch, B, S, Hkv, G, r, bits, n, int8, at_once):
+    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: at_once and hopper())
     pos = [S - 1 - 7 * b for b in range(B)]
     check_sals_attend(torch.bfloat16, B, S, Hkv, G, 128, r, bits, n, 64, pos, int8=int8)
+
+
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
+def test_kernel_sals_attend_at_once_gives_the_same_bits_again():
+    """Over many launches, in a graph in turn with a smaller grid: its programs wait for one another by
+    counters that all launches share."""
+    big, small = (kernels.sals_case(B, 4096, 32, 32, 128, 512, 2, True, 16, 432, 64) for B in (4, 3))
+    calls = [kernels.sals_calls(case)["attend"][0] for case in (big, small)]
+    truths = [call() for call in calls]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        outs = [call() for call in calls * 10]
+    for _ in range(10):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, truths[i % 2]) for i, out in enumerate(outs))
 
 
 ALL_TOKENS = [  # B, S, Hkv, G, D, pos
@@ -4802,7 +4857,7 @@ def test_kernel_linear_chain(monkeypatch, rows, sizes, programs, biased):
         minor=device.minor,
     )
     programs = min(programs, sizes[1] // 8)
-    counters = kernels._chain_counters(torch.device("cuda", 0), programs)
+    counters = kernels.meeting_counters(torch.device("cuda", 0), programs, 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
     given, before = chain_inputs(rows, *sizes, biased), counters.clone()
     first = kernels.linear_chain(*given)
