@@ -674,6 +674,159 @@ def _logits_kernel(
             tl.store(logits_p + head[None, :] * n + place[:, None], logits, mask=mine)
 
 
+@gluon_jit
+def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constexpr):
+    """The producer, one warp: copies the basis of head after head into the ring, as its slots become free."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    D: gl.constexpr = ring.shape[1]
+    KB: gl.constexpr = ring.shape[2]
+    for chunk in range((stop - first) * CHUNKS):
+        slot = chunk % SLOTS
+        head = (first + chunk // CHUNKS) % Hkv
+        hopper.mbarrier.wait(free.index(slot), ((chunk // SLOTS) & 1) ^ 1)
+        hopper.mbarrier.expect(ready.index(slot), D * KB * ring.dtype.primitive_bitwidth // 8)
+        copy_block(basis, [head * D, chunk % CHUNKS * KB], ready.index(slot), ring.index(slot))
+
+
+@gluon_jit
+def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """T places in line from `start` on, and their tokens: -1 where there is none."""
+    line = start + gl.arange(0, T, layout=LAYOUT)
+    return line, gl.load(index_p + line, mask=line < stop, other=-1)
+
+
+@gluon_jit
+def _tile_logits(
+    HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
+    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+):  # fmt: skip
+    """A consumer, four warps: the logits of its half of every tile."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    D: gl.constexpr = ring.shape[1]
+    KB: gl.constexpr = ring.shape[2]
+    CHUNKS: gl.constexpr = latents.shape[0] // 2
+    T: gl.constexpr = latents.shape[1]
+    NC: gl.constexpr = queries.shape[1]
+    ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
+    INT8: gl.constexpr = latent_scale_p is not None
+    SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
+    dtype: gl.constexpr = queries.dtype
+    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
+    LARGE: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
+    QUERY: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
+    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
+    of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
+    PAIRS: gl.constexpr = of_pairs.type.layout
+    pair = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIRS))
+    kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
+    wide = gl.arange(0, D, layout=gl.SliceLayout(0, QUERY))
+    dim = wide // 2 + (wide % 2) * (D // 2)
+    column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))
+    chunk = 0
+    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
+        start = (tile * 2 + HALF) * T
+        first_row = start // n
+        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
+        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, COPY))
+        stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
+        latent_row = latent_p + stored[:, None] * (CHUNKS * KB)
+        for j in gl.static_range(CHUNKS):
+            copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
+        ampere.async_copy.commit_group()
+        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, PAIRS))
+        words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
+        cos, sin = _half_at(words, 0), _half_at(words, 16)
+        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
+        row = line // n
+        live = token >= 0
+        if INT8:
+            stored = gl.minimum(row, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
+            token_scale = gl.load(latent_scale_p + stored) * scale
+        logits_row = logits_p + row.to(gl.int64) * (Hkv * n) + (line - row * n)
+        own = gl.where(line < B * n, row - first_row, -1)
+        mine = own[:, None] == gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
+        query_row = first_row + column
+        real = query_row <= (gl.minimum(start + T, B * n) - 1) // n
+        query_p = q_p + query_row.to(gl.int64)[:, None] * (Hkv * D) + dim[None, :]
+        ampere.async_copy.wait_group(0)
+        hopper.fence_async_shared()
+        barrier()
+        for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
+            head = unit - tile * Hkv
+            query = gl.load(query_p + head * D, mask=real[:, None], other=0.0)
+            k = gl.full([T, D], 0, SUM, KEYS)
+            for j in gl.static_range(CHUNKS):
+                slot = (chunk + j) % SLOTS
+                hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
+                left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
+                k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
+                if j > 0:  # the product before this one is done in all four warps: they give its slot back
+                    k = hopper.warpgroup_mma_wait(1, deps=[k])
+                    barrier()
+                    hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
+            if INT8:
+                pair_scale = gl.load(basis_scale_p + head * D + wide) * LARGE
+                query = (query * pair_scale[None, :]).to(dtype)
+            queries.index(HALF).store(query)
+            k = hopper.warpgroup_mma_wait(0, deps=[k])
+            barrier()
+            hopper.mbarrier.arrive(free.index((chunk + CHUNKS - 1) % SLOTS))
+            chunk += CHUNKS
+            # From here on the other consumer has the tensor cores, but for a small product with the query.
+            if INT8:
+                k = k.to(gl.float32) / LARGE
+            a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
+            rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D]).to(dtype)
+            left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
+            right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
+            logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
+            logits *= token_scale[:, None] if INT8 else scale
+            logits = gl.where(live[:, None], logits, float("-inf"))
+            to = gl.expand_dims(logits_row + head * n, 1) + gl.full([T, NC], 0, gl.int32, LOGITS)
+            gl.store(to, logits, mask=mine)
+
+
+@gluon_jit
+def _streamed_logits_kernel(
+    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    # As in _logits_kernel, tiles of all rows times heads are one line of units, of which every program takes
+    # an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis past them by
+    # bulk copies, and of two consumers, each of T tokens, one can multiply while the other rotates.
+    LATENT: gl.constexpr = basis.dtype
+    D: gl.constexpr = basis.block_shape[0]
+    KB: gl.constexpr = basis.block_shape[1]
+    pid, programs = gl.program_id(0), gl.num_programs(0)
+    units = gl.cdiv(B * n, 2 * T).to(gl.int64) * Hkv
+    first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
+    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
+    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(ready.index(slot), count=1)
+        hopper.mbarrier.init(free.index(slot), count=2)  # both consumers
+    hopper.fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
+            (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
+            (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
+        ],
+        [4, 1],  # warps, beside the four of the first
+        [232, 24],  # registers a thread
+    )  # fmt: skip
+
+
 @jit
 def _columns(PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
     """Column c of an unpacked tile of V is channel (plane, byte), padded where a plane is no power of two
@@ -1058,9 +1211,10 @@ def sals_attend(
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
-    they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
-    one decodes V and attends V and the ring; or where attends_at_once says so one kernel does it all. Splits
-    merge by log-sum-exp. Truth: SalsCache.reconstruct and attend."""
+    they do not, the product is most of the work: one kernel with large tiles keeps only the logits (where
+    streams_basis says so, another for Hopper), a second one decodes V and attends V and the ring; or where
+    attends_at_once says so, one kernel for Hopper does it all. Splits merge by log-sum-exp.
+    Truth: SalsCache.reconstruct and attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
     Hkv, DP, _ = basis.shape
@@ -1126,6 +1280,16 @@ def _logits(
     scale = D**-0.5 * LOG2E
     itemsize = tile_itemsize(q.dtype, latent)
     logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
+    aligned = latent.data_ptr() % 16 == basis.data_ptr() % 16 == 0
+    if index is not None and aligned and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize):
+        T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
+        layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
+        chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
+        _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
+            q, index, latent, latent_scale, chunks, basis_scale, words, logits, B, n, S, scale, Hkv,
+            T, NC, r // KB, SLOTS, num_warps=4,
+        )  # fmt: skip
+        return logits
     T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
     rows = 1 if n % T == 0 else min(B, (T - 2) // n + 2)  # that a tile can span
     _logits_kernel[min(cdiv(B * n, T) * (Hkv // heads), programs),](
@@ -1135,6 +1299,14 @@ def _logits(
         words.dtype == torch.int32, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return logits
+
+
+def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
+    """Whether the logits of chosen tokens are made by the kernel for Hopper, written in Gluon: 16 or 8 bits,
+    heads of 64 or 128, latents of whole chunks of 128 bytes of which 128 fit in shared memory, 64 tokens
+    in line span 8 rows of the batch at most, and (for speed) every program has two heads or more."""
+    fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
+    return on_hopper(device) and fits and n >= 8 and cdiv(tokens, 128) * Hkv >= 2 * SMS
 
 
 def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:
@@ -1199,27 +1371,6 @@ def meeting_counters(device: torch.device, programs: int, count: int) -> Tensor:
 
 
 @gluon_jit
-def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constexpr):
-    """The producer, one warp: copies the basis of head after head into the ring, as its slots become free."""
-    SLOTS: gl.constexpr = ring.shape[0]
-    D: gl.constexpr = ring.shape[1]
-    KB: gl.constexpr = ring.shape[2]
-    for chunk in range((stop - first) * CHUNKS):
-        slot = chunk % SLOTS
-        head = (first + chunk // CHUNKS) % Hkv
-        hopper.mbarrier.wait(free.index(slot), ((chunk // SLOTS) & 1) ^ 1)
-        hopper.mbarrier.expect(ready.index(slot), D * KB * ring.dtype.primitive_bitwidth // 8)
-        copy_block(basis, [head * D, chunk % CHUNKS * KB], ready.index(slot), ring.index(slot))
-
-
-@gluon_jit
-def _tokens(index_p, start, n, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """A row's T chosen tokens from `start` on: -1 where there is none."""
-    place = start + gl.arange(0, T, layout=LAYOUT)
-    return gl.load(index_p + place, mask=place < n, other=-1)
-
-
-@gluon_jit
 def _heads_of(tile, first, stop, Hkv):
     """The heads of a tile, from and up to, that the program's units first .. stop - 1 have."""
     return gl.maximum(first - tile * Hkv, 0), gl.minimum(stop - tile * Hkv, Hkv)
@@ -1253,9 +1404,9 @@ def _make_logits(
     chunk, unit = 0, 0
     for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
         start = (tile * 2 + HALF) * T
-        token = _tokens(index_p, start, n, T, gl.SliceLayout(1, COPY))
-        turned = _tokens(index_p, start, n, T, gl.SliceLayout(1, PAIRS))
-        scored = _tokens(index_p, start, n, T, gl.SliceLayout(1, KEYS))
+        token = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, COPY))[1]
+        turned = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, PAIRS))[1]
+        scored = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, KEYS))[1]
         # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
         words = gl.load(rope_p + gl.maximum(turned, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
         token_scale = gl.where(scored >= 0, scale, 0.0)
@@ -1385,9 +1536,11 @@ def _attend_values(
     group = gl.arange(0, J, layout=gl.SliceLayout(0, PAIRS))
     unit = 0
     for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
-        token = b.to(gl.int64) * S + gl.maximum(_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, COPY)), 0)
+        token = _tile_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, COPY))[1]
+        token = b.to(gl.int64) * S + gl.maximum(token, 0)
         code_at = values_p + (token * (Hkv * (WIDTH // 4)))[:, None] + word[None, :]
-        token = b.to(gl.int64) * S + gl.maximum(_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, PAIRS)), 0)
+        token = _tile_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, PAIRS))[1]
+        token = b.to(gl.int64) * S + gl.maximum(token, 0)
         pair_at = low_scale_p + (token * (Hkv * J))[:, None] + group[None, :]
         first_head, stop_head = _heads_of(tile, first, stop, Hkv)
         _copy_values(code_at, pair_at, first_head, codes, pairs, unit % 2)
@@ -1556,9 +1709,10 @@ def attends_at_once(
 ) -> bool:  # fmt: skip
     """Whether attention of B rows over n chosen tokens each, heads sharing no keys, is one kernel, written in
     Gluon for Hopper: latents of 16 or 8 bits in whole chunks of 128 bytes of which 128 fit in shared memory,
-    heads of 64 or 128, packed values, and (for speed) two tiles of a head for every program."""
+    heads of 64 or 128, packed values, and (for speed) two tiles of a head for every program, and two windows
+    at most, for which their values wait."""
     fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024 and bits < 16
-    return on_hopper(device) and fits and B <= SMS and B * cdiv(n, 128) * Hkv >= 2 * SMS
+    return on_hopper(device) and fits and B <= SMS and B * Hkv <= 2 * SMS <= B * cdiv(n, 128) * Hkv
 
 
 def row_programs(B: int, n: int, Hkv: int, programs: int) -> int:

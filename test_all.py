@@ -4164,6 +4164,46 @@ def hopper():
     return DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
+# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
+# the ring has slots, programs of one head and of several tiles.
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "B, Hkv, D, chunks, n, programs",
+    [
+        (1, 2, 128, 1, 64, 132),
+        (3, 4, 128, 2, 128, 3),
+        (3, 3, 128, 4, 70, 5),
+        (9, 5, 64, 3, 9, 132),
+        (17, 4, 128, 2, 8, 4),
+        (2, 32, 128, 8, 448, 7),
+        (5, 8, 64, 5, 130, 2),
+    ],
+)
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_kernel_sals_attend_streams_the_basis(monkeypatch, dtype, B, Hkv, D, chunks, n, programs, int8):
+    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: False)
+    monkeypatch.setattr(kernels, "streams_basis", lambda *_: True)
+    monkeypatch.setattr(kernels, "_logits_kernel", None)
+    monkeypatch.setattr(kernels, "SMS", programs)
+    pos = [max(3, 599 - 150 * b) for b in range(B)]
+    check_sals_attend(dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), 4, n, 24, pos, int8=int8)
+
+
+def test_kernel_streams_the_basis_where_hopper_can(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda, fits = torch.device("cuda"), (7168, 448, 32, 128, 512, 2)
+    assert kernels.streams_basis(cuda, *fits) and kernels.streams_basis(cuda, 7168, 448, 32, 128, 1024, 1)
+    assert not kernels.streams_basis(torch.device("cpu"), *fits)
+    for place, other in enumerate([1024, 7, 4, 256, 1024]):  # each alone too few, or too many
+        assert not kernels.streams_basis(cuda, *fits[:place], other, *fits[place + 1 :]), place
+    assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 500, 2)  # no whole chunks
+    assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 256, 4)  # fp32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not kernels.streams_basis(cuda, *fits)
+
+
 # Tiles that end before their second half or in it, ranks of one chunk and of more chunks than the ring has
 # slots, programs of one head, of part of a tile and of several, windows of several tiles and hardly begun.
 @pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
@@ -4218,9 +4258,10 @@ def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(B, n, H
 def test_kernel_attends_at_once_where_hopper_can(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cuda, fits = torch.device("cuda"), (4, 960, 32, 128, 512, 2, 2)
+    assert kernels.attends_at_once(cuda, 8, 448, 32, 128, 512, 2, 2)
     assert kernels.attends_at_once(cuda, *fits) and kernels.attends_at_once(cuda, 4, 960, 32, 128, 1024, 2, 1)
     assert not kernels.attends_at_once(torch.device("cpu"), *fits)
-    for place, other in enumerate([133, 130, 8, 96, 1024, 16, 4]):  # each alone too few, too many, or fp32
+    for place, other in enumerate([9, 130, 8, 96, 1024, 16, 4]):  # each alone too few, too many, or fp32
         assert not kernels.attends_at_once(cuda, *fits[:place], other, *fits[place + 1 :]), place
     assert not kernels.attends_at_once(cuda, 4, 960, 32, 128, 500, 2, 2)  # no whole chunks
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
@@ -4230,10 +4271,27 @@ def test_kernel_attends_at_once_where_hopper_can(monkeypatch):
 @pytest.mark.parametrize("int8", [False, True])
 def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
     seen, config = [], kernels.logits_config
+    monkeypatch.setattr(kernels, "streams_basis", lambda *shape: seen.append(shape[-1]) or False)
     monkeypatch.setattr(kernels, "attends_at_once", lambda *shape: seen.append(shape[-1]) or False)
     monkeypatch.setattr(kernels, "logits_config", lambda *shape: seen.append(shape[-1]) or config(*shape))
     check_sals_attend(torch.float32, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), int8=int8)
-    assert seen == [4, 4]
+    assert seen == [4, 4, 4]
+
+
+@pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
+def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
+    """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
+    compile_for_hopper(f"""
+        kernels._streamed_logits_kernel = Compile("_streamed_logits_kernel")
+        kernels.streams_basis = lambda *_: True
+        int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
+        index, pos, words = (torch.zeros(n, dtype=torch.int32) for n in (16 * 448, 16, 500 * 64))
+        latent, basis = (torch.zeros(*n, {r}, dtype=torch.{dtype}) for n in ((16, 500), (32, 128)))
+        scales = (torch.zeros(16, 500), torch.zeros(32, 128, 1)) if int8 else (None, None)
+        kernels._logits(
+            q, index.view(16, 448), latent, scales[0], basis, scales[1], pos, words.view(500, 64), 64
+        )
+    """)
 
 
 H200 = "types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)"
@@ -4318,19 +4376,21 @@ def compile_for_hopper(program, after=""):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
 @pytest.mark.parametrize(
-    "B, S, Hkv, G, r, bits, n, at_once",
+    "B, S, Hkv, G, r, bits, n, kernel",
     [
-        (16, 1000, 32, 1, 512, 2, 448, True),
-        (16, 1000, 32, 1, 512, 2, 448, False),
-        (4, 5000, 32, 1, 512, 4, 4032, True),
-        (8, 3000, 8, 4, 256, 4, 1984, False),
-        (1, 3000, 8, 4, 256, 4, None, False),
+        (16, 1000, 32, 1, 512, 2, 448, "attends_at_once"),
+        (16, 1000, 32, 1, 512, 2, 448, "streams_basis"),
+        (16, 1000, 32, 1, 512, 2, 448, None),
+        (4, 5000, 32, 1, 512, 4, 4032, "attends_at_once"),
+        (8, 3000, 8, 4, 256, 4, 1984, None),
+        (1, 3000, 8, 4, 256, 4, None, None),
     ],
 )
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_real_sizes(monkeypatch, B, S, Hkv, G, r, bits, n, int8, at_once):
-    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: at_once and hopper())
+def test_kernel_sals_attend_real_sizes(monkeypatch, B, S, Hkv, G, r, bits, n, int8, kernel):
+    for name in ("attends_at_once", "streams_basis"):
+        monkeypatch.setattr(kernels, name, lambda *_, name=name: name == kernel and hopper())
     pos = [S - 1 - 7 * b for b in range(B)]
     check_sals_attend(torch.bfloat16, B, S, Hkv, G, 128, r, bits, n, 64, pos, int8=int8)
 
