@@ -1363,7 +1363,8 @@ def _arrive(counter_p):
 
 @functools.cache
 def meeting_counters(device: torch.device, programs: int, count: int) -> Tensor:
-    """Arrivals of so many programs at each of `count` grid-wide barriers, over all launches."""
+    """Arrivals of so many programs at each of `count` grid-wide barriers, over all launches. The first call
+    for a number of programs must not be in a capture: these zeros are written once."""
     return torch.zeros(count, dtype=torch.int64, device=device)
 
 
@@ -1455,6 +1456,7 @@ def _make_logits(
 
 @gluon_jit
 def _make_half(HALF: gl.constexpr, keys):
+    """_make_logits, whose arguments warp_specialize takes as one tuple for both halves."""
     _make_logits(HALF, *keys)
 
 
@@ -1578,7 +1580,7 @@ def _attend_values(
 
 
 @gluon_jit
-def _attend_all_values(windows, values, D: gl.constexpr, packing):
+def _attend_windows_and_values(windows, values, D: gl.constexpr, packing):
     _attend_windows(*windows, D)
     _attend_values(*values, *packing)
 
@@ -1667,7 +1669,8 @@ def _sals_kernel(
         [
             (_make_half, (gl.constexpr(0), keys)),
             (_make_half, (gl.constexpr(1), keys)),
-            (_attend_all_values, (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN))),
+            (_attend_windows_and_values,
+             (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN))),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 4, 1],  # warps, beside the four of the first
@@ -1709,16 +1712,20 @@ def attends_at_once(
 ) -> bool:  # fmt: skip
     """Whether attention of B rows over n chosen tokens each, heads sharing no keys, is one kernel, written in
     Gluon for Hopper: latents of 16 or 8 bits in whole chunks of 128 bytes of which 128 fit in shared memory,
-    heads of 64 or 128, packed values, and (for speed) two tiles of a head for every program, and two windows
-    at most, for which their values wait."""
+    heads of 64 or 128, packed values, a program for every row, and (for speed) two tiles of a head for every
+    program, and two heads at most, for whose exact windows the values wait."""
     fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024 and bits < 16
-    return on_hopper(device) and fits and B <= SMS and B * Hkv <= 2 * SMS <= B * cdiv(n, 128) * Hkv
+    fits = fits and B * Hkv <= 2 * SMS <= B * cdiv(n, 128) * Hkv
+    return fits and on_hopper(device) and B <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def row_programs(B: int, n: int, Hkv: int, programs: int) -> int:
-    """How many programs each of B rows has for its n tokens: none begins in mid tile if that can be."""
-    tiles, most = cdiv(n, 128), programs // B
-    return min(most // tiles, Hkv) * tiles if most >= tiles else most
+    """How many of the programs each of B rows has for its n tokens: if that idles few, as many as a multiple
+    of its tiles, so that none begins in mid tile."""
+    tiles = cdiv(n, 128)
+    most = min(programs // B, tiles * Hkv)
+    even = most // tiles * tiles
+    return even if 4 * even >= 3 * most else most
 
 
 # -------------------------------------------------------------------------------------------- dense attention
