@@ -696,12 +696,40 @@ def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon_jit
+def _begin_keys(latents, ring, ready, free, chunk, HALF: gl.constexpr, KEYS: gl.constexpr):
+    """A half's latents times the basis of a head, whose chunks in the ring begin with `chunk`: the keys
+    [T, D], the last product of which is still on its way."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    CHUNKS: gl.constexpr = latents.shape[0] // 2
+    SUM: gl.constexpr = gl.int32 if latents.dtype == gl.int8 else gl.float32
+    k = gl.full([latents.shape[1], ring.shape[1]], 0, SUM, KEYS)
+    for j in gl.static_range(CHUNKS):
+        slot = (chunk + j) % SLOTS
+        hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
+        left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
+        k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
+        if j > 0:  # the product before this one is done in all four warps: they give its slot back
+            k = hopper.warpgroup_mma_wait(1, deps=[k])
+            barrier()
+            hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
+    return k
+
+
+@gluon_jit
+def _end_keys(k, free, chunk):
+    """Waits for the keys, and gives back the slot of the last of their chunks, before `chunk`."""
+    k = hopper.warpgroup_mma_wait(0, deps=[k])
+    barrier()
+    hopper.mbarrier.arrive(free.index((chunk - 1) % free.shape[0]))
+    return k
+
+
+@gluon_jit
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
     q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile."""
-    SLOTS: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
     CHUNKS: gl.constexpr = latents.shape[0] // 2
@@ -709,7 +737,6 @@ def _tile_logits(
     NC: gl.constexpr = queries.shape[1]
     ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
     INT8: gl.constexpr = latent_scale_p is not None
-    SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
     dtype: gl.constexpr = queries.dtype
     # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
     LARGE: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
@@ -757,24 +784,13 @@ def _tile_logits(
         for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
             head = unit - tile * Hkv
             query = gl.load(query_p + head * D, mask=real[:, None], other=0.0)
-            k = gl.full([T, D], 0, SUM, KEYS)
-            for j in gl.static_range(CHUNKS):
-                slot = (chunk + j) % SLOTS
-                hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
-                left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
-                k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
-                if j > 0:  # the product before this one is done in all four warps: they give its slot back
-                    k = hopper.warpgroup_mma_wait(1, deps=[k])
-                    barrier()
-                    hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
+            k = _begin_keys(latents, ring, ready, free, chunk, HALF, KEYS)
             if INT8:
                 pair_scale = gl.load(basis_scale_p + head * D + wide) * LARGE
                 query = (query * pair_scale[None, :]).to(dtype)
             queries.index(HALF).store(query)
-            k = hopper.warpgroup_mma_wait(0, deps=[k])
-            barrier()
-            hopper.mbarrier.arrive(free.index((chunk + CHUNKS - 1) % SLOTS))
             chunk += CHUNKS
+            k = _end_keys(k, free, chunk)
             # From here on the other consumer has the tensor cores, but for a small product with the query.
             if INT8:
                 k = k.to(gl.float32) / LARGE
@@ -1301,12 +1317,18 @@ def _logits(
     return logits
 
 
+def fits_chunks(D: int, r: int, itemsize: int) -> bool:
+    """Whether the kernels for Hopper can stream the basis past latents in shared memory: 16 or 8 bits, heads
+    of 64 or 128, latents of whole chunks of 128 bytes of which 128 fit."""
+    return itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
+
+
 def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
-    """Whether the logits of chosen tokens are made by the kernel for Hopper, written in Gluon: 16 or 8 bits,
-    heads of 64 or 128, latents of whole chunks of 128 bytes of which 128 fit in shared memory, 64 tokens
-    in line span 8 rows of the batch at most, and (for speed) every program has two heads or more."""
-    fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
-    return on_hopper(device) and fits and n >= 8 and cdiv(tokens, 128) * Hkv >= 2 * SMS
+    """Whether the logits of chosen tokens are made by the kernel for Hopper, written in Gluon: the latents
+    fit its chunks, 64 tokens in line span 8 rows of the batch at most, and (for speed) every program has two
+    heads or more."""
+    fits = fits_chunks(D, r, itemsize) and n >= 8
+    return on_hopper(device) and fits and cdiv(tokens, 128) * Hkv >= 2 * SMS
 
 
 def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:
@@ -1383,14 +1405,12 @@ def _make_logits(
     q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, n, S, scale, Hkv,
 ):  # fmt: skip
     """The logits of its half of every tile, in log2 units: -inf where there is no token. Four warps."""
-    SLOTS: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
     CHUNKS: gl.constexpr = latents.shape[0] // 2
     T: gl.constexpr = latents.shape[1]
     ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
     INT8: gl.constexpr = latent_scale_p is not None
-    SUM: gl.constexpr = gl.int32 if INT8 else gl.float32
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
     COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
     QUERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -1424,23 +1444,12 @@ def _make_logits(
         first_head, stop_head = _heads_of(tile, first, stop, Hkv)
         for head in range(first_head, stop_head):
             query = gl.load(q_p + (b * Hkv + head).to(gl.int64) * D + dim).to(gl.float32)
-            k = gl.full([T, D], 0, SUM, KEYS)
-            for j in gl.static_range(CHUNKS):
-                slot = (chunk + j) % SLOTS
-                hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
-                left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
-                k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
-                if j > 0:  # the product before this one is done in all four warps: they give its slot back
-                    k = hopper.warpgroup_mma_wait(1, deps=[k])
-                    barrier()
-                    hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
+            k = _begin_keys(latents, ring, ready, free, chunk, HALF, KEYS)
             if INT8:
                 query *= gl.load(basis_scale_p + head * D + wide)
             queries.index(HALF).store(query)
-            k = hopper.warpgroup_mma_wait(0, deps=[k])
-            barrier()
-            hopper.mbarrier.arrive(free.index((chunk + CHUNKS - 1) % SLOTS))
             chunk += CHUNKS
+            k = _end_keys(k, free, chunk)
             # From here on the other half has the tensor cores: a product with the query by them would wait.
             a, c = gl.split(gl.reshape(k.to(gl.float32), [T, D // 2, 2]))
             rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D])
@@ -1711,11 +1720,9 @@ def attends_at_once(
     device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, bits: int, itemsize: int
 ) -> bool:  # fmt: skip
     """Whether attention of B rows over n chosen tokens each, heads sharing no keys, is one kernel, written in
-    Gluon for Hopper: latents of 16 or 8 bits in whole chunks of 128 bytes of which 128 fit in shared memory,
-    heads of 64 or 128, packed values, a program for every row, and (for speed) two tiles of a head for every
-    program, and two heads at most, for whose exact windows the values wait."""
-    fits = itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024 and bits < 16
-    fits = fits and B * Hkv <= 2 * SMS <= B * cdiv(n, 128) * Hkv
+    Gluon for Hopper: the latents fit its chunks, values are packed, every row has a program, and (for speed)
+    every program two tiles of a head, and two heads at most, for whose exact windows the values wait."""
+    fits = fits_chunks(D, r, itemsize) and bits < 16 and B * Hkv <= 2 * SMS <= B * cdiv(n, 128) * Hkv
     return fits and on_hopper(device) and B <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
