@@ -43,6 +43,11 @@ def gluon_jit(function):
     return gluon.jit(function) if gluon else function
 
 
+def constexpr_function(function):
+    """Makes what runs in Python when a kernel is compiled."""
+    return triton.constexpr_function(function) if triton else function
+
+
 class _NoTriton:
     """Stands in for triton.language, so that the annotations of the kernels below can be read without it."""
 
@@ -1913,8 +1918,8 @@ def int8_attend(
 
     The query is split into two int8 numbers (15 bits), so that tensor cores take the keys' codes as they are;
     in fp32 the codes become fp32. Where heads share no keys (G = 1), V is weighed in fp32 as it is decoded;
-    else the group's queries share a decoded tile on tensor cores.
-    Truth: Int8Cache.decode without kernels."""
+    else the group's queries share a decoded tile on tensor cores (where shares_int8 says so, in a kernel for
+    Hopper). Truth: Int8Cache.decode without kernels."""
     B, Hq, D = q.shape
     Hkv, S = k.shape[1:3]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
@@ -1924,6 +1929,10 @@ def int8_attend(
     check_values(pos, values, low_scale, (B, Hkv, S), D, bits, q.dtype)
     check(pos, B, q=q, k=k, k_scale=k_scale)
     G = Hq // Hkv
+    if shares_int8(q.device, G, D, bits, q.element_size()):
+        stores = (k, values, low_scale)
+        if all(each.data_ptr() % 16 == 0 for each in stores):
+            return _attend_int8_shared(q, k, k_scale, values, low_scale, pos, bits)
     T, warps, stages, fill = int8_config(G, D, q.element_size())
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
     out, tops, sums, parts = split_outputs(q, splits)
@@ -1940,6 +1949,197 @@ def int8_config(G: int, D: int, itemsize: int) -> tuple[int, int, int, int]:
     if G == 1:  # a warp a program: no barriers; more sums would run out of registers
         return (32, 1, 4, 16) if itemsize == 2 and D <= 128 else (16, 1, 3, 16)
     return (64, 4, 3, 6) if itemsize == 2 else (32, 4, 2, 4)
+
+
+# ------------------------------------------------- attention over keys in int8 that queries share (Hopper)
+
+
+@constexpr_function
+def _decode_ptx(BITS):
+    """PTX of _decode_halves for two tokens: their words of codes $4 and $5, their groups' (minimum, scale) $6
+    and $7, and $8, how far left to rotate byte 0 -> $0 .. $3: of byte 0 .. 3 both tokens' values."""
+    mask, one = 0x10001 * (((1 << BITS) - 1) << (10 - BITS)), 0x3C003C00  # two halves of 1.0
+    ptx = f"""mov.b32 code, {one + 0x10001 * (BITS << 10)};
+        prmt.b32 low, $6, $7, 0x5410; prmt.b32 step, $6, $7, 0x7632;
+        mul.f16x2 step, step, code; sub.f16x2 low, low, step;
+        prmt.b32 front, $4, $5, 0x5410; prmt.b32 back, $4, $5, 0x7632;"""
+    for byte, word in enumerate(("front", "front", "back", "back")):
+        ptx += f"""sub.u32 turn, $8, {byte % 2 * 8}; shf.l.wrap.b32 code, {word}, {word}, turn;
+            lop3.b32 code, code, {mask}, {one}, 0xEA; fma.rn.f16x2 ${byte}, code, step, low;"""
+    return "{ .reg .b32 front, back, low, step, code, turn; " + ptx + " }"
+
+
+@gluon_jit
+def _decode_halves(words, pairs, turn, BITS: gl.constexpr):
+    """Words of codes, and of their groups' (minimum, scale), to the values of byte 0 .. 3, in fp16: a code as
+    the top bits of a mantissa reads 1 + code / 2**BITS (see _decode_planes), minimum + code * scale is then
+    one FMA, and two tokens, neighbours in a thread's registers, share every instruction."""
+    return gl.inline_asm_elementwise(
+        _decode_ptx(BITS), "=r,=r,=r,=r,r,r,r,r,r,r", [words, pairs, turn],
+        (gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@constexpr_function
+def _word_layouts(T, PLANES, H):
+    """Layouts of T tokens' words [T, PLANES, H, 8], and of codes [T, 8 H] and pairs [T, PLANES H] to match:
+    of a value's bits those that say where tensor cores want it, a warp's lanes for 4 times 2 tokens and 8
+    words, which are 32 channels of a plane."""
+    tokens = [[1, 0, 0, 0]] + [[1 << i, 0, 0, 0] for i in range(3, T.bit_length() - 1)]
+    planes = [[0, 1 << i, 0, 0] for i in range(PLANES.bit_length() - 1)]
+    runs = [[0, 0, 1 << i, 0] for i in range(H.bit_length() - 1)]
+    lanes = [[2, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]]
+
+    def layout(place, registers, sizes):
+        bits = ([place(*bit) for bit in each] for each in (registers, lanes))
+        return gl.DistributedLinearLayout(*bits, [], [], sizes)
+
+    return (
+        layout(lambda *bit: list(bit), tokens + planes + runs, [T, PLANES, H, 8]),
+        layout(lambda t, p, h, word: [t, 8 * h + word], tokens + runs, [T, 8 * H]),
+        layout(lambda t, p, h, word: [t, H * p + h], tokens + planes + runs, [T, PLANES * H]),
+    )
+
+
+@gluon_jit
+def _copy_tile(blocks, rings, ready, stage, row, some):
+    """Copies a tile of keys, codes and pairs, from `row` on, to a stage of the rings, if there is one."""
+    keys, codes, pairs = blocks
+    T: gl.constexpr = keys.block_shape[0]
+    BYTES: gl.constexpr = T * (keys.block_shape[1] + 4 * codes.block_shape[1] + 4 * pairs.block_shape[1])
+    hopper.mbarrier.expect(ready.index(stage), BYTES, pred=some)
+    for i in gl.static_range(3):
+        copy_block(blocks[i], [row, 0], ready.index(stage), rings[i].index(stage), pred=some)
+
+
+@gluon_jit
+def _int8_shared_kernel(
+    keys, codes, pairs, q_p, k_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
+    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+):  # fmt: skip
+    # A program is one warp, and nothing moves between its threads but maxima: codes of keys come from shared
+    # memory as tensor cores take them, the logits are then where those take weights, and values are decoded
+    # where they are multiplied.
+    T: gl.constexpr = keys.block_shape[0]
+    D: gl.constexpr = keys.block_shape[1]
+    W: gl.constexpr = codes.block_shape[1]
+    H: gl.constexpr = W // 8
+    PLANES: gl.constexpr = 8 // BITS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
+    LAYOUTS: gl.constexpr = _word_layouts(T, PLANES, H)
+    WORDS: gl.constexpr = LAYOUTS[0]
+    CODES: gl.constexpr = LAYOUTS[1]
+    PAIRS: gl.constexpr = LAYOUTS[2]
+    split, splits = gl.program_id(0), gl.num_programs(0)
+    row = gl.program_id(2).to(gl.int64) * gl.num_programs(1) + gl.program_id(1)
+    length = gl.load(pos_p + gl.program_id(2)) + 1
+    # Programs take tiles in turn: what is read at a time lies side by side, which memory serves faster.
+    tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
+    first = (row * S).to(gl.int32)
+    k_ring = gl.allocate_shared_memory(keys.dtype, [STAGES, T, D], keys.layout)
+    code_ring = gl.allocate_shared_memory(codes.dtype, [STAGES, T, W], codes.layout)
+    pair_ring = gl.allocate_shared_memory(pairs.dtype, [STAGES, T, PLANES * H], pairs.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        hopper.mbarrier.init(ready.index(slot), count=1)
+    hopper.fence_async_shared()
+    barrier()
+    blocks, rings = (keys, codes, pairs), (k_ring, code_ring, pair_ring)
+    for slot in gl.static_range(STAGES):
+        _copy_tile(blocks, rings, ready, slot, first + (split + slot * splits) * T, slot < tiles)
+    # Rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones: their products meet in a thread.
+    g = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))[:, None]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
+    high, low, q_scale = _split_int8(gl.load(q_p + (row * G + g) * D + d, mask=(g < G) & (d < D), other=0.0))
+    query = gl.reshape(gl.permute(gl.join(high, low), (2, 0, 1)), [16, D])
+    query = gl.convert_layout(query, gl.DotOperandLayout(0, MMA, 4))
+    zeros = gl.full([16, T], 0, gl.int32, MMA)
+    of_queries, _ = gl.split(gl.permute(gl.reshape(zeros, [2, 8, T]), (1, 2, 0)))
+    LOGITS: gl.constexpr = of_queries.type.layout
+    QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    q_scale = gl.convert_layout(q_scale * scale, QUERY)
+    plane = gl.arange(0, PLANES, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
+    spread = gl.full([T, PLANES, H, 8], 0, gl.int32, WORDS)
+    turn = ((10 - BITS - plane * BITS) & 31)[None, :, None, None] + spread
+    top = gl.full([8], -1e30, gl.float32, QUERY)
+    total = gl.full([8, T], 0.0, gl.float32, LOGITS)  # summed over T at the end, not in every tile
+    out = gl.full([D, 8], 0.0, gl.float32, MMA)
+    place = split * T + gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
+    k_scale = gl.load(k_scale_p + row * S + place, mask=place < length, other=0.0)
+    for i in range(tiles):
+        stage = i % STAGES
+        live, token_scale = place < length, k_scale
+        place += splits * T
+        k_scale = gl.load(k_scale_p + row * S + place, mask=place < length, other=0.0)
+        hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        k = k_ring.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 4))
+        products = gl.reshape(ampere.mma_v2(query, k, zeros), [2, 8, T])
+        coarse, fine = gl.split(gl.permute(products, (1, 2, 0)))
+        logits = (coarse * 254 + fine).to(gl.float32) * (q_scale[:, None] * token_scale[None, :])
+        logits = gl.where(live[None, :], logits, float("-inf"))
+        new_top = gl.maximum(top, gl.max(logits, 1))
+        if gl.max(new_top - top, 0) > 0:
+            shrink = gl.exp2(top - new_top)
+            total *= shrink[:, None]
+            out *= gl.convert_layout(shrink, gl.SliceLayout(0, MMA))[None, :]
+            top = new_top
+        weight = gl.exp2(logits - top[:, None])
+        total += weight
+        weight = gl.permute(weight, (1, 0)).to(gl.float16)
+        weight = gl.convert_layout(weight, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+        words = gl.reshape(code_ring.index(stage).load(CODES), [T, 1, H, 8])
+        pair = pair_ring.index(stage).load(PAIRS)  # of tokens past the end anything, NaN as well
+        real = gl.convert_layout(live, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
+        pair = gl.reshape(gl.where(real, pair, 0), [T, PLANES, H, 1])
+        words = gl.convert_layout(words, WORDS, assert_trivial=True) + spread
+        pair = gl.convert_layout(pair, WORDS, assert_trivial=True) + spread
+        v0, v1, v2, v3 = _decode_halves(words, pair, turn, BITS)
+        v = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [T, PLANES, H, 8, byte // 2, byte % 2]
+        v = gl.reshape(gl.permute(v, (1, 2, 4, 5, 3, 0)), [D, T])
+        out = ampere.mma_v2(gl.convert_layout(v, gl.DotOperandLayout(0, MMA, 2)), weight, out)
+        barrier()
+        row_ahead = first + (split + (i + STAGES) * splits) * T
+        _copy_tile(blocks, rings, ready, stage, row_ahead, i + STAGES < tiles)
+    total = gl.sum(total, 1)
+    if FINAL:
+        out /= gl.convert_layout(total, gl.SliceLayout(0, MMA))[None, :]
+    g = gl.arange(0, 8, layout=QUERY)
+    at = (row * G + g) * splits + split
+    gl.store(top_p + at, top, mask=g < G)
+    gl.store(sum_p + at, total, mask=g < G)
+    g = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
+    m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]  # (plane, H, byte, word)
+    channel = m // (32 * H) * (32 * H) + m // 32 % H * 32 + m % 8 * 4 + m // 8 % 4
+    at = (row * G + g) * splits + split
+    gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=(g < G) & (m < D))
+
+
+def _attend_int8_shared(
+    q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor, pos: Tensor, bits: int
+) -> Tensor:
+    """int8_attend of heads whose keys queries share (see shares_int8)."""
+    (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
+    T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
+    splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
+    out, tops, sums, parts = split_outputs(q, splits)
+    blocks = []
+    for store in (k, *value_words(values, low_scale, pos)):
+        store = store.view(B * Hkv * S, -1)
+        width = store.shape[1] * store.element_size()
+        layout = gl.NVMMASharedLayout(width if width > 16 else 0, 8 * store.element_size(), 2)
+        blocks.append(TensorDescriptor.from_tensor(store, [T, store.shape[1]], layout))
+    _int8_shared_kernel[splits, Hkv, B](
+        *blocks, q, k_scale, pos, tops, sums, parts, S, D**-0.5 * LOG2E, Hq // Hkv, bits, stages, splits == 1,
+        num_warps=1,
+    )  # fmt: skip
+    return merge_splits(out, tops, sums, parts)
+
+
+def shares_int8(device: torch.device, G: int, D: int, bits: int, itemsize: int) -> bool:
+    """Whether keys in int8 that G queries share are attended by the kernel for Hopper, written in Gluon: 2 to
+    8 queries in 16 bits, packed values, heads of 128 (whose rows bulk copies and a warp's lanes take)."""
+    return on_hopper(device) and 1 < G <= 8 and D == 128 and bits < 16 and itemsize == 2
 
 
 # -------------------------------------------------------------------------------------- append and sum scores

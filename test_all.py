@@ -4362,7 +4362,7 @@ def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
     """)
 
 
-def compile_for_hopper(program, after=""):
+def compile_for_hopper(program, after="", multiply="wgmma"):
     """Runs a program that compiles one kernel, by Compile; what comes out must use what Hopper has, and do
     for `after`, a program that sees its ptx."""
     before = """
@@ -4382,10 +4382,10 @@ def compile_for_hopper(program, after=""):
                 warmup = self.kernel.warmup
                 return lambda *args, **options: compiled.append(warmup(*args, grid=grid, **options))
     """
-    check = """
+    check = f"""
         assert len(compiled) == 1 and compiled[0].metadata.shared <= 227 * 1024
         ptx = compiled[0].asm["ptx"]
-        assert "wgmma" in ptx and "cp.async.bulk" in ptx
+        assert "{multiply}" in ptx and "cp.async.bulk" in ptx
     """
     program = "".join(map(textwrap.dedent, (before, program, check, after)))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -4517,6 +4517,30 @@ def test_kernel_int8_attend_tiles(monkeypatch, G, config):
 @poisoned
 def test_kernel_int8_attend_real_sizes(G, bits):
     check_int8_attend(torch.bfloat16, 4, 3000, 8, G, 128, bits, (2999, 2000, 1, 17))
+
+
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
+@poisoned
+def test_kernel_int8_attend_shared(monkeypatch, dtype, bits, G, programs):
+    """One program a head, which writes the result itself, several, and more than short rows have tiles."""
+    monkeypatch.setattr(kernels, "SMS", programs)
+    assert kernels.shares_int8(torch.device(DEVICE), G, 128, bits, 2)
+    check_int8_attend(dtype, 4, 1001, 3, G, 128, bits, (1000, 0, 511, 32))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_kernel_int8_attend_shared_compiles_without_a_gpu(bits):
+    compile_for_hopper(f"""
+        kernels._int8_shared_kernel = Compile("_int8_shared_kernel")
+        kernels.shares_int8, kernels.SMS = lambda *_: True, 1
+        k, codes = torch.zeros(2, 8, 500, 128, dtype=torch.int8), torch.zeros(2, 8, 500, 16 * {bits})
+        q, pos = torch.zeros(2, 32, 128, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+        low_scale = torch.zeros(2, 8, 500, 4, 2, dtype=torch.half)
+        kernels.int8_attend(q, k, torch.zeros(2, 8, 500), codes.to(torch.uint8), low_scale, pos, {bits})
+    """, multiply="mma.sync")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
