@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress import (
@@ -39,6 +40,7 @@ from model import (
     StreamDecoder,
     UserError,
     chat_style,
+    decode_first,
     decode_layer,
     encode_chat,
     free_memory,
@@ -94,6 +96,17 @@ class Progress:
 # --------------------------------------------------------------------------------------------------- sampling
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """logits [B, V] -> ids [B] of the largest, the first of equal ones; in parts first, since a row of logits
+    would be one multiprocessor's."""
+    parts = 64
+    width = -(-logits.shape[-1] // parts)
+    padded = F.pad(logits, (0, parts * width - logits.shape[-1]), value=-torch.inf)
+    best, place = padded.unflatten(-1, (parts, width)).max(-1)
+    part = best.argmax(-1, keepdim=True)
+    return (part * width + place.gather(-1, part))[:, 0]
+
+
 @dataclass
 class Sampling:
     """temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
@@ -105,7 +118,7 @@ class Sampling:
     def __call__(self, logits: Tensor) -> Tensor:
         """logits [B, V] -> token ids [B]. Fixed shapes and no host sync: it can be part of a CUDA graph."""
         if self.temperature == 0:
-            return logits.argmax(-1)
+            return greedy(logits)
         logits = logits.float()
         # What is below fp32's numbers would divide 0 by 0.
         logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
@@ -154,6 +167,9 @@ class Engine:
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         # The last is of a kind of its own: it ends in the logits.
         self.layer = torch.compile(decode_layer, dynamic=False) if compiled else decode_layer
+        self.first = torch.compile(decode_first, dynamic=False) if compiled else decode_first
+        if compiled and sampling.temperature == 0:  # else the seed's random numbers would be others
+            self.sampling = torch.compile(sampling, dynamic=False)
         if compiled:
             # Kinds of layers and shapes, over all engines of a process; beyond this they run uncompiled.
             dynamo = torch._dynamo.config
@@ -168,7 +184,8 @@ class Engine:
 
     def _step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
-        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, self.layer))
+        steps = (self.first, self.layer)
+        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, *steps))
         self.tokens.copy_(self.sampling(self.logits))
         self.pos += 1
 

@@ -284,6 +284,12 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+def decode_first(embeddings: nn.Embedding, layer: Layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What a decode step begins with: tokens [B] -> what the first layer's wqkv gives, and x [B, dim]."""
+    x = embeddings(tokens)
+    return layer.attention.wqkv(layer.attention_norm(x)), x
+
+
 def decode_layer(
     layer: Layer, qkv: Tensor, x: Tensor, pos: Tensor, cache: nn.Module, norm: nn.RMSNorm, linear: nn.Linear
 ) -> tuple[Tensor, Tensor]:
@@ -340,11 +346,11 @@ class Llama(nn.Module):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
         return self.output(self.norm(x[-1]))
 
-    def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer) -> Tensor:
+    def decode(
+        self, tokens: Tensor, pos: Tensor, caches: list, first=decode_first, step=decode_layer
+    ) -> Tensor:
         """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
-        x = self.tok_embeddings(tokens)  # [B, dim]
-        first = self.layers[0]
-        out = first.attention.wqkv(first.attention_norm(x))
+        out, x = first(self.tok_embeddings, self.layers[0], tokens)
         after = [(layer.attention_norm, layer.attention.wqkv) for layer in self.layers[1:]]
         after.append((self.norm, self.output))
         for layer, cache, (norm, linear) in zip(self.layers, caches, after, strict=True):

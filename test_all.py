@@ -3071,6 +3071,12 @@ def test_greedy_top_k_and_top_p():
     assert set(Sampling(1.0, top_p=0.3)(logits).tolist()) == {1}
 
 
+@pytest.mark.parametrize("vocabulary", [1, 5, 63, 64, 65, 1000, 4096])
+def test_greedy_takes_the_first_of_the_largest(vocabulary):
+    for logits in (randn(7, vocabulary), randn(7, vocabulary).round(), torch.full((2, vocabulary), -torch.inf)):
+        assert torch.equal(Sampling()(logits), logits.argmax(-1))
+
+
 def test_rows_stop_one_by_one():
     engine = make_engine(tiny_model(), "dense", 3, 40)
     engine.prefill([random_ids(n, n) for n in (3, 9, 5)])
