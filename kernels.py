@@ -99,6 +99,11 @@ def together(**tensors: Tensor | None) -> None:
             need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
 
 
+def aligned(*tensors: Tensor) -> bool:
+    """Whether bulk copies, which begin at multiples of 16 bytes, can take the tensors."""
+    return all(each.data_ptr() % 16 == 0 for each in tensors)
+
+
 def describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
@@ -1184,8 +1189,8 @@ def merge_splits(out: Tensor, tops: Tensor, sums: Tensor, parts: Tensor) -> Tens
     """out, from the splits of split_outputs by log-sum-exp."""
     (B, Hq, D), splits = out.shape, tops.shape[-1]
     if splits > 1:
-        sizes = (splits, D, power2(D), min(16, power2(splits)))
-        _merge_kernel[B * Hq,](tops, sums, parts, out, *sizes, num_warps=1)
+        SB, warps = (power2(splits), 1) if splits <= 16 else (64, 2)
+        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, power2(D), SB, num_warps=warps)
     return out
 
 
@@ -1259,11 +1264,10 @@ def sals_attend(
     n = S if index is None else index.shape[1]
     G = Hq // Hkv
     chosen = (B, n, Hkv, D, r, bits, tile_itemsize(q.dtype, latent))
-    if index is not None and G == 1 and attends_at_once(q.device, *chosen):
-        copied = (latent, basis, values, low_scale)
-        if all(each.data_ptr() % 16 == 0 for each in copied):
-            stores = (latent, latent_scale, basis, basis_scale, values, low_scale, ring_k, ring_v)
-            return _attend_at_once(q, index, *stores, pos, words, bits)
+    at_once = index is not None and G == 1 and attends_at_once(q.device, *chosen)
+    if at_once and aligned(latent, basis, values, low_scale):
+        stores = (latent, latent_scale, basis, basis_scale, values, low_scale, ring_k, ring_v)
+        return _attend_at_once(q, index, *stores, pos, words, bits)
     scale = D**-0.5 * LOG2E
     given = pos if index is None else index
     stored = (*value_words(values, low_scale, pos), ring_k, ring_v)
@@ -1301,8 +1305,8 @@ def _logits(
     scale = D**-0.5 * LOG2E
     itemsize = tile_itemsize(q.dtype, latent)
     logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
-    aligned = latent.data_ptr() % 16 == basis.data_ptr() % 16 == 0
-    if index is not None and aligned and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize):
+    streams = index is not None and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize)
+    if streams and aligned(latent, basis):
         T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
         layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
         chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
@@ -1364,35 +1368,6 @@ def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
     if KB * itemsize > 512:
         KB, stages = 128 // itemsize, 2
     return 64, KB, 4, stages, max(1, min(cdiv(n, 128), 2 * SMS // (B * Hkv)))
-
-
-# ------------------------------------------------------------------------- where programs wait for all others
-
-
-@gluon_jit
-def _wait_for_all(counter_p, goal):
-    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
-    while gl.load(counter_p, volatile=True) < goal:
-        pass
-    # Acquire it, then order it before bulk copies, which are of another proxy.
-    fence: gl.constexpr = "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;"
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, 32 * gl.num_warps(), layout=LANES)
-    gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon_jit
-def _arrive(counter_p):
-    """One program more has stored what it had to; returns how many had before."""
-    barrier()  # all warps' stores come before the release
-    return gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
-
-
-@functools.cache
-def meeting_counters(device: torch.device, programs: int, count: int) -> Tensor:
-    """Arrivals of so many programs at each of `count` grid-wide barriers, over all launches. The first call
-    for a number of programs must not be in a capture: these zeros are written once."""
-    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 # ------------------------------------------------ attention over chosen tokens in one launch (SALS, Hopper)
@@ -1600,39 +1575,9 @@ def _attend_windows_and_values(windows, values, D: gl.constexpr, packing):
 
 
 @gluon_jit
-def _merge_heads(parts, out_p, heads, step, D: gl.constexpr):
-    """The softmax of each query out of its parts: a warp a query."""
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 16, D // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    PART: gl.constexpr = gl.SliceLayout(2, PARTS)
-    OUT: gl.constexpr = gl.SliceLayout(1, PARTS)
-    top_p, sum_p, part_p = parts
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, PART))[None, :]
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))[None, :]
-    for start in range(gl.program_id(0) * 4, heads, gl.num_programs(0) * 4):
-        head = start + gl.arange(0, 4, layout=gl.SliceLayout(1, PART))[:, None]
-        top = gl.full([4], -1e30, gl.float32, gl.SliceLayout(1, PART))
-        total = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, OUT))
-        out = gl.full([4, D], 0.0, gl.float32, OUT)
-        for part in range(0, step, 16):
-            at, inside = head.to(gl.int64) * step + part + i, (part + i < step) & (head < heads)
-            tops = gl.load(top_p + at, mask=inside, other=-1e30)
-            sums = gl.load(sum_p + at, mask=inside, other=0.0)
-            rows = gl.load(part_p + at[:, :, None] * D + d[:, None, :], mask=inside[:, :, None], other=0.0)
-            new_top = gl.maximum(top, gl.max(tops, 1))
-            weight = gl.exp2(tops - new_top[:, None])
-            shrink = gl.convert_layout(gl.exp2(top - new_top), gl.SliceLayout(1, OUT))
-            total = total * shrink + gl.convert_layout(gl.sum(sums * weight, 1), gl.SliceLayout(1, OUT))
-            out = out * shrink[:, None] + gl.sum(rows * weight[:, :, None], 1)
-            top = new_top
-        head = start + gl.arange(0, 4, layout=gl.SliceLayout(1, OUT))[:, None]
-        out = (out / total[:, None]).to(out_p.dtype.element_ty)
-        gl.store(out_p + head.to(gl.int64) * D + d, out, mask=head < heads)
-
-
-@gluon_jit
 def _sals_kernel(
     q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
-    pos_p, rope_p, top_p, sum_p, part_p, out_p, counter_p, B, n, S, z, scale, Hkv, programs, step,
+    pos_p, rope_p, top_p, sum_p, part_p, B, n, S, z, scale, Hkv, programs, step,
     BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr, RUNS: gl.constexpr,
     RUN: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -1690,9 +1635,6 @@ def _sals_kernel(
         [4, 4, 1],  # warps, beside the four of the first
         [168, 144, 24],  # registers a thread
     )  # fmt: skip
-    arrived, programs = _arrive(counter_p), gl.num_programs(0)
-    _wait_for_all(counter_p, (arrived // programs + 1) * programs)
-    _merge_heads(parts, out_p, B * Hkv, step, D)
 
 
 def _attend_at_once(
@@ -1714,11 +1656,10 @@ def _attend_at_once(
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
     _sals_kernel[B * programs,](
         q, index, latent, latent_scale, chunks, basis_scale, *value_words(values, low_scale, pos), ring_k,
-        ring_v, pos, words, tops, sums, parts, out, meeting_counters(q.device, B * programs, 1),
-        B, n, S, z, D**-0.5 * LOG2E, Hkv, programs, tops.shape[-1], *value_packing(D, bits), r // KB, SLOTS,
-        num_warps=4, launch_cooperative_grid=True,
+        ring_v, pos, words, tops, sums, parts, B, n, S, z, D**-0.5 * LOG2E, Hkv, programs, tops.shape[-1],
+        *value_packing(D, bits), r // KB, SLOTS, num_warps=4,
     )  # fmt: skip
-    return out
+    return merge_splits(out, tops, sums, parts)
 
 
 def attends_at_once(
@@ -1929,10 +1870,8 @@ def int8_attend(
     check_values(pos, values, low_scale, (B, Hkv, S), D, bits, q.dtype)
     check(pos, B, q=q, k=k, k_scale=k_scale)
     G = Hq // Hkv
-    if shares_int8(q.device, G, D, bits, q.element_size()):
-        stores = (k, values, low_scale)
-        if all(each.data_ptr() % 16 == 0 for each in stores):
-            return _attend_int8_shared(q, k, k_scale, values, low_scale, pos, bits)
+    if shares_int8(q.device, G, D, bits, q.dtype) and aligned(k, values, low_scale):
+        return _attend_int8_shared(q, k, k_scale, values, low_scale, pos, bits)
     T, warps, stages, fill = int8_config(G, D, q.element_size())
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
     out, tops, sums, parts = split_outputs(q, splits)
@@ -2136,10 +2075,11 @@ def _attend_int8_shared(
     return merge_splits(out, tops, sums, parts)
 
 
-def shares_int8(device: torch.device, G: int, D: int, bits: int, itemsize: int) -> bool:
+def shares_int8(device: torch.device, G: int, D: int, bits: int, dtype: torch.dtype) -> bool:
     """Whether keys in int8 that G queries share are attended by the kernel for Hopper, written in Gluon: 2 to
-    8 queries in 16 bits, packed values, heads of 128 (whose rows bulk copies and a warp's lanes take)."""
-    return on_hopper(device) and 1 < G <= 8 and D == 128 and bits < 16 and itemsize == 2
+    8 queries in bf16 (halves as it decodes them would be too coarse for fp16), packed values, heads of 128
+    (whose rows bulk copies and a warp's lanes take)."""
+    return on_hopper(device) and 1 < G <= 8 and D == 128 and bits < 16 and dtype == torch.bfloat16
 
 
 # -------------------------------------------------------------------------------------- append and sum scores
@@ -2653,6 +2593,32 @@ CHAIN_ROWS = 16  # at most; padded to 8 or 16, the narrow side of wgmma
 
 
 @gluon_jit
+def _wait_for_all(counter_p, goal):
+    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
+    while gl.load(counter_p, volatile=True) < goal:
+        pass
+    # Acquire it, then order it before bulk copies, which are of another proxy.
+    fence: gl.constexpr = "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;"
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, 32 * gl.num_warps(), layout=LANES)
+    gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def _arrive(counter_p):
+    """One program more has stored what it had to; returns how many had before."""
+    barrier()  # all warps' stores come before the release
+    return gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
+
+
+@functools.cache
+def meeting_counters(device: torch.device, programs: int, count: int) -> Tensor:
+    """Arrivals of so many programs at each of `count` grid-wide barriers, over all launches. The first call
+    for a number of programs must not be in a capture: these zeros are written once."""
+    return torch.zeros(count, dtype=torch.int64, device=device)
+
+
+@gluon_jit
 def _share(N, HALF: gl.constexpr):
     """This program's outputs of N, in whole eights (the rows after which the swizzle of shared memory
     repeats): the first, how many, and in how many tiles of HALF at most."""
@@ -2956,7 +2922,7 @@ def linear_chain(
         shape(name, tensor, *sizes, dtype=x.dtype)
     together(x=x, **{name: tensor for name, (tensor, *_) in given.items()})
     for name, (tensor, *_) in copied.items():
-        need(tensor.data_ptr() % 16 == 0, f"{name} must start at a multiple of 16 bytes")
+        need(aligned(tensor), f"{name} must start at a multiple of 16 bytes")
     need(
         chains_linears(x, heads_dim, dim, ffn),
         f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU: not {describe(x)} on "
