@@ -2594,13 +2594,15 @@ CHAIN_ROWS = 16  # at most; padded to 8 or 16, the narrow side of wgmma
 
 @gluon_jit
 def _wait_for_all(counter_p, goal):
-    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
-    while gl.load(counter_p, volatile=True) < goal:
-        pass
-    # Acquire it, then order it before bulk copies, which are of another proxy.
-    fence: gl.constexpr = "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;"
+    """Waits until the counter has reached `goal`: what all programs stored before is then visible, also to
+    bulk copies, which are of another proxy."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, 32 * gl.num_warps(), layout=LANES)
+    at = counter_p.to(gl.int64) + lane.to(gl.int64) * 0
+    acquire: gl.constexpr = "ld.acquire.gpu.global.u64 $0, [$1];"
+    while gl.min(gl.inline_asm_elementwise(acquire, "=l,l", [at], gl.int64, is_pure=False, pack=1), 0) < goal:
+        pass
+    fence: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
 
 
