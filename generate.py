@@ -169,7 +169,7 @@ class Engine:
         self.layer = torch.compile(decode_layer, dynamic=False) if compiled else decode_layer
         self.first = torch.compile(decode_first, dynamic=False) if compiled else decode_first
         if compiled and sampling.temperature == 0:  # else the seed's random numbers would be others
-            self.sampling = torch.compile(sampling, dynamic=False)
+            self.sampling = torch.compile(greedy, dynamic=False)
         if compiled:
             # Kinds of layers and shapes, over all engines of a process; beyond this they run uncompiled.
             dynamo = torch._dynamo.config

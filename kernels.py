@@ -1189,7 +1189,9 @@ def merge_splits(out: Tensor, tops: Tensor, sums: Tensor, parts: Tensor) -> Tens
     """out, from the splits of split_outputs by log-sum-exp."""
     (B, Hq, D), splits = out.shape, tops.shape[-1]
     if splits > 1:
-        SB, warps = (power2(splits), 1) if splits <= 16 else (64, 2)
+        SB, warps = min(16, power2(splits)), 1
+        if splits > 16 and D <= 128:  # wider ones would run out of registers
+            SB, warps = 64, 2
         _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, power2(D), SB, num_warps=warps)
     return out
 
@@ -1239,7 +1241,7 @@ def sals_attend(
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
     they do not, the product is most of the work: one kernel with large tiles keeps only the logits (where
     streams_basis says so, another for Hopper), a second one decodes V and attends V and the ring; or where
-    attends_at_once says so, one kernel for Hopper does it all. Splits merge by log-sum-exp.
+    attends_at_once says so, one kernel for Hopper does both. Splits merge by log-sum-exp.
     Truth: SalsCache.reconstruct and attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
@@ -1370,7 +1372,7 @@ def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
     return 64, KB, 4, stages, max(1, min(cdiv(n, 128), 2 * SMS // (B * Hkv)))
 
 
-# ------------------------------------------------ attention over chosen tokens in one launch (SALS, Hopper)
+# ------------------------------------------------ attention over chosen tokens in one kernel (SALS, Hopper)
 
 
 @gluon_jit
@@ -1642,7 +1644,8 @@ def _attend_at_once(
     basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
     pos: Tensor, words: Tensor, bits: int
 ) -> Tensor:  # fmt: skip
-    """sals_attend of chosen tokens and heads that share no keys, in one launch (see attends_at_once)."""
+    """sals_attend of chosen tokens and heads that share no keys, in one kernel, and the merge of its parts
+    (see attends_at_once)."""
     (B, Hkv, D), (S, r), n, z = q.shape, latent.shape[1:], index.shape[1], ring_k.shape[1]
     itemsize, T = latent.element_size(), 64
     KB = 128 // itemsize
@@ -1665,9 +1668,10 @@ def _attend_at_once(
 def attends_at_once(
     device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, bits: int, itemsize: int
 ) -> bool:  # fmt: skip
-    """Whether attention of B rows over n chosen tokens each, heads sharing no keys, is one kernel, written in
-    Gluon for Hopper: the latents fit its chunks, values are packed, every row has a program, and (for speed)
-    every program two tiles of a head, and two heads at most, for whose exact windows the values wait."""
+    """Whether logits and values of B rows over n chosen tokens each, heads sharing no keys, are one kernel's,
+    written in Gluon for Hopper: the latents fit its chunks, values are packed, every row has a program, and
+    (for speed) every program two tiles of a head, and two heads at most, for whose exact windows the values
+    wait."""
     fits = fits_chunks(D, r, itemsize) and bits < 16 and B * Hkv <= 2 * SMS <= B * cdiv(n, 128) * Hkv
     return fits and on_hopper(device) and B <= torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -2597,7 +2601,7 @@ def _wait_for_all(counter_p, goal):
     """Waits until the counter has reached `goal`: what all programs stored before is then visible, also to
     bulk copies, which are of another proxy."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, 32 * gl.num_warps(), layout=LANES)
+    lane = gl.arange(0, 32 * gl.num_warps(), layout=LANES)  # inline assembly takes tensors: all lanes acquire
     at = counter_p.to(gl.int64) + lane.to(gl.int64) * 0
     acquire: gl.constexpr = "ld.acquire.gpu.global.u64 $0, [$1];"
     while gl.min(gl.inline_asm_elementwise(acquire, "=l,l", [at], gl.int64, is_pure=False, pack=1), 0) < goal:
@@ -2608,9 +2612,9 @@ def _wait_for_all(counter_p, goal):
 
 @gluon_jit
 def _arrive(counter_p):
-    """One program more has stored what it had to; returns how many had before."""
+    """One program more has stored what it had to."""
     barrier()  # all warps' stores come before the release
-    return gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
+    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
 
 
 @functools.cache

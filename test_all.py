@@ -3073,8 +3073,10 @@ def test_greedy_top_k_and_top_p():
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 63, 64, 65, 1000, 4096])
 def test_greedy_takes_the_first_of_the_largest(vocabulary):
-    for logits in (randn(7, vocabulary), randn(7, vocabulary).round(), torch.full((2, vocabulary), -torch.inf)):
-        assert torch.equal(Sampling()(logits), logits.argmax(-1))
+    logits = randn(7, vocabulary)
+    least, broken = torch.full((2, vocabulary), -torch.inf), logits.masked_fill(logits > 1, NAN)
+    for each in (logits, logits.round(), least, broken):
+        assert torch.equal(Sampling()(each), each.argmax(-1))
 
 
 def test_rows_stop_one_by_one():
@@ -4303,6 +4305,20 @@ def test_kernel_sals_attend_goes_without_bulk_copies_where_tensors_are_not_align
     assert asked
 
 
+def test_kernel_int8_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(monkeypatch):
+    asked, attend = [], kernels.int8_attend
+
+    def shifted(q, k, *rest):
+        room = torch.empty(k.numel() + 1, dtype=k.dtype, device=k.device)
+        return attend(q, room[1:].view(k.shape).copy_(k), *rest)
+
+    monkeypatch.setattr(kernels, "shares_int8", lambda *_: asked.append(True) or True)
+    monkeypatch.setattr(kernels, "_attend_int8_shared", None)
+    monkeypatch.setattr(kernels, "int8_attend", shifted)
+    check_int8_attend(torch.float16, 2, 90, 2, 4, 64, 4, (80, 3))
+    assert asked
+
+
 @pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
 def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
     """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
@@ -4530,6 +4546,7 @@ def test_kernel_int8_attend_shared(monkeypatch, bits, G, programs):
     monkeypatch.setattr(kernels, "SMS", programs)
     monkeypatch.setattr(kernels, "_int8_kernel", None)
     check_int8_attend(torch.bfloat16, 4, 1001, 3, G, 128, bits, (1000, 0, 511, 32))
+    check_int8_attend(torch.bfloat16, 2, 7, 1, G, 128, bits, (6, 2))  # fewer tokens in all than in a tile
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -5160,10 +5177,11 @@ def test_kernel_bad_input():
 
 
 @pytest.mark.parametrize("n", [128, None])
+@pytest.mark.parametrize("D, splits", [(64, 20), (64, 70), (160, 20)])
 @poisoned
-def test_kernel_sals_attend_more_splits_than_a_merge_takes_at_once(monkeypatch, n):
-    monkeypatch.setattr(kernels, "values_config", lambda *_: (16, 16, 4, 2, 20))
-    check_sals_attend(torch.float32, 3, 400, 2, 1, 64, 32, 4, n, 24, (399, 120, 30))
+def test_kernel_sals_attend_more_splits_than_a_merge_takes_at_once(monkeypatch, n, D, splits):
+    monkeypatch.setattr(kernels, "values_config", lambda *_: (16, 16, 4, 2, splits))
+    check_sals_attend(torch.float32, 3, 400, 2, 1, D, 32, 4, n, 24, (399, 120, 30))
 
 
 def test_kernel_rope_table_must_reach_the_capacity():
