@@ -1925,9 +1925,10 @@ def _decode_halves(words, pairs, turn, BITS: gl.constexpr):
 
 @constexpr_function
 def _word_layouts(T, PLANES, H):
-    """Layouts of T tokens' words [T, PLANES, H, 8], and of codes [T, 8 H] and pairs [T, PLANES H] to match:
-    of a value's bits those that say where tensor cores want it, a warp's lanes for 4 times 2 tokens and 8
-    words, which are 32 channels of a plane."""
+    """Layouts of T tokens' words for every plane [T, PLANES, H, 8], and to match, of codes as stored
+    [T, 8 H] and of their groups' (minimum, scale) [T, PLANES H]: each word in the thread that multiplies its
+    values. A warp has 4 pairs of tokens and 8 words, 32 channels of a plane, in its lanes, and the rest in
+    registers, neighbouring tokens first."""
     tokens = [[1, 0, 0, 0]] + [[1 << i, 0, 0, 0] for i in range(3, T.bit_length() - 1)]
     planes = [[0, 1 << i, 0, 0] for i in range(PLANES.bit_length() - 1)]
     runs = [[0, 0, 1 << i, 0] for i in range(H.bit_length() - 1)]
@@ -1994,7 +1995,7 @@ def _int8_shared_kernel(
     # Rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones: their products meet in a thread.
     g = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    high, low, q_scale = _split_int8(gl.load(q_p + (row * G + g) * D + d, mask=(g < G) & (d < D), other=0.0))
+    high, low, q_scale = _split_int8(gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0))
     query = gl.reshape(gl.permute(gl.join(high, low), (2, 0, 1)), [16, D])
     query = gl.convert_layout(query, gl.DotOperandLayout(0, MMA, 4))
     zeros = gl.full([16, T], 0, gl.int32, MMA)
@@ -2052,10 +2053,10 @@ def _int8_shared_kernel(
     gl.store(top_p + at, top, mask=g < G)
     gl.store(sum_p + at, total, mask=g < G)
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
-    m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]  # (plane, H, byte, word)
-    channel = m // (32 * H) * (32 * H) + m // 32 % H * 32 + m % 8 * 4 + m // 8 % 4
+    m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]  # runs of 32 channels: (byte, word) of each
+    channel = m // 32 * 32 + m % 8 * 4 + m // 8 % 4
     at = (row * G + g) * splits + split
-    gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=(g < G) & (m < D))
+    gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=g < G)
 
 
 def _attend_int8_shared(
@@ -2597,34 +2598,6 @@ CHAIN_ROWS = 16  # at most; padded to 8 or 16, the narrow side of wgmma
 
 
 @gluon_jit
-def _wait_for_all(counter_p, goal):
-    """Waits until the counter has reached `goal`: what all programs stored before is then visible, also to
-    bulk copies, which are of another proxy."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, 32 * gl.num_warps(), layout=LANES)  # inline assembly takes tensors: all lanes acquire
-    at = counter_p.to(gl.int64) + lane.to(gl.int64) * 0
-    acquire: gl.constexpr = "ld.acquire.gpu.global.u64 $0, [$1];"
-    while gl.min(gl.inline_asm_elementwise(acquire, "=l,l", [at], gl.int64, is_pure=False, pack=1), 0) < goal:
-        pass
-    fence: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon_jit
-def _arrive(counter_p):
-    """One program more has stored what it had to."""
-    barrier()  # all warps' stores come before the release
-    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
-
-
-@functools.cache
-def meeting_counters(device: torch.device, programs: int, count: int) -> Tensor:
-    """Arrivals of so many programs at each of `count` grid-wide barriers, over all launches. The first call
-    for a number of programs must not be in a capture: these zeros are written once."""
-    return torch.zeros(count, dtype=torch.int64, device=device)
-
-
-@gluon_jit
 def _share(N, HALF: gl.constexpr):
     """This program's outputs of N, in whole eights (the rows after which the swizzle of shared memory
     repeats): the first, how many, and in how many tiles of HALF at most."""
@@ -2696,6 +2669,19 @@ def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.
 
 
 @gluon_jit
+def _wait_for_all(counter_p, goal):
+    """Waits until the counter has reached `goal`: what all programs stored before is then visible, also to
+    bulk copies, which are of another proxy. One warp."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    at = counter_p.to(gl.int64) + lane.to(gl.int64) * 0  # inline assembly takes tensors: all lanes acquire
+    acquire: gl.constexpr = "ld.acquire.gpu.global.u64 $0, [$1];"
+    while gl.min(gl.inline_asm_elementwise(acquire, "=l,l", [at], gl.int64, is_pure=False, pack=1), 0) < goal:
+        pass
+    fence: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
 def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr):
     """The second producer, one warp: the inputs of each layer, once all programs have written them."""
     dim, ffn = scaled.shape[1], gated.shape[1]
@@ -2760,6 +2746,12 @@ def _add_bias(out, bias_p, n, inside):
     if bias_p is not None:
         out += gl.load(bias_p + n, mask=inside, other=0.0).to(gl.float32)[:, None]
     return out
+
+
+@gluon_jit
+def _arrive(counter_p):
+    barrier()  # all four warps' stores come before the release
+    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
 
 
 @gluon_jit
@@ -2890,6 +2882,12 @@ def _linear_chain_kernel(
     )  # fmt: skip
 
 
+@functools.cache
+def _chain_counters(device: torch.device, programs: int) -> Tensor:
+    """Arrivals of so many programs at each of a chain's three grid-wide barriers, over all launches."""
+    return torch.zeros(3, dtype=torch.int64, device=device)
+
+
 def _chain_results(attended, x, weights, biases, norms, eps):
     return torch.empty_like(x), x.new_empty(len(x), len(weights[3]))
 
@@ -2949,8 +2947,8 @@ def linear_chain(
     blocks += [TensorDescriptor.from_tensor(t, [MP, KB], layout) for t in (attended, scaled, gated)]
     _linear_chain_kernel[programs,](
         *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
-        gated, out_x, out, meeting_counters(x.device, programs, 3), rows, *eps, MP, HALF, SLOTS,
-        power2(programs), num_warps=4, launch_cooperative_grid=True,
+        gated, out_x, out, _chain_counters(x.device, programs), rows, *eps, MP, HALF, SLOTS, power2(programs),
+        num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip
     return out_x, out
 

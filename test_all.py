@@ -4435,8 +4435,8 @@ def test_kernel_sals_attend_real_sizes(monkeypatch, B, S, Hkv, G, r, bits, n, in
 
 @pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
 def test_kernel_sals_attend_at_once_gives_the_same_bits_again():
-    """Over many launches, in a graph with other inputs and another grid in turn: programs wait for one
-    another by counters that all launches of a grid share, and a part of the call before would show."""
+    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
+    would show."""
     first, second = (kernels.sals_case(B, 4096, 32, 32, 128, 512, 2, True, 16, 432, 64) for B in (4, 3))
     calls = kernels.sals_calls(first)["attend"][:2] + kernels.sals_calls(second)["attend"][:1]
     truths = [call() for call in calls]
@@ -4980,7 +4980,7 @@ def test_kernel_linear_chain(monkeypatch, rows, sizes, programs, biased):
         minor=device.minor,
     )
     programs = min(programs, sizes[1] // 8)
-    counters = kernels.meeting_counters(torch.device("cuda", 0), programs, 3)
+    counters = kernels._chain_counters(torch.device("cuda", 0), programs)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
     given, before = chain_inputs(rows, *sizes, biased), counters.clone()
     first = kernels.linear_chain(*given)
