@@ -621,6 +621,7 @@ class Int8Cache(Cache):
         self.register_buffer("k", self.store(heads, tokens, room.config.head_dim, dtype=torch.int8))
         self.register_buffer("k_scale", self.store(heads, tokens, dtype=torch.float32))
         self.values = Values(self, tokens, bits, heads_first=True)
+        self.fused = room.kernels is not None and room.config.head_dim % 16 == 0
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         """Stores k and v [..., D] at index `where` of [B, Hkv, tokens]."""
@@ -635,13 +636,19 @@ class Int8Cache(Cache):
         return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        if self.fused:
+            return self.decode_fused(pos, q, k, v)
         self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
-        q, values = self.rope(q, pos), self.values
-        if self.room.kernels and self.config.head_dim % 16 == 0:
-            stores = (self.k, self.k_scale, *values.stores())
-            return self.room.kernels.int8_attend(q, *stores, pos, values.bits)
         k = (self.k * self.k_scale[..., None]).to(self.room.dtype)
-        return attend(q, k, values.read((slice(None),)), self.room.positions <= pos[:, None])
+        live = self.room.positions <= pos[:, None]
+        return attend(self.rope(q, pos), k, self.values.read((slice(None),)), live)
+
+    def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same as decode in Triton kernels."""
+        kernels, bits = self.room.kernels, self.values.bits
+        stores = (self.k, self.k_scale, *self.values.stores())
+        rotated = kernels.int8_append(q, k, v, pos, self.room.rope_pairs, *stores, bits)
+        return kernels.int8_attend(rotated, *stores, pos, bits)
 
     def token_bytes(self) -> int:
         """Bytes of one token: codes and scales of K, codes and (minimum, scale) of V."""

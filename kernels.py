@@ -2091,6 +2091,51 @@ def shares_int8(device: torch.device, G: int, D: int, bits: int, dtype: torch.dt
 
 
 @jit
+def _load_new_values(
+    v_p, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr
+):  # fmt: skip
+    """A head's values [DP] of a new token; and below 16 bits as they are packed [planes, NP]: byte j holds the
+    channels that are WIDTH apart."""
+    d = tl.arange(0, DP)
+    v = tl.load(v_p + d, mask=d < D, other=0.0)
+    if BITS == 16:
+        return v, v
+    else:
+        plane, j = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, NP)[None, :]
+        return v, tl.load(v_p + plane * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+
+
+@jit
+def _store_new_values(
+    values_p, low_scale_p, stored, v, planes,
+    D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """Stores them, quantised below 16 bits, as row `stored` of tokens and heads."""
+    if BITS == 16:
+        d = tl.arange(0, DP)
+        tl.store(values_p + stored * D + d, v, mask=d < D)
+    else:
+        LEVELS: tl.constexpr = (1 << BITS) - 1
+        group = tl.arange(0, DP // GROUP)
+        x = tl.reshape(v.to(tl.float32), [DP // GROUP, GROUP])
+        low = tl.min(x, 1).to(tl.float16)
+        scale = tl.div_rn(tl.max(x, 1) - low.to(tl.float32), LEVELS * 1.0).to(tl.float16)
+        at = low_scale_p + (stored * GROUPS + group) * 2
+        tl.store(at, low, mask=group < GROUPS)
+        tl.store(at + 1, scale, mask=group < GROUPS)
+        plane, j = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, NP)[None, :]
+        group_of = tl.reshape(tl.minimum(plane * WIDTH + j, D - 1) // GROUP, [8 // BITS * NP])
+        lows = tl.reshape(tl.gather(low, group_of, 0), [8 // BITS, NP]).to(tl.float32)
+        scales = tl.reshape(tl.gather(scale, group_of, 0), [8 // BITS, NP]).to(tl.float32)
+        code = tl.div_rn(planes - lows, tl.where(scales == 0, 1.0, scales))
+        code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
+        packed = tl.sum(_nearest(code) << (plane * BITS), 0)
+        byte = tl.arange(0, NP)
+        tl.store(values_p + stored * WIDTH + byte, packed.to(tl.uint8), mask=byte < WIDTH)
+
+
+@jit
 def _append(
     new_p, q_p, k_p, v_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
     out_p, h, b, heads, S, r, z, slice_r,
@@ -2116,12 +2161,7 @@ def _append(
     q_p += (h * G + g) * D + pair[None, :]
     q_a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
     q_c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
-    d = tl.arange(0, DP)
-    v_p += h * D
-    v = tl.load(v_p + d, mask=d < D, other=0.0)
-    if BITS < 16:  # the channels as they are packed: byte j holds those that are WIDTH apart
-        plane, j = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, NP)[None, :]
-        planes = tl.load(v_p + plane * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+    v, planes = _load_new_values(v_p + h * D, D, DP, BITS, WIDTH, NP)
     cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
     dtype: tl.constexpr = ring_k_p.dtype.element_ty
     row = b * S + pos
@@ -2133,30 +2173,14 @@ def _append(
     ring = ((b * z + pos % z) * heads + h) * D
     tl.store(ring_k_p + ring + pair, (k_a * cos - k_c * sin).to(dtype), mask=real)
     tl.store(ring_k_p + ring + D // 2 + pair, (k_c * cos + k_a * sin).to(dtype), mask=real)
+    d = tl.arange(0, DP)
     tl.store(ring_v_p + ring + d, v, mask=d < D)
     out_p += ((b * heads + h) * G + g) * D + pair[None, :]
     tl.store(out_p, (q_a * cos[None, :] - q_c * sin[None, :]).to(dtype), mask=query)
     tl.store(out_p + D // 2, (q_c * cos[None, :] + q_a * sin[None, :]).to(dtype), mask=query)
-    stored = row * heads + h
-    if BITS == 16:
-        tl.store(values_p + stored * D + d, v, mask=d < D)
-    else:
-        LEVELS: tl.constexpr = (1 << BITS) - 1
-        group = tl.arange(0, DP // GROUP)
-        x = tl.reshape(v.to(tl.float32), [DP // GROUP, GROUP])
-        low = tl.min(x, 1).to(tl.float16)
-        scale = tl.div_rn(tl.max(x, 1) - low.to(tl.float32), LEVELS * 1.0).to(tl.float16)
-        at = low_scale_p + (stored * GROUPS + group) * 2
-        tl.store(at, low, mask=group < GROUPS)
-        tl.store(at + 1, scale, mask=group < GROUPS)
-        group_of = tl.reshape(tl.minimum(plane * WIDTH + j, D - 1) // GROUP, [8 // BITS * NP])
-        lows = tl.reshape(tl.gather(low, group_of, 0), [8 // BITS, NP]).to(tl.float32)
-        scales = tl.reshape(tl.gather(scale, group_of, 0), [8 // BITS, NP]).to(tl.float32)
-        code = tl.div_rn(planes - lows, tl.where(scales == 0, 1.0, scales))
-        code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
-        packed = tl.sum(_nearest(code) << (plane * BITS), 0)
-        byte = tl.arange(0, NP)
-        tl.store(values_p + stored * WIDTH + byte, packed.to(tl.uint8), mask=byte < WIDTH)
+    _store_new_values(
+        values_p, low_scale_p, row * heads + h, v, planes, D, DP, BITS, GROUP, GROUPS, WIDTH, NP
+    )  # fmt: skip
 
 
 @jit
@@ -2268,6 +2292,73 @@ def sum_config(r_score: int) -> tuple[int, int]:
     """(tokens a tile, ranks a block) of the sum scores."""
     RB = min(power2(max(r_score, 16)), 256)
     return 4096 // RB, RB
+
+
+@jit
+def _int8_append_kernel(
+    q_p, k_p, v_p, pos_p, rope_p, keys_p, key_scale_p, values_p, low_scale_p, out_p, q_row, k_row, v_row, S,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    h, heads, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    pos = tl.load(pos_p + b)
+    pair = tl.arange(0, DP // 2)
+    real = pair < D // 2
+    k_p += b * k_row + h * D + pair
+    k_a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
+    k_c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
+    g = tl.arange(0, GP)[:, None]
+    query = (g < G) & real[None, :]
+    q_p += b * q_row + (h * G + g) * D + pair[None, :]
+    q_a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
+    q_c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
+    v, planes = _load_new_values(v_p + b * v_row + h * D, D, DP, BITS, WIDTH, NP)
+    cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
+    dtype: tl.constexpr = out_p.dtype.element_ty
+    a = (k_a * cos - k_c * sin).to(dtype).to(tl.float32)  # rounded as a dense cache would hold them
+    c = (k_c * cos + k_a * sin).to(dtype).to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.maximum(tl.abs(a), tl.abs(c)), 0), 127.0)
+    step = tl.where(scale == 0, 1.0, scale)
+    stored = (b * heads + h) * S + pos
+    tl.store(key_scale_p + stored, scale)
+    tl.store(keys_p + stored * D + pair, _nearest(tl.div_rn(a, step)).to(tl.int8), mask=real)
+    tl.store(keys_p + stored * D + D // 2 + pair, _nearest(tl.div_rn(c, step)).to(tl.int8), mask=real)
+    _store_new_values(values_p, low_scale_p, stored, v, planes, D, DP, BITS, GROUP, GROUPS, WIDTH, NP)
+    out_p += ((b * heads + h) * G + g) * D + pair[None, :]
+    tl.store(out_p, (q_a * cos[None, :] - q_c * sin[None, :]).to(dtype), mask=query)
+    tl.store(out_p + D // 2, (q_c * cos[None, :] + q_a * sin[None, :]).to(dtype), mask=query)
+
+
+@operator(lambda q, *_: q.new_empty(q.shape), mutates=("keys", "key_scale", "values", "low_scale"))
+def int8_append(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: Tensor, keys: Tensor, key_scale: Tensor,
+    values: Tensor, low_scale: Tensor | None, bits: int
+) -> Tensor:  # fmt: skip
+    """Writes one token a row at pos: its key after RoPE in int8, its values (quantised below 16 bits); and
+    rotates q.
+
+    q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D] (the rows of all three may lie apart, as in the
+    output of wqkv); rope [>= S, D/2, 2] of rope_pairs; keys [B, Hkv, S, D] int8, key_scale [B, Hkv, S] and
+    values as int8_attend reads them. Returns q [B, Hq, D] after RoPE.
+    Truth: compress.quantize, quantize_int8, apply_rope, four assignments."""
+    B, Hkv, D = k.shape
+    S, G = keys.shape[2], q.shape[1] // Hkv
+    group = value_group(D, bits)
+    shape("q", q, B, Hkv * G, D, dtype=k.dtype)
+    shape("v", v, B, Hkv, D, dtype=k.dtype)
+    shape("keys", keys, B, Hkv, S, D, dtype=torch.int8)
+    shape("key_scale", key_scale, B, Hkv, S, dtype=torch.float32)
+    words = rope_words(rope, S, D, k.dtype)
+    check(pos, B, q=q[0], k=k[0], v=v[0], rope=rope, keys=keys, key_scale=key_scale)
+    check_values(pos, values, low_scale, (B, Hkv, S), D, bits, k.dtype)
+    width = values.shape[-1]
+    out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
+    _int8_append_kernel[Hkv, B](
+        q, k, v, pos, words, keys, key_scale, values, pos if low_scale is None else low_scale, out,
+        q.stride(0), k.stride(0), v.stride(0), S, D, power2(D), G, power2(G), bits, group, D // group, width,
+        power2(width), rope.dtype == torch.float16, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 # -------------------------------------------------------------- attention over heads of unequal rank (FDC)

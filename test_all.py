@@ -4563,6 +4563,43 @@ def test_kernel_int8_attend_shared_compiles_without_a_gpu(bits):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("Hkv, G, D", [(2, 3, 64), (3, 1, 96), (1, 4, 16)])
+@poisoned
+def test_kernel_int8_append(dtype, bits, Hkv, G, D):
+    """A key is half a step from what a dense cache would hold, or a rounding of its dtype more; values and
+    all that is not the new token's are the same to the bit."""
+    B, S, pos = 3, 20, positions(19, 8, 0)
+    qkv = randn(B, (G + 2) * Hkv * D, dtype=dtype)  # rows as wqkv gives them: apart
+    q, k, v = (t.unflatten(1, (-1, D)) for t in qkv.split([G * Hkv * D, Hkv * D, Hkv * D], 1))
+    k[2, 0] = 0  # a key without a scale
+    keys, key_scale = compress.quantize_int8(randn(B, Hkv, S, D, seed=1))
+    values, low_scale = randn(B, Hkv, S, D, seed=2, dtype=dtype), None
+    if bits < 16:
+        values, low_scale = quantize(values, bits, min(32, D))
+    stores = [keys, key_scale[..., 0].contiguous(), values, low_scale]
+    truth = [None if s is None else s.clone() for s in stores]
+    cos, sin = tables(S, D)
+    rotated = kernels.int8_append(q, k, v, pos, kernels.rope_pairs(cos, sin, dtype), *stores, bits)
+    here = (torch.arange(B, device=DEVICE), slice(None), pos.long())
+    angles = (cos[pos.long()], sin[pos.long()])
+    close(rotated, apply_rope(q.float(), *angles), dtype)
+    codes, scale = stores[0][here], stores[1][here]  # [B, Hkv, D], [B, Hkv]
+    turned = apply_rope(k.float(), *angles).to(dtype).float()
+    rounding = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+    far = (codes * scale[..., None] - turned).abs()
+    assert (far <= 0.501 * scale[..., None] + rounding * turned.abs()).all()
+    assert (codes.abs().amax(-1) == 127 * (scale > 0)).all() and (scale == 0).sum() == 1
+    truth[0][here], truth[1][here] = codes, scale
+    if bits < 16:
+        truth[2][here], truth[3][here] = quantize(v, bits, min(32, D))
+    else:
+        truth[2][here] = v
+    for got, want in zip(stores, truth, strict=True):
+        assert got is want is None or torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(
     "Hkv, D, r, r_score", [(2, 64, 33, 17), (3, 96, 20, None), (1, 128, 64, 64), (5, 16, 3, 1)]
 )
@@ -4681,7 +4718,9 @@ def test_kernel_operators_of_sals_do_what_torch_compile_is_told(scored, int8):
     values = values.transpose(1, 2).contiguous()
     check(kernels.dense_attend, (k, values, randn(B, 1, S, D), pos))
     codes, scale = compress.quantize_int8(values)
-    check(kernels.int8_attend, (k, codes, scale[..., 0].contiguous(), values, None, pos, 16))
+    keys = (codes, scale[..., 0].contiguous(), values, None)
+    check(kernels.int8_append, (k, k, k, pos, rope, *keys, 16))
+    check(kernels.int8_attend, (k, *keys, pos, 16))
     if hopper():
         check(kernels.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
@@ -5086,6 +5125,23 @@ def test_kernel_int8_attend_refuses():
         given = {"q": q, "k": k, "k_scale": k_scale, "values": v, "low_scale": None, "bits": 16} | bad
         with pytest.raises(ValueError, match=message):
             kernels.int8_attend(**given, pos=positions(8))
+
+
+def test_kernel_int8_append_refuses():
+    token, k = randn(1, 2, 32), randn(1, 2, 9, 32).to(torch.int8)
+    for bad, message in (
+        ({"q": randn(1, 3, 32)}, "q must be"),
+        ({"v": token.half()}, "v must be torch.float32"),
+        ({"keys": k.float()}, "keys must be torch.int8"),
+        ({"key_scale": randn(1, 2, 8)}, "key_scale must be"),
+        ({"bits": 4}, "need low_scale"),
+        ({"rope": kernels.rope_pairs(*tables(8, 32), torch.float32)}, "rope has 8 positions, the cache 9"),
+    ):
+        given = {"q": token, "k": token, "v": token, "keys": k, "key_scale": randn(1, 2, 9)}
+        given |= {"values": randn(1, 2, 9, 32), "low_scale": None, "bits": 16, "pos": positions(8)}
+        given |= {"rope": kernels.rope_pairs(*tables(9, 32), torch.float32)} | bad
+        with pytest.raises(ValueError, match=message):
+            kernels.int8_append(**given)
 
 
 @pytest.mark.parametrize(
