@@ -185,7 +185,7 @@ class Engine:
     def _step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
         steps = (self.first, self.layer)
-        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, *steps))
+        self.logits = self.model.decode(self.tokens, self.pos, self.caches, *steps)
         self.tokens.copy_(self.sampling(self.logits))
         self.pos += 1
 
