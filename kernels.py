@@ -2722,9 +2722,9 @@ def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
             for j in gl.static_range(0, HALF, 8):
                 # Rows past the tile are another's: ask for rows past the matrix, zeros that are not read.
                 row = gl.where(n + j < end, n + j, weight.shape[0])
-                copy_block(weight, [row, k], ready.index(slot), ring.index(slot).slice(j, 8))
+                copy_block(weight, [row, k], ready.index(slot), ring.index(slot).slice(2 * j, 8))
                 row += N if GATED else 0
-                copy_block(weight, [row, k + LATER], ready.index(slot), ring.index(slot).slice(HALF + j, 8))
+                copy_block(weight, [row, k + LATER], ready.index(slot), ring.index(slot).slice(2 * j + 8, 8))
             step += 1
     return step
 
@@ -2811,15 +2811,15 @@ def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr, OUT: gl
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     barrier()
     hopper.mbarrier.arrive(free.index((step + SLOTS - 1) % SLOTS))
-    if not GATED:  # both halves of the rows met both runs of the inputs: keep each with its own
-        row_half = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(1, ACC)) // HALF
-        column_half = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ACC)) // MP
-        acc = gl.where(row_half[:, None] == column_half[None, :], acc, 0.0)
-        acc = gl.sum(gl.reshape(acc, [2 * HALF, 2, MP]), 1)
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 2, 2], [8, 4, 1], [4, 1, 1], [2, 1, 0])
-    pairs = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, MP]), (1, 2, 0)), PAIRS)
-    a, b = gl.split(pairs)
-    return gl.convert_layout(a, OUT), gl.convert_layout(b, OUT), step
+    if GATED:
+        a, b = gl.split(gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, MP]), (0, 2, 3, 1)))
+    else:  # both halves of the rows met both runs of the inputs: keep each with its own
+        acc = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, 2, MP]), (0, 2, 4, 1, 3))
+        first, second = gl.split(acc)
+        a, b = gl.split(first)[0], gl.split(second)[1]
+    a = gl.convert_layout(gl.reshape(a, [HALF, MP]), OUT, assert_trivial=True)
+    b = gl.convert_layout(gl.reshape(b, [HALF, MP]), OUT, assert_trivial=True)
+    return a, b, step
 
 
 @gluon_jit
@@ -2947,8 +2947,8 @@ def _linear_chain_kernel(
     # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
     # the slots of a ring, and on into the next layer's while the programs wait for one another in between:
     # the memory never rests. A slot has two halves of HALF weight rows: of w13 gate and up, of the others,
-    # of which a program has fewer, the same outputs over two runs of inputs. MP and PP are rows and programs,
-    # padded.
+    # of which a program has fewer, the same outputs over two runs of inputs. The halves take turns of eight
+    # rows, so that a thread has both of an output. MP and PP are rows and programs, padded.
     KB: gl.constexpr = wo.block_shape[1]
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
     ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
