@@ -644,7 +644,7 @@ class Int8Cache(Cache):
         return attend(self.rope(q, pos), k, self.values.read((slice(None),)), live)
 
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same as decode in Triton kernels."""
+        """The same as decode in Triton kernels, whose angles are of fp16 beside 16-bit caches."""
         kernels, bits = self.room.kernels, self.values.bits
         stores = (self.k, self.k_scale, *self.values.stores())
         rotated = kernels.int8_append(q, k, v, pos, self.room.rope_pairs, *stores, bits)

@@ -185,7 +185,7 @@ class Engine:
     def _step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
         steps = (self.first, self.layer)
-        self.logits = self.model.decode(self.tokens, self.pos, self.caches, *steps)
+        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, *steps))
         self.tokens.copy_(self.sampling(self.logits))
         self.pos += 1
 
@@ -196,6 +196,7 @@ class Engine:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step()
+                self.pos.zero_()  # a cache may have room for no more
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -2087,15 +2087,15 @@ def shares_int8(device: torch.device, G: int, D: int, bits: int, dtype: torch.dt
     return on_hopper(device) and 1 < G <= 8 and D == 128 and bits < 16 and dtype == torch.bfloat16
 
 
-# -------------------------------------------------------------------------------------- append and sum scores
+# ------------------------------------------------------------------------------------- appends and sum scores
 
 
 @jit
 def _load_new_values(
     v_p, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr
 ):  # fmt: skip
-    """A head's values [DP] of a new token; and below 16 bits as they are packed [planes, NP]: byte j holds the
-    channels that are WIDTH apart."""
+    """A head's values [DP] of a new token; and below 16 bits as they are packed [planes, NP], where byte j
+    holds the channels that are WIDTH apart (at 16 bits the values again, which nobody reads)."""
     d = tl.arange(0, DP)
     v = tl.load(v_p + d, mask=d < D, other=0.0)
     if BITS == 16:
@@ -2111,7 +2111,8 @@ def _store_new_values(
     D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """Stores them, quantised below 16 bits, as row `stored` of tokens and heads."""
+    """Stores what _load_new_values gave, quantised below 16 bits, as row `stored` of the cache's tokens and
+    heads, in whichever order it has these."""
     if BITS == 16:
         d = tl.arange(0, DP)
         tl.store(values_p + stored * D + d, v, mask=d < D)
@@ -2252,6 +2253,7 @@ def sals_append(
     z = ring_k.shape[1]
     G = q.shape[1] // Hkv
     group = value_group(D, bits)
+    need(D % 2 == 0 and q.shape[1] == G * Hkv, f"q {list(q.shape)} does not fit k {list(k.shape)}")
     need(z > 0, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=k.dtype)
     check_latent(pos, latent, latent_scale, B, k.dtype)
@@ -2300,6 +2302,7 @@ def _int8_append_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
+    # All loads before the first store: they wait together, for memory once.
     h, heads, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_p + b)
     pair = tl.arange(0, DP // 2)
@@ -2341,10 +2344,11 @@ def int8_append(
     output of wqkv); rope [>= S, D/2, 2] of rope_pairs; keys [B, Hkv, S, D] int8, key_scale [B, Hkv, S] and
     values as int8_attend reads them. Returns q [B, Hq, D] after RoPE.
     Truth: compress.quantize, quantize_int8, apply_rope, four assignments."""
-    B, Hkv, D = k.shape
-    S, G = keys.shape[2], q.shape[1] // Hkv
-    group = value_group(D, bits)
-    shape("q", q, B, Hkv * G, D, dtype=k.dtype)
+    (B, Hkv, D), (_, _, S, _) = k.shape, keys.shape
+    Hq, group = q.shape[1], value_group(D, bits)
+    G = Hq // Hkv
+    need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit k {list(k.shape)}")
+    shape("q", q, B, Hq, D, dtype=k.dtype)
     shape("v", v, B, Hkv, D, dtype=k.dtype)
     shape("keys", keys, B, Hkv, S, D, dtype=torch.int8)
     shape("key_scale", key_scale, B, Hkv, S, dtype=torch.float32)
@@ -2352,7 +2356,7 @@ def int8_append(
     check(pos, B, q=q[0], k=k[0], v=v[0], rope=rope, keys=keys, key_scale=key_scale)
     check_values(pos, values, low_scale, (B, Hkv, S), D, bits, k.dtype)
     width = values.shape[-1]
-    out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
+    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     _int8_append_kernel[Hkv, B](
         q, k, v, pos, words, keys, key_scale, values, pos if low_scale is None else low_scale, out,
         q.stride(0), k.stride(0), v.stride(0), S, D, power2(D), G, power2(G), bits, group, D // group, width,
@@ -3027,7 +3031,7 @@ def linear_chain(
     # Every program must have outputs of the layers that end in x (see _stream_inputs).
     programs = min(device.multi_processor_count, dim // 8)
     MP, HALF, KB = 8 if rows <= 8 else 16, 32, 128
-    spare = 5120  # of shared memory, for barriers and what changes of layout take
+    spare = 2048  # of shared memory, for barriers and sums over warps
     SLOTS = (device.shared_memory_per_block_optin - spare) // (2 * (HALF + MP) * KB * 2)
     kw = {"dtype": x.dtype, "device": x.device}
     total, scaled, out_x = (torch.empty(rows, dim, **kw) for _ in range(3))
@@ -3264,17 +3268,23 @@ def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
 
 
 def int8_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
-    """The same with keys in int8 beside values of 4 and of 2 bits."""
+    """The same with keys in int8 beside values of 4 and of 2 bits, and for the append of a token to them."""
     operators, device = {}, "cuda"
+    angles = torch.rand(S, D // 2, device=device)
+    rope = rope_pairs(angles.cos(), angles.sin(), torch.bfloat16)
     for bits in (4, 2):
-        nbytes, sets = B * S * Hkv * (D + 4 + D * bits // 8 + D // 8), []
+        token = D + 4 + D * bits // 8 + D // 8  # bytes
+        nbytes, sets = B * S * Hkv * token, []
         for _ in range(sets_for(nbytes)):
             k, k_scale = random_int8(torch.randn(B, Hkv, S, D, dtype=torch.bfloat16, device=device))
             codes = torch.randint(0, 256, (B, Hkv, S, D * bits // 8), dtype=torch.uint8, device=device)
             low_scale = torch.randn(B, Hkv, S, D // 32, 2, device=device).half()
             q = torch.randn(B, Hq, D, dtype=torch.bfloat16, device=device)
-            sets.append((q, k, k_scale, codes, low_scale))
-        calls = [lambda s=s, bits=bits: int8_attend(*s, pos, bits) for s in sets]
+            new = torch.randn(2, B, Hkv, D, dtype=torch.bfloat16, device=device)
+            sets.append((q, new, (k, k_scale, codes, low_scale)))
+        appends = [lambda s=s, bits=bits: int8_append(s[0], *s[1], pos, rope, *s[2], bits) for s in sets]
+        calls = [lambda s=s, bits=bits: int8_attend(s[0], *s[2], pos, bits) for s in sets]
+        operators[f"int8 append, {bits} bit"] = (appends, B * (4 * Hq * D + Hkv * (4 * D + token)))
         operators[f"int8 keys, {bits} bit"] = (calls, nbytes)
     return operators
 
