@@ -2137,6 +2137,23 @@ def _store_new_values(
 
 
 @jit
+def _load_new_pairs(q_p, k_p, h, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
+    """A new token's key [DP / 2] of a head and the queries [GP, DP / 2] of its group, in fp32, the first dim
+    of each RoPE pair and the second; and which pairs of the key and of the queries exist."""
+    pair = tl.arange(0, DP // 2)
+    real = pair < D // 2
+    k_p += h * D + pair
+    k_a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
+    k_c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
+    g = tl.arange(0, GP)[:, None]
+    query = (g < G) & real[None, :]
+    q_p += (h * G + g) * D + pair[None, :]
+    q_a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
+    q_c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
+    return k_a, k_c, q_a, q_c, real, query
+
+
+@jit
 def _append(
     new_p, q_p, k_p, v_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
     out_p, h, b, heads, S, r, z, slice_r,
@@ -2152,16 +2169,8 @@ def _append(
     if latent_scale_p is not None:  # of the whole row, although this program writes a slice of it
         i = tl.arange(0, ROW)
         whole = tl.load(new_p + i, mask=i < r, other=0.0)
-    pair = tl.arange(0, DP // 2)
-    real = pair < D // 2
-    k_p += h * D + pair
-    k_a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
-    k_c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
-    g = tl.arange(0, GP)[:, None]
-    query = (g < G) & real[None, :]
-    q_p += (h * G + g) * D + pair[None, :]
-    q_a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
-    q_c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
+    pair, g = tl.arange(0, DP // 2), tl.arange(0, GP)[:, None]
+    k_a, k_c, q_a, q_c, real, query = _load_new_pairs(q_p, k_p, h, D, DP, G, GP)
     v, planes = _load_new_values(v_p + h * D, D, DP, BITS, WIDTH, NP)
     cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
     dtype: tl.constexpr = ring_k_p.dtype.element_ty
@@ -2251,13 +2260,13 @@ def sals_append(
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
     z = ring_k.shape[1]
-    G = q.shape[1] // Hkv
-    group = value_group(D, bits)
-    need(D % 2 == 0 and q.shape[1] == G * Hkv, f"q {list(q.shape)} does not fit k {list(k.shape)}")
+    Hq, group = q.shape[1], value_group(D, bits)
+    G = Hq // Hkv
+    need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit k {list(k.shape)}")
     need(z > 0, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=k.dtype)
     check_latent(pos, latent, latent_scale, B, k.dtype)
-    shape("q", q, B, Hkv * G, D, dtype=k.dtype)
+    shape("q", q, B, Hq, D, dtype=k.dtype)
     shape("v", v, B, Hkv, D, dtype=k.dtype)
     shape("ring_k", ring_k, B, z, Hkv, D, dtype=k.dtype)
     shape("ring_v", ring_v, B, z, Hkv, D, dtype=k.dtype)
@@ -2273,7 +2282,7 @@ def sals_append(
         shape("queries", queries, B, r_score, dtype=k.dtype)
         check(pos, B, queries=queries[0])
     slice_r = cdiv(r, Hkv)
-    out = torch.empty(B, Hkv * G, D, dtype=q.dtype, device=q.device)
+    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     scores = torch.empty(scored, S, dtype=torch.float32, device=q.device)
     T, RB = sum_config(r_score)
     # Held to 40 registers, the compiler issues a tile's loads together and not between its arithmetic, and
@@ -2305,16 +2314,8 @@ def _int8_append_kernel(
     # All loads before the first store: they wait together, for memory once.
     h, heads, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_p + b)
-    pair = tl.arange(0, DP // 2)
-    real = pair < D // 2
-    k_p += b * k_row + h * D + pair
-    k_a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
-    k_c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
-    g = tl.arange(0, GP)[:, None]
-    query = (g < G) & real[None, :]
-    q_p += b * q_row + (h * G + g) * D + pair[None, :]
-    q_a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
-    q_c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
+    pair, g = tl.arange(0, DP // 2), tl.arange(0, GP)[:, None]
+    k_a, k_c, q_a, q_c, real, query = _load_new_pairs(q_p + b * q_row, k_p + b * k_row, h, D, DP, G, GP)
     v, planes = _load_new_values(v_p + b * v_row + h * D, D, DP, BITS, WIDTH, NP)
     cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
     dtype: tl.constexpr = out_p.dtype.element_ty

@@ -5154,6 +5154,7 @@ def test_kernel_int8_append_refuses():
     for bad, message in (
         ({"q": randn(1, 3, 32)}, "does not fit"),
         ({"q": randn(1, 2, 31)}, "q must be"),
+        ({"q": randn(1, 2, 31), "k": randn(1, 2, 31)}, "does not fit"),
         ({"v": token.half()}, "v must be torch.float32"),
         ({"keys": k.float()}, "keys must be torch.int8"),
         ({"key_scale": randn(1, 2, 8)}, "key_scale must be"),
@@ -5285,6 +5286,10 @@ def test_kernels_refuse_what_they_would_get_wrong():
         kernels.sals_attend(
             randn(1, 1, 16), None, codes, randn(1, 10), randn(1, 16, 4), None, *rest, *here, 16
         )
+    for heads, D in ((3, 16), (2, 17)):
+        with pytest.raises(ValueError, match="does not fit k"):
+            token = (randn(1, 4), randn(1, heads, D), *[randn(1, 2, D)] * 2, None)
+            kernels.sals_append(*token, *here, randn(1, 10, 4), None, *rest, 16)
     for queries, message in (
         (randn(1, 5), "do not fit latent"),
         (randn(2, 3), r"queries must be \[1, 3\]"),
