@@ -5796,8 +5796,9 @@ def test_candidates_read_yes_and_no():
 
 
 def run_main(main, argv: list[str], monkeypatch, capsys) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command run in this process, on the CPU whatever the machine has."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    """Exit code, stdout and stderr of a command run in this process, on the CPU unless it asks for CUDA."""
+    if "cuda" not in argv:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
     code = 0
     try:
@@ -6067,6 +6068,7 @@ def test_bad_options_end_in_one_line(case, checkpoint, monkeypatch, capsys):
 
 
 def test_cuda_asked_for_but_absent(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = run_main(
         generate.main, ["--checkpoint", checkpoint, "--device", "cuda"], monkeypatch, capsys
     )
@@ -6155,6 +6157,20 @@ def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
         "bandwidth_share peak_memory_bytes capture_s seed versions"
     )
     assert set(keys.split()) <= set(report)
+
+
+@needs_cuda
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_commands_run_on_cuda(method, checkpoint, monkeypatch, capsys):
+    argv = ["--checkpoint", checkpoint, "--device", "cuda", "--method", method, "--prompt", "60", "--json"]
+    code, out, err = run_main(
+        generate.main, [*argv, "--ignore_eos", "--max_new_tokens", "8"], monkeypatch, capsys
+    )
+    assert code == 0, err
+    report = json.loads(out.splitlines()[-1])
+    assert report["device"] == torch.cuda.get_device_name() and report["dtype"] == "bfloat16"
+    assert report["capture_s"] > 0 and report["new_tokens"] == [8]
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
 def test_report_of_a_mixed_cache(tmp_path, monkeypatch, capsys):
