@@ -129,8 +129,8 @@ def text_files(path: Path, held: bool | None = None) -> list[Path]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raises UserError where no file could be written into a folder, made or still to be made: before the work
-    whose result it shall hold."""
+    """Raises UserError where no file could be written into a folder, made or still to be made: before the
+    work whose result it shall hold."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"{option}: no file can be written into {folder}")
@@ -1716,7 +1716,7 @@ def tokens_read(stages: list[Stage], done: int) -> int:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list]:
-    """Gathers Ctrl-C in a list that the block looks at; raises KeyboardInterrupt at its end if there was one."""
+    """Gathers Ctrl-C in a list that the block looks at; raises KeyboardInterrupt at its end if one came."""
     interrupts = []
     before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
     try:
@@ -1785,7 +1785,7 @@ def train(
 
 
 def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
-    """The file of a sentencepiece BPE with byte fallback and single digits, from about 14 MB of each source."""
+    """The file of a sentencepiece BPE with byte fallback, single digits, from some 14 MB of each source."""
     import sentencepiece
 
     def lines() -> Iterator[str]:

@@ -274,7 +274,7 @@ def decode_rows(
 
 
 def valid_text(read: Callable[[], str], source: str | Path) -> str:
-    """What read() returns. Raises UserError where it holds bytes that are no UTF-8, as stdin and arguments may."""
+    """What read() returns. Raises UserError where it is no UTF-8, as stdin and arguments may be."""
     try:
         text = read()
         text.encode()
@@ -401,8 +401,8 @@ def check_memory(
 def prepare(
     model: Llama, method: str, options: dict, args, rows: int, capacity: int
 ) -> tuple[str, object, Room, dict[str, Tensor]]:
-    """The method, its settings, room and artifact. Raises UserError where they do not fit one another, the model
-    or the memory, before anything is built."""
+    """The method, its settings, room and artifact. Raises UserError where they do not fit one another, the
+    model or the memory, before anything is built."""
     settings, room = settings_from(method, options), Room(model, rows, capacity, args.kernels)
     artifact = artifact_for(method, model, args)
     check_memory(model, method, settings, artifact, room)
