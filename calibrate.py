@@ -1785,7 +1785,7 @@ def train(
 
 
 def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
-    """The file of a sentencepiece BPE with byte fallback, single digits, from some 14 MB of each source."""
+    """The file of a sentencepiece BPE with byte fallback and single digits, from about 14 MB a source."""
     import sentencepiece
 
     def lines() -> Iterator[str]:

@@ -6162,12 +6162,8 @@ def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
 @needs_cuda
 @pytest.mark.parametrize("method", ["dense", "sals"])
 def test_commands_run_on_cuda(method, checkpoint, monkeypatch, capsys):
-    argv = ["--checkpoint", checkpoint, "--device", "cuda", "--method", method, "--prompt", "60", "--json"]
-    code, out, err = run_main(
-        generate.main, [*argv, "--ignore_eos", "--max_new_tokens", "8"], monkeypatch, capsys
-    )
-    assert code == 0, err
-    report = json.loads(out.splitlines()[-1])
+    argv = ["--checkpoint", checkpoint, "--device", "cuda", "--method", method, "--prompt", 60]
+    report = generated([*argv, "--ignore_eos", "--max_new_tokens", 8], monkeypatch, capsys)
     assert report["device"] == torch.cuda.get_device_name() and report["dtype"] == "bfloat16"
     assert report["capture_s"] > 0 and report["new_tokens"] == [8]
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
