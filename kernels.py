@@ -127,9 +127,15 @@ def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
     return 4 if dtype == torch.float32 else latent.element_size()
 
 
+def nvidia_generation(device: torch.device) -> int:
+    """9 for Hopper, 10 for what came next; 0 where the device is no NVIDIA GPU."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device)[0] if nvidia else 0
+
+
 def on_hopper(device: torch.device) -> bool:
     """Whether the kernels that are written for Hopper, in Gluon, run on the device."""
-    return gluon is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return gluon is not None and nvidia_generation(device) == 9
 
 
 def power2(n: int) -> int:
@@ -184,6 +190,34 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# ------------------------------------------------------------------------------------ launches that overlap
+
+
+def overlapped(device: torch.device) -> dict:
+    """Options of a launch that need not wait until the kernel before it has ended (programmatic dependent
+    launch, NVIDIA GPUs from Hopper on): the microsecond that lies between two kernels then passes meanwhile.
+
+    Such a kernel calls `_wait_for_previous` before it reads, or writes, anything but weights; these must not
+    come from the kernel right before. And it may call `_let_next_begin`: once all its programs have, those of
+    the next are let in beside them, as far as there is room, to wait there. A kernel that fills the chip and
+    would miss that room leaves it out."""
+    early = nvidia_generation(device) >= 9
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+
+
+@jit
+def _wait_for_previous(PDL: tl.constexpr):
+    """Waits until the kernel before has ended, and with it all before, for which it waited itself."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def _let_next_begin(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 # --------------------------------------------------------------------------------------------- softmax scores
 
 
@@ -207,8 +241,9 @@ def _split_int8(x):
 @jit
 def _head_logits_kernel(
     query_p, latent_p, scale_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, row, scale,
-    boost, tiles, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr
+    boost, tiles, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
     b = tl.program_id(1).to(tl.int64)
     split, splits = tl.program_id(0), tl.num_programs(0)
     length = tl.load(pos_p + b) + 1
@@ -263,8 +298,10 @@ def _head_logits_kernel(
 @jit
 def _normalise_kernel(
     weight_p, tile_max_p, max_p, sum_p, pos_p, out_p, S, heads, splits, boost, tiles,
-    T: tl.constexpr, HP: tl.constexpr, SP: tl.constexpr
+    T: tl.constexpr, HP: tl.constexpr, SP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     b = tl.program_id(1).to(tl.int64)
     length = tl.load(pos_p + b) + 1
     head, split = tl.arange(0, HP), tl.arange(0, SP)
@@ -316,11 +353,12 @@ def softmax_scores(
     tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
     _head_logits_kernel[splits, B](
         queries, latent, latent_scale, pos, weight, tile_max, tops, sums, S, heads, r_score, r, row,
-        scale * LOG2E, boost, tiles, T, RB, cdiv(r_score, RB), HP, num_warps=warps, num_stages=stages
+        scale * LOG2E, boost, tiles, T, RB, cdiv(r_score, RB), HP, num_warps=warps, num_stages=stages,
+        **overlapped(latent.device),
     )  # fmt: skip
     _normalise_kernel[max(1, min(tiles, 2 * SMS, 4 * SMS // B)), B](
         weight, tile_max, tops, sums, pos, out, S, heads, splits, boost, tiles, T, HP, power2(splits),
-        num_warps=4,
+        num_warps=4, **overlapped(latent.device),
     )  # fmt: skip
     return out
 
@@ -429,8 +467,10 @@ def _keys_at(scores_p, j, S, x, last):
 @jit
 def _survivors_kernel(
     scores_p, pos_p, key_p, index_p, cut_p, S, x, z, least, chunks, N: tl.constexpr, C: tl.constexpr,
-    CAP: tl.constexpr
+    CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     b, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     last = tl.load(pos_p + b) - z
     # Chunks interleave in runs of 4, so that runs of high scores spread over all of them.
@@ -451,8 +491,10 @@ def _survivors_kernel(
 @jit
 def _select_kernel(
     scores_p, pos_p, wanted_p, key_p, index_p, cut_p, out_p, S, x, y, z, N: tl.constexpr, C: tl.constexpr,
-    CHUNKS: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr
+    CHUNKS: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
     want = y if wanted_p is None else tl.minimum(tl.load(wanted_p + b), y)
@@ -534,7 +576,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         C, warps = select_config(N)
         _select_kernel[B,](
             scores, pos, wanted, scores, scores, scores, out, S, x, y, z, N, C, 1, XP, YP, level,
-            num_warps=warps,
+            num_warps=warps, **overlapped(scores.device),
         )  # fmt: skip
         return out
     chunks, N, least, CAP = plan
@@ -543,12 +585,14 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     cut = torch.empty(B, chunks, dtype=torch.int32, device=scores.device)
     C, warps = select_config(N, chunk=True)
     _survivors_kernel[chunks, B](
-        scores, pos, keys, index, cut, S, x, z, least, chunks, N, C, CAP, num_warps=warps
-    )
+        scores, pos, keys, index, cut, S, x, z, least, chunks, N, C, CAP, num_warps=warps,
+        **overlapped(scores.device),
+    )  # fmt: skip
     C, warps = select_config(width)
     _select_kernel[B,](
-        scores, pos, wanted, keys, index, cut, out, S, x, y, z, width, C, chunks, XP, YP, 2, num_warps=warps
-    )
+        scores, pos, wanted, keys, index, cut, out, S, x, y, z, width, C, chunks, XP, YP, 2, num_warps=warps,
+        **overlapped(scores.device),
+    )  # fmt: skip
     return out
 
 
@@ -602,8 +646,10 @@ def _logits_kernel(
     B, n, S, r, z, scale, blocks, Hkv,
     D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     NC: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, EVEN: tl.constexpr, CHOSEN: tl.constexpr,
-    WORDS: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     # The tokens of all rows stand in one line of B * n, so that a tile may span rows and none is half empty.
     # A unit is a tile times a block of heads; every program takes an equal run of units, so that neighbours
     # share latents.
@@ -738,8 +784,11 @@ def _end_keys(k, free, chunk):
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
     q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile."""
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
     CHUNKS: gl.constexpr = latents.shape[0] // 2
@@ -818,7 +867,7 @@ def _tile_logits(
 @gluon_jit
 def _streamed_logits_kernel(
     q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
+    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # As in _logits_kernel, tiles of all rows times heads are one line of units, of which every program takes
     # an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis past them by
@@ -843,9 +892,11 @@ def _streamed_logits_kernel(
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+                            PDL)),
             (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+                            PDL)),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 1],  # warps, beside the four of the first
@@ -944,8 +995,10 @@ def _values_kernel(
     logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p,
     n, S, z, scale, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr,
-    ZB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
+    ZB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -1045,11 +1098,18 @@ def _grouped_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     T: tl.constexpr, KB: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, FINAL: tl.constexpr, WORDS: tl.constexpr,
+    CHOSEN: tl.constexpr, FINAL: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
+    d, g, pair = tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, DP // 2)
+    dims = tl.arange(0, KB)
+    basis_at = basis_p + (h * DP + d)[None, :] * r + dims[:, None]
+    if WHOLE:  # all ranks in one product, and the basis stays through the loop
+        basis = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     pos = tl.load(pos_p + b)
     length = n
     if not CHOSEN:
@@ -1061,16 +1121,11 @@ def _grouped_kernel(
         ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
     C: tl.constexpr = PLANES * RUNS * RUN
     channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    d, g, pair = tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, DP // 2)
     query_p = q_p + (b * heads + h) * G * D
     # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
     paired = d // 2 + (d % 2) * (D // 2)
     real = (g < G)[None, :] & (d < D)[:, None]
     query = tl.load(query_p + g[None, :] * D + paired[:, None], mask=real, other=0.0)
-    dims = tl.arange(0, KB)
-    basis_at = basis_p + (h * DP + d)[None, :] * r + dims[:, None]
-    if WHOLE:  # all ranks in one product, and the basis stays through the loop
-        basis = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
     INT8: tl.constexpr = latent_scale_p is not None
     SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
     dtype: tl.constexpr = q_p.dtype.element_ty
@@ -1169,7 +1224,12 @@ def _merge_parts(top_p, sum_p, part_p, first, count, step, D, inside, DP: tl.con
 
 
 @jit
-def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr):
+def _merge_kernel(
+    top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    _let_next_begin(PDL)  # at once: the linear chain can ask for its weights while this waits
+    _wait_for_previous(PDL)
     head = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
     out = _merge_parts(top_p, sum_p, part_p, head * splits, splits, 1, D, d < D, DP, SB)
@@ -1192,7 +1252,9 @@ def merge_splits(out: Tensor, tops: Tensor, sums: Tensor, parts: Tensor) -> Tens
         SB, warps = min(16, power2(splits)), 1
         if splits > 16 and D <= 128:  # wider ones would run out of registers
             SB, warps = 64, 2
-        _merge_kernel[B * Hq,](tops, sums, parts, out, splits, D, power2(D), SB, num_warps=warps)
+        _merge_kernel[B * Hq,](
+            tops, sums, parts, out, splits, D, power2(D), SB, num_warps=warps, **overlapped(out.device)
+        )
     return out
 
 
@@ -1241,7 +1303,8 @@ def sals_attend(
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
     they do not, the product is most of the work: one kernel with large tiles keeps only the logits (where
     streams_basis says so, another for Hopper), a second one decodes V and attends V and the ring; or where
-    attends_at_once says so, one kernel for Hopper does both. Splits merge by log-sum-exp.
+    attends_at_once says so, one kernel for Hopper does both. Splits merge by log-sum-exp. The basis may be
+    read while the kernel before still runs (see overlapped).
     Truth: SalsCache.reconstruct and attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
@@ -1284,12 +1347,14 @@ def sals_attend(
             q, given, latent, latent_scale, basis, basis_scale, *stored, pos, words, tops, sums, parts,
             n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages,
             index is not None, splits == 1, rope.dtype == torch.float16, num_warps=warps,
+            **overlapped(q.device),
         )  # fmt: skip
     else:
         logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
         _values_kernel[splits, Hkv, B](
             logits, q, given, *stored, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
             max(16, min(ZB, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
+            **overlapped(q.device),
         )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -1314,7 +1379,7 @@ def _logits(
         chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
         _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
             q, index, latent, latent_scale, chunks, basis_scale, words, logits, B, n, S, scale, Hkv,
-            T, NC, r // KB, SLOTS, num_warps=4,
+            T, NC, r // KB, SLOTS, num_warps=4, **overlapped(q.device),
         )  # fmt: skip
         return logits
     T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
@@ -1323,7 +1388,7 @@ def _logits(
         q, pos if index is None else index, latent, latent_scale, basis, basis_scale, pos, words, logits,
         B, n, S, r, z, scale, Hkv // heads, Hkv,
         D, DP // 2, heads, rows, max(16, power2(rows * heads)), T, KB, r % KB == 0, index is not None,
-        words.dtype == torch.int32, num_warps=warps, num_stages=stages,
+        words.dtype == torch.int32, num_warps=warps, num_stages=stages, **overlapped(q.device),
     )  # fmt: skip
     return logits
 
@@ -1446,8 +1511,10 @@ def _make_logits(
 
 
 @gluon_jit
-def _make_half(HALF: gl.constexpr, keys):
+def _make_half(HALF: gl.constexpr, keys, PDL: gl.constexpr):
     """_make_logits, whose arguments warp_specialize takes as one tuple for both halves."""
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     _make_logits(HALF, *keys)
 
 
@@ -1571,7 +1638,9 @@ def _attend_values(
 
 
 @gluon_jit
-def _attend_windows_and_values(windows, values, D: gl.constexpr, packing):
+def _attend_windows_and_values(windows, values, D: gl.constexpr, packing, PDL: gl.constexpr):
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     _attend_windows(*windows, D)
     _attend_values(*values, *packing)
 
@@ -1581,7 +1650,7 @@ def _sals_kernel(
     q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
     pos_p, rope_p, top_p, sum_p, part_p, B, n, S, z, scale, Hkv, programs, step,
     BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr, RUNS: gl.constexpr,
-    RUN: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
+    RUN: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # Every row has so many programs, and each an equal run of units: a tile of 2 T tokens and a head. The
     # latents of a tile stay in shared memory, and a warp streams the basis past them by bulk copies. Four
@@ -1628,10 +1697,10 @@ def _sals_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_make_half, (gl.constexpr(0), keys)),
-            (_make_half, (gl.constexpr(1), keys)),
+            (_make_half, (gl.constexpr(0), keys, PDL)),
+            (_make_half, (gl.constexpr(1), keys, PDL)),
             (_attend_windows_and_values,
-             (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN))),
+             (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN), PDL)),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 4, 1],  # warps, beside the four of the first
@@ -1660,7 +1729,7 @@ def _attend_at_once(
     _sals_kernel[B * programs,](
         q, index, latent, latent_scale, chunks, basis_scale, *value_words(values, low_scale, pos), ring_k,
         ring_v, pos, words, tops, sums, parts, B, n, S, z, D**-0.5 * LOG2E, Hkv, programs, tops.shape[-1],
-        *value_packing(D, bits), r // KB, SLOTS, num_warps=4,
+        *value_packing(D, bits), r // KB, SLOTS, num_warps=4, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -1692,8 +1761,9 @@ def row_programs(B: int, n: int, Hkv: int, programs: int) -> int:
 def _dense_kernel(
     q_p, k_p, v_p, pos_p, top_p, sum_p, part_p, S, scale,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
-    STAGES: tl.constexpr, FINAL: tl.constexpr,
+    STAGES: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -1750,7 +1820,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     out, tops, sums, parts = split_outputs(q, splits)
     _dense_kernel[splits, Hkv, B](
         q, k, v, pos, tops, sums, parts, S, D**-0.5 * LOG2E,
-        D, DP, G, max(16, power2(G)), T, stages, splits == 1, num_warps=warps,
+        D, DP, G, max(16, power2(G)), T, stages, splits == 1, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -1771,8 +1841,9 @@ def _int8_kernel(
     q_p, k_p, k_scale_p, values_p, low_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
-    T: tl.constexpr, STAGES: tl.constexpr, FINAL: tl.constexpr,
+    T: tl.constexpr, STAGES: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2).to(tl.int64) * heads + h
@@ -1882,7 +1953,7 @@ def int8_attend(
     _int8_kernel[splits, Hkv, B](
         q, k, k_scale, *value_words(values, low_scale, pos), pos, tops, sums, parts, S, D**-0.5 * LOG2E,
         D, max(32, power2(D)), G, max(16, power2(G)), *value_packing(D, bits), T, stages, splits == 1,
-        num_warps=warps,
+        num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -1959,8 +2030,9 @@ def _copy_tile(blocks, rings, ready, stage, row, some):
 @gluon_jit
 def _int8_shared_kernel(
     keys, codes, pairs, q_p, k_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
-    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
     # A program is one warp, and nothing moves between its threads but maxima: codes of keys come from shared
     # memory as tensor cores take them, the logits are then where those take weights, and values are decoded
     # where they are multiplied.
@@ -2075,7 +2147,7 @@ def _attend_int8_shared(
         blocks.append(TensorDescriptor.from_tensor(store, [T, store.shape[1]], layout))
     _int8_shared_kernel[splits, Hkv, B](
         *blocks, q, k_scale, pos, tops, sums, parts, S, D**-0.5 * LOG2E, Hq // Hkv, bits, stages, splits == 1,
-        num_warps=1,
+        num_warps=1, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -2221,7 +2293,10 @@ def _append_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     # Of a row's programs its heads come first: they take longer than a tile of scores.
     part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part < heads:
@@ -2295,6 +2370,7 @@ def sals_append(
         k.stride(0), v.stride(0), query_row, Hkv, S, r, r_score, z, slice_r, D, power2(D), G, power2(G),
         bits, group, D // group, width, power2(width), power2(slice_r), power2(r),
         rope.dtype == torch.float16, T, RB, cdiv(r_score, RB), num_warps=4, maxnreg=40 if lean else None,
+        **overlapped(q.device),
     )  # fmt: skip
     return out, scores
 
@@ -2310,7 +2386,10 @@ def _int8_append_kernel(
     q_p, k_p, v_p, pos_p, rope_p, keys_p, key_scale_p, values_p, low_scale_p, out_p, q_row, k_row, v_row, S,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     # All loads before the first store: they wait together, for memory once.
     h, heads, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_p + b)
@@ -2361,7 +2440,7 @@ def int8_append(
     _int8_append_kernel[Hkv, B](
         q, k, v, pos, words, keys, key_scale, values, pos if low_scale is None else low_scale, out,
         q.stride(0), k.stride(0), v.stride(0), S, D, power2(D), G, power2(G), bits, group, D // group, width,
-        power2(width), rope.dtype == torch.float16, num_warps=4,
+        power2(width), rope.dtype == torch.float16, num_warps=4, **overlapped(q.device),
     )  # fmt: skip
     return out
 
@@ -2401,8 +2480,10 @@ def _ranks_of(head, table_p, heads, UNIT: tl.constexpr):
 def _fdc_append_kernel(
     q_p, k_p, latent_p, basis_p, table_p, pos_p, rope_p, packed_p, out_p, q_row, k_row, latent_row, S,
     D: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr,
-    DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
+    DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     h, heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_p + b).to(tl.int64)
@@ -2464,6 +2545,7 @@ def fdc_append(
         q, k, latent, basis, table, pos, words, packed, out, q.stride(0), k.stride(0), latent.stride(0), S,
         D, max(16, power2(D // 2)), G, max(16, power2(G + 1)), DQ, max(16, power2(DQ)),
         power2(max(ranks[Hkv:])), math.gcd(16, *ranks), rope.dtype == torch.float16, num_warps=2,
+        **overlapped(q.device),
     )  # fmt: skip
     return out
 
@@ -2532,8 +2614,9 @@ def _fdc_kernel(
     q_p, packed_p, table_p, pos_p, top_p, sum_p, part_p, B, S, heads, scale,
     G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
     p, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     blocks, row_ends, costs = _work_line(table_p, pos_p, B, heads, BLOCK, BP, HP)
     total = tl.max(row_ends, 0)
@@ -2574,8 +2657,10 @@ def _fdc_kernel(
 def _fdc_merge_kernel(
     top_p, sum_p, part_p, table_p, pos_p, out_p, B, heads, programs, out_row, G: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr,
-    BLOCK: tl.constexpr, SB: tl.constexpr
+    BLOCK: tl.constexpr, SB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     item, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = item // heads, item % heads
     blocks, row_ends, costs = _work_line(table_p, pos_p, B, heads, BLOCK, BP, HP)
@@ -2624,11 +2709,11 @@ def fdc_attend(
     out = torch.empty(B, G * sum(ranks[Hkv:]), dtype=q.dtype, device=q.device)
     _fdc_kernel[programs,](
         q, packed, table, pos, tops, sums, out_parts, B, S, Hkv, scale * LOG2E, G, max(16, power2(G)), DQ,
-        DV, W, UNIT, HP, BP, BLOCK, T, stages, num_warps=warps,
+        DV, W, UNIT, HP, BP, BLOCK, T, stages, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     _fdc_merge_kernel[B * Hkv, G](
         tops, sums, out_parts, table, pos, out, B, Hkv, programs, out.shape[1], G, DV, power2(DV), UNIT, HP,
-        BP, BLOCK, at_once, num_warps=cdiv(at_once, 16),
+        BP, BLOCK, at_once, num_warps=cdiv(at_once, 16), **overlapped(q.device),
     )  # fmt: skip
     return out
 
@@ -2778,8 +2863,11 @@ def _wait_for_all(counter_p, goal):
 
 
 @gluon_jit
-def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr):
+def _stream_inputs(
+    attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
     """The second producer, one warp: the inputs of each layer, once all programs have written them."""
+    _wait_for_previous(PDL)
     dim, ffn = scaled.shape[1], gated.shape[1]
     # Between launches every counter is a multiple of the number of programs. This one cannot become the
     # next multiple before it is read: our own arrival needs the inputs below, and every program has outputs.
@@ -2920,9 +3008,10 @@ def _normed_layer(
 def _multiply(
     ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p, next_norm_p, bias_p, sum_p,
     scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, heads_dim, dim, ffn, N, eps, next_eps,
-    PP: gl.constexpr,
+    PP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The consumer, four warps: a layer after the other."""
+    _wait_for_previous(PDL)
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     step = _residual_layer(
         ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p, residual_p, norm_p, sum_p, scaled_p,
@@ -2947,7 +3036,7 @@ def _multiply(
 def _linear_chain_kernel(
     wo, w13, w2, w, attended, scaled, gated, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
     next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, eps, next_eps,
-    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr,
+    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
     # the slots of a ring, and on into the next layer's while the programs wait for one another in between:
@@ -2969,9 +3058,9 @@ def _linear_chain_kernel(
         [
             (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
                          next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p,
-                         rows, heads_dim, dim, ffn, N, eps, next_eps, PP)),
+                         rows, heads_dim, dim, ffn, N, eps, next_eps, PP, PDL)),
             (_stream_weights, (wo, w13, w2, w, ring, ready, free)),
-            (_stream_inputs, (attended, scaled, gated, counters_p, N, xs, ready, free, HALF)),
+            (_stream_inputs, (attended, scaled, gated, counters_p, N, xs, ready, free, HALF, PDL)),
         ],
         [1, 1],  # warps, beside the four of the first
         [40, 40],  # registers a thread
@@ -3004,8 +3093,9 @@ def linear_chain(
 
     A few rows cost what the weights' bytes cost. Layer by layer, each launch would begin and end with some
     3 us in which little is read; here all programs run through all layers, and wait for one another between
-    them with the next weights on their way. For Hopper, in Gluon; the first call on a device must not be in a
-    capture. Truth: model.decode_layer."""
+    them with the next weights on their way (the first ones already while the kernel before still runs: see
+    overlapped). For Hopper, in Gluon; the first call on a device must not be in a capture.
+    Truth: model.decode_layer."""
     listed = [len(each) for each in (weights, biases, norms, eps)]
     need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
     matrices = all(each.ndim == 2 for each in (x, *weights))
@@ -3044,7 +3134,7 @@ def linear_chain(
     _linear_chain_kernel[programs,](
         *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
         gated, out_x, out, _chain_counters(x.device, programs), rows, *eps, MP, HALF, SLOTS, power2(programs),
-        num_warps=4, launch_cooperative_grid=True,
+        num_warps=4, launch_cooperative_grid=True, **overlapped(x.device),
     )  # fmt: skip
     return out_x, out
 
