@@ -199,8 +199,8 @@ def overlapped(device: torch.device) -> dict:
 
     Such a kernel calls `_wait_for_previous` before it reads, or writes, anything but weights; these must not
     come from the kernel right before. And it may call `_let_next_begin`: once all its programs have, those of
-    the next are let in beside them, as far as there is room, to wait there. A kernel that fills the chip and
-    would miss that room leaves it out."""
+    the next are let in, to wait there. They take the room that is free or becomes free first: a kernel that
+    fills the chip lets only a small one in, lest the next one's programs crowd on some multiprocessors."""
     early = nvidia_generation(device) >= 9
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
@@ -649,7 +649,6 @@ def _logits_kernel(
     WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _wait_for_previous(PDL)
-    _let_next_begin(PDL)
     # The tokens of all rows stand in one line of B * n, so that a tile may span rows and none is half empty.
     # A unit is a tile times a block of heads; every program takes an equal run of units, so that neighbours
     # share latents.
@@ -788,7 +787,6 @@ def _tile_logits(
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile."""
     _wait_for_previous(PDL)
-    _let_next_begin(PDL)
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
     CHUNKS: gl.constexpr = latents.shape[0] // 2
@@ -1228,8 +1226,8 @@ def _merge_kernel(
     top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    _let_next_begin(PDL)  # at once: the linear chain can ask for its weights while this waits
     _wait_for_previous(PDL)
+    _let_next_begin(PDL)
     head = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
     out = _merge_parts(top_p, sum_p, part_p, head * splits, splits, 1, D, d < D, DP, SB)
