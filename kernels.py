@@ -128,7 +128,7 @@ def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
 
 
 def nvidia_generation(device: torch.device) -> int:
-    """9 for Hopper, 10 for what came next; 0 where the device is no NVIDIA GPU."""
+    """The major compute capability, 9 for Hopper; 0 where the device is no NVIDIA GPU."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device)[0] if nvidia else 0
 
@@ -195,26 +195,34 @@ def cdiv(a: int, b: int) -> int:
 
 def overlapped(device: torch.device) -> dict:
     """Options of a launch that need not wait until the kernel before it has ended (programmatic dependent
-    launch, NVIDIA GPUs from Hopper on): the microsecond that lies between two kernels then passes meanwhile.
+    launch, NVIDIA GPUs from Hopper on): most of what lies between two kernels then passes meanwhile.
 
-    Such a kernel calls `_wait_for_previous` before it reads, or writes, anything but weights; these must not
-    come from the kernel right before. And it may call `_let_next_begin`: once all its programs have, those of
-    the next are let in, to wait there. They take the room that is free or becomes free first: a kernel that
-    fills the chip lets only a small one in, lest the next one's programs crowd on some multiprocessors."""
-    early = nvidia_generation(device) >= 9
-    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+    A kernel launched so calls `_wait_for_previous` before it reads or writes anything but weights, in each
+    partition that does, and before `_let_next_begin`. So it never ends before all ahead of it have, and
+    weights are safe unless the kernel right before wrote them. `_let_next_begin` may be left out: once all
+    programs have called it, or ended, those of the next kernel are let in, to wait there. They take the room
+    that is free or becomes free first: a kernel that fills the chip lets in a small one, or one that needs
+    whole multiprocessors, but none whose programs would crowd on some of them."""
+    return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
+
+
+@constexpr_function
+def _overlaps():
+    """Whether the GPU that a kernel is compiled for can launch it so."""
+    return not triton.knobs.runtime.interpret and tl.target_info.cuda_capability_geq(9, 0)
 
 
 @jit
-def _wait_for_previous(PDL: tl.constexpr):
+def _wait_for_previous():
     """Waits until the kernel before has ended, and with it all before, for which it waited itself."""
-    if PDL:
+    if _overlaps():
         tl.extra.cuda.gdc_wait()
 
 
 @jit
-def _let_next_begin(PDL: tl.constexpr):
-    if PDL:
+def _let_next_begin():
+    """Lets the programs of the next kernel in, once all programs of this one have called this."""
+    if _overlaps():
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -241,9 +249,9 @@ def _split_int8(x):
 @jit
 def _head_logits_kernel(
     query_p, latent_p, scale_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, row, scale,
-    boost, tiles, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr, PDL: tl.constexpr,
+    boost, tiles, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr
 ):  # fmt: skip
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     b = tl.program_id(1).to(tl.int64)
     split, splits = tl.program_id(0), tl.num_programs(0)
     length = tl.load(pos_p + b) + 1
@@ -298,10 +306,10 @@ def _head_logits_kernel(
 @jit
 def _normalise_kernel(
     weight_p, tile_max_p, max_p, sum_p, pos_p, out_p, S, heads, splits, boost, tiles,
-    T: tl.constexpr, HP: tl.constexpr, SP: tl.constexpr, PDL: tl.constexpr,
+    T: tl.constexpr, HP: tl.constexpr, SP: tl.constexpr
 ):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     b = tl.program_id(1).to(tl.int64)
     length = tl.load(pos_p + b) + 1
     head, split = tl.arange(0, HP), tl.arange(0, SP)
@@ -467,10 +475,10 @@ def _keys_at(scores_p, j, S, x, last):
 @jit
 def _survivors_kernel(
     scores_p, pos_p, key_p, index_p, cut_p, S, x, z, least, chunks, N: tl.constexpr, C: tl.constexpr,
-    CAP: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr
 ):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     b, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     last = tl.load(pos_p + b) - z
     # Chunks interleave in runs of 4, so that runs of high scores spread over all of them.
@@ -491,10 +499,10 @@ def _survivors_kernel(
 @jit
 def _select_kernel(
     scores_p, pos_p, wanted_p, key_p, index_p, cut_p, out_p, S, x, y, z, N: tl.constexpr, C: tl.constexpr,
-    CHUNKS: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr, LEVEL: tl.constexpr
 ):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
     want = y if wanted_p is None else tl.minimum(tl.load(wanted_p + b), y)
@@ -646,9 +654,9 @@ def _logits_kernel(
     B, n, S, r, z, scale, blocks, Hkv,
     D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     NC: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, EVEN: tl.constexpr, CHOSEN: tl.constexpr,
-    WORDS: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     # The tokens of all rows stand in one line of B * n, so that a tile may span rows and none is half empty.
     # A unit is a tile times a block of heads; every program takes an equal run of units, so that neighbours
     # share latents.
@@ -783,10 +791,9 @@ def _end_keys(k, free, chunk):
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
     q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-    PDL: gl.constexpr,
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile."""
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
     CHUNKS: gl.constexpr = latents.shape[0] // 2
@@ -865,7 +872,7 @@ def _tile_logits(
 @gluon_jit
 def _streamed_logits_kernel(
     q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     # As in _logits_kernel, tiles of all rows times heads are one line of units, of which every program takes
     # an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis past them by
@@ -890,11 +897,9 @@ def _streamed_logits_kernel(
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-                            PDL)),
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
             (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-                            PDL)),
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 1],  # warps, beside the four of the first
@@ -993,10 +998,10 @@ def _values_kernel(
     logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p,
     n, S, z, scale, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr,
-    ZB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+    ZB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -1096,7 +1101,7 @@ def _grouped_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     T: tl.constexpr, KB: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, FINAL: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, FINAL: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -1106,8 +1111,8 @@ def _grouped_kernel(
     basis_at = basis_p + (h * DP + d)[None, :] * r + dims[:, None]
     if WHOLE:  # all ranks in one product, and the basis stays through the loop
         basis = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     pos = tl.load(pos_p + b)
     length = n
     if not CHOSEN:
@@ -1222,12 +1227,9 @@ def _merge_parts(top_p, sum_p, part_p, first, count, step, D, inside, DP: tl.con
 
 
 @jit
-def _merge_kernel(
-    top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr):
+    _wait_for_previous()
+    _let_next_begin()
     head = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
     out = _merge_parts(top_p, sum_p, part_p, head * splits, splits, 1, D, d < D, DP, SB)
@@ -1302,7 +1304,7 @@ def sals_attend(
     they do not, the product is most of the work: one kernel with large tiles keeps only the logits (where
     streams_basis says so, another for Hopper), a second one decodes V and attends V and the ring; or where
     attends_at_once says so, one kernel for Hopper does both. Splits merge by log-sum-exp. The basis may be
-    read while the kernel before still runs (see overlapped).
+    read while the kernel before still runs, which must not write it (see overlapped).
     Truth: SalsCache.reconstruct and attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
@@ -1509,10 +1511,10 @@ def _make_logits(
 
 
 @gluon_jit
-def _make_half(HALF: gl.constexpr, keys, PDL: gl.constexpr):
+def _make_half(HALF: gl.constexpr, keys):
     """_make_logits, whose arguments warp_specialize takes as one tuple for both halves."""
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     _make_logits(HALF, *keys)
 
 
@@ -1636,9 +1638,9 @@ def _attend_values(
 
 
 @gluon_jit
-def _attend_windows_and_values(windows, values, D: gl.constexpr, packing, PDL: gl.constexpr):
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+def _attend_windows_and_values(windows, values, D: gl.constexpr, packing):
+    _wait_for_previous()
+    _let_next_begin()
     _attend_windows(*windows, D)
     _attend_values(*values, *packing)
 
@@ -1648,7 +1650,7 @@ def _sals_kernel(
     q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
     pos_p, rope_p, top_p, sum_p, part_p, B, n, S, z, scale, Hkv, programs, step,
     BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr, RUNS: gl.constexpr,
-    RUN: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+    RUN: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     # Every row has so many programs, and each an equal run of units: a tile of 2 T tokens and a head. The
     # latents of a tile stay in shared memory, and a warp streams the basis past them by bulk copies. Four
@@ -1695,10 +1697,10 @@ def _sals_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_make_half, (gl.constexpr(0), keys, PDL)),
-            (_make_half, (gl.constexpr(1), keys, PDL)),
+            (_make_half, (gl.constexpr(0), keys)),
+            (_make_half, (gl.constexpr(1), keys)),
             (_attend_windows_and_values,
-             (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN), PDL)),
+             (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN))),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 4, 1],  # warps, beside the four of the first
@@ -1759,9 +1761,9 @@ def row_programs(B: int, n: int, Hkv: int, programs: int) -> int:
 def _dense_kernel(
     q_p, k_p, v_p, pos_p, top_p, sum_p, part_p, S, scale,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
-    STAGES: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -1839,9 +1841,9 @@ def _int8_kernel(
     q_p, k_p, k_scale_p, values_p, low_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
-    T: tl.constexpr, STAGES: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+    T: tl.constexpr, STAGES: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2).to(tl.int64) * heads + h
@@ -2028,9 +2030,9 @@ def _copy_tile(blocks, rings, ready, stage, row, some):
 @gluon_jit
 def _int8_shared_kernel(
     keys, codes, pairs, q_p, k_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
-    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr, PDL: gl.constexpr,
+    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     # A program is one warp, and nothing moves between its threads but maxima: codes of keys come from shared
     # memory as tensor cores take them, the logits are then where those take weights, and values are decoded
     # where they are multiplied.
@@ -2291,10 +2293,9 @@ def _append_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     # Of a row's programs its heads come first: they take longer than a tile of scores.
     part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if part < heads:
@@ -2384,10 +2385,9 @@ def _int8_append_kernel(
     q_p, k_p, v_p, pos_p, rope_p, keys_p, key_scale_p, values_p, low_scale_p, out_p, q_row, k_row, v_row, S,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, WORDS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     # All loads before the first store: they wait together, for memory once.
     h, heads, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_p + b)
@@ -2478,10 +2478,10 @@ def _ranks_of(head, table_p, heads, UNIT: tl.constexpr):
 def _fdc_append_kernel(
     q_p, k_p, latent_p, basis_p, table_p, pos_p, rope_p, packed_p, out_p, q_row, k_row, latent_row, S,
     D: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr,
-    DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     h, heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_p + b).to(tl.int64)
@@ -2612,9 +2612,9 @@ def _fdc_kernel(
     q_p, packed_p, table_p, pos_p, top_p, sum_p, part_p, B, S, heads, scale,
     G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     p, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     blocks, row_ends, costs = _work_line(table_p, pos_p, B, heads, BLOCK, BP, HP)
     total = tl.max(row_ends, 0)
@@ -2655,10 +2655,10 @@ def _fdc_kernel(
 def _fdc_merge_kernel(
     top_p, sum_p, part_p, table_p, pos_p, out_p, B, heads, programs, out_row, G: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, HP: tl.constexpr, BP: tl.constexpr,
-    BLOCK: tl.constexpr, SB: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SB: tl.constexpr
 ):  # fmt: skip
-    _wait_for_previous(PDL)
-    _let_next_begin(PDL)
+    _wait_for_previous()
+    _let_next_begin()
     item, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = item // heads, item % heads
     blocks, row_ends, costs = _work_line(table_p, pos_p, B, heads, BLOCK, BP, HP)
@@ -2861,11 +2861,9 @@ def _wait_for_all(counter_p, goal):
 
 
 @gluon_jit
-def _stream_inputs(
-    attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr, PDL: gl.constexpr
-):  # fmt: skip
+def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr):
     """The second producer, one warp: the inputs of each layer, once all programs have written them."""
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     dim, ffn = scaled.shape[1], gated.shape[1]
     # Between launches every counter is a multiple of the number of programs. This one cannot become the
     # next multiple before it is read: our own arrival needs the inputs below, and every program has outputs.
@@ -3006,10 +3004,10 @@ def _normed_layer(
 def _multiply(
     ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p, next_norm_p, bias_p, sum_p,
     scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, heads_dim, dim, ffn, N, eps, next_eps,
-    PP: gl.constexpr, PDL: gl.constexpr,
+    PP: gl.constexpr,
 ):  # fmt: skip
     """The consumer, four warps: a layer after the other."""
-    _wait_for_previous(PDL)
+    _wait_for_previous()
     OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     step = _residual_layer(
         ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p, residual_p, norm_p, sum_p, scaled_p,
@@ -3034,7 +3032,7 @@ def _multiply(
 def _linear_chain_kernel(
     wo, w13, w2, w, attended, scaled, gated, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
     next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, eps, next_eps,
-    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr, PDL: gl.constexpr,
+    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr,
 ):  # fmt: skip
     # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
     # the slots of a ring, and on into the next layer's while the programs wait for one another in between:
@@ -3056,9 +3054,9 @@ def _linear_chain_kernel(
         [
             (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
                          next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p,
-                         rows, heads_dim, dim, ffn, N, eps, next_eps, PP, PDL)),
+                         rows, heads_dim, dim, ffn, N, eps, next_eps, PP)),
             (_stream_weights, (wo, w13, w2, w, ring, ready, free)),
-            (_stream_inputs, (attended, scaled, gated, counters_p, N, xs, ready, free, HALF, PDL)),
+            (_stream_inputs, (attended, scaled, gated, counters_p, N, xs, ready, free, HALF)),
         ],
         [1, 1],  # warps, beside the four of the first
         [40, 40],  # registers a thread
@@ -3091,9 +3089,9 @@ def linear_chain(
 
     A few rows cost what the weights' bytes cost. Layer by layer, each launch would begin and end with some
     3 us in which little is read; here all programs run through all layers, and wait for one another between
-    them with the next weights on their way (the first ones already while the kernel before still runs: see
-    overlapped). For Hopper, in Gluon; the first call on a device must not be in a capture.
-    Truth: model.decode_layer."""
+    them with the next weights on their way. The first ones are read while the kernel before still runs, which
+    must not write them (see overlapped). For Hopper, in Gluon; the first call on a device must not be in a
+    capture. Truth: model.decode_layer."""
     listed = [len(each) for each in (weights, biases, norms, eps)]
     need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
     matrices = all(each.ndim == 2 for each in (x, *weights))

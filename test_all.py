@@ -481,7 +481,7 @@ def test_sals_at_full_rank_and_budget_is_dense(group, score, window, metric):
 )
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
     # In fp64: in fp32 a sum in another order may move a value across a rounding boundary of the quantiser, or
-    # turn the choice between two tokens of like score (LRQK's in mode paper, on one machine of three).
+    # flip the choice between two tokens of like score (LRQK's in mode paper, on one machine of three).
     def through(rows):
         engine = make_engine(tiny_model().double(), method, len(rows), 110, **options)
         return logits_through(engine, [prompts[i] for i in rows], [more[i] for i in rows])
@@ -490,7 +490,7 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
     more = [random_ids(15, 100 + n) for n in (1, 47, 90)]
     together = through([0, 1, 2])
     for row in range(3):
-        assert error(together[:, row], through([row])[:, 0]) < 1e-8
+        assert error(together[:, row], through([row])[:, 0]) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -4337,7 +4337,7 @@ def test_kernel_int8_attend_goes_without_bulk_copies_where_tensors_are_not_align
 @pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
 def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
     """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
-    compile_for_hopper(f"""
+    program = f"""
         kernels._streamed_logits_kernel = Compile("_streamed_logits_kernel")
         kernels.streams_basis = lambda *_: True
         int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
@@ -4347,7 +4347,8 @@ def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
         kernels._logits(
             q, index.view(16, 448), latent, scales[0], basis, scales[1], pos, words.view(500, 64), 64
         )
-    """)
+    """
+    compile_for_hopper(program, waits=2)  # both consumers
 
 
 H200 = "types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)"
@@ -4359,7 +4360,7 @@ H200 = "types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block
 )
 def test_kernel_that_attends_at_once_compiles_without_a_gpu(dtype, r, D, bits, heads):
     """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
-    compile_for_hopper(f"""
+    program = f"""
         kernels._sals_kernel = Compile("_sals_kernel")
         kernels.attends_at_once, kernels.merge_splits = lambda *_: True, lambda out, *_: out
         torch.cuda.get_device_properties = lambda device: {H200}
@@ -4374,13 +4375,13 @@ def test_kernel_that_attends_at_once_compiles_without_a_gpu(dtype, r, D, bits, h
         ring, rope = zeros(4, 64, {heads}, {D}), zeros(500, {D} // 2, 2, dtype=torch.half)
         stores = (latent, scales[0], basis, scales[1], codes, low_scale, ring, ring)
         kernels.sals_attend(zeros(4, {heads}, {D}), index, *stores, pos, rope, {bits})
-    """)
+    """
+    compile_for_hopper(program, waits=3)  # both halves, and the values
 
 
 @pytest.mark.parametrize("rows, biased", [(4, False), (16, True)])
 def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
-    compile_for_hopper(
-        f"""
+    program = f"""
         kernels._linear_chain_kernel = Compile("_linear_chain_kernel")
         kernels.chains_linears = lambda *_: True
         torch.cuda.get_device_properties = lambda device: {H200}
@@ -4389,23 +4390,24 @@ def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
         biases = [zeros(len(weight)) if {biased} else None for weight in weights]
         norms = [zeros(256), zeros(256)]
         kernels.linear_chain(zeros({rows}, 512), zeros({rows}, 256), weights, biases, norms, [1e-5, 1e-5])
-    """,
-        """
+    """
+    after = """
         # No GPU need show that one of these is missing.
         assert ptx.count("ld.acquire.gpu") == 3 and ptx.count("fence.proxy.async; mov") == 3
         assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
-    """,
-    )
+    """
+    compile_for_hopper(program, after, waits=2)  # the producer of the inputs, the consumer
 
 
-def compile_for_hopper(program, after="", multiply="wgmma"):
+def compile_for_hopper(program, after="", multiply="wgmma", waits=1):
     """Runs a program that compiles one kernel, by Compile; what comes out must use what Hopper has, wait for
-    the kernel before, and do for `after`, a program that sees its ptx."""
+    the kernel before in so many partitions, and pass `after`, a program that sees its ptx."""
     check = f"""
         (kernel,) = compiled.values()
         ptx = kernel.asm["ptx"]
         assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl
-        assert "{multiply}" in ptx and "cp.async.bulk" in ptx and "griddepcontrol.wait" in ptx
+        assert "{multiply}" in ptx and "cp.async.bulk" in ptx
+        assert ptx.count("griddepcontrol.wait") == {waits}
     """
     run_for_hopper(program, check, after)
 
@@ -4440,8 +4442,8 @@ def run_for_hopper(*programs):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_kernels_wait_for_the_one_before_ahead_of_all_they_read():
-    """But for the basis, which the attention with shared keys reads first, and nobody writes anything."""
+def test_kernels_wait_for_the_one_before_they_touch_memory():
+    """At a rank at which the attention with shared keys does not read its basis, a weight, ahead of that."""
     run_for_hopper("""
         names = [n for n in vars(kernels) if n.endswith("_kernel") and n != "_fetch_kernel"]
         gluon = {"_streamed_logits_kernel", "_sals_kernel", "_int8_shared_kernel", "_linear_chain_kernel"}
@@ -4452,7 +4454,7 @@ def test_kernels_wait_for_the_one_before_ahead_of_all_they_read():
         kernels.streams_basis = kernels.attends_at_once = kernels.shares_int8 = no
         def zeros(*shape, dtype=torch.bfloat16):
             return torch.zeros(*shape, dtype=dtype)
-        B, S, D, r, z = 2, 5000, 64, 32, 16
+        B, S, D, r, z = 2, 5000, 64, 320, 16
         pos = zeros(B, dtype=torch.int32)
         scores, rope = zeros(B, S, dtype=torch.float32), zeros(S, D // 2, 2, dtype=torch.half)
         kernels.softmax_scores(zeros(B, 4, r), zeros(B, S, r), None, pos, 1.0)
@@ -4477,30 +4479,42 @@ def test_kernels_wait_for_the_one_before_ahead_of_all_they_read():
         kernels.fdc_attend(zeros(B, Hq, 32), packed, table, ranks, pos, 1.0)
         assert set(compiled) == names, names - set(compiled)
         for name, kernel in compiled.items():
-            before, after = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
-            assert kernel.metadata.launch_pdl and "griddepcontrol.wait" not in after
-            assert "st.global" not in before and "atom" not in before
-            assert ("ld.global" in before or "cp.async" in before) == (name == "_grouped_kernel"), name
+            before, after = kernel.asm["ptx"].split("griddepcontrol.wait")  # one
+            assert kernel.metadata.launch_pdl
+            for touch in ("ld.global", "st.global", "cp.async", "atom", "red.", "launch_dependents"):
+                assert touch not in before, (name, touch)
     """)
 
 
-@needs_cuda
-@pytest.mark.parametrize("Hq, Hkv, int8", [(8, 2, False), (8, 2, True), (4, 4, False), (4, 4, True)])
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
 @pytest.mark.parametrize("score", ["sum", "softmax"])
-def test_launches_that_overlap_make_the_steps_of_those_that_do_not(monkeypatch, Hq, Hkv, int8, score):
+@pytest.mark.parametrize(
+    "Hq, Hkv, bits, int8, kernel",
+    [
+        (8, 2, 2, False, "grouped"),
+        (8, 2, 4, True, "grouped"),
+        (4, 4, 2, False, "logits"),
+        (4, 4, 4, True, "logits"),
+        (32, 32, 16, False, "streamed_logits"),
+        (32, 32, 2, True, "sals"),
+    ],
+)
+def test_launches_that_overlap_give_the_same_steps(monkeypatch, score, Hq, Hkv, bits, int8, kernel):
     """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
-    B, S, D, r, bits, x, y, z, ffn = 4, 6000, 128, 128, 2, 4, 300, 16, 1024
+    B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
+    for other in {"grouped", "logits", "streamed_logits", "sals"} - {kernel}:
+        monkeypatch.setattr(kernels, f"_{other}_kernel", None)
     torch.manual_seed(0)
-    case = kernels.sals_case(B, S, Hq, Hkv, D, r, bits, int8, x, y, z)
+    case = kernels.sals_case(B, S, Hq, Hkv, D, r, min(bits, 8), int8, x, y, z)
     dim, kw = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}
     widths = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if score == "sum" else Hq)]
     sizes = [(dim, dim), (2 * ffn, dim), (dim, ffn), (sum(widths), dim)]
     weights = [torch.randn(N, K, **kw) * K**-0.5 for N, K in sizes]
     norms, first = [torch.ones(dim, **kw)] * 2, torch.randn(2, B, dim, **kw)
-    stores = [
-        (s["latent"], s["latent_scale"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        for s in case["sets"][:2]
-    ]
+    stores = []
+    for s in case["sets"][:2]:
+        values = (torch.randn(B, S, Hkv, D, **kw), None) if bits == 16 else (s["codes"], s["low_scale"])
+        stores.append((s["latent"], s["latent_scale"], *values, s["ring_k"], s["ring_v"]))
     begin = [[None if t is None else t.clone() for t in kept] for kept in stores]
     shared = (case["pos"], case["rope"])
 
@@ -4539,8 +4553,9 @@ def test_launches_that_overlap_make_the_steps_of_those_that_do_not(monkeypatch, 
             graph.replay()
             yield [t.clone() for t in seen]
 
+    assert kernels.overlapped(torch.device("cuda"))["launch_pdl"]
     overlapped = list(replayed(20))
-    monkeypatch.setattr(kernels, "overlapped", lambda device: {"PDL": False})
+    monkeypatch.setattr(kernels, "overlapped", lambda device: {})
     (truth,) = replayed(1)
     assert all(t.count_nonzero() for t in truth)
     for result in overlapped:
@@ -4686,17 +4701,19 @@ def test_kernel_int8_attend_shared(monkeypatch, bits, G, programs):
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_kernel_int8_attend_shared_compiles_without_a_gpu(bits):
-    compile_for_hopper(
-        f"""
+    program = f"""
         kernels._int8_shared_kernel = Compile("_int8_shared_kernel")
         kernels.shares_int8, kernels.SMS = lambda *_: True, 1
         k, codes = torch.zeros(2, 8, 500, 128, dtype=torch.int8), torch.zeros(2, 8, 500, 16 * {bits})
         q, pos = torch.zeros(2, 32, 128, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
         low_scale = torch.zeros(2, 8, 500, 4, 2, dtype=torch.half)
         kernels.int8_attend(q, k, torch.zeros(2, 8, 500), codes.to(torch.uint8), low_scale, pos, {bits})
-    """,
-        multiply="mma.sync",
-    )
+    """
+    after = """
+        before = ptx[: ptx.index("griddepcontrol.wait")]
+        assert "ld.global" not in before and "cp.async" not in before
+    """
+    compile_for_hopper(program, after, multiply="mma.sync")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
