@@ -198,11 +198,11 @@ def overlapped(device: torch.device) -> dict:
     launch, NVIDIA GPUs from Hopper on): most of what lies between two kernels then passes meanwhile.
 
     A kernel launched so calls `_wait_for_previous` before it reads or writes anything but weights, in each
-    partition that does, and before `_let_next_begin`. So it never ends before all ahead of it have, and
-    weights are safe unless the kernel right before wrote them. `_let_next_begin` may be left out: once all
-    programs have called it, or ended, those of the next kernel are let in, to wait there. They take the room
-    that is free or becomes free first: a kernel that fills the chip lets in a small one, or one that needs
-    whole multiprocessors, but none whose programs would crowd on some of them."""
+    group of specialised warps that does, and before `_let_next_begin`. So it never ends before all ahead of
+    it have, and weights are safe unless the kernel right before wrote them. `_let_next_begin` may be left
+    out: once all programs have called it, or ended, those of the next kernel are let in, to wait there. They
+    take the room that is free or becomes free first: a kernel that fills the chip lets in a small one, or one
+    that needs whole multiprocessors, but none whose programs would crowd on some of them."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
@@ -1107,6 +1107,7 @@ def _grouped_kernel(
     h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
     d, g, pair = tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, DP // 2)
+    # The basis is a weight: it comes while the kernel before still runs.
     dims = tl.arange(0, KB)
     basis_at = basis_p + (h * DP + d)[None, :] * r + dims[:, None]
     if WHOLE:  # all ranks in one product, and the basis stays through the loop
