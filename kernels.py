@@ -870,13 +870,58 @@ def _tile_logits(
 
 
 @gluon_jit
+def _leave(parts, part, top, weight, values, L: gl.constexpr):
+    """Leaves four parts of a softmax for the merge, of each warp's tokens one, from line `part` on: maxima
+    top [4], and the sums of weights [T] and of weighted values [T, D]. L lanes have different tokens."""
+    T: gl.constexpr = values.shape[0]
+    D: gl.constexpr = values.shape[1]
+    total = gl.sum(gl.sum(gl.reshape(weight, [T // (4 * L), 4, L]), 0), 1)
+    out = gl.sum(gl.sum(gl.reshape(values, [T // (4 * L), 4, L, D]), 0), 1)
+    warp = gl.arange(0, 4, layout=total.type.layout)
+    gl.store(parts[0] + part + warp, total * 0 + top)
+    gl.store(parts[1] + part + warp, total)
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, out.type.layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
+    gl.store(parts[2] + (part + warp)[:, None] * D + d[None, :], out)
+
+
+@gluon_jit
+def _attend_windows(parts, stores, heads, z, scale, Hkv, step, place, D: gl.constexpr):
+    """Attends the exact windows of all rows, T slots of a head at a time: parts `place` and on of a head.
+    Four warps."""
+    _wait_for_previous()
+    T: gl.constexpr = 64
+    L: gl.constexpr = 256 // D
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [L, D // 8], [4, 1], [1, 0])
+    q_p, ring_k_p, ring_v_p, pos_p = stores
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
+    for unit in range(gl.program_id(0), heads * gl.cdiv(z, T), gl.num_programs(0)):
+        head, tile = unit % heads, unit // heads
+        b = head // Hkv
+        slot = tile * T + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))
+        # Slot s holds the newest position that is s modulo z. Dead ones read slot 0, which is always written.
+        live = slot < gl.minimum(gl.load(pos_p + b) + 1, z)
+        row = (b.to(gl.int64) * z + gl.where(live, slot, 0)) * Hkv + head % Hkv
+        at = row[:, None] * D + d
+        k, v = gl.load(ring_k_p + at).to(gl.float32), gl.load(ring_v_p + at).to(gl.float32)
+        query = gl.load(q_p + head * D + d).to(gl.float32)
+        logits = gl.where(live, gl.sum(k * query, 1) * scale, float("-inf"))
+        top = gl.maximum(gl.max(logits, 0), -1e30)
+        weight = gl.exp2(logits - top)
+        part = head.to(gl.int64) * step + place + 4 * tile
+        _leave(parts, part, top, weight, v * weight[:, None], L)
+
+
+@gluon_jit
 def _streamed_logits_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, ring_k_p, ring_v_p, pos_p, rope_p, logits_p,
+    top_p, sum_p, part_p, B, n, S, z, scale, Hkv, step,
     T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     # As in _logits_kernel, tiles of all rows times heads are one line of units, of which every program takes
     # an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis past them by
-    # bulk copies, and of two consumers, each of T tokens, one can multiply while the other rotates.
+    # bulk copies, and of two consumers, each of T tokens, one can multiply while the other rotates. Four more
+    # warps attend the exact windows meanwhile.
     LATENT: gl.constexpr = basis.dtype
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
@@ -900,10 +945,12 @@ def _streamed_logits_kernel(
                             latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
             (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
                             latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
+            (_attend_windows, ((top_p, sum_p, part_p), (q_p, ring_k_p, ring_v_p, pos_p), B * Hkv, z, scale,
+                               Hkv, step, 0, D)),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
-        [4, 1],  # warps, beside the four of the first
-        [232, 24],  # registers a thread
+        [4, 4, 1],  # warps, beside the four of the first
+        [200, 80, 24],  # registers a thread
     )  # fmt: skip
 
 
@@ -994,28 +1041,69 @@ def _sum_values(out, base):
 
 
 @jit
+def _attend_window(
+    top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D: tl.constexpr, channel, inside, T: tl.constexpr
+):  # fmt: skip
+    """The exact window of a head, T slots at a time -> the maximum of its logits and top, and for that the
+    sums of weights and of weighted values [C]."""
+    h, heads, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
+    pos = tl.load(pos_p + b)
+    q = tl.load(q_p + (b * heads + h) * D + channel, mask=inside, other=0.0).to(tl.float32)
+    total, out = tl.zeros([T], tl.float32), tl.zeros([T, channel.shape[0]], tl.float32)
+    for start in tl.range(0, z, T, num_stages=1):
+        slot = start + tl.arange(0, T)
+        live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
+        at = (b * z + slot[:, None]) * (heads * D) + h * D + channel[None, :]
+        mask = live[:, None] & inside[None, :]
+        k = tl.load(ring_k_p + at, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(ring_v_p + at, mask=mask, other=0.0).to(tl.float32)
+        logits = tl.where(live, tl.sum(k * q[None, :], 1) * scale, -1e30)
+        new_top = tl.maximum(top, tl.max(logits, 0))
+        weight = tl.where(live, tl.exp2(logits - new_top), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + weight
+        out = out * shrink + v * weight[:, None]
+        top = new_top
+    return top, tl.sum(total, 0), tl.sum(out, 0)
+
+
+@jit
+def _merge_window(
+    top, window_top_p, window_sum_p, window_part_p, windows, D: tl.constexpr, channel, inside,
+    WP: tl.constexpr
+):  # fmt: skip
+    """What _attend_window returns, of a window whose parts _attend_windows left."""
+    head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    part = tl.arange(0, WP)
+    at = head * windows + part
+    tops = tl.load(window_top_p + at, mask=part < windows, other=-1e30)
+    sums = tl.load(window_sum_p + at, mask=part < windows, other=0.0)
+    mask = (part < windows)[:, None] & inside[None, :]
+    parts = tl.load(window_part_p + at[:, None] * D + channel[None, :], mask=mask, other=0.0)
+    top = tl.maximum(top, tl.max(tops, 0))
+    weight = tl.exp2(tops - top)
+    return top, tl.sum(sums * weight, 0), tl.sum(parts * weight[:, None], 0)
+
+
+@jit
 def _values_kernel(
-    logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p,
-    n, S, z, scale, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr,
-    ZB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
+    logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, window_top_p, window_sum_p,
+    window_part_p, top_p, sum_p, out_p, n, S, z, windows, scale, D: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    T: tl.constexpr, WP: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     _wait_for_previous()
     _let_next_begin()
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
-    pos = tl.load(pos_p + b)
     length = n
     if not CHOSEN:
-        length = tl.maximum(pos - z + 1, 0)
+        length = tl.maximum(tl.load(pos_p + b) - z + 1, 0)
     share = tl.cdiv(tl.cdiv(length, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     C: tl.constexpr = PLANES * RUNS * RUN
     channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    d = tl.arange(0, DP)
-    # Tensor cores want 16 columns, or rows, at least: they are all equal.
-    q = tl.broadcast_to(tl.load(q_p + (b * heads + h) * D + d, mask=d < D, other=0.0)[:, None], [DP, 16])
     total = tl.zeros([T], tl.float32)
     out = tl.zeros([T, C], tl.float32)
     base = tl.zeros([T, PLANES, RUNS], tl.float32)
@@ -1028,25 +1116,16 @@ def _values_kernel(
         mask = place < tl.minimum(length, stop * T)
         peak = tl.maximum(peak, tl.load(logits_p + place, mask=mask, other=-1e30))
     top = tl.max(peak, 0)
-    extra, extra_total = tl.zeros([C], tl.float32), tl.sum(tl.zeros([C], tl.float32), 0)
-    if split == splits - 1:  # the recent window
-        for start in tl.range(0, z, ZB, num_stages=1):
-            slot = start + tl.arange(0, ZB)
-            live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
-            ring_at = (b * z + slot[:, None]) * (heads * D) + h * D
-            k = tl.load(ring_k_p + ring_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(
-                ring_v_p + ring_at + channel[None, :], mask=live[:, None] & inside[None, :], other=0.0
+    extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros([C], tl.float32)
+    if split == splits - 1:  # the exact window
+        if WP:
+            top, extra_total, extra = _merge_window(
+                top, window_top_p, window_sum_p, window_part_p, windows, D, channel, inside, WP
             )
-            score = tl.max(tl.dot(k, q, input_precision="ieee"), 1) * scale
-            score = tl.where(live, score, -1e30)
-            new_top = tl.maximum(top, tl.max(score, 0))
-            weight = tl.exp2(score - new_top).to(v.dtype)  # rounded for the sum, too: a mean stays a mean
-            shrink = tl.exp2(top - new_top)
-            extra_total = extra_total * shrink + tl.sum(weight.to(tl.float32), 0)
-            weights = tl.broadcast_to(weight[None, :], [16, ZB])
-            extra = extra * shrink + tl.max(tl.dot(weights, v, input_precision="ieee"), 0)
-            top = new_top
+        else:
+            top, extra_total, extra = _attend_window(
+                top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D, channel, inside, T
+            )
     place = first * T + tl.arange(0, T)
     if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
         ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
@@ -1336,38 +1415,42 @@ def sals_attend(
         return _attend_at_once(q, index, *stores, pos, words, bits)
     scale = D**-0.5 * LOG2E
     given = pos if index is None else index
-    stored = (*value_words(values, low_scale, pos), ring_k, ring_v)
+    stored = value_words(values, low_scale, pos)
     packing = value_packing(D, bits)
     if G > 1:
         T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, tile_itemsize(q.dtype, latent))
     else:
-        T, ZB, warps, stages, splits = values_config(B, n, Hkv, DP, bits, q.element_size())
+        T, warps, stages, splits = values_config(B, n, Hkv, DP)
     out, tops, sums, parts = split_outputs(q, splits)
     if G > 1:
         _grouped_kernel[splits, Hkv, B](
-            q, given, latent, latent_scale, basis, basis_scale, *stored, pos, words, tops, sums, parts,
-            n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages,
+            q, given, latent, latent_scale, basis, basis_scale, *stored, ring_k, ring_v, pos, words, tops,
+            sums, parts, n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages,
             index is not None, splits == 1, rope.dtype == torch.float16, num_warps=warps,
             **overlapped(q.device),
         )  # fmt: skip
     else:
-        logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
+        keys = (latent, latent_scale, basis, basis_scale)
+        logits, windows = _logits_and_windows(q, index, *keys, ring_k, ring_v, pos, words)
+        count = window_parts(z) if windows[0] is not None else 0
         _values_kernel[splits, Hkv, B](
-            logits, q, given, *stored, pos, tops, sums, parts, n, S, z, scale, D, DP, *packing, T,
-            max(16, min(ZB, power2(z))), stages, index is not None, splits == 1, num_warps=warps,
+            logits, q, given, *stored, ring_k, ring_v, pos, *windows, tops, sums, parts, n, S, z, count, scale,
+            D, *packing, T, count and power2(count), stages, index is not None, splits == 1, num_warps=warps,
             **overlapped(q.device),
         )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
 
-def _logits(
+def _logits_and_windows(
     q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, pos: Tensor, words: Tensor, z: int
-) -> Tensor:  # fmt: skip
+    basis_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor, pos: Tensor, words: Tensor
+) -> tuple[Tensor, tuple]:  # fmt: skip
     """sals_attend's logits of heads that share no keys, in log2 units [B, Hkv, n]: -inf in slots of no token;
-    without an index whole tiles beyond pos - z stay unwritten."""
+    without an index whole tiles beyond pos - z stay unwritten. And the softmax of the exact windows, in parts
+    for a merge: maxima and sums [B, Hkv, parts], fp32, and weighted values [B, Hkv, parts, D]; three times
+    None where the values' kernel does that."""
     B, Hkv, D = q.shape
-    S, r = latent.shape[1:]
+    (S, r), z = latent.shape[1:], ring_k.shape[1]
     DP = basis.shape[1]
     n = S if index is None else index.shape[1]
     scale = D**-0.5 * LOG2E
@@ -1378,11 +1461,13 @@ def _logits(
         T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
         layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
         chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
+        _, *windows = split_outputs(q, window_parts(z))
         _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
-            q, index, latent, latent_scale, chunks, basis_scale, words, logits, B, n, S, scale, Hkv,
-            T, NC, r // KB, SLOTS, num_warps=4, **overlapped(q.device),
+            q, index, latent, latent_scale, chunks, basis_scale, ring_k, ring_v, pos, words, logits, *windows,
+            B, n, S, z, scale, Hkv, window_parts(z), T, NC, r // KB, SLOTS, num_warps=4,
+            **overlapped(q.device),
         )  # fmt: skip
-        return logits
+        return logits, windows
     T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
     rows = 1 if n % T == 0 else min(B, (T - 2) // n + 2)  # that a tile can span
     _logits_kernel[min(cdiv(B * n, T) * (Hkv // heads), programs),](
@@ -1391,7 +1476,12 @@ def _logits(
         D, DP // 2, heads, rows, max(16, power2(rows * heads)), T, KB, r % KB == 0, index is not None,
         words.dtype == torch.int32, num_warps=warps, num_stages=stages, **overlapped(q.device),
     )  # fmt: skip
-    return logits
+    return logits, (None, None, None)
+
+
+def window_parts(z: int) -> int:
+    """How many parts of a softmax _attend_windows leaves of a head's window."""
+    return 4 * cdiv(z, 64)
 
 
 def fits_chunks(D: int, r: int, itemsize: int) -> bool:
@@ -1419,13 +1509,9 @@ def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tupl
     return 64, 1, KB, 4, 3, 2 * SMS
 
 
-def values_config(B: int, n: int, Hkv: int, DP: int, bits: int, itemsize: int) -> tuple:
-    """(tokens a tile, tokens of the window a tile, warps, stages, splits)."""
-    window = 32 if bits == 4 else 64
-    if itemsize == 4 or DP > 128:  # more would run out of registers
-        window = 16
-    warps = 4 if DP > 128 else 2
-    return 32, window, warps, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
+def values_config(B: int, n: int, Hkv: int, DP: int) -> tuple:
+    """(tokens a tile, warps, stages, splits)."""
+    return 32, 4 if DP > 128 else 2, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
 
 
 def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
@@ -1520,47 +1606,6 @@ def _make_half(HALF: gl.constexpr, keys):
 
 
 @gluon_jit
-def _leave(parts, part, top, weight, values, L: gl.constexpr):
-    """Leaves four parts of a softmax for the merge, of each warp's tokens one, from line `part` on: maxima
-    top [4], and the sums of weights [T] and of weighted values [T, D]. L lanes have different tokens."""
-    T: gl.constexpr = values.shape[0]
-    D: gl.constexpr = values.shape[1]
-    total = gl.sum(gl.sum(gl.reshape(weight, [T // (4 * L), 4, L]), 0), 1)
-    out = gl.sum(gl.sum(gl.reshape(values, [T // (4 * L), 4, L, D]), 0), 1)
-    warp = gl.arange(0, 4, layout=total.type.layout)
-    gl.store(parts[0] + part + warp, total * 0 + top)
-    gl.store(parts[1] + part + warp, total)
-    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, out.type.layout))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
-    gl.store(parts[2] + (part + warp)[:, None] * D + d[None, :], out)
-
-
-@gluon_jit
-def _attend_windows(parts, stores, heads, z, scale, Hkv, step, place, D: gl.constexpr):
-    """Attends the exact windows of all rows, T slots of a head at a time: parts `place` and on of a head."""
-    T: gl.constexpr = 64
-    L: gl.constexpr = 256 // D
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [L, D // 8], [4, 1], [1, 0])
-    q_p, ring_k_p, ring_v_p, pos_p = stores
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    for unit in range(gl.program_id(0), heads * gl.cdiv(z, T), gl.num_programs(0)):
-        head, tile = unit % heads, unit // heads
-        b = head // Hkv
-        slot = tile * T + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))
-        # Slot s holds the newest position that is s modulo z. Dead ones read slot 0, which is always written.
-        live = slot < gl.minimum(gl.load(pos_p + b) + 1, z)
-        row = (b.to(gl.int64) * z + gl.where(live, slot, 0)) * Hkv + head % Hkv
-        at = row[:, None] * D + d
-        k, v = gl.load(ring_k_p + at).to(gl.float32), gl.load(ring_v_p + at).to(gl.float32)
-        query = gl.load(q_p + head * D + d).to(gl.float32)
-        logits = gl.where(live, gl.sum(k * query, 1) * scale, float("-inf"))
-        top = gl.maximum(gl.max(logits, 0), -1e30)
-        weight = gl.exp2(logits - top)
-        part = head.to(gl.int64) * step + place + 4 * tile
-        _leave(parts, part, top, weight, v * weight[:, None], L)
-
-
-@gluon_jit
 def _copy_values(code_at, pair_at, head, codes, pairs, stage):
     """Copies a head's codes and (minimum, scale) of groups of a tile's tokens to shared memory."""
     copy_rows(codes.index(stage), code_at + head * codes.shape[2])
@@ -1640,9 +1685,8 @@ def _attend_values(
 
 @gluon_jit
 def _attend_windows_and_values(windows, values, D: gl.constexpr, packing):
-    _wait_for_previous()
-    _let_next_begin()
     _attend_windows(*windows, D)
+    _let_next_begin()
     _attend_values(*values, *packing)
 
 
@@ -1724,7 +1768,7 @@ def _attend_at_once(
     spare = 6144  # of shared memory, for barriers, logits and what changes of layout take
     used = 2 * T * r * itemsize + 4 * T * (D * bits // 8 + D // 8)
     SLOTS = min(4, (device.shared_memory_per_block_optin - spare - used) // (D * 128))
-    out, tops, sums, parts = split_outputs(q, 4 * (cdiv(n, 2 * T) + cdiv(z, T)))
+    out, tops, sums, parts = split_outputs(q, 4 * cdiv(n, 2 * T) + window_parts(z))
     layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
     _sals_kernel[B * programs,](
@@ -3283,7 +3327,7 @@ def sals_calls(case: dict) -> dict:
 
     def logits(s):
         words = rope_words(c["rope"], c["S"], c["D"], s["q"].dtype)
-        return _logits(s["q"], s["index"], *keys(s), c["pos"], words, c["z"])
+        return _logits_and_windows(s["q"], s["index"], *keys(s), s["ring_k"], s["ring_v"], c["pos"], words)
 
     def choose(scores):
         return select(scores, c["pos"], c["x"], c["y"], c["z"])

@@ -4148,15 +4148,15 @@ def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None, i
 
 
 # (tokens a tile, heads a tile, ranks a step, warps, stages, programs): tiles that span one, two and several
-# rows, programs that stop in the middle of a tile; then (tokens a tile, of the window a tile, warps, stages,
-# splits): one and several splits.
+# rows, programs that stop in the middle of a tile; then (tokens a tile, warps, stages, splits): one split and
+# several.
 @pytest.mark.parametrize("n", [128, 33, None])
 @pytest.mark.parametrize(
     "logits, values",
     [
-        ((128, 2, 32, 8, 3, 3), (32, 32, 2, 4, 1)),
-        ((64, 2, 16, 4, 3, 5), (64, 16, 4, 3, 2)),
-        ((64, 1, 32, 4, 3, 100), (16, 64, 4, 2, 5)),
+        ((128, 2, 32, 8, 3, 3), (32, 2, 4, 1)),
+        ((64, 2, 16, 4, 3, 5), (64, 4, 3, 2)),
+        ((64, 1, 32, 4, 3, 100), (16, 4, 2, 5)),
     ],
 )
 @pytest.mark.parametrize("int8", [False, True])
@@ -4306,6 +4306,28 @@ def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
     assert seen == [4, 4, 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 70, 90), (16, 5, None)])
+@poisoned
+def test_kernel_values_take_windows_that_are_attended_with_the_logits(monkeypatch, dtype, bits, z, n):
+    """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
+    make = kernels._logits_and_windows
+
+    def make_both(q, index, latent, latent_scale, basis, basis_scale, ring_k, ring_v, pos, words):
+        logits, _ = make(q, index, latent, latent_scale, basis, basis_scale, ring_k, ring_v, pos, words)
+        parts, slot = torch.arange(kernels.window_parts(z), device=DEVICE), torch.arange(z, device=DEVICE)
+        mine = (slot // 64 * 4 + slot % 4) == parts[:, None]  # [parts, z]
+        mine = mine & (slot <= pos[:, None])[:, None, None]  # [B, 1, parts, z]
+        k, v = (torch.nan_to_num(t).float().transpose(1, 2) for t in (ring_k, ring_v))  # [B, Hkv, z, D]
+        scores = (k @ q.float()[..., None]).mT * (q.shape[-1] ** -0.5 * kernels.LOG2E)
+        tops = torch.where(mine, scores, -1e30).amax(-1)
+        weights = torch.where(mine, torch.exp2(scores - tops[..., None]), 0.0)
+        return logits, (tops, weights.sum(-1), weights @ v)
+
+    monkeypatch.setattr(kernels, "_logits_and_windows", make_both)
+    check_sals_attend(dtype, 4, 100, 2, 1, 32, 24, bits, n, z, (99, 0, 70, 7))
+
+
 def test_kernel_sals_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(monkeypatch):
     asked, attend = [], kernels.sals_attend
 
@@ -4344,11 +4366,10 @@ def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
         index, pos, words = (torch.zeros(n, dtype=torch.int32) for n in (16 * 448, 16, 500 * 64))
         latent, basis = (torch.zeros(*n, {r}, dtype=torch.{dtype}) for n in ((16, 500), (32, 128)))
         scales = (torch.zeros(16, 500), torch.zeros(32, 128, 1)) if int8 else (None, None)
-        kernels._logits(
-            q, index.view(16, 448), latent, scales[0], basis, scales[1], pos, words.view(500, 64), 64
-        )
+        keys, ring = (latent, scales[0], basis, scales[1]), torch.zeros(16, 64, 32, 128, dtype=q.dtype)
+        kernels._logits_and_windows(q, index.view(16, 448), *keys, ring, ring, pos, words.view(500, 64))
     """
-    compile_for_hopper(program, waits=2)  # both consumers
+    compile_for_hopper(program, waits=3)  # both consumers, and the windows
 
 
 H200 = "types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)"
@@ -5400,7 +5421,7 @@ def test_kernel_bad_input():
 @pytest.mark.parametrize("D, splits", [(64, 20), (64, 70), (160, 20)])
 @poisoned
 def test_kernel_sals_attend_more_splits_than_a_merge_takes_at_once(monkeypatch, n, D, splits):
-    monkeypatch.setattr(kernels, "values_config", lambda *_: (16, 16, 4, 2, splits))
+    monkeypatch.setattr(kernels, "values_config", lambda *_: (16, 4, 2, splits))
     check_sals_attend(torch.float32, 3, 400, 2, 1, D, 32, 4, n, 24, (399, 120, 30))
 
 
