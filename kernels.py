@@ -1041,7 +1041,7 @@ def _sum_values(out, base):
 
 
 @jit
-def _attend_window(
+def _attend_ring(
     top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D: tl.constexpr, channel, inside, T: tl.constexpr
 ):  # fmt: skip
     """The exact window of a head, T slots at a time -> the maximum of its logits and top, and for that the
@@ -1068,27 +1068,31 @@ def _attend_window(
 
 
 @jit
-def _merge_window(
-    top, window_top_p, window_sum_p, window_part_p, windows, D: tl.constexpr, channel, inside,
-    WP: tl.constexpr
-):  # fmt: skip
-    """What _attend_window returns, of a window whose parts _attend_windows left."""
-    head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    part = tl.arange(0, WP)
-    at = head * windows + part
-    tops = tl.load(window_top_p + at, mask=part < windows, other=-1e30)
-    sums = tl.load(window_sum_p + at, mask=part < windows, other=0.0)
-    mask = (part < windows)[:, None] & inside[None, :]
-    parts = tl.load(window_part_p + at[:, None] * D + channel[None, :], mask=mask, other=0.0)
-    top = tl.maximum(top, tl.max(tops, 0))
-    weight = tl.exp2(tops - top)
-    return top, tl.sum(sums * weight, 0), tl.sum(parts * weight[:, None], 0)
+def _merge_parts(top, top_p, sum_p, part_p, first, count, step, D, d, inside, SB: tl.constexpr):
+    """Of parts first, first + step, .. of a softmax, SB at a time, their maximum and top, and for that their
+    sum and their row of numbers d of D."""
+    top = tl.maximum(top, tl.max(tl.full([SB], -1e30, tl.float32), 0))
+    total = tl.sum(tl.zeros([SB], tl.float32), 0)
+    out = tl.zeros(d.shape, tl.float32)
+    for start in range(0, count, SB):
+        part = start + tl.arange(0, SB)
+        at = first + part * step
+        tops = tl.load(top_p + at, mask=part < count, other=-1e30)
+        sums = tl.load(sum_p + at, mask=part < count, other=0.0)
+        mask = (part < count)[:, None] & inside[None, :]
+        parts = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)  # empty ones are 0
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weight = tl.exp2(tops - new_top)
+        total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
+        out = out * tl.exp2(top - new_top) + tl.sum(parts * weight[:, None], 0)
+        top = new_top
+    return top, total, out
 
 
 @jit
 def _values_kernel(
     logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, window_top_p, window_sum_p,
-    window_part_p, top_p, sum_p, out_p, n, S, z, windows, scale, D: tl.constexpr, BITS: tl.constexpr,
+    window_part_p, top_p, sum_p, out_p, n, S, z, window_parts, scale, D: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     T: tl.constexpr, WP: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
@@ -1119,11 +1123,13 @@ def _values_kernel(
     extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros([C], tl.float32)
     if split == splits - 1:  # the exact window
         if WP:
-            top, extra_total, extra = _merge_window(
-                top, window_top_p, window_sum_p, window_part_p, windows, D, channel, inside, WP
-            )
+            first_part = (b * heads + h) * window_parts
+            top, extra_total, extra = _merge_parts(
+                top, window_top_p, window_sum_p, window_part_p, first_part, window_parts, 1, D, channel,
+                inside, WP
+            )  # fmt: skip
         else:
-            top, extra_total, extra = _attend_window(
+            top, extra_total, extra = _attend_ring(
                 top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D, channel, inside, T
             )
     place = first * T + tl.arange(0, T)
@@ -1219,7 +1225,7 @@ def _grouped_kernel(
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([T, GP], tl.float32)
     out = tl.zeros([GP, C], tl.float32)
-    if split == splits - 1:  # the recent window
+    if split == splits - 1:  # the exact window
         q = tl.load(query_p + g[None, :] * D + d[:, None], mask=real, other=0.0)
         for start in tl.range(0, z, T, num_stages=1):
             slot = start + tl.arange(0, T)
@@ -1285,35 +1291,13 @@ def _grouped_kernel(
 
 
 @jit
-def _merge_parts(top_p, sum_p, part_p, first, count, step, D, inside, DP: tl.constexpr, SB: tl.constexpr):
-    """One softmax out of its parts first, first + step, ..: their maxima, sums and rows of D numbers."""
-    d = tl.arange(0, DP)
-    top = tl.max(tl.full([SB], -1e30, tl.float32), 0)
-    total = tl.sum(tl.zeros([SB], tl.float32), 0)
-    out = tl.zeros([DP], tl.float32)
-    for start in range(0, count, SB):
-        part = start + tl.arange(0, SB)
-        at = first + part * step
-        tops = tl.load(top_p + at, mask=part < count, other=-1e30)
-        sums = tl.load(sum_p + at, mask=part < count, other=0.0)
-        mask = (part < count)[:, None] & inside[None, :]
-        parts = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)  # empty ones are 0
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        weight = tl.exp2(tops - new_top)
-        total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
-        out = out * tl.exp2(top - new_top) + tl.sum(parts * weight[:, None], 0)
-        top = new_top
-    return out / total
-
-
-@jit
 def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr):
     _wait_for_previous()
     _let_next_begin()
     head = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
-    out = _merge_parts(top_p, sum_p, part_p, head * splits, splits, 1, D, d < D, DP, SB)
-    tl.store(out_p + head * D + d, out.to(out_p.dtype.element_ty), mask=d < D)
+    _, total, out = _merge_parts(-1e30, top_p, sum_p, part_p, head * splits, splits, 1, D, d, d < D, SB)
+    tl.store(out_p + head * D + d, (out / total).to(out_p.dtype.element_ty), mask=d < D)
 
 
 def split_outputs(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -1382,9 +1366,10 @@ def sals_attend(
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
     they do not, the product is most of the work: one kernel with large tiles keeps only the logits (where
-    streams_basis says so, another for Hopper), a second one decodes V and attends V and the ring; or where
-    attends_at_once says so, one kernel for Hopper does both. Splits merge by log-sum-exp. The basis may be
-    read while the kernel before still runs, which must not write it (see overlapped).
+    streams_basis says so, another for Hopper, which attends the ring beside them), a second one decodes V and
+    attends the rest; or where attends_at_once says so, one kernel for Hopper does all. Splits merge by
+    log-sum-exp. The basis may be read while the kernel before still runs, which must not write it (see
+    overlapped).
     Truth: SalsCache.reconstruct and attend."""
     B, Hq, D = q.shape
     S, r = latent.shape[1:]
@@ -1432,11 +1417,11 @@ def sals_attend(
     else:
         keys = (latent, latent_scale, basis, basis_scale)
         logits, windows = _logits_and_windows(q, index, *keys, ring_k, ring_v, pos, words)
-        count = window_parts(z) if windows[0] is not None else 0
+        count = 0 if windows[0] is None else windows[0].shape[-1]
         _values_kernel[splits, Hkv, B](
-            logits, q, given, *stored, ring_k, ring_v, pos, *windows, tops, sums, parts, n, S, z, count, scale,
-            D, *packing, T, count and power2(count), stages, index is not None, splits == 1, num_warps=warps,
-            **overlapped(q.device),
+            logits, q, given, *stored, ring_k, ring_v, pos, *windows, tops, sums, parts, n, S, z, count,
+            scale, D, *packing, T, min(16, count and power2(count)), stages, index is not None, splits == 1,
+            num_warps=warps, **overlapped(q.device),
         )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -1461,7 +1446,7 @@ def _logits_and_windows(
         T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
         layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
         chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-        _, *windows = split_outputs(q, window_parts(z))
+        windows = split_outputs(q, window_parts(z))[1:]
         _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
             q, index, latent, latent_scale, chunks, basis_scale, ring_k, ring_v, pos, words, logits, *windows,
             B, n, S, z, scale, Hkv, window_parts(z), T, NC, r // KB, SLOTS, num_warps=4,
@@ -1686,7 +1671,6 @@ def _attend_values(
 @gluon_jit
 def _attend_windows_and_values(windows, values, D: gl.constexpr, packing):
     _attend_windows(*windows, D)
-    _let_next_begin()
     _attend_values(*values, *packing)
 
 
@@ -2715,10 +2699,10 @@ def _fdc_merge_kernel(
     _, d_v, _, v_start = _ranks_of(head, table_p, heads, UNIT)
     before = G * (v_start - tl.load(table_p + 3 * heads))
     i = tl.arange(0, DVP)
-    out = _merge_parts(
-        top_p, sum_p, part_p, (item + low) * G + g, (high - low).to(tl.int32), G, DV, i < d_v, DVP, SB
-    )
-    tl.store(out_p + row * out_row + before + g * d_v + i, out.to(out_p.dtype.element_ty), mask=i < d_v)
+    part, parts = (item + low) * G + g, (high - low).to(tl.int32)
+    _, weight, out = _merge_parts(-1e30, top_p, sum_p, part_p, part, parts, G, DV, i, i < d_v, SB)
+    out_p += row * out_row + before + g * d_v + i
+    tl.store(out_p, (out / weight).to(out_p.dtype.element_ty), mask=i < d_v)
 
 
 @operator(
@@ -3356,9 +3340,10 @@ def sals_calls(case: dict) -> dict:
 
 
 def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
-    """Microseconds of each operator at the measured limits: its bytes; for attend and its logits the matrix
-    FLOPs (`flops` is of the latents' dtype), if they take longer; for the whole the sum of append, scores and
-    attend, without selection."""
+    """Microseconds of each operator at the measured limits: its bytes (of the logits without those of the
+    windows that some kernels attend beside them); for attend and its logits the matrix FLOPs (`flops` is of
+    the latents' dtype), if they take longer; for the whole the sum of append, scores and attend, without
+    selection."""
     B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
     size, scale = (1, 4) if c["int8"] else (2, 0)  # bytes of a number, and beside each row
     append = 2 * B * (2 * r + kv * 4) / bandwidth

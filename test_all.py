@@ -4192,26 +4192,26 @@ def hopper():
 @pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "B, Hkv, D, chunks, n, programs",
+    "B, Hkv, D, chunks, n, z, programs",
     [
-        (1, 2, 128, 1, 64, 132),
-        (3, 4, 128, 2, 128, 3),
-        (3, 3, 128, 4, 70, 5),
-        (9, 5, 64, 3, 9, 132),
-        (17, 4, 128, 2, 8, 4),
-        (2, 32, 128, 8, 448, 7),
-        (5, 8, 64, 5, 130, 2),
+        (1, 2, 128, 1, 64, 24, 132),
+        (3, 4, 128, 2, 128, 64, 3),
+        (3, 3, 128, 4, 70, 100, 5),
+        (9, 5, 64, 3, 9, 1, 132),
+        (17, 4, 128, 2, 8, 130, 4),
+        (2, 32, 128, 8, 448, 300, 7),
+        (5, 8, 64, 5, 130, 33, 2),
     ],
 )
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_streams_the_basis(monkeypatch, dtype, B, Hkv, D, chunks, n, programs, int8):
+def test_kernel_sals_attend_streams_the_basis(monkeypatch, dtype, B, Hkv, D, chunks, n, z, programs, int8):
     monkeypatch.setattr(kernels, "attends_at_once", lambda *_: False)
     monkeypatch.setattr(kernels, "streams_basis", lambda *_: True)
     monkeypatch.setattr(kernels, "_logits_kernel", None)
     monkeypatch.setattr(kernels, "SMS", programs)
     pos = [max(3, 599 - 150 * b) for b in range(B)]
-    check_sals_attend(dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), 4, n, 24, pos, int8=int8)
+    check_sals_attend(dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), 4, n, z, pos, int8=int8)
 
 
 def test_kernel_streams_the_basis_where_hopper_can(monkeypatch):
@@ -4258,9 +4258,11 @@ def test_kernel_sals_attend_at_once(monkeypatch, dtype, B, Hkv, D, chunks, n, bi
 
 @pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
 @pytest.mark.parametrize("first, last", [(-3, 3), (3, -3), (-40, -40)])
+@pytest.mark.parametrize("kernel", ["attends_at_once", "streams_basis"])
 @poisoned
-def test_kernel_sals_attend_at_once_window_of_several_tiles(monkeypatch, first, last):
-    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: True)
+def test_kernel_sals_attend_on_hopper_window_of_several_tiles(monkeypatch, kernel, first, last):
+    for name in ("attends_at_once", "streams_basis"):
+        monkeypatch.setattr(kernels, name, lambda *_, name=name: name == kernel)
     window = (first, last)
     check_sals_attend(torch.float16, 3, 200, 2, 1, 64, 64, 4, 33, 100, (199, 120, 30), window)
 
@@ -4307,7 +4309,7 @@ def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 70, 90), (16, 5, None)])
+@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 130, 90), (16, 5, None), (4, 300, 9)])
 @poisoned
 def test_kernel_values_take_windows_that_are_attended_with_the_logits(monkeypatch, dtype, bits, z, n):
     """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
@@ -4322,10 +4324,13 @@ def test_kernel_values_take_windows_that_are_attended_with_the_logits(monkeypatc
         scores = (k @ q.float()[..., None]).mT * (q.shape[-1] ** -0.5 * kernels.LOG2E)
         tops = torch.where(mine, scores, -1e30).amax(-1)
         weights = torch.where(mine, torch.exp2(scores - tops[..., None]), 0.0)
-        return logits, (tops, weights.sum(-1), weights @ v)
+        windows = (tops, weights.sum(-1), weights @ v)
+        ring_k.fill_(NAN)  # what is attended is not read again
+        return logits, windows
 
     monkeypatch.setattr(kernels, "_logits_and_windows", make_both)
-    check_sals_attend(dtype, 4, 100, 2, 1, 32, 24, bits, n, z, (99, 0, 70, 7))
+    S = z + 84
+    check_sals_attend(dtype, 4, S, 2, 1, 32, 24, bits, n, z, (S - 1, 0, 70, 7))
 
 
 def test_kernel_sals_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(monkeypatch):
