@@ -76,6 +76,7 @@ from generate import (
     add_device_option,
     add_model_options,
     check_capacity,
+    check_memory,
     decode_rows,
     device_and_dtype,
     device_name,
@@ -86,6 +87,7 @@ from generate import (
     peak_memory,
     plan_caches,
     positive,
+    read_text,
     run_command,
     synchronize,
     value_type,
@@ -118,6 +120,7 @@ def held_out(file: Path) -> bool:
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
     """The text files under a folder (or the one file), in order; `held` keeps one side of the split."""
     if path.is_file():
+        read_text(path)  # refuses what is no text
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: there is no such file or folder")
@@ -357,7 +360,7 @@ def eval_sample(
     if len(ids) > n_tokens:
         raise UserError(
             f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}; "
-            "ask for longer prompts or fewer facts"
+            "ask for longer prompts, or for fewer facts where there is --facts"
         )
     return ids, task
 
@@ -1011,14 +1014,14 @@ class Candidate:
         fitted = METHODS[self.method].fitted
         return load_artifact(self.folder or args.checkpoint, self.method, model) if fitted else {}
 
-    def check(self, args: argparse.Namespace, model: Llama, capacities: set[int]) -> None:
-        """Raises UserError now, rather than after the rows before it, where the method cannot be built."""
+    def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> None:
+        """Raises UserError now, rather than after the rows before it, where the method cannot be built, or
+        its cache would not fit the memory: of so many rows of each capacity."""
         artifact = self.artifact(args, model)
-        for capacity in sorted(capacities):
+        for capacity in sorted(rows):
             self.used[capacity] = self.equalised(args, model, artifact, capacity)
-            method_costs(
-                model, self.method, settings_from(self.method, self.used[capacity]), artifact, capacity
-            )
+            settings = settings_from(self.method, self.used[capacity])
+            check_memory(model, self.method, settings, artifact, Room(model, rows[capacity], capacity))
 
     def equalised(
         self, args: argparse.Namespace, model: Llama, artifact: dict[str, Tensor], capacity: int
@@ -1227,7 +1230,10 @@ def run_eval(args: argparse.Namespace) -> None:
     hay_files = text_files(args.haystack) if args.haystack else held
     hay = Haystack(tokenizer, [text_ids(tokenizer, hay_files, 1 << 19)])
 
-    capacities = {n + ANSWER_ROOM for n in args.lengths if args.samples} | ({length} if rows else set())
+    batch = min(args.rows, args.samples)
+    capacities = {n + ANSWER_ROOM: batch for n in args.lengths if batch}  # and their rows
+    for tokens in texts.values():
+        capacities[length] = max(len(tokens), capacities.get(length, 0))
     for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
         group = list(group)
         model = group[0].load(args)  # planning leaves it as it is
@@ -1854,6 +1860,8 @@ def text_share(text: str) -> tuple[Path, float]:
 
 
 def run_train(args: argparse.Namespace) -> None:
+    if args.method and not args.source:
+        raise UserError("--method says what a checkpoint is uptrained for; give it with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*map(text_share, args.text), strict=True)
     device, _ = device_and_dtype(args)
@@ -1898,7 +1906,7 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
     """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
-    candidate = Candidate.parse(args.method)
+    candidate = Candidate.parse(args.method or "elitekv")
     if candidate.method != "elitekv":
         raise UserError(
             f"--method {args.method}: only elitekv is uptrained; give elitekv[:SETTING=VALUE,...]"
@@ -2089,9 +2097,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     p.add_argument(
         "--method",
-        default="elitekv",
         metavar="elitekv[:SETTING=VALUE,...]",
-        help="what --from is uptrained for",
+        help="what --from is uptrained for (default: elitekv)",
     )
     p.add_argument(
         "--text",

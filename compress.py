@@ -1,10 +1,11 @@
 """Every cache: its settings, its mathematics, what it stores. A method is one block of this file.
 
-A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFORE RoPE and has three calls:
-    prefill(row, q, k, v)   a whole prompt, q [S, Hq, D], k and v [S, Hkv, D] -> attention output [S, Hq, D]
-    decode(pos, q, k, v)    one token a row at positions pos [B], q [B, Hq, D] -> attention output [B, Hq, D]
-    formula(), bytes_read() the byte ledger: what the method says it stores and reads
-A method that folds weights (FDC) gets its own latents instead of v, and returns what its W_O takes.
+A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFORE RoPE:
+    prefill(row, q, k, v, *folded)  a whole prompt, q [S, Hq, D], k and v [S, Hkv, D] -> attention [S, Hq, D]
+    decode(pos, q, k, v, *folded)   one token a row at positions pos [B], q [B, Hq, D] -> attention [B, Hq, D]
+    formula(), bytes_read()         the byte ledger: what the method says it stores and reads
+`folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there (its
+v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
@@ -170,6 +171,57 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         live = live & (places[: index.shape[-1]] < wanted.view(rows))
     sinks = places[:x].where(places[:x] <= last, -1).expand(*index.shape[:-1], -1)
     return torch.cat((sinks, index.where(live, -1)), -1).int()
+
+
+def best_tokens(
+    room: Room, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
+) -> Tensor:
+    """What `select` gives, and the z recent ones: index [B, ..., x + y + z], negative where none."""
+    index = room.select(scores, pos, x, y, z, wanted)
+    recent = pos.view(-1, *[1] * (index.ndim - 1)) - room.positions[:z]  # [B, 1, ..., z]
+    return torch.cat((index, recent.expand(*index.shape[:-1], z)), -1)
+
+
+def token_count(k: float, length: int) -> int:
+    """Tokens attended out of `length`: floor(k * length) but at least 1, or the count k."""
+    return max(1, min(length, int(k * length) if k <= 1 else int(k)))
+
+
+def kept_tokens(keep: float, capacity: int) -> int:
+    """Tokens out of `capacity` that a budget `keep` allows, a share or a count."""
+    if keep <= 0:
+        raise UserError(f"--keep {keep:g}: give a share of the context, up to 1, or a number of tokens")
+    return token_count(keep, capacity)
+
+
+def group_scores(logits: Tensor, live: Tensor) -> Tensor:
+    """A KV head's scores: the largest attention weight that any of its G query heads gives.
+
+    logits [B, Hkv, G, N] of tokens, pages or chunks, live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live.
+    As logarithms: they rank as the weights do, but small ones do not all become 0."""
+    dead = ~live[:, None, None]
+    logits = logits.float().masked_fill(dead, -torch.inf)
+    return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
+    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
+
+
+def gather_attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, live: Tensor) -> Tensor:
+    """Exact attention of one query a row over chosen tokens, each KV head its own.
+
+    q [B, Hq, D], k and v [B, Hkv, S, D], index [B, Hkv, n], live [B, Hkv, n] bool: which of them count, and
+    are distinct -> [B, Hq, D]."""
+    index = index.clamp(0, k.shape[2] - 1).long()
+    return attend(q, gather_rows(k, index), gather_rows(v, index), live)
+
+
+def ring_positions(pos: Tensor, slots: Tensor) -> Tensor:
+    """The position in each slot [z] of a ring once pos [B] is written: in slot s the latest that is s modulo
+    z. [B, z], negative where still empty."""
+    return pos[:, None] - (pos[:, None] - slots) % len(slots)
 
 
 # ------------------------------------------------------------------------------------------------------ dense
@@ -580,8 +632,7 @@ class SalsCache(Cache):
     def read_ring(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K, V [B, z, Hkv, D] of the recent window and which slots hold a token; slot s holds the latest
         position that is s modulo z."""
-        slots = torch.arange(self.z, device=pos.device)
-        position = pos[:, None] - (pos[:, None] - slots) % self.z  # [B, z], negative where still empty
+        position = ring_positions(pos, torch.arange(self.z, device=pos.device))
         v = self.ring_values.read((slice(None),))
         if not self.half:
             return self.ring_k, v, position >= 0
@@ -644,7 +695,7 @@ class Int8Cache(Cache):
         return attend(self.rope(q, pos), k, self.values.read((slice(None),)), live)
 
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same as decode in Triton kernels, whose angles are of fp16 beside 16-bit caches."""
+        """The same as decode in Triton kernels, which read RoPE's table in fp16 where the cache is of 16 bits."""
         kernels, bits = self.room.kernels, self.values.bits
         stores = (self.k, self.k_scale, *self.values.stores())
         rotated = kernels.int8_append(q, k, v, pos, self.room.rope_pairs, *stores, bits)
@@ -662,12 +713,12 @@ class Int8Cache(Cache):
 
 
 def sals_rank(settings: SalsSettings, config: ModelConfig) -> int:
-    r = round(settings.rank * config.kv_dim)
-    if not 1 <= r <= config.kv_dim:
+    if not 1 <= settings.rank * config.kv_dim <= config.kv_dim:
         raise UserError(
-            f"--rank {settings.rank} gives r = {r}; the keys allow 1 to {config.kv_dim}, a share of at most 1"
+            f"--rank {settings.rank:g} gives r = {settings.rank * config.kv_dim:g}; the keys allow 1 to "
+            f"{config.kv_dim}, a share of at most 1"
         )
-    return r
+    return round(settings.rank * config.kv_dim)
 
 
 def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
@@ -907,9 +958,8 @@ def elite_attention(
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r)  # [Hkv, D]
 
-    def heads(
-        rows: Tensor,
-    ) -> Tensor:  # rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in our order
+    def heads(rows: Tensor) -> Tensor:
+        """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in our order."""
         rows = rows.unflatten(0, (c.n_kv_heads, -1, c.head_dim))
         index = dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape)
         return rows.gather(2, index)
@@ -1119,7 +1169,7 @@ class LokiSettings:
         """(x, y, z): sinks, selected and recent tokens of a query head, in a row that fills the cache."""
         x = min(self.sinks, capacity)
         z = min(self.recent, capacity - x)
-        total = capacity if self.reduced else loki_count(self.k, capacity)
+        total = capacity if self.reduced else token_count(self.k, capacity)
         return x, max(0, total - x - z), z
 
 
@@ -1192,11 +1242,6 @@ class LokiCache(Cache):
         return round((keys * self.width + values * c.head_dim) * row)
 
 
-def loki_count(k: float, length: int) -> int:
-    """Tokens attended out of `length`: floor(k_f * length) but at least 1, or the count k."""
-    return max(1, min(length, int(k * length) if k <= 1 else int(k)))
-
-
 def rank_at(values: Tensor, share: float) -> Tensor:
     """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold `share` of their sum."""
     below = values.cumsum(-1) / values.sum(-1, keepdim=True) < share
@@ -1204,7 +1249,7 @@ def rank_at(values: Tensor, share: float) -> Tensor:
 
 
 def loki_basis(basis: str, artifact: dict[str, Tensor]) -> str:
-    """ "pre" or "post": the keys that P was fitted on; "auto" is what calibration found better."""
+    """The keys that P was fitted on, "pre" or "post" RoPE; "auto" is what calibration found better."""
     return ("pre", "post")[int(artifact["better"])] if basis == "auto" else basis
 
 
@@ -1537,7 +1582,7 @@ class LrqkCache(Cache):
         if self.settings.mode != "paper":
             return q @ self.basis_q.mT, k @ self.basis_k.mT
         # Omega: what the last step attended; the new token has not replaced the oldest of the ring yet.
-        position = self.ring_positions(pos - 1)[:, None].expand(-1, self.config.n_kv_heads, -1)
+        position = self.in_ring(pos - 1)[:, None].expand(-1, self.config.n_kv_heads, -1)
         position = torch.cat((torch.where(self.stamp == self.step, self.pos_of, -1), position), -1)
         where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.settings.rank)
         a_near = self.a_k.gather(2, where).float().masked_fill(position[..., None] < 0, 0)
@@ -1565,12 +1610,11 @@ class LrqkCache(Cache):
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
 
-    def ring_positions(self, pos: Tensor) -> Tensor:
-        """The position in each slot of the ring [B, z] after pos was written; negative where still empty."""
-        return pos[:, None] - (pos[:, None] - self.room.positions[: self.z]) % self.z
+    def in_ring(self, pos: Tensor) -> Tensor:
+        return ring_positions(pos, self.room.positions[: self.z])
 
     def ring_live(self, pos: Tensor) -> Tensor:
-        return (self.ring_positions(pos) >= 0)[:, None].expand(-1, self.config.n_kv_heads, -1)
+        return (self.in_ring(pos) >= 0)[:, None].expand(-1, self.config.n_kv_heads, -1)
 
     def miss_rate(self) -> float | None:
         """Rows fetched over rows selected since the prompt; None where all rows are on the device."""
@@ -1698,46 +1742,6 @@ class TopKSettings:
                 f"--keep {self.keep:g} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
             )
         return x, total - x - z, z
-
-
-def kept_tokens(keep: float, capacity: int) -> int:
-    """Tokens out of `capacity` that a budget `keep` allows, a share or a count."""
-    if keep <= 0:
-        raise UserError(f"--keep {keep:g}: give a share of the context, up to 1, or a number of tokens")
-    return loki_count(keep, capacity)
-
-
-def group_scores(logits: Tensor, live: Tensor) -> Tensor:
-    """A KV head's scores: the largest attention weight that any of its G query heads gives.
-
-    logits [B, Hkv, G, N] of tokens, pages or chunks, live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live.
-    As logarithms: they rank as the weights do, but small ones do not all become 0."""
-    dead = ~live[:, None, None]
-    logits = logits.float().masked_fill(dead, -torch.inf)
-    return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
-
-
-def best_tokens(
-    room: Room, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
-) -> Tensor:
-    """What `select` gives, and the z recent ones: index [B, ..., x + y + z], negative where none."""
-    index = room.select(scores, pos, x, y, z, wanted)
-    recent = pos.view(-1, *[1] * (index.ndim - 1)) - room.positions[:z]  # [B, 1, ..., z]
-    return torch.cat((index, recent.expand(*index.shape[:-1], z)), -1)
-
-
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
-    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
-
-
-def gather_attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, live: Tensor) -> Tensor:
-    """Exact attention of one query a row over chosen tokens, each KV head its own.
-
-    q [B, Hq, D], k and v [B, Hkv, S, D], index [B, Hkv, n], live [B, Hkv, n] bool: which of them count, and
-    are distinct -> [B, Hq, D]."""
-    index = index.clamp(0, k.shape[2] - 1).long()
-    return attend(q, gather_rows(k, index), gather_rows(v, index), live)
 
 
 class SelectiveCache(DenseCache):
@@ -2347,8 +2351,7 @@ class ShadowKvCache(Cache):
 
         index, live = self.select(pos, q)
         k_chosen, v_chosen = self.reconstruct(index)
-        slots = torch.arange(self.z, device=pos.device)
-        position = pos[:, None] - (pos[:, None] - slots) % self.z  # of the token in each slot of the ring
+        position = ring_positions(pos, torch.arange(self.z, device=pos.device))
         ring = position >= (self.local(pos) * self.chunk)[:, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring[:, None].expand(-1, live.shape[1], -1)), -1)
@@ -2401,7 +2404,7 @@ def build_shadowkv(
     model: Llama, settings: ShadowKvSettings, room: Room, artifact: dict[str, Tensor]
 ) -> list[Cache]:
     width = model.config.kv_dim
-    if not 1 <= round(settings.rank * width) <= width:
+    if not 1 <= settings.rank * width <= width:
         raise UserError(f"--rank {settings.rank:g}: rank / {width} must lie in [{1 / width:.2g}, 1]")
     if settings.chunk < 1 or settings.outliers < 0 or settings.recent < 1:
         raise UserError("--chunk and --recent must be at least 1, --outliers at least 0")
@@ -2603,7 +2606,8 @@ def random_fdc(model: Llama) -> dict[str, Tensor]:
     }
 
 
-# How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions.
+# How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to read and
+# test, and as kernels.fdc_attend does it (equal_stretches).
 
 
 def longest_first(costs: list[float], workers: int) -> list[list[int]]:

@@ -218,9 +218,12 @@ class Engine:
 
     def feed(self, ids: list[int]) -> None:
         """Reads more of the prompt, the same for every row, token by token through the cache."""
+        bar = Progress("reading", len(ids))
         for token in ids:
             self.tokens.fill_(token)
             self.step()
+            bar.tick()
+        bar.close()
 
 
 @dataclass
@@ -233,6 +236,7 @@ class Output:
     decode_s: float = 0.0
     steps: int = 0
     answers: list[str] = field(default_factory=list)  # one for each --ask
+    asked: int = 0  # tokens of all --ask
     stop_token: int | None = None  # of the last row that stopped
 
 
@@ -303,11 +307,12 @@ def prompt_text(prompt: str) -> str:
 def parse_prompt(prompt: str, tokenizer, config: ModelConfig, seed: int) -> list[int]:
     """TEXT, @file, - (stdin), or INTEGER: that many random token ids."""
     if prompt.isascii() and prompt.isdigit():
-        if not int(prompt):
+        count = int(prompt) if len(prompt) < 20 else 1 << 63  # Python reads no number of many digits
+        if not count:
             raise UserError("--prompt 0: an empty prompt; give at least one token")
-        check_capacity(int(prompt), config)
+        check_capacity(count, config)
         rng = random.Random(seed)
-        return [rng.randrange(3, config.vocab_size) for _ in range(int(prompt))]
+        return [rng.randrange(3, config.vocab_size) for _ in range(count)]
     return tokenizer.encode(prompt_text(prompt))
 
 
@@ -325,7 +330,7 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, co
         raise UserError(
             f"prompt and new tokens need {longest} positions, the cache has {capacity}; raise --context"
         )
-    check_capacity(capacity or longest, config)
+    check_capacity(capacity or longest, config, *(["--context"] if capacity else []))
     return capacity or longest
 
 
@@ -391,10 +396,10 @@ def check_memory(
         free = free_memory(torch.device(kind))
         if needed > free:
             rows, tokens = int(room.rows * free / needed), int(room.capacity * free / needed)
+            fits = [f"{rows} rows"] * (rows > 0) + [f"{tokens} tokens a row"] * (tokens > 0)
             raise UserError(
                 f"not enough memory: the {method} cache of {room.rows} rows x {room.capacity} tokens needs "
-                f"{human(needed)} ({kind}), {human(free)} are free; {rows} rows, or {tokens} tokens a row, "
-                "would fit"
+                f"{human(needed)} ({kind}), {human(free)} are free; {' or '.join(fits) or 'nothing'} would fit"
             )
 
 
@@ -449,12 +454,16 @@ def run_prompts(
     else:
         output = Output([[] for _ in prompts])
         for ask in asks:
-            engine.feed(tokenizer.encode_continuation("\n" + ask))
+            ids, started = tokenizer.encode_continuation("\n" + ask), time.time()
+            engine.feed(ids)
+            synchronize(engine.room.device)
+            feed_s = time.time() - started
             part = decode_rows(engine, args.max_new_tokens, stops)
             output.token_ids = [a + b for a, b in zip(output.token_ids, part.token_ids, strict=True)]
             output.answers.append(tokenizer.decode(part.token_ids[0]).strip())
             output.decode_s, output.steps = output.decode_s + part.decode_s, output.steps + part.steps
-            output.first_token_s = output.first_token_s or part.first_token_s
+            output.first_token_s = output.first_token_s or feed_s + part.first_token_s
+            output.asked += len(ids)
     output.prefill_s = prefill_s
     output.first_token_s += prefill_s
     return output
@@ -487,7 +496,7 @@ def report(
 ) -> dict:
     """The run in figures: counts are per row, bytes are those of the whole cache."""
     room, model = engine.room, engine.model
-    lengths = [len(p) + len(t) for p, t in zip(prompts, output.token_ids, strict=True)]
+    lengths = [len(p) + output.asked + len(t) for p, t in zip(prompts, output.token_ids, strict=True)]
     read = sum(cache.bytes_read(n) for cache in engine.caches for n in lengths)
     weights = sum(p.nbytes for p in model.parameters()) - (
         0 if model.config.tied else model.tok_embeddings.weight.nbytes
@@ -500,7 +509,7 @@ def report(
         "model": args.random_weights or str(args.checkpoint),
         "device": device_name(room.device),
         "dtype": str(room.dtype).removeprefix("torch."),
-        "prompt_tokens": [len(p) for p in prompts],
+        "prompt_tokens": [len(p) + output.asked for p in prompts],
         "new_tokens": [len(t) for t in output.token_ids],
         "token_ids": output.token_ids,
         "text": [
@@ -561,7 +570,10 @@ peak memory  {human(r["peak_memory_bytes"])}""",
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are one line, and that takes options by their full names only."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see --help")
@@ -600,9 +612,25 @@ def fraction(text: str) -> float:
     return value
 
 
+def integer(text: str) -> int:
+    """A whole number of the command line that fits 63 bits, of either sign."""
+    if abs(value := int(text)) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text} is too large a number")
+    return value
+
+
 def value_type(kind: type) -> Callable[[str], object]:
     """What reads a setting of this type from the command line."""
-    return finite if kind is float else kind
+    return {float: finite, int: integer}.get(kind, kind)
+
+
+for parse, name in (
+    (finite, "number"),
+    (positive, "number"),
+    (fraction, "number"),
+    (integer, "whole number"),
+):
+    parse.__name__ = name  # argparse names it where float() or int() fails
 
 
 def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
@@ -717,7 +745,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="wrap prompts as the model's chats are; auto: as its own template tells",
     )
     # The method decides which settings exist, so it is read first.
-    early = Parser(add_help=False, allow_abbrev=False)
+    early = Parser(add_help=False)
     early.add_argument("--method", default="dense")
     add_settings(parser, early.parse_known_args(argv)[0].method)
     args, unknown = parser.parse_known_args(argv)
@@ -826,7 +854,7 @@ def run_generate(args: argparse.Namespace) -> None:
 def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
     capacity = args.context or min(4096, model.config.max_positions)
-    check_capacity(capacity, model.config)
+    check_capacity(capacity, model.config, "--context")
     options = chosen_settings(args, args.method)
     engine = build_engine(model, args, *prepare(model, args.method, options, args, 1, capacity))
     style = style_of(args, model.config, tokenizer) if args.chat else None

@@ -3470,13 +3470,11 @@ SHAPES = {  # name -> (Hq, Hkv, D), ffn, [(r, bits of V, int8 latents)], [(B, S)
 }
 
 
-def benchmark(
-    names: list[str], grid: list[tuple[int, int]] | None, words: list[str] | None, report
-) -> list[dict]:
+def benchmark(names: list[str], grid: list[tuple[int, ...]], words: list[str] | None, report) -> list[dict]:
     """Times every operator, or those with one of the words in their name, at every shape; report(row) is
-    called for each as it comes."""
+    called for each as it comes. Raises ValueError for a word that no operator has."""
     bandwidth, flops = measured_limits()
-    rows = []
+    rows, known = [], set()
 
     def note(shape_name, B, S, setting, operator, us, limit):
         row = {"model": shape_name, "batch": B, "length": S, "setting": setting, "operator": operator}
@@ -3485,6 +3483,7 @@ def benchmark(
         report(row)
 
     def measure(shape_name, B, S, setting, operator, calls, limit):
+        known.add(operator)
         if not words or any(word in operator for word in words):
             note(shape_name, B, S, setting, operator, graph_time(calls), limit)
 
@@ -3518,6 +3517,9 @@ def benchmark(
                     measure(name, B, S, setting, operator, calls, limits[operator])
                 del case, calls
                 torch.cuda.empty_cache()
+            for word in words or ():
+                some = any(word in operator for operator in known)
+                need(some, f"--operator {word}: in no name of {', '.join(sorted(known))}")
     return rows
 
 
@@ -3525,38 +3527,39 @@ def main() -> None:
     import argparse
     import csv
     import json
+    import os
     import sys
 
     def fail(message: str):
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
-    def batch_by_length(text: str) -> tuple[int, ...]:
-        batch, length = map(int, text.split("x"))
-        return batch, length
-
-    batch_by_length.__name__ = "BATCHxLENGTH"  # as argparse names it
-
     parser = argparse.ArgumentParser(description="Times every kernel at the shapes of the README's tables.")
-    parser.error = fail
+    parser.error = lambda message: fail(f"{message}; see --help")
     names = f"models whose shapes are timed (default: {' '.join(SHAPES)})"
     parser.add_argument("--model", nargs="*", default=list(SHAPES), choices=list(SHAPES), help=names)
-    parser.add_argument(
-        "--shape", nargs="*", type=batch_by_length, help="only these, such as 8x4096 16x4096 (default: all)"
-    )
+    shapes = dict.fromkeys(f"{B}x{S}" for *_, grid, _ in SHAPES.values() for B, S in grid)
+    rows = "only these, batch by length, such as 8x4096 16x4096 (default: all)"
+    parser.add_argument("--shape", nargs="*", choices=list(shapes), metavar="BATCHxLENGTH", help=rows)
     words = "only operators with one of these words in their name, such as dense linear (default: all)"
     parser.add_argument("--operator", nargs="*", metavar="WORD", help=words)
     parser.add_argument("--json", action="store_true", help="one compact JSON line at the end")
     parser.add_argument("--csv", help="write the table to this file")
     options = parser.parse_args()
+    if options.csv and not os.path.isdir(os.path.dirname(options.csv) or "."):  # now, rather than afterwards
+        fail(f"--csv {options.csv}: there is no such folder")
     if triton is None or not torch.cuda.is_available():
         fail("the benchmark needs a CUDA GPU and triton")
+    grid = [tuple(map(int, shape.split("x"))) for shape in options.shape or ()]
 
     def report(row):
         line = "{model:>3} {batch:>3} x {length:<7}{setting:<17}{operator:<18}{us:>9.1f}{limit_us:>9.1f}"
         print((line + "{share:>8.1%}").format(**row), file=sys.stderr, flush=True)
 
-    rows = benchmark(options.model, options.shape, options.operator, report)
+    try:
+        rows = benchmark(options.model, grid, options.operator, report)
+    except ValueError as error:
+        fail(str(error))
     if options.csv:
         with open(options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])

@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import unicodedata
 import weakref
 from pathlib import Path
@@ -93,7 +94,6 @@ from compress import (
     fold_values,
     latent_maps,
     load_artifact,
-    loki_count,
     longest_first,
     low_rank,
     lrqk_balance,
@@ -115,6 +115,7 @@ from compress import (
     settings_from,
     skipped_layers,
     spd_solve_in_graph,
+    token_count,
     uniform_order,
 )
 from generate import Engine, Output, Sampling, decode_rows
@@ -2222,7 +2223,7 @@ def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recen
     """Or what is forced, if that is more."""
     loki, _, (_, q, _, _) = loki_cache(k=k, sinks=sinks, recent=recent)
     index, live = loki.select(torch.tensor([length - 1]), loki.rotate(q))
-    assert (live.sum(-1) == max(count, min(length, sinks + recent))).all() and loki_count(k, length) == count
+    assert (live.sum(-1) == max(count, min(length, sinks + recent))).all() and token_count(k, length) == count
     for chosen in (head[alive].tolist() for head, alive in zip(index.flatten(0, 2), live.flatten(0, 2))):
         assert len(set(chosen)) == len(chosen) and max(chosen) < length
         assert {*range(min(sinks, length)), *range(max(0, length - recent), length)} <= set(chosen)
@@ -2565,7 +2566,7 @@ def test_lrqk_ring_and_candidates_cover_every_token_once(n, mode):
         step = step_of(tensors, pos)
         difference = error(cache.decode(*step), dense.decode(*step))
         assert (difference < 1e-5) == (pos + 1 <= 15), pos
-        ring = cache.ring_positions(step[0])[0].tolist()
+        ring = cache.in_ring(step[0])[0].tolist()
         assert sorted(p for p in ring if p >= 0) == list(range(max(0, pos - 4), pos + 1))
         for head in range(4):
             assert len(attended(cache, head, pos)) == min(pos + 1, 15)
@@ -6139,6 +6140,23 @@ BAD_OPTIONS = {
         "unknown method 'magic'; the methods are: dense, sals, elitekv, loki, lrqk, fdc, streaming",
     ),
     "setting of another method": (["--rank", "0.5"], "--rank is neither an option nor a setting of dense"),
+    "abbreviation": (["--meth", "sals"], "--meth is neither an option nor a setting of dense"),
+    "rank beyond all floats": (
+        ["--method", "sals", "--rank", "1e308", "--prompt", "hi"],
+        "a share of at most 1",
+    ),
+    "rank of ShadowKV beyond all floats": (
+        ["--method", "shadowkv", "--rank", "1e308", "--prompt", "hi"],
+        "must lie in",
+    ),
+    "number of more than 63 bits": (
+        ["--method", "h2o", "--gumbel", "--noise_seed", "9" * 20],
+        f"--noise_seed: {'9' * 20} is too large a number",
+    ),
+    "setting that is no number": (["--method", "sals", "--rank", "x"], "--rank: invalid number value: 'x'"),
+    "prompt of more digits than Python reads": (["--prompt", "1" * 5000], "more than the model's 512"),
+    "context beyond the model": (["--prompt", "hi", "--context", "600"], "512; shorten --context"),
+    "talk beyond the model": (["--interactive", "--context", "600"], "512; shorten --context"),
     "kv_bits where they do not fit": (
         ["--method", "sals", "--kv_bits", "4"],
         "--kv_bits is neither an option nor a setting of sals",
@@ -6270,7 +6288,7 @@ def test_too_little_memory_says_what_would_fit(checkpoint, monkeypatch, capsys):
     ]
     assert run_main(generate.main, [*argv, 2], monkeypatch, capsys)[0] == 0
     code, out, err = run_main(generate.main, [*argv, 4], monkeypatch, capsys)
-    assert code == 2 and out == "" and "2 rows, or 37 tokens a row, would fit" in err
+    assert code == 2 and out == "" and "2 rows or 37 tokens a row would fit" in err
 
 
 def test_a_budget_beyond_the_context_says_so_and_equals_dense(tmp_path, monkeypatch, capsys):
@@ -6323,6 +6341,19 @@ def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
         "bandwidth_share peak_memory_bytes capture_s seed versions"
     )
     assert set(keys.split()) <= set(report)
+
+
+def test_questions_count_as_read(checkpoint, monkeypatch, capsys):
+    """As tokens of the prompt, in the bytes of a step, and until the first token."""
+    argv = ["--checkpoint", checkpoint, "--prompt", "once upon a time", "--max_new_tokens", 2, "--ignore_eos"]
+    plain = generated(argv, monkeypatch, capsys)
+    feed, slow = generate.Engine.feed, 0.25
+    monkeypatch.setattr(generate.Engine, "feed", lambda engine, ids: feed(engine, ids) or time.sleep(slow))
+    asked = generated([*argv, "--ask", "who is " * 20, "--ask", "where?"], monkeypatch, capsys)
+    more, made = asked["prompt_tokens"][0] - plain["prompt_tokens"][0], asked["new_tokens"][0]
+    assert more > 40 and asked["first_token_s"] > slow
+    token = plain["bytes_read_per_step"] / (plain["prompt_tokens"][0] + plain["new_tokens"][0])
+    assert asked["bytes_read_per_step"] == token * (asked["prompt_tokens"][0] + made)
 
 
 @needs_cuda
@@ -6523,6 +6554,7 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
     few, python = tmp_path / "few.txt", tmp_path / "python.txt"
     few.write_text("too short")
     python.write_text("a text of its own")
+    weights = NANO / "model.safetensors"
     train, again = (["train", "--out", tmp_path / name, "--text", few] for name in ("new", "again"))
     (tmp_path / "again").mkdir()
     shutil.copy(NANO / "tokenizer.model", tmp_path / "again")
@@ -6548,6 +6580,8 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
             "it attends all 400",
         ),
         (["overlap", "--checkpoint", checkpoint, "--length", "200"], "ask for longer prompts"),
+        (["fit", "--checkpoint", checkpoint, "--method", "sals", "--text", weights], "not UTF-8 text"),
+        ([*train, "--method", "elitekv"], "give it with --from FOLDER"),
         (["eval", "--checkpoint", checkpoint, "--equal_bytes", "2"], "--equal_bytes: 2 does not lie"),
         (["masked", "--checkpoint", checkpoint, "--k", "2"], "--k: 2 does not lie in (0, 1]"),
         (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=nan"], "write rank=FLOAT, not rank=nan"),
@@ -6667,10 +6701,22 @@ def test_artifacts_can_be_read_as_other_files_can(tmp_path):
         save_artifact({"a": torch.zeros(1)}, tmp_path / "none" / "a.safetensors", {})
 
 
-@pytest.mark.parametrize("argv", [["--model", "13b"], ["--shape", "foo"], ["--fast"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["--model", "13b"], ["--shape", "foo"], ["--shape", "7x77"], ["--fast"], ["--csv", "nowhere/x.csv"]],
+)
 def test_the_benchmarks_errors_are_one_line(argv, monkeypatch, capsys):
     code, out, err = run_main(kernels.main, argv, monkeypatch, capsys)
     assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert argv[-1] in err  # what is wrong is said, not that there is no GPU
+
+
+@needs_cuda
+def test_the_benchmark_knows_the_words_of_its_operators():
+    rows = []
+    with pytest.raises(ValueError, match="--operator nosuch: in no name of .*dense"):
+        kernels.benchmark(["7b"], [(8, 1024)], ["dense FA2", "nosuch"], rows.append)
+    assert [row["operator"] for row in rows[2:]] == ["dense FA2"]
 
 
 def test_nothing_imports_triton_or_transformers_at_start():
