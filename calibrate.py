@@ -405,10 +405,12 @@ def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
 
 def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
     """Token ids [count, length] of consecutive windows of the texts, led by BOS if the model wants it."""
-    ids = text_ids(tokenizer, files, count * length)
+    ids, asked = text_ids(tokenizer, files, count * length), count
     count = len(ids) // length
     if not count:
         raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}; give more text")
+    if count < asked:
+        print(f"note: the text has {count} windows of {length} tokens, not {asked}", file=sys.stderr)
     tokens = torch.from_numpy(ids[: count * length]).view(count, length)
     if tokenizer.add_bos:
         tokens[:, 0] = tokenizer.bos_id

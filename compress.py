@@ -1827,7 +1827,7 @@ class H2oSettings:
     heavy: float = setting(0.5, "share of these that are heavy hitters; the others are the most recent ones")
     window: int = setting(64, "W: last queries of a prompt whose attention is accumulated")
     gumbel: bool = setting(False, "Keyformer's score (arXiv 2403.09054): Gumbel noise and a temperature")
-    noise_seed: int = setting(0, "seed of that noise")
+    noise_seed: int = setting(0, "seed of --gumbel's noise")
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(heavy, recent) in tokens."""
