@@ -2492,6 +2492,8 @@ class FdcCache(Cache):
     One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
     the sum of the ranks, not the largest one for all."""
 
+    has_kernels = True
+
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int]):
         super().__init__(room)
         widest = max(basis.shape[1] for basis in bases)
@@ -2507,7 +2509,7 @@ class FdcCache(Cache):
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
-        self.fused = room.kernels is not None
+        self.fused = self.has_kernels and room.kernels is not None
         if self.fused:
             self.table = room.kernels.rank_table(self.ranks, room.device)
 
@@ -2692,10 +2694,11 @@ class PaluCache(FdcCache):
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
     between B and the query, so every step rebuilds and rotates all keys."""
 
+    has_kernels = False
+
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int], bias: Tensor):
         super().__init__(room, bases, v_ranks)
         self.bias = bias  # [Hkv, D]; it stays outside the latent
-        self.fused = False
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
         x = x - self.bias
