@@ -4,8 +4,8 @@ A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFO
     prefill(row, q, k, v, *folded)  a whole prompt, q [S, Hq, D], k and v [S, Hkv, D] -> attention [S, Hq, D]
     decode(pos, q, k, v, *folded)   one token a row at positions pos [B], q [B, Hq, D] -> attention [B, Hq, D]
     formula(), bytes_read()         the byte ledger: what the method says it stores and reads
-`folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there (its
-v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
+`folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
+(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
@@ -218,10 +218,18 @@ def gather_attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, live: Tensor) 
     return attend(q, gather_rows(k, index), gather_rows(v, index), live)
 
 
-def ring_positions(pos: Tensor, slots: Tensor) -> Tensor:
-    """The position in each slot [z] of a ring once pos [B] is written: in slot s the latest that is s modulo
+def ring_positions(pos: Tensor, z: int) -> Tensor:
+    """The position in each of a ring's z slots once pos [B] is written: in slot s the latest that is s modulo
     z. [B, z], negative where still empty."""
-    return pos[:, None] - (pos[:, None] - slots) % len(slots)
+    return pos[:, None] - (pos[:, None] - torch.arange(z, device=pos.device)) % z
+
+
+def share_rank(share: float, width: int) -> int:
+    """r = share * width, to the nearest. Raises UserError where that is not 1 to width."""
+    r = round(min(max(share, 0.0), 2.0) * width)  # beyond both all is wrong, and may be no whole number
+    if not 1 <= r <= width:
+        raise UserError(f"--rank {share:g}: r must lie in 1 to {width}, a share of at most 1")
+    return r
 
 
 # ------------------------------------------------------------------------------------------------------ dense
@@ -433,7 +441,7 @@ def latent_maps(
     settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, `up` as its codes hold it."""
-    r = sals_rank(settings, config)
+    r = share_rank(settings.rank, config.kv_dim)
     down, up = sals_maps(basis.float(), scale, r)
     if settings.latent_bits == 16:
         return down, up
@@ -529,7 +537,7 @@ class SalsCache(Cache):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
         self.x, self.y, self.z = settings.budget(room.capacity)
-        self.r = sals_rank(settings, c)
+        self.r = share_rank(settings.rank, c.kv_dim)
         self.r_score = sals_score_rank(settings, c)
         # A true logit has yarn's factor twice, in cos and sin of either side; cos of position 0 is it.
         factor = rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
@@ -632,7 +640,7 @@ class SalsCache(Cache):
     def read_ring(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K, V [B, z, Hkv, D] of the recent window and which slots hold a token; slot s holds the latest
         position that is s modulo z."""
-        position = ring_positions(pos, torch.arange(self.z, device=pos.device))
+        position = ring_positions(pos, self.z)
         v = self.ring_values.read((slice(None),))
         if not self.half:
             return self.ring_k, v, position >= 0
@@ -695,7 +703,7 @@ class Int8Cache(Cache):
         return attend(self.rope(q, pos), k, self.values.read((slice(None),)), live)
 
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same as decode in Triton kernels, which read RoPE's table in fp16 where the cache is of 16 bits."""
+        """The same in Triton kernels, which read RoPE's table in fp16 where the cache is of 16 bits."""
         kernels, bits = self.room.kernels, self.values.bits
         stores = (self.k, self.k_scale, *self.values.stores())
         rotated = kernels.int8_append(q, k, v, pos, self.room.rope_pairs, *stores, bits)
@@ -712,19 +720,10 @@ class Int8Cache(Cache):
         return length * self.token_bytes()
 
 
-def sals_rank(settings: SalsSettings, config: ModelConfig) -> int:
-    if not 1 <= settings.rank * config.kv_dim <= config.kv_dim:
-        raise UserError(
-            f"--rank {settings.rank:g} gives r = {settings.rank * config.kv_dim:g}; the keys allow 1 to "
-            f"{config.kv_dim}, a share of at most 1"
-        )
-    return round(settings.rank * config.kv_dim)
-
-
 def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
     if not 0 < settings.score_rank <= 1:
         raise UserError(f"--score_rank {settings.score_rank}: r*/r must lie in (0, 1]")
-    return max(1, round(settings.score_rank * sals_rank(settings, config)))
+    return max(1, round(settings.score_rank * share_rank(settings.rank, config.kv_dim)))
 
 
 def sals_fold(
@@ -788,7 +787,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
         scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None
         need = c.kv_dim // 2 if settings.window == "half" else 0
-        need = max(need, sals_rank(settings, c))
+        need = max(need, share_rank(settings.rank, c.kv_dim))
         if basis.shape[1] < need:
             raise UserError(
                 f"rank {need} is more than the {basis.shape[1]} directions in the artifact; "
@@ -1582,7 +1581,7 @@ class LrqkCache(Cache):
         if self.settings.mode != "paper":
             return q @ self.basis_q.mT, k @ self.basis_k.mT
         # Omega: what the last step attended; the new token has not replaced the oldest of the ring yet.
-        position = self.in_ring(pos - 1)[:, None].expand(-1, self.config.n_kv_heads, -1)
+        position = ring_positions(pos - 1, self.z)[:, None].expand(-1, self.config.n_kv_heads, -1)
         position = torch.cat((torch.where(self.stamp == self.step, self.pos_of, -1), position), -1)
         where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.settings.rank)
         a_near = self.a_k.gather(2, where).float().masked_fill(position[..., None] < 0, 0)
@@ -1610,11 +1609,8 @@ class LrqkCache(Cache):
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
 
-    def in_ring(self, pos: Tensor) -> Tensor:
-        return ring_positions(pos, self.room.positions[: self.z])
-
     def ring_live(self, pos: Tensor) -> Tensor:
-        return (self.in_ring(pos) >= 0)[:, None].expand(-1, self.config.n_kv_heads, -1)
+        return (ring_positions(pos, self.z) >= 0)[:, None].expand(-1, self.config.n_kv_heads, -1)
 
     def miss_rate(self) -> float | None:
         """Rows fetched over rows selected since the prompt; None where all rows are on the device."""
@@ -2290,7 +2286,7 @@ class ShadowKvCache(Cache):
         super().__init__(room)
         c, self.settings, self.chunk = room.config, settings, settings.chunk
         self.outlier_tokens, self.selected, self.z = settings.budget(room.capacity)
-        self.r = round(settings.rank * c.kv_dim)
+        self.r = share_rank(settings.rank, c.kv_dim)
         self.chunks = -(-room.capacity // self.chunk)
         heads, d = c.n_kv_heads, c.head_dim
         self.register_buffer("basis", self.store(c.kv_dim, self.r))
@@ -2351,7 +2347,7 @@ class ShadowKvCache(Cache):
 
         index, live = self.select(pos, q)
         k_chosen, v_chosen = self.reconstruct(index)
-        position = ring_positions(pos, torch.arange(self.z, device=pos.device))
+        position = ring_positions(pos, self.z)
         ring = position >= (self.local(pos) * self.chunk)[:, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring[:, None].expand(-1, live.shape[1], -1)), -1)
@@ -2403,9 +2399,6 @@ class ShadowKvCache(Cache):
 def build_shadowkv(
     model: Llama, settings: ShadowKvSettings, room: Room, artifact: dict[str, Tensor]
 ) -> list[Cache]:
-    width = model.config.kv_dim
-    if not 1 <= settings.rank * width <= width:
-        raise UserError(f"--rank {settings.rank:g}: rank / {width} must lie in [{1 / width:.2g}, 1]")
     if settings.chunk < 1 or settings.outliers < 0 or settings.recent < 1:
         raise UserError("--chunk and --recent must be at least 1, --outliers at least 0")
     return [ShadowKvCache(room, settings) for _ in model.layers]
@@ -2608,8 +2601,8 @@ def random_fdc(model: Llama) -> dict[str, Tensor]:
     }
 
 
-# How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to read and
-# test, and as kernels.fdc_attend does it (equal_stretches).
+# How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to
+# read and test, and how kernels.fdc_attend does it (equal_stretches).
 
 
 def longest_first(costs: list[float], workers: int) -> list[list[int]]:

@@ -326,12 +326,15 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, co
                 f"token id {bad} is outside the model's vocabulary of {config.vocab_size}; "
                 "the tokenizer belongs to another model"
             )
-    if capacity and longest > capacity:
+    if not capacity:
+        check_capacity(longest, config)
+        return longest
+    if longest > capacity:
         raise UserError(
             f"prompt and new tokens need {longest} positions, the cache has {capacity}; raise --context"
         )
-    check_capacity(capacity or longest, config, *(["--context"] if capacity else []))
-    return capacity or longest
+    check_capacity(capacity, config, "--context")
+    return capacity
 
 
 def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens") -> None:
@@ -396,10 +399,10 @@ def check_memory(
         free = free_memory(torch.device(kind))
         if needed > free:
             rows, tokens = int(room.rows * free / needed), int(room.capacity * free / needed)
-            fits = [f"{rows} rows"] * (rows > 0) + [f"{tokens} tokens a row"] * (tokens > 0)
+            fits = [f"{rows} rows"] * (rows > 0) + [f"{tokens} tokens a row"] * (tokens > 0) or ["nothing"]
             raise UserError(
                 f"not enough memory: the {method} cache of {room.rows} rows x {room.capacity} tokens needs "
-                f"{human(needed)} ({kind}), {human(free)} are free; {' or '.join(fits) or 'nothing'} would fit"
+                f"{human(needed)} ({kind}), {human(free)} are free; {' or '.join(fits)} would fit"
             )
 
 
@@ -579,6 +582,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
+def named(name: str) -> Callable:
+    """Names a reader of the command line, as argparse tells it where float() or int() fails."""
+
+    def name_it(read: Callable) -> Callable:
+        read.__name__ = name
+        return read
+
+    return name_it
+
+
+@named("number")
 def finite(text: str) -> float:
     """A number of the command line that is not nan or infinite."""
     if not math.isfinite(value := float(text)):
@@ -586,6 +600,7 @@ def finite(text: str) -> float:
     return value
 
 
+@named("number")
 def positive(text: str) -> float:
     """A number of the command line above 0."""
     if (value := finite(text)) <= 0:
@@ -593,25 +608,7 @@ def positive(text: str) -> float:
     return value
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """A whole number of the command line, of at least `least`, that fits 63 bits."""
-
-    def parse(text: str) -> int:
-        if not least <= (value := int(text)) < 1 << 63:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        return value
-
-    parse.__name__ = "whole number"  # argparse names it where int() fails
-    return parse
-
-
-def fraction(text: str) -> float:
-    """A number of the command line in (0, 1]."""
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} does not lie in (0, 1]")
-    return value
-
-
+@named("whole number")
 def integer(text: str) -> int:
     """A whole number of the command line that fits 63 bits, of either sign."""
     if abs(value := int(text)) >= 1 << 63:
@@ -619,18 +616,29 @@ def integer(text: str) -> int:
     return value
 
 
+def whole(least: int) -> Callable[[str], int]:
+    """The same, of at least `least`."""
+
+    @named("whole number")
+    def parse(text: str) -> int:
+        if (value := integer(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return value
+
+    return parse
+
+
+@named("number")
+def fraction(text: str) -> float:
+    """A number of the command line in (0, 1]."""
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} does not lie in (0, 1]")
+    return value
+
+
 def value_type(kind: type) -> Callable[[str], object]:
     """What reads a setting of this type from the command line."""
     return {float: finite, int: integer}.get(kind, kind)
-
-
-for parse, name in (
-    (finite, "number"),
-    (positive, "number"),
-    (fraction, "number"),
-    (integer, "whole number"),
-):
-    parse.__name__ = name  # argparse names it where float() or int() fails
 
 
 def add_settings(parser: argparse.ArgumentParser, method: str) -> None:

@@ -1094,7 +1094,7 @@ def _values_kernel(
     logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, window_top_p, window_sum_p,
     window_part_p, top_p, sum_p, out_p, n, S, z, window_parts, scale, D: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
-    T: tl.constexpr, WP: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
+    T: tl.constexpr, SB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     _wait_for_previous()
     _let_next_begin()
@@ -1122,11 +1122,11 @@ def _values_kernel(
     top = tl.max(peak, 0)
     extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros([C], tl.float32)
     if split == splits - 1:  # the exact window
-        if WP:
+        if SB:
             first_part = (b * heads + h) * window_parts
             top, extra_total, extra = _merge_parts(
                 top, window_top_p, window_sum_p, window_part_p, first_part, window_parts, 1, D, channel,
-                inside, WP
+                inside, SB
             )  # fmt: skip
         else:
             top, extra_total, extra = _attend_ring(
@@ -3538,9 +3538,9 @@ def main() -> None:
     parser.error = lambda message: fail(f"{message}; see --help")
     names = f"models whose shapes are timed (default: {' '.join(SHAPES)})"
     parser.add_argument("--model", nargs="*", default=list(SHAPES), choices=list(SHAPES), help=names)
-    shapes = dict.fromkeys(f"{B}x{S}" for *_, grid, _ in SHAPES.values() for B, S in grid)
-    rows = "only these, batch by length, such as 8x4096 16x4096 (default: all)"
-    parser.add_argument("--shape", nargs="*", choices=list(shapes), metavar="BATCHxLENGTH", help=rows)
+    shapes = list(dict.fromkeys(f"{B}x{S}" for *_, grid, _ in SHAPES.values() for B, S in grid))
+    only = "only these, such as 8x4096 16x4096 (default: all)"
+    parser.add_argument("--shape", nargs="*", choices=shapes, metavar="BATCHxLENGTH", help=only)
     words = "only operators with one of these words in their name, such as dense linear (default: all)"
     parser.add_argument("--operator", nargs="*", metavar="WORD", help=words)
     parser.add_argument("--json", action="store_true", help="one compact JSON line at the end")

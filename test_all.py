@@ -107,6 +107,7 @@ from compress import (
     model_identity,
     prefill_blocks,
     quantize,
+    ring_positions,
     rope_deltas,
     ropelite,
     sals_maps,
@@ -2566,7 +2567,7 @@ def test_lrqk_ring_and_candidates_cover_every_token_once(n, mode):
         step = step_of(tensors, pos)
         difference = error(cache.decode(*step), dense.decode(*step))
         assert (difference < 1e-5) == (pos + 1 <= 15), pos
-        ring = cache.in_ring(step[0])[0].tolist()
+        ring = ring_positions(step[0], cache.z)[0].tolist()
         assert sorted(p for p in ring if p >= 0) == list(range(max(0, pos - 4), pos + 1))
         for head in range(4):
             assert len(attended(cache, head, pos)) == min(pos + 1, 15)
@@ -6240,6 +6241,13 @@ def checkpoint(tmp_path_factory):
     half = {name: t if name == "scale" else t[:, :32].contiguous() for name, t in bases(model).items()}
     save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
     return folder
+
+
+def test_a_rank_is_the_nearest_to_its_share():
+    assert [compress.share_rank(share, 256) for share in (1, 0.25, 0.0039, 1.001)] == [256, 64, 1, 256]
+    for share in (0, 0.001, 1.01, -1e308, 1e308):  # the last two times 256 are infinite
+        with pytest.raises(UserError, match="r must lie in 1 to 256"):
+            compress.share_rank(share, 256)
 
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
