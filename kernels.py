@@ -201,8 +201,9 @@ def overlapped(device: torch.device) -> dict:
     group of specialised warps that does, and before `_let_next_begin`. So it never ends before all ahead of
     it have, and weights are safe unless the kernel right before wrote them. `_let_next_begin` may be left
     out: once all programs have called it, or ended, those of the next kernel are let in, to wait there. They
-    take the room that is free or becomes free first: a kernel that fills the chip lets in a small one, or one
-    that needs whole multiprocessors, but none whose programs would crowd on some of them."""
+    take the room that is free or becomes free first, so that they crowd on some multiprocessors where more
+    of them fit than are meant to: a kernel of such programs that fills the chip is let in by none, or is
+    launched plainly (dense attention, and that over keys in int8 that queries share)."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
@@ -1792,7 +1793,6 @@ def _dense_kernel(
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
     STAGES: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous()
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -1849,7 +1849,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     out, tops, sums, parts = split_outputs(q, splits)
     _dense_kernel[splits, Hkv, B](
         q, k, v, pos, tops, sums, parts, S, D**-0.5 * LOG2E,
-        D, DP, G, max(16, power2(G)), T, stages, splits == 1, num_warps=warps, **overlapped(q.device),
+        D, DP, G, max(16, power2(G)), T, stages, splits == 1, num_warps=warps,
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -2061,7 +2061,6 @@ def _int8_shared_kernel(
     keys, codes, pairs, q_p, k_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
     G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
 ):  # fmt: skip
-    _wait_for_previous()
     # A program is one warp, and nothing moves between its threads but maxima: codes of keys come from shared
     # memory as tensor cores take them, the logits are then where those take weights, and values are decoded
     # where they are multiplied.
@@ -2176,7 +2175,7 @@ def _attend_int8_shared(
         blocks.append(TensorDescriptor.from_tensor(store, [T, store.shape[1]], layout))
     _int8_shared_kernel[splits, Hkv, B](
         *blocks, q, k_scale, pos, tops, sums, parts, S, D**-0.5 * LOG2E, Hq // Hkv, bits, stages, splits == 1,
-        num_warps=1, **overlapped(q.device),
+        num_warps=1,
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
