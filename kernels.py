@@ -227,6 +227,26 @@ def _let_next_begin():
         tl.extra.cuda.gdc_launch_dependents()
 
 
+# ------------------------------------------------------- where the programs of a launch wait for one another
+
+
+@gluon_jit
+def _arrive(counter_p):
+    barrier()  # the stores of all warps come before the release
+    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
+
+
+@gluon_jit
+def _wait_for_all(counter_p, goal):
+    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
+    W: gl.constexpr = gl.num_warps()
+    lane = gl.arange(0, 32 * W, layout=gl.BlockedLayout([1], [32], [W], [0]))
+    at = counter_p.to(gl.int64) + lane.to(gl.int64) * 0  # inline assembly takes tensors: all lanes acquire
+    acquire: gl.constexpr = "ld.acquire.gpu.global.u64 $0, [$1];"
+    while gl.min(gl.inline_asm_elementwise(acquire, "=l,l", [at], gl.int64, is_pure=False, pack=1), 0) < goal:
+        pass
+
+
 # --------------------------------------------------------------------------------------------- softmax scores
 
 
@@ -237,14 +257,27 @@ def _nearest(x):
 
 
 @jit
-def _split_int8(x):
-    """x [N, R] = (high * 254 + low) * scale [N], high and low int8: 15 bits of a row's largest number."""
-    x = x.to(tl.float32)
-    scale = tl.max(tl.abs(x), 1) / 127
-    x = x / tl.where(scale == 0, 1.0, scale)[:, None]
+def _largest(x):
+    """The largest number's size in each row of x [N, R]."""
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@jit
+def _split_int8(x, largest):
+    """x [N, R] = (high * 254 + low) * largest [N] / (127 * 254), high and low int8."""
+    scale = largest / 127
+    x = x.to(tl.float32) / tl.where(scale == 0, 1.0, scale)[:, None]
     high = _nearest(x)
     low = _nearest((x - high.to(tl.float32)) * 254)
-    return high.to(tl.int8), low.to(tl.int8), scale / 254
+    return high.to(tl.int8), low.to(tl.int8)
+
+
+@jit
+def _split_rows(x):
+    """x [N, R] = (high * 254 + low) * scale [N]: 15 bits of a row's largest number."""
+    largest = _largest(x)
+    high, low = _split_int8(x, largest)
+    return high, low, largest / (127 * 254)
 
 
 @jit
@@ -265,7 +298,7 @@ def _head_logits_kernel(
     if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
         query = tl.load(query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
         if SPLIT:
-            high, low, query_scale = _split_int8(query)
+            high, low, query_scale = _split_rows(query)
     top = tl.full([HP], float("-inf"), tl.float32)
     total = tl.zeros([T, HP], tl.float32)  # summed over T at the end, not in every tile
     for tile in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))):
@@ -339,15 +372,19 @@ def softmax_scores(
     head's softmax of its logits * scale over the tokens up to pos, summed over heads.
 
     queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r, or int8 codes
-    with latent_scale [B, S] fp32 -> [B, S] fp32, -inf beyond pos. Each program keeps exp(logit - running
-    maximum) in half precision (2 bytes a head and token, against 2 r* read), and a second kernel multiplies
-    by exp(that maximum - maximum) / sum. Truth: compress.sals_scores over Latents.read. The rule sum:
-    sals_append."""
+    with latent_scale [B, S] fp32, scale > 0 -> [B, S] fp32, -inf beyond pos. Each program keeps
+    exp(logit - running maximum) in half precision (2 bytes a head and token, against 2 r* read) until maximum
+    and sum of the row are known, and multiplies by exp(that maximum - maximum) / sum: in shared memory, where
+    they fit (scores_at_once; the first such call on a device must not be in a capture), otherwise a second
+    kernel does. Truth: compress.sals_scores over Latents.read. The rule sum: sals_append."""
     rows, heads, r_score = queries.shape
     B, S, r = latent.shape
     need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
     check_latent(pos, latent, latent_scale, B, queries.dtype)
     check(pos, B, queries=queries[0])
+    at_once = scores_at_once(B, S, heads, r_score, queries.dtype, latent)
+    if at_once:
+        return _softmax_scores_at_once(queries, latent, latent_scale, pos, scale, *at_once)
     row = queries.stride(0)
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
@@ -381,6 +418,247 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
         return 64 if RB == 256 else 128, RB, 4, 3, 3 * SMS
     RB = min(power2(max(r_score, 16)), 64)
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
+
+
+# --------------------------------------------------------------------- softmax scores in one launch (Hopper)
+
+
+@gluon_jit
+def _store_queries(queries, query_p, heads, HP: gl.constexpr):
+    """A row's queries [heads, r*] into shared memory, in chunks [CHUNKS, HP, KB]; where that is of int8 their
+    high and low parts [CHUNKS, 2 HP, KB]. Returns what products of such parts are multiplied with [HP]."""
+    CHUNKS: gl.constexpr = queries.shape[0]
+    KB: gl.constexpr = queries.shape[2]
+    ROWS: gl.constexpr = gl.BlockedLayout([1, KB // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
+    head = gl.arange(0, HP, layout=gl.SliceLayout(1, ROWS))
+    at = query_p + head[:, None] * (CHUNKS * KB) + gl.arange(0, KB, layout=gl.SliceLayout(0, ROWS))[None, :]
+    real = (head < heads)[:, None]
+    largest = gl.full([HP], 0.0, gl.float32, gl.SliceLayout(1, ROWS))
+    if queries.dtype == gl.int8:
+        for j in range(CHUNKS):
+            largest = gl.maximum(largest, _largest(gl.load(at + j * KB, mask=real, other=0.0)))
+    for j in range(CHUNKS):
+        query = gl.load(at + j * KB, mask=real, other=0.0)
+        if queries.dtype == gl.int8:
+            high, low = _split_int8(query, largest)
+            queries.index(j).slice(0, HP).store(high)
+            queries.index(j).slice(HP, HP).store(low)
+        else:
+            queries.index(j).store(query)
+    hopper.fence_async_shared()
+    barrier()
+    return largest / (127 * 254)
+
+
+@gluon_jit
+def _copy_latents(latents, ring, ready, row, step, steps, CHUNKS: gl.constexpr):
+    """Copies the chunk of a step, of tiles from `row` on, to its slot of the ring, if there is the step."""
+    slot, some = step % ring.shape[0], step < steps
+    BYTES: gl.constexpr = ring.shape[1] * ring.shape[2] * ring.dtype.primitive_bitwidth // 8
+    hopper.mbarrier.expect(ready.index(slot), BYTES, pred=some)
+    at = [row + step // CHUNKS * ring.shape[1], step % CHUNKS * ring.shape[2]]
+    copy_block(latents, at, ready.index(slot), ring.index(slot), pred=some)
+
+
+@gluon_jit
+def _by_warp(products, INT8: gl.constexpr):
+    """Products [T, HP], or of high and low parts [T, 2 HP], as tokens of each warp [T / 16 W, W, 16, HP]."""
+    W: gl.constexpr = gl.num_warps()
+    T: gl.constexpr = products.shape[0]
+    if INT8:
+        both = gl.reshape(products, [T // (16 * W), W, 16, 2, products.shape[1] // 2])
+        coarse, fine = gl.split(gl.permute(both, (0, 1, 2, 4, 3)))
+        return (coarse * 254 + fine).to(gl.float32)  # of 512 ranks no more than an int32 holds
+    else:
+        return gl.reshape(products, [T // (16 * W), W, 16, products.shape[1]])
+
+
+@gluon_jit
+def _to_tokens(x):
+    """What the tokens of a warp share [W, HP], for each of them [1, W, 1, HP]."""
+    return gl.expand_dims(gl.expand_dims(x, 1), 0)
+
+
+@gluon_jit
+def _row_softmax(top_p, sum_p, first, splits, HP: gl.constexpr, SP: gl.constexpr):
+    """Maxima and sums of a row [HP], from those of its splits, which lie from line `first` on."""
+    PARTS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    part = gl.arange(0, SP, layout=gl.SliceLayout(1, PARTS))[:, None]
+    at = (first + part) * HP + gl.arange(0, HP, layout=gl.SliceLayout(0, PARTS))[None, :]
+    tops = gl.load(top_p + at, mask=part < splits, other=-1e30)
+    sums = gl.load(sum_p + at, mask=part < splits, other=0.0)
+    top = gl.max(tops, 0)
+    return top, gl.sum(sums * gl.exp2(tops - top[None, :]), 0)
+
+
+@gluon_jit
+def _softmax_scores_kernel(
+    latents, query_p, scale_p, pos_p, top_p, sum_p, out_p, counter_p, S, heads, row, scale,
+    CHUNKS: gl.constexpr, HP: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr, SP: gl.constexpr,
+):  # fmt: skip
+    # A program streams its tiles of a row's latents past the queries. The weights stay in shared memory, each
+    # relative to the maximum so far of its warp's tokens, until all programs of the row have left maxima and
+    # sums. A warp's reductions need no other warp.
+    _wait_for_previous()
+    _let_next_begin()
+    W: gl.constexpr = gl.num_warps()
+    T: gl.constexpr = latents.block_shape[0]
+    KB: gl.constexpr = latents.block_shape[1]
+    INT8: gl.constexpr = scale_p is not None
+    COLUMNS: gl.constexpr = 2 * HP if INT8 else HP
+    STEP: gl.constexpr = 256 // latents.dtype.primitive_bitwidth
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, COLUMNS, STEP])
+    split, splits = gl.program_id(0), gl.num_programs(0)
+    b = gl.program_id(1).to(gl.int64)
+    length = gl.load(pos_p + b) + 1
+    tiles = gl.cdiv(length, T)  # live ones
+    share = gl.cdiv(tiles, splits)
+    first = split * share
+    count = gl.maximum(gl.minimum(first + share, tiles) - first, 0)
+    steps = count * CHUNKS
+    ring = gl.allocate_shared_memory(latents.dtype, [SLOTS, T, KB], latents.layout)
+    queries = gl.allocate_shared_memory(latents.dtype, [CHUNKS, COLUMNS, KB], latents.layout)
+    kept = gl.allocate_shared_memory(gl.float16, [N, T, HP], gl.NVMMASharedLayout(min(128, 2 * HP), 16, 2))
+    tops = gl.allocate_shared_memory(gl.float32, [N, W, HP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for empty in gl.static_range(SLOTS):
+        hopper.mbarrier.init(ready.index(empty), count=1)
+    hopper.fence_async_shared()
+    barrier()
+    latent_row = (b * S + first * T).to(gl.int32)
+    for empty in gl.static_range(SLOTS):
+        _copy_latents(latents, ring, ready, latent_row, empty, steps, CHUNKS)
+    query_scale = _store_queries(queries, query_p + b * row, heads, HP)
+    zeros = gl.full([T, COLUMNS], 0, gl.int32 if INT8 else gl.float32, MMA)
+    total = _by_warp(zeros, INT8)
+    WIDE: gl.constexpr = total.type.layout
+    TOKEN: gl.constexpr = gl.SliceLayout(3, WIDE)
+    TOP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, WIDE))
+    HEAD: gl.constexpr = gl.SliceLayout(0, TOP)
+    HALVES: gl.constexpr = gl.reshape(total, [T, HP]).type.layout
+    if INT8:  # above 0, so that -inf times it is -inf
+        head_scale = gl.maximum(gl.convert_layout(query_scale, HEAD)[None, :] * scale, 1e-30)
+        logit_scale = _to_tokens(head_scale)
+    else:
+        head_scale, logit_scale = scale, scale
+    line = gl.reshape(gl.arange(0, T, layout=gl.SliceLayout(1, MMA)), [T // (16 * W), W, 16])
+    line = gl.convert_layout(line, TOKEN, assert_trivial=True)
+    top = gl.full([W, HP], -1e30, gl.float32, TOP)
+    token = first * T + line
+    if INT8:
+        token_scale = gl.load(scale_p + b * S + token, mask=token < length, other=0.0)
+    for i in range(count):
+        products = zeros
+        for j in gl.static_range(CHUNKS):
+            step = i * CHUNKS + j
+            slot = step % SLOTS
+            hopper.mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
+            right = queries.index(j).permute((1, 0))
+            products = hopper.warpgroup_mma(ring.index(slot), right, products, use_acc=j > 0, is_async=True)
+            products = hopper.warpgroup_mma_wait(0, deps=[products])
+            barrier()
+            _copy_latents(latents, ring, ready, latent_row, step + SLOTS, steps, CHUNKS)
+        logits = _by_warp(products, INT8)  # before head_scale
+        live = token < length
+        token += T
+        if INT8:
+            past = gl.where(live, 0.0, float("-inf"))
+            logits = logits * token_scale[:, :, :, None] + past[:, :, :, None]
+            token_scale = gl.load(scale_p + b * S + token, mask=token < length, other=0.0)
+        else:
+            logits = gl.where(live[:, :, :, None], logits, float("-inf"))
+        new_top = gl.maximum(top, gl.max(gl.max(logits, 0), 1) * head_scale)
+        # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
+        weight = gl.exp2(logits * logit_scale - _to_tokens(new_top - 15))
+        total = total * _to_tokens(gl.exp2(top - new_top)) + weight
+        top = new_top
+        kept.index(i).store(gl.reshape(weight.to(gl.float16), [T, HP]))
+        tops.index(i).store(top)
+    most = gl.max(top, 0)
+    sums = gl.sum(gl.sum(gl.sum(total, 0), 1) * gl.exp2(top - most[None, :]), 0)
+    at = (b * splits + split) * HP + gl.arange(0, HP, layout=HEAD)
+    gl.store(top_p + at, most)
+    gl.store(sum_p + at, sums)
+    # Between launches the counter is a multiple of the splits; without our arrival it stays below the next.
+    goal = (gl.load(counter_p + b, volatile=True) // splits + 1) * splits
+    _arrive(counter_p + b)
+    _wait_for_all(counter_p + b, goal)
+    most, sums = _row_softmax(top_p, sum_p, b * splits, splits, HP, SP)
+    most, sums = gl.convert_layout(most, HEAD), gl.convert_layout(sums, HEAD)
+    inverse = gl.where(gl.arange(0, HP, layout=HEAD) < heads, 1 / sums, 0.0)
+    for i in range(count):
+        factor = gl.exp2(tops.index(i).load(TOP) - most[None, :]) * inverse[None, :]
+        weight = gl.reshape(kept.index(i).load(HALVES), total.shape)
+        weight = gl.convert_layout(weight, WIDE, assert_trivial=True).to(gl.float32)
+        token = (first + i) * T + line
+        score = gl.where(token < length, gl.sum(weight * _to_tokens(factor), 3), float("-inf"))
+        gl.store(out_p + b * S + token, score, mask=token < S)
+    for tile in range(tiles + split, gl.cdiv(S, T), splits):
+        token = tile * T + line
+        dead = gl.full(line.shape, float("-inf"), gl.float32, TOKEN)
+        gl.store(out_p + b * S + token, dead, mask=token < S)
+
+
+SCORE_TILE, SCORE_SPLITS = 128, 128  # tokens, and programs a row at most: each reads what all of them left
+
+
+@functools.cache
+def _row_counters(device: torch.device) -> Tensor:
+    """Arrivals of a row's programs at its barrier, over all launches of so many programs a row: [programs,
+    row]."""
+    rows = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.zeros(SCORE_SPLITS + 1, rows, dtype=torch.int64, device=device)
+
+
+def _softmax_scores_at_once(
+    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float,
+    splits: int, N: int, slots: int
+) -> Tensor:  # fmt: skip
+    """softmax_scores in one launch; splits, N and slots are what scores_at_once gives."""
+    (B, heads, r_score), (S, r), itemsize = queries.shape, latent.shape[1:], latent.element_size()
+    HP, KB = max(16, power2(heads)), math.gcd(r_score, 128 // itemsize)
+    out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
+    tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
+    layout = gl.NVMMASharedLayout(KB * itemsize, 8 * itemsize, 2)
+    tiles = TensorDescriptor.from_tensor(latent.view(B * S, r), [SCORE_TILE, KB], layout)
+    _softmax_scores_kernel[splits, B](
+        tiles, queries, latent_scale, pos, tops, sums, out, _row_counters(latent.device)[splits], S, heads,
+        queries.stride(0), scale * LOG2E, r_score // KB, HP, N, slots, power2(splits),
+        num_warps=4, launch_cooperative_grid=True, **overlapped(latent.device),
+    )  # fmt: skip
+    return out
+
+
+def scores_at_once(
+    B: int, S: int, heads: int, r_score: int, dtype: torch.dtype, latent: Tensor
+) -> tuple[int, int, int] | None:
+    """(programs a row, tiles each, chunks of latents on their way) if softmax scores are made in one launch,
+    in Gluon for Hopper: the weights of all tokens fit in the shared memory of two programs a multiprocessor,
+    or of one, bulk copies can take the latents, up to 64 heads the tensor cores, and (for speed) there are
+    more tiles than two for each multiprocessor."""
+    itemsize, device = latent.element_size(), latent.device
+    HP, KB, tiles = max(16, power2(heads)), math.gcd(r_score, 128 // itemsize), cdiv(S, SCORE_TILE)
+    fits = KB >= 64 and r_score <= 512 and heads <= 64 and dtype != torch.float32
+    if not (fits and aligned(latent) and latent.shape[2] * itemsize % 16 == 0 and on_hopper(device)):
+        return None
+    gpu = torch.cuda.get_device_properties(device)
+    SMs = gpu.multi_processor_count
+    if not 2 * SMs < B * tiles or B > 2 * SMs:
+        return None
+    for most in (2 * SMs, SMs):
+        splits = min(most // B, tiles, SCORE_SPLITS)
+        if splits == 0:
+            continue
+        N = cdiv(tiles, splits)
+        # The system takes 1024 bytes of each program's.
+        share = gpu.shared_memory_per_multiprocessor // cdiv(B * splits, SMs) - 1024
+        spare = 4096  # for barriers, and what reductions take
+        kept = 2 * HP * r_score + N * HP * (2 * SCORE_TILE + 16)
+        room = min(share, gpu.shared_memory_per_block_optin) - spare - kept
+        slots = min(8, room // (SCORE_TILE * KB * itemsize))
+        if slots > 1:
+            return splits, N, slots
+    return None
 
 
 # -------------------------------------------------------------------------------------------------- selection
@@ -1887,7 +2165,7 @@ def _int8_kernel(
     dtype: tl.constexpr = q_p.dtype.element_ty
     SPLIT: tl.constexpr = dtype != tl.float32
     if SPLIT:  # the keys' codes are multiplied as they are
-        high, low, q_scale = _split_int8(q)
+        high, low, q_scale = _split_rows(q)
         high, low, q_scale = tl.trans(high), tl.trans(low), q_scale * scale
     if G == 1:  # one query: its sums in registers, a column for each token of a tile
         top = tl.max(tl.full([T], -1e30, tl.float32), 0)
@@ -2095,7 +2373,7 @@ def _int8_shared_kernel(
     # Rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones: their products meet in a thread.
     g = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    high, low, q_scale = _split_int8(gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0))
+    high, low, q_scale = _split_rows(gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0))
     query = gl.reshape(gl.permute(gl.join(high, low), (2, 0, 1)), [16, D])
     query = gl.convert_layout(query, gl.DotOperandLayout(0, MMA, 4))
     zeros = gl.full([16, T], 0, gl.int32, MMA)
@@ -2876,14 +3154,10 @@ def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.
 
 
 @gluon_jit
-def _wait_for_all(counter_p, goal):
-    """Waits until the counter has reached `goal`: what all programs stored before is then visible, also to
-    bulk copies, which are of another proxy. One warp."""
+def _wait_for_inputs(counter_p, goal):
+    """Waits until bulk copies, which are of another proxy, see what all programs stored. One warp."""
+    _wait_for_all(counter_p, goal)
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    at = counter_p.to(gl.int64) + lane.to(gl.int64) * 0  # inline assembly takes tensors: all lanes acquire
-    acquire: gl.constexpr = "ld.acquire.gpu.global.u64 $0, [$1];"
-    while gl.min(gl.inline_asm_elementwise(acquire, "=l,l", [at], gl.int64, is_pure=False, pack=1), 0) < goal:
-        pass
     fence: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
 
@@ -2898,11 +3172,11 @@ def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF
     programs = gl.num_programs(0)
     goal = (gl.load(counters_p, volatile=True) // programs + 1) * programs
     step = _stream_input_of(attended, xs, ready, free, gl.to_tensor(0), dim, HALF, False)
-    _wait_for_all(counters_p, goal)
+    _wait_for_inputs(counters_p, goal)
     step = _stream_input_of(scaled, xs, ready, free, step, ffn, HALF, True)
-    _wait_for_all(counters_p + 1, goal)
+    _wait_for_inputs(counters_p + 1, goal)
     step = _stream_input_of(gated, xs, ready, free, step, dim, HALF, False)
-    _wait_for_all(counters_p + 2, goal)
+    _wait_for_inputs(counters_p + 2, goal)
     _stream_input_of(scaled, xs, ready, free, step, N, HALF, False)
 
 
@@ -2954,12 +3228,6 @@ def _add_bias(out, bias_p, n, inside):
     if bias_p is not None:
         out += gl.load(bias_p + n, mask=inside, other=0.0).to(gl.float32)[:, None]
     return out
-
-
-@gluon_jit
-def _arrive(counter_p):
-    barrier()  # all four warps' stores come before the release
-    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
 
 
 @gluon_jit
@@ -3347,8 +3615,11 @@ def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
     size, scale = (1, 4) if c["int8"] else (2, 0)  # bytes of a number, and beside each row
     append = 2 * B * (2 * r + kv * 4) / bandwidth
     score = B * S * (size * r // 2 + scale) / bandwidth
-    # A normaliser is known after one pass: 4 bytes a head (a half, written and read), or the latents again.
-    softmax = score + B * S * min(4 * c["Hq"], size * r // 2 + scale) / bandwidth
+    # A normaliser is known after one pass. Weights that are not kept on the chip until then cost 4 bytes a
+    # head (a half, written and read), or the latents again.
+    kept = scores_at_once(B, S, c["Hq"], r // 2, torch.bfloat16, c["sets"][0]["latent"])
+    again = 0 if kept else B * S * min(4 * c["Hq"], size * r // 2 + scale)
+    softmax = score + again / bandwidth
     token = size * r + scale + kv * c["bits"] // 8 + kv // 8
     read = (B * n * token + kv * r * size + B * c["z"] * kv * 4) / bandwidth
     product = 2 * B * n * r * kv / flops

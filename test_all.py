@@ -3835,6 +3835,17 @@ def test_truncated_sentencepiece_model(tmp_path):
 # In triton's interpreter on the CPU (fp32 and fp16: tl.dot on bf16 is wrong there), in fp16 and bf16 on CUDA.
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H200 = {  # properties
+    "multi_processor_count": 132,
+    "shared_memory_per_block_optin": 227 * 1024,
+    "shared_memory_per_multiprocessor": 228 * 1024,
+}
+
+
+def hopper():
+    return DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 NAN = float("nan")
@@ -3924,6 +3935,90 @@ def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch, int8):
     truth = sals_scores(queries.float(), decoded[..., :32], live, "softmax", 0.25)
     out = kernels.softmax_scores(queries, *stored, pos, 16**-0.5)
     close(out[live], truth[live], torch.float16)
+
+
+@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "B, S, heads, r_score, r, plan",
+    [
+        (3, 1001, 32, 64, 128, (3, 3, 2)),
+        (3, 300, 1, 192, 200, (3, 1, 8)),
+        (2, 5000, 64, 512, 1024, (40, 1, 3)),
+        (5, 129, 8, 128, 128, (1, 2, 4)),
+        (1, 20000, 32, 256, 512, (128, 2, 2)),
+        (3, 12000, 32, 64, 64, None),
+    ],
+)
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_kernel_softmax_scores_at_once(monkeypatch, dtype, B, S, heads, r_score, r, plan, int8):
+    """One program a row, programs without tokens, more slots than chunks, and what is planned for the shape;
+    a launch after the other gives the same to the bit."""
+    monkeypatch.setattr(kernels, "_head_logits_kernel", None)
+    if plan:
+        monkeypatch.setattr(kernels, "scores_at_once", lambda *_: plan)
+    queries, latent = 3 * randn(B, heads, r_score + 8, dtype=dtype), randn(B, S, r, dtype=dtype)
+    queries = queries.flatten(1)[:, : heads * r_score].unflatten(1, (heads, r_score))  # rows apart
+    queries[:, 0] *= 0 if heads > 1 else 1  # a head without a largest number
+    pos = positions(*[S - 1, S // 2, 0, 127, 128][:B])
+    live = torch.arange(S, device=DEVICE) <= pos[:, None]
+    stored, decoded = latents_of(latent, live, int8)
+    truth = sals_scores(queries.float(), decoded[..., :r_score], live, "softmax", 0.25)
+    out = [kernels.softmax_scores(queries, *stored, pos, 16**-0.5) for _ in range(3)]
+    assert (out[0][~live] == -torch.inf).all() and all(torch.equal(out[0], again) for again in out)
+    close(out[0][live], truth[live], dtype)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_kernel_softmax_scores_at_once_compiles_without_a_gpu(int8):
+    program = f"""
+        kernels._softmax_scores_kernel = Compile("_softmax_scores_kernel")
+        kernels.on_hopper = lambda *_: True
+        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
+        zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
+        latent, scale = zeros(4, 10000, 128), zeros(4, 10000, dtype=torch.float32)
+        if {int8}:
+            latent = latent.to(torch.int8)
+        pos = zeros(4, dtype=torch.int32)
+        kernels.softmax_scores(zeros(4, 32, 64), latent, scale if {int8} else None, pos, 1.0)
+    """
+    after = """
+        # No GPU need show that one of these is missing, or that a barrier between programs is.
+        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+        assert ptx.count("ld.acquire.gpu") == 1 and ptx.count(".gpu.release.add") == 1
+        # Two fit a multiprocessor, lest the launch fails.
+        assert kernel.metadata.launch_cooperative_grid and kernel.metadata.shared <= 113 * 1024
+    """
+    compile_for_hopper(program, after)
+
+
+@pytest.mark.parametrize(
+    "B, S, heads, r_score, r, dtype, itemsize, plan",
+    [
+        (8, 32768, 32, 64, 128, torch.bfloat16, 1, (33, 8, 4)),
+        (8, 32768, 32, 512, 1024, torch.bfloat16, 2, (16, 16, 3)),  # one program a multiprocessor
+        (1, 131072, 32, 64, 128, torch.float16, 2, (128, 8, 8)),  # as many as multiprocessors
+        (8, 32768, 64, 64, 128, torch.bfloat16, 1, None),  # too many tokens for so many heads
+        (8, 16384, 64, 64, 128, torch.bfloat16, 1, (33, 4, 4)),
+        (8, 16384, 65, 64, 128, torch.bfloat16, 1, None),
+        (4, 131072, 32, 64, 128, torch.bfloat16, 1, None),  # too many tokens
+        (8, 4096, 32, 64, 128, torch.bfloat16, 1, None),  # too few
+        (300, 32768, 32, 64, 128, torch.bfloat16, 1, None),  # too many rows
+        (8, 32768, 32, 32, 64, torch.bfloat16, 1, None),
+        (8, 32768, 32, 1024, 2048, torch.bfloat16, 1, None),
+        (8, 32768, 32, 64, 100, torch.bfloat16, 1, None),
+        (8, 32768, 32, 64, 128, torch.float32, 4, None),
+    ],
+)
+def test_softmax_scores_are_made_at_once_where_their_weights_fit(
+    monkeypatch, B, S, heads, r_score, r, dtype, itemsize, plan
+):
+    monkeypatch.setattr(kernels, "on_hopper", lambda _: True)
+    monkeypatch.setattr(kernels.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**H200))
+    stored = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}[itemsize]
+    latent = torch.empty(1, dtype=stored).expand(B, S, r)
+    assert kernels.scores_at_once(B, S, heads, r_score, dtype, latent) == plan
 
 
 @pytest.mark.parametrize(
@@ -4185,10 +4280,6 @@ def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n, int8
     check_sals_attend(torch.float16, 3, 200, 2, 4, D, 57, 4, n, 24, (199, 120, 30), int8=int8)
 
 
-def hopper():
-    return DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
-
-
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
 # the ring has slots, programs of one head and of several tiles.
 @pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
@@ -4379,9 +4470,6 @@ def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
     compile_for_hopper(program, waits=3)  # both consumers, and the windows
 
 
-H200 = "types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)"
-
-
 @pytest.mark.parametrize(
     "dtype, r, D, bits, heads",
     [("bfloat16", 512, 128, 2, 32), ("int8", 1024, 128, 8, 32), ("int8", 256, 64, 4, 1)],
@@ -4391,7 +4479,7 @@ def test_kernel_that_attends_at_once_compiles_without_a_gpu(dtype, r, D, bits, h
     program = f"""
         kernels._sals_kernel = Compile("_sals_kernel")
         kernels.attends_at_once, kernels.merge_splits = lambda *_: True, lambda out, *_: out
-        torch.cuda.get_device_properties = lambda device: {H200}
+        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
         zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
         latent, basis = zeros(4, 500, {r}, dtype=torch.{dtype}), zeros({heads}, {D}, {r}, dtype=torch.{dtype})
         scales = [None, None]
@@ -4412,7 +4500,7 @@ def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
     program = f"""
         kernels._linear_chain_kernel = Compile("_linear_chain_kernel")
         kernels.chains_linears = lambda *_: True
-        torch.cuda.get_device_properties = lambda device: {H200}
+        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)
         weights = [zeros(*shape) for shape in ((256, 512), (1536, 256), (256, 768), (1000, 256))]
         biases = [zeros(len(weight)) if {biased} else None for weight in weights]
@@ -4476,10 +4564,11 @@ def test_kernels_wait_for_the_one_before_they_touch_memory():
     run_for_hopper("""
         names = {name for name in vars(kernels) if name.endswith("_kernel")} - {"_fetch_kernel"}
         gluon = {"_streamed_logits_kernel", "_sals_kernel", "_int8_shared_kernel", "_linear_chain_kernel"}
-        names -= gluon  # which have tests of their own
+        names -= gluon | {"_softmax_scores_kernel"}  # which have tests of their own
         for name in names:
             setattr(kernels, name, Compile(name))
         kernels.streams_basis = kernels.attends_at_once = kernels.shares_int8 = lambda *_: False
+        kernels.scores_at_once = lambda *_: None
         def zeros(*shape, dtype=torch.bfloat16):
             return torch.zeros(*shape, dtype=dtype)
         B, S, D, r, z = 2, 5000, 64, 320, 16
@@ -4517,7 +4606,7 @@ def test_kernels_wait_for_the_one_before_they_touch_memory():
 
 
 @pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("score", ["sum", "softmax"])
+@pytest.mark.parametrize("score", ["sum", "softmax", "softmax at once"])
 @pytest.mark.parametrize(
     "Hq, Hkv, bits, int8, kernel",
     [
@@ -4534,6 +4623,7 @@ def test_launches_that_overlap_give_the_same_steps(monkeypatch, score, Hq, Hkv, 
     B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
     for other in {"grouped", "logits", "streamed_logits", "sals"} - {kernel}:
         monkeypatch.setattr(kernels, f"_{other}_kernel", None)
+    monkeypatch.setattr(kernels, "scores_at_once", lambda *_: (4, 12, 2) if score.endswith("once") else None)
     torch.manual_seed(0)
     case = kernels.sals_case(B, S, Hq, Hkv, D, r, min(bits, 8), int8, x, y, z)
     dim, kw = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}
@@ -4558,7 +4648,7 @@ def test_launches_that_overlap_give_the_same_steps(monkeypatch, score, Hq, Hkv, 
             q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
             summed = queries if score == "sum" else None
             q, scores = kernels.sals_append(latent, q, k, v, summed, *shared, *kept, bits)
-            if score == "softmax":
+            if score != "sum":
                 queries = queries.unflatten(1, (Hq, -1))
                 scores = kernels.softmax_scores(queries, *kept[:2], case["pos"], D**-0.5)
             index = kernels.select(scores, case["pos"], x, y, z)
