@@ -231,6 +231,13 @@ def _let_next_begin():
 
 
 @gluon_jit
+def _goal(counter_p, programs):
+    """What the counter is once all programs have arrived: between launches it is a multiple of their number,
+    and before our own arrival, ahead of which this must be read, it stays below the next one."""
+    return (gl.load(counter_p, volatile=True) // programs + 1) * programs
+
+
+@gluon_jit
 def _arrive(counter_p):
     barrier()  # the stores of all warps come before the release
     gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
@@ -574,20 +581,20 @@ def _softmax_scores_kernel(
         top = new_top
         kept.index(i).store(gl.reshape(weight.to(gl.float16), [T, HP]))
         tops.index(i).store(top)
-    most = gl.max(top, 0)
-    sums = gl.sum(gl.sum(gl.sum(total, 0), 1) * gl.exp2(top - most[None, :]), 0)
-    at = (b * splits + split) * HP + gl.arange(0, HP, layout=HEAD)
-    gl.store(top_p + at, most)
-    gl.store(sum_p + at, sums)
-    # Between launches the counter is a multiple of the splits; without our arrival it stays below the next.
-    goal = (gl.load(counter_p + b, volatile=True) // splits + 1) * splits
+    part_top = gl.max(top, 0)
+    part_sum = gl.sum(gl.sum(gl.sum(total, 0), 1) * gl.exp2(top - part_top[None, :]), 0)
+    head = gl.arange(0, HP, layout=HEAD)
+    part = (b * splits + split) * HP + head
+    gl.store(top_p + part, part_top)
+    gl.store(sum_p + part, part_sum)
+    goal = _goal(counter_p + b, splits)
     _arrive(counter_p + b)
     _wait_for_all(counter_p + b, goal)
-    most, sums = _row_softmax(top_p, sum_p, b * splits, splits, HP, SP)
-    most, sums = gl.convert_layout(most, HEAD), gl.convert_layout(sums, HEAD)
-    inverse = gl.where(gl.arange(0, HP, layout=HEAD) < heads, 1 / sums, 0.0)
+    row_top, row_sum = _row_softmax(top_p, sum_p, b * splits, splits, HP, SP)
+    row_top, row_sum = gl.convert_layout(row_top, HEAD), gl.convert_layout(row_sum, HEAD)
+    inverse = gl.where(head < heads, 1 / row_sum, 0.0)
     for i in range(count):
-        factor = gl.exp2(tops.index(i).load(TOP) - most[None, :]) * inverse[None, :]
+        factor = gl.exp2(tops.index(i).load(TOP) - row_top[None, :]) * inverse[None, :]
         weight = gl.reshape(kept.index(i).load(HALVES), total.shape)
         weight = gl.convert_layout(weight, WIDE, assert_trivial=True).to(gl.float32)
         token = (first + i) * T + line
@@ -642,16 +649,16 @@ def scores_at_once(
     if not (fits and aligned(latent) and latent.shape[2] * itemsize % 16 == 0 and on_hopper(device)):
         return None
     gpu = torch.cuda.get_device_properties(device)
-    SMs = gpu.multi_processor_count
-    if not 2 * SMs < B * tiles or B > 2 * SMs:
+    multiprocessors = gpu.multi_processor_count
+    if B * tiles <= 2 * multiprocessors:
         return None
-    for most in (2 * SMs, SMs):
-        splits = min(most // B, tiles, SCORE_SPLITS)
+    for programs in (2 * multiprocessors, multiprocessors):
+        splits = min(programs // B, tiles, SCORE_SPLITS)
         if splits == 0:
-            continue
+            return None
         N = cdiv(tiles, splits)
         # The system takes 1024 bytes of each program's.
-        share = gpu.shared_memory_per_multiprocessor // cdiv(B * splits, SMs) - 1024
+        share = gpu.shared_memory_per_multiprocessor // cdiv(B * splits, multiprocessors) - 1024
         spare = 4096  # for barriers, and what reductions take
         kept = 2 * HP * r_score + N * HP * (2 * SCORE_TILE + 16)
         room = min(share, gpu.shared_memory_per_block_optin) - spare - kept
@@ -3167,10 +3174,9 @@ def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF
     """The second producer, one warp: the inputs of each layer, once all programs have written them."""
     _wait_for_previous()
     dim, ffn = scaled.shape[1], gated.shape[1]
-    # Between launches every counter is a multiple of the number of programs. This one cannot become the
-    # next multiple before it is read: our own arrival needs the inputs below, and every program has outputs.
-    programs = gl.num_programs(0)
-    goal = (gl.load(counters_p, volatile=True) // programs + 1) * programs
+    # One goal for all three counters. Our own arrival comes later: it needs the inputs below, and every
+    # program has outputs.
+    goal = _goal(counters_p, gl.num_programs(0))
     step = _stream_input_of(attended, xs, ready, free, gl.to_tensor(0), dim, HALF, False)
     _wait_for_inputs(counters_p, goal)
     step = _stream_input_of(scaled, xs, ready, free, step, ffn, HALF, True)

@@ -6246,7 +6246,6 @@ BAD_OPTIONS = {
     "setting that is no number": (["--method", "sals", "--rank", "x"], "--rank: invalid number value: 'x'"),
     "prompt of more digits than Python reads": (["--prompt", "1" * 5000], "more than the model's 512"),
     "context beyond the model": (["--prompt", "hi", "--context", "600"], "512; shorten --context"),
-    "talk beyond the model": (["--interactive", "--context", "600"], "512; shorten --context"),
     "kv_bits where they do not fit": (
         ["--method", "sals", "--kv_bits", "4"],
         "--kv_bits is neither an option nor a setting of sals",
@@ -6273,7 +6272,10 @@ BAD_OPTIONS = {
         "tokenizer",
     ),
     "interactive with a prompt": (["--interactive", "--prompt", "hello"], "--interactive takes no --prompt"),
-    "interactive beyond the model": (["--interactive", "--context", "600"], "more than the model's 512"),
+    "interactive beyond the model": (
+        ["--interactive", "--context", "600"],
+        "more than the model's 512; shorten --context",
+    ),
     "cache too small": (["--prompt", "60", "--context", "40"], "raise --context"),
     "no such folder": (["--checkpoint", "nowhere"], "no such folder"),
     "no such shape": (["--random_weights", "llama-9", "--prompt", "5"], "the shapes are"),
