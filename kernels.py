@@ -246,11 +246,8 @@ def _arrive(counter_p):
 @gluon_jit
 def _wait_for_all(counter_p, goal):
     """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
-    W: gl.constexpr = gl.num_warps()
-    lane = gl.arange(0, 32 * W, layout=gl.BlockedLayout([1], [32], [W], [0]))
-    at = counter_p.to(gl.int64) + lane.to(gl.int64) * 0  # inline assembly takes tensors: all lanes acquire
-    acquire: gl.constexpr = "ld.acquire.gpu.global.u64 $0, [$1];"
-    while gl.min(gl.inline_asm_elementwise(acquire, "=l,l", [at], gl.int64, is_pure=False, pack=1), 0) < goal:
+    # 0 is added by a load of one thread, whose acquisition the others share past its barrier.
+    while gl.atomic_add(counter_p, 0, sem="acquire", scope="gpu") < goal:
         pass
 
 
@@ -259,30 +256,23 @@ def _wait_for_all(counter_p, goal):
 
 @jit
 def _nearest(x):
-    """The nearest int32, ties to even as in torch.round: fp32 numbers around 2**23 + 2**22 are integers."""
-    return ((x + 12582912.0) - 12582912.0).to(tl.int32)
-
-
-@jit
-def _largest(x):
-    """The largest number's size in each row of x [N, R]."""
-    return tl.max(tl.abs(x.to(tl.float32)), 1)
+    """The int32 nearest to x, of less than 2**22, ties to even as in torch.round: fp32 numbers around
+    2**23 + 2**22, in bits 0x4B400000, are the integers in turn."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @jit
 def _split_int8(x, largest):
     """x [N, R] = (high * 254 + low) * largest [N] / (127 * 254), high and low int8."""
-    scale = largest / 127
-    x = x.to(tl.float32) / tl.where(scale == 0, 1.0, scale)[:, None]
-    high = _nearest(x)
-    low = _nearest((x - high.to(tl.float32)) * 254)
-    return high.to(tl.int8), low.to(tl.int8)
+    x = x.to(tl.float32) * (127 / tl.where(largest == 0, 1.0, largest))[:, None]
+    rest = x - ((x + 12582912.0) - 12582912.0)  # of the nearest integer
+    return _nearest(x).to(tl.int8), _nearest(rest * 254).to(tl.int8)
 
 
 @jit
 def _split_rows(x):
     """x [N, R] = (high * 254 + low) * scale [N]: 15 bits of a row's largest number."""
-    largest = _largest(x)
+    largest = tl.max(tl.abs(x.to(tl.float32)), 1)
     high, low = _split_int8(x, largest)
     return high, low, largest / (127 * 254)
 
@@ -442,8 +432,10 @@ def _store_queries(queries, query_p, heads, HP: gl.constexpr):
     real = (head < heads)[:, None]
     largest = gl.full([HP], 0.0, gl.float32, gl.SliceLayout(1, ROWS))
     if queries.dtype == gl.int8:
-        for j in range(CHUNKS):
-            largest = gl.maximum(largest, _largest(gl.load(at + j * KB, mask=real, other=0.0)))
+        size = gl.abs(gl.load(at, mask=real, other=0.0).to(gl.float32))
+        for j in gl.static_range(1, CHUNKS):
+            size = gl.maximum(size, gl.abs(gl.load(at + j * KB, mask=real, other=0.0).to(gl.float32)))
+        largest = gl.max(size, 1)
     for j in range(CHUNKS):
         query = gl.load(at + j * KB, mask=real, other=0.0)
         if queries.dtype == gl.int8:

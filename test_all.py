@@ -3986,7 +3986,7 @@ def test_kernel_softmax_scores_at_once_compiles_without_a_gpu(int8):
     after = """
         # No GPU need show that one of these is missing, or that a barrier between programs is.
         assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
-        assert ptx.count("ld.acquire.gpu") == 1 and ptx.count(".gpu.release.add") == 1
+        assert ptx.count(".gpu.acquire") == 1 and ptx.count(".gpu.release.add") == 1
         # Two fit a multiprocessor, lest the launch fails.
         assert kernel.metadata.launch_cooperative_grid and kernel.metadata.shared <= 113 * 1024
     """
@@ -4509,7 +4509,7 @@ def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
     """
     after = """
         # No GPU need show that one of these is missing.
-        assert ptx.count("ld.acquire.gpu") == 3 and ptx.count("fence.proxy.async; mov") == 3
+        assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
         assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
     """
     compile_for_hopper(program, after, waits=2)  # the producer of the inputs, the consumer
