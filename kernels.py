@@ -264,7 +264,7 @@ def _nearest(x):
 @jit
 def _split_int8(x, largest):
     """x [N, R] = (high * 254 + low) * largest [N] / (127 * 254), high and low int8."""
-    x = x.to(tl.float32) * (127 / tl.where(largest == 0, 1.0, largest))[:, None]
+    x = x.to(tl.float32) * (127 / tl.maximum(largest, 1e-30))[:, None]
     rest = x - ((x + 12582912.0) - 12582912.0)  # of the nearest integer
     return _nearest(x).to(tl.int8), _nearest(rest * 254).to(tl.int8)
 
