@@ -1478,25 +1478,18 @@ def run_pairs(args: argparse.Namespace) -> None:
     for i, r in enumerate(args.r):
         row = {"method": f"r {r}"} | {name: d[i] for name, d in distances.items()}
         row["d_ckv"] = round(args.share * 2 * c.kv_dim) - 2 * r * c.n_kv_heads
-        for lrd in ("joint", "separate"):
-            fits = 1 <= row["d_ckv"] <= min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r))
-            settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
-            row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1] if fits else math.nan
+        if 1 <= row["d_ckv"] <= min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
+            for lrd in ("joint", "separate"):
+                settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
+                row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1]
         rows.append(row)
     print(
         f"distance of the logits to RoPE's (none rotated: 1), {tokens.numel()} tokens; share of the weights'"
     )
     print(f"energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
-    print_table(rows, list(rows[0])[1:])
+    print_table(rows, [*distances, "d_ckv", "joint", "separate"])
     if args.json:
-        print(
-            json.dumps(
-                [
-                    {k: v if k == "method" or math.isfinite(v) else None for k, v in row.items()}
-                    for row in rows
-                ]
-            )
-        )
+        print(json.dumps({"share": args.share, "rows": rows}))
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -2107,7 +2100,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PATH[:SHARE]",
-        help="folders of text, and how much of the plain text to draw from each",
+        help="folders or files of text, and how much of the plain text to draw from each (default 1)",
     )
     p.add_argument(
         "--stages",

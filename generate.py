@@ -35,6 +35,7 @@ from compress import (
 )
 from model import (
     CHAT_MARKERS,
+    SHAPES,
     Llama,
     ModelConfig,
     StreamDecoder,
@@ -652,7 +653,7 @@ def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
             f"--{f.name}",
             default=argparse.SUPPRESS,
             choices=f.metadata["choices"],
-            help=f.metadata["help"] + default,
+            help=(f.metadata["help"] + default).replace("%", "%%"),
             **kind,
         )
 
@@ -693,7 +694,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--method", default="dense", help="what the cache stores; its settings appear below")
     add_model_options(parser)
     parser.add_argument(
-        "--random_weights", metavar="SHAPE", help="a published shape with random weights, to measure speed"
+        "--random_weights",
+        metavar="SHAPE",
+        choices=list(SHAPES),
+        help=f"random weights of a published shape, to measure speed: {', '.join(SHAPES)}",
     )
     parser.add_argument(
         "--seed", type=whole(0), default=0, help="of sampling, random prompts and random weights (default 0)"
@@ -765,14 +769,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise UserError("random weights have no tokenizer for --chat, --stop, --ask or --interactive")
     if args.random_weights and not (args.prompt and all(p.isascii() and p.isdigit() for p in args.prompt)):
         raise UserError("random weights have no tokenizer and no demo; give --prompt INTEGER")
+    if args.random_weights and args.checkpoint != NANO:
+        raise UserError("--random_weights stands in for a --checkpoint; give one of them")
     if args.interactive and (args.prompt or args.ask or args.stop or args.batch_size or args.json):
         raise UserError("--interactive takes no --prompt, --ask, --stop, --batch_size or --json")
     if args.chat and not (args.interactive or args.prompt):
         raise UserError("--chat needs a --prompt, or --interactive")
     if args.chat and args.ask:
         raise UserError("--ask is fed as it stands; ask in a --chat by --interactive")
-    for text in (*(args.ask or ()), args.stop or ""):
-        valid_text(lambda text=text: text, "--ask or --stop")
+    for text in (*(args.ask or ()), *([] if args.stop is None else [args.stop])):
+        if not valid_text(lambda text=text: text, "--ask or --stop"):
+            raise UserError("--ask and --stop need a text that is not empty")
     return args
 
 

@@ -1242,11 +1242,11 @@ def test_pairs_prints_what_each_rule_loses(checkpoint, monkeypatch, capsys):
     """Distances against a brute-force mean over all layers and heads; J-LRD loses no more than S-LRD."""
     argv = ["pairs", "--checkpoint", checkpoint, "--windows", 2, "--window", 64, "--r", 1, 3, 8, "--json"]
     code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    rows = json.loads(out.splitlines()[-1])
+    rows = json.loads(out.splitlines()[-1])["rows"]
     assert code == 0 and [row["method"] for row in rows] == ["r 1", "r 3", "r 8"]
     for name in ("elite", "uniform", "contribution"):
         assert rows[0][name] > rows[1][name] > rows[2][name] and rows[2][name] < 1e-5
-    assert [row["d_ckv"] for row in rows] == [24, 8, -32] and rows[2]["joint"] is None
+    assert [row["d_ckv"] for row in rows] == [24, 8, -32] and "joint" not in rows[2]
     assert all(0 < row["joint"] <= row["separate"] < 1 for row in rows[:2])
     model, tokens = tiny_model(), torch.randint(0, 96, (2, 30), generator=torch.Generator().manual_seed(0))
     order, seen = torch.stack([elite_order(model.config, i) for i in range(4)]), []
@@ -6278,7 +6278,13 @@ BAD_OPTIONS = {
     ),
     "cache too small": (["--prompt", "60", "--context", "40"], "raise --context"),
     "no such folder": (["--checkpoint", "nowhere"], "no such folder"),
-    "no such shape": (["--random_weights", "llama-9", "--prompt", "5"], "the shapes are"),
+    "no such shape": (["--random_weights", "llama-9"], "choose from"),
+    "random weights of a checkpoint": (
+        ["--random_weights", "llama-2-7b", "--prompt", "5"],
+        "stands in for a --checkpoint",
+    ),
+    "empty question": (["--prompt", "hi", "--ask", ""], "not empty"),
+    "empty stop": (["--prompt", "hi", "--stop", ""], "not empty"),
     "text for random weights": (
         ["--random_weights", "llama-2-7b", "--prompt", "hi"],
         "give --prompt INTEGER",
@@ -6488,12 +6494,14 @@ def test_prompts_from_text_file_and_stdin_agree(checkpoint, tmp_path, monkeypatc
     assert len(outputs) == 1 and outputs.pop()[0] == 0
 
 
-def test_help_names_every_setting_with_the_papers_symbol(monkeypatch, capsys):
-    code, out, _ = run_main(generate.main, ["--method", "sals", "--help"], monkeypatch, capsys)
+@pytest.mark.parametrize("method", METHODS)
+def test_help_names_every_setting(method, monkeypatch, capsys):
+    code, out, _ = run_main(generate.main, ["--method", method, "--help"], monkeypatch, capsys)
     assert code == 0
-    for f in dataclasses.fields(SalsSettings):
-        assert f"--{f.name}" in out
-    assert "d_r" in out and "r*/r" in out and "x:" in out
+    for f in dataclasses.fields(METHODS[method].settings):
+        assert f"--{f.name}" in out and f.metadata["help"].split()[-1] in out
+    if method == "sals":  # the paper's symbols
+        assert "d_r" in out and "r*/r" in out and "x:" in out
 
 
 def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monkeypatch, capsys):
