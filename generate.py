@@ -777,8 +777,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise UserError("--chat needs a --prompt, or --interactive")
     if args.chat and args.ask:
         raise UserError("--ask is fed as it stands; ask in a --chat by --interactive")
-    for text in (*(args.ask or ()), *([] if args.stop is None else [args.stop])):
-        if not valid_text(lambda text=text: text, "--ask or --stop"):
+    for text in (*(args.ask or ()), args.stop):
+        if text is not None and not valid_text(lambda text=text: text, "--ask or --stop"):
             raise UserError("--ask and --stop need a text that is not empty")
     return args
 

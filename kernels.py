@@ -256,8 +256,8 @@ def _wait_for_all(counter_p, goal):
 
 @jit
 def _nearest(x):
-    """The int32 nearest to x, of less than 2**22, ties to even as in torch.round: fp32 numbers around
-    2**23 + 2**22, in bits 0x4B400000, are the integers in turn."""
+    """The int32 nearest to x, |x| < 2**22, ties to even as in torch.round: fp32 numbers around 2**23 + 2**22,
+    whose bits are 0x4B400000, are the integers in turn."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
@@ -265,7 +265,7 @@ def _nearest(x):
 def _split_int8(x, largest):
     """x [N, R] = (high * 254 + low) * largest [N] / (127 * 254), high and low int8."""
     x = x.to(tl.float32) * (127 / tl.maximum(largest, 1e-30))[:, None]
-    rest = x - ((x + 12582912.0) - 12582912.0)  # of the nearest integer
+    rest = x - ((x + 12582912.0) - 12582912.0)  # beyond _nearest(x), without a conversion back to fp32
     return _nearest(x).to(tl.int8), _nearest(rest * 254).to(tl.int8)
 
 

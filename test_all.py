@@ -3843,7 +3843,7 @@ H200 = {  # properties
 
 
 def hopper():
-    return DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    return kernels.on_hopper(torch.device(DEVICE))
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
