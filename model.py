@@ -423,13 +423,11 @@ def fingerprint(files: list[Path]) -> str:
 
 
 def human(n: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if n < 1000:
-            break
+    units = ["B", "KB", "MB", "GB"]
+    while n >= 1000 and len(units) > 1:
         n /= 1000
-    else:
-        unit = "GB"
-    return f"{n:.4g} {unit}"
+        units.pop(0)
+    return f"{n:.4g} {units[0]}"
 
 
 def free_memory(device: torch.device) -> int:

@@ -2225,7 +2225,9 @@ def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recen
     loki, _, (_, q, _, _) = loki_cache(k=k, sinks=sinks, recent=recent)
     index, live = loki.select(torch.tensor([length - 1]), loki.rotate(q))
     assert (live.sum(-1) == max(count, min(length, sinks + recent))).all() and token_count(k, length) == count
-    for chosen in (head[alive].tolist() for head, alive in zip(index.flatten(0, 2), live.flatten(0, 2))):
+    for chosen in (
+        head[alive].tolist() for head, alive in zip(index.flatten(0, 2), live.flatten(0, 2), strict=True)
+    ):
         assert len(set(chosen)) == len(chosen) and max(chosen) < length
         assert {*range(min(sinks, length)), *range(max(0, length - recent), length)} <= set(chosen)
 
@@ -4930,7 +4932,7 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r, r_score, int8):
         assert scores.shape == (0, S)
     else:
         check_sum_scores(scores, queries, decoded, written, dtype)
-    for i, (got, want) in enumerate(zip(stores, truth)):
+    for i, (got, want) in enumerate(zip(stores, truth, strict=True)):
         if i == 4:
             close(got, want.float(), dtype)
         elif got is not None:
@@ -5175,7 +5177,7 @@ def test_kernel_graph_follows_pos(int8):
         pos.copy_(positions(*new_pos))
         graph.replay()
         replayed = [x.clone() for x in captured]
-        for got, want in zip(replayed, step()):
+        for got, want in zip(replayed, step(), strict=True):
             assert torch.equal(got, want)
 
 
@@ -5836,7 +5838,7 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
         cache.cache.decode = decode
         cache.cache.watch = lambda *said, cache=cache: (seen[-1].extend(said), cache.see(*said))
     engine.step()
-    for cache, q, pos, index, live, recent in seen:
+    for cache, q, _, index, live, recent in seen:
         figures = []
         index, live = index.expand(2, *index.shape[1:]), live.expand_as(index)
         for row, n in ((0, 48), (1, 24)):
