@@ -384,14 +384,14 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(
-        0.25, "d_r: rank of the key latent as a share of Hkv*D (r = rank * Hkv*D)", sets="bytes"
+        0.5, "d_r: rank of the key latent as a share of Hkv*D (paper: 0.25 or 0.125)", sets="bytes"
     )
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
     latent_bits: int = setting(
-        16, "bits of a latent's number: 16, the model's dtype (paper), or 8, int8 codes (ours)", (8, 16)
+        8, "bits of a latent's number: 8, int8 codes (ours), or 16, the model's dtype (paper)", (8, 16)
     )
     bits: int = setting(
-        4, "bits of a value code; the paper pairs 4 with rank 0.25 and 2 with 0.125", (2, 4, 8, 16)
+        4, "bits of a value code: 2 where rank is half as large (paper: 4 and 2)", (2, 4, 8, 16)
     )
     sinks: int = setting(16, "x: first tokens that are always attended")
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
@@ -417,9 +417,9 @@ class SalsSettings:
     )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
-        "latent",
-        "how those layers are stored: latent, compressed; int8, with V in 4 bits or more (ours); dense",
-        ("latent", "int8", "dense"),
+        "int8",
+        "how those layers are stored: int8, with V in 4 bits or more (ours); latent, compressed; dense",
+        ("int8", "latent", "dense"),
     )
     window: str = setting(
         "exact",

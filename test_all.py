@@ -223,8 +223,9 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
     return bases(model) if METHODS[method].fitted else {}
 
 
-FULL = {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 4, "critical": 400, "recent": 8}
-SPARSE = {"rank": 0.5, "bits": 4, "sinks": 4, "critical": 20, "recent": 8}
+PAPER = {"latent_bits": 16, "skip_as": "latent"}  # of SALS
+FULL = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 4, "critical": 400, "recent": 8}
+SPARSE = PAPER | {"rank": 0.5, "bits": 4, "sinks": 4, "critical": 20, "recent": 8, "score_block": 16}
 ROWS = [
     ("topk", {"keep": 24, "sinks": 2, "recent": 4}),
     ("topk", {"keep": 24, "kv_bits": 4}),
@@ -1016,7 +1017,8 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time():
     assert len(seen) == 4
 
 
-def test_defaults_of_sals_are_the_papers():
+def test_budget_and_full_layers_of_sals_are_the_papers():
+    """Of the budget and the layers; how tokens are stored and scored is what measured best."""
     assert SalsSettings().budget(4096) == (16, 432, 64)
     assert skipped_layers(SalsSettings().skip, 32) == {0, 1, 31}
 
