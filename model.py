@@ -17,10 +17,13 @@ import hashlib
 import json
 import math
 import re
+import struct
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -546,6 +549,11 @@ STOP_TOKENS = (
     "<|end|>",
 )
 
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")  # first to last
+MAX_IDS = 1 << 22  # ids that a vocabulary may have, several times what any has
+ASCII = range(0x20, 0x7F)
+NO_BYTES = "tokenizer.json holds no BPE that works here exactly: put the model's tokenizer.model beside it"
+
 Segment = tuple[str, bool]  # some text, and whether it is the name of a special token
 
 
@@ -592,6 +600,16 @@ class Tokenizer:
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
+
+    def add_token(self, i: int, token: dict) -> None:
+        """Adds one of Hugging Face's added tokens. Raises ValueError for an id or a name that is none."""
+        name = token["content"].encode()  # ValueError for half a surrogate pair
+        self.pieces += [b""] * (token_id(i) + 1 - len(self.pieces))
+        self.pieces[i] = b"" if token.get("special") else name
+        if name:
+            self.special_tokens[token["content"]] = i
+        if token.get("rstrip"):
+            self.strip_after.add(i)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Token ids of text that goes on from earlier text: no BOS, no first space of sentencepiece."""
@@ -641,61 +659,80 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         read_json(folder / f"{name}.json")
         for name in ("tokenizer_config", "config", "generation_config", "added_tokens")
     )
-    added = {i: {"content": name, "special": True} for name, i in added.items()}
-    added |= {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
-    try:
-        if (path := folder / "tokenizer.model").exists():
-            tokenizer = load_tokenizer_model(path.read_bytes())
-        elif (path := folder / "tokenizer.json").exists():
-            data = read_json(path)
-            tokenizer = load_tokenizer_json(data)
-            added |= {token["id"]: token for token in data.get("added_tokens", [])}
-        elif (folder / "vocab.json").exists() and (path := folder / "merges.txt").exists():
-            lines = path.read_text(encoding="utf-8").split("\n")
-            first = lines[0].startswith("#version")  # other lines with # are merges
-            is_gpt2 = "GPT2" in str(settings.get("tokenizer_class"))
-            tokenizer = load_bpe(
-                read_json(folder / "vocab.json"),
-                [line for line in lines[first:] if line],
-                [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT],
-                nfc=not is_gpt2,
-            )
+    names = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if not names or names == ["merges.txt"] and not (folder / "vocab.json").exists():
+        raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
+    with checked(path := folder / names[0]):
+        if path.name == "tokenizer.json":
+            tokenizer = load_tokenizer_json(read_json(path))
+        elif path.name == "merges.txt":
+            tokenizer = load_vocab_and_merges(folder, is_gpt2="GPT2" in str(settings.get("tokenizer_class")))
         else:
-            raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            tokenizer = load_tokenizer_model(path.read_bytes())
+    base, special = len(tokenizer.pieces), tokenizer.special_tokens
+
+    with checked(folder / "added_tokens.json"):
+        for name, i in added.items():
+            if name not in special:
+                tokenizer.add_token(i, {"content": name, "special": True})
+    with checked(folder / "tokenizer_config.json"):
+        for i, token in (settings.get("added_tokens_decoder") or {}).items():
+            tokenizer.add_token(int(i), token)
+        bos, eos = (
+            token["content"] if isinstance(token, dict) else token
+            for token in (settings.get("bos_token"), settings.get("eos_token"))
+        )
+        tokenizer.bos_id = special.get(bos) if tokenizer.bos_id is None else tokenizer.bos_id
+        if settings.get("add_bos_token") is not None:
+            tokenizer.add_bos = bool(settings["add_bos_token"])
+        tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
+    for name, data in (("config.json", config), ("generation_config.json", generation)):
+        with checked(folder / name):
+            ids = data.get("eos_token_id")
+            tokenizer.stop_ids |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    with checked(folder / "config.json"):
+        tokenizer.vocab_size = len(tokenizer.pieces)
+        rows = token_id(config.get("vocab_size", tokenizer.vocab_size))
+        if max(base - 1, tokenizer.bos_id or 0) >= rows:
+            raise UserError(f"{folder}: the tokenizer has {base} ids, the model {rows}: they are no pair")
+        tokenizer.special_tokens = {name: i for name, i in special.items() if i < rows}
+        tokenizer.pieces += [b""] * (rows - tokenizer.vocab_size)
+    with checked(jinja := folder / "chat_template.jinja"):
+        template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
+        tokenizer.chat_template = str(template or "")
+    return tokenizer
+
+
+@contextmanager
+def checked(path: Path) -> Iterator[None]:
+    """Around what is made of a file's content: whatever goes wrong is a UserError that names the file."""
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
         raise UserError(f"{path}: not a valid tokenizer file; download it again ({error!r})") from error
 
-    for i, token in added.items():
-        tokenizer.special_tokens[token["content"]] = i
-        tokenizer.pieces += [b""] * (i + 1 - len(tokenizer.pieces))
-        tokenizer.pieces[i] = b"" if token.get("special") else token["content"].encode()
-        if token.get("rstrip"):
-            tokenizer.strip_after.add(i)
-    tokenizer.vocab_size = len(tokenizer.pieces)
-    tokenizer.pieces += [b""] * (config.get("vocab_size", 0) - tokenizer.vocab_size)
 
-    special = tokenizer.special_tokens
-    bos, eos = (
-        token["content"] if isinstance(token, dict) else token
-        for token in (settings.get("bos_token"), settings.get("eos_token"))
-    )
-    tokenizer.bos_id = special.get(bos) if tokenizer.bos_id is None else tokenizer.bos_id
-    if settings.get("add_bos_token") is not None:
-        tokenizer.add_bos = settings["add_bos_token"]
-    tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
-    for ids in (config.get("eos_token_id"), generation.get("eos_token_id")):
-        tokenizer.stop_ids |= set(ids) if isinstance(ids, list) else {ids} - {None}
-    jinja = folder / "chat_template.jinja"
-    template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
-    tokenizer.chat_template = str(template or "")
-    return tokenizer
+def token_id(value) -> int:
+    """`value`, where it can be a token id. Raises ValueError for others, before memory goes to so many."""
+    if type(value) is not int or not 0 <= value < MAX_IDS:
+        raise ValueError(f"{value!r:.40} is no token id")
+    return value
 
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
+
+    def number(text: str) -> int | float:
+        if math.isinf(value := float(text)):  # no float holds it, as later computing would need
+            raise ValueError(f"the number {text:.20}... is too large")
+        return int(text) if text.lstrip("-").isdigit() else value
+
     try:
-        data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
+        text = path.read_text(encoding="utf-8") if path.exists() else "{}"
+        data = json.loads(text, parse_int=number, parse_float=number)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON; download it again ({error})") from error
     if not isinstance(data, dict):
         raise UserError(f"{path}: not a JSON object; download it again")
@@ -712,7 +749,11 @@ def load_tokenizer_model(data: bytes) -> Tokenizer:
         special = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
         encode = bpe_encoder(ranks, list(ranks.values()), [LLAMA3_SPLIT])
         return Tokenizer(encode, [*ranks] + [b""] * len(special), special, len(ranks), add_bos=True)
+    return load_sentencepiece(data)
 
+
+def load_sentencepiece(data: bytes) -> Tokenizer:
+    """A sentencepiece model, as its trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
     if not data:  # sentencepiece would load this as a model without pieces
         raise ValueError("empty file")
     from sentencepiece import SentencePieceProcessor
@@ -734,14 +775,34 @@ def load_tokenizer_model(data: bytes) -> Tokenizer:
 
 
 def load_tokenizer_json(data: dict) -> Tokenizer:
-    """The contents of a Hugging Face tokenizer.json with a byte-level BPE; UserError for another kind."""
+    """The contents of a Hugging Face tokenizer.json with a BPE; UserError for another kind."""
 
     def steps(name: str, inner: str) -> list[dict]:
         return data[name].get(inner, [data[name]]) if data.get(name) else []
 
-    splits, model = steps("pre_tokenizer", "pretokenizers"), data["model"]
-    if model.get("type", "BPE") != "BPE" or "ByteLevel" not in [step["type"] for step in splits]:
-        raise UserError("tokenizer.json holds no byte-level BPE: put the model's tokenizer.model beside it")
+    normalizers, splits = steps("normalizer", "normalizers"), steps("pre_tokenizer", "pretokenizers")
+    model, added = data["model"], data.get("added_tokens") or []
+    if len(set(map(token_id, model["vocab"].values()))) < len(model["vocab"]):
+        raise ValueError("two tokens share an id")
+    if model.get("byte_fallback"):
+        tokenizer = load_sentencepiece_json(
+            model, [token["content"] for token in added], normalizers + splits
+        )
+    elif model.get("type", "BPE") != "BPE" or "ByteLevel" not in [step["type"] for step in splits]:
+        raise UserError(NO_BYTES)
+    else:
+        tokenizer = load_byte_level(model, normalizers, splits)
+    for token in added:
+        tokenizer.add_token(token["id"], token)
+    for step in steps("post_processor", "processors"):
+        if step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
+            bos = step["single"][0]["SpecialToken"]["id"]
+            tokenizer.bos_id, tokenizer.add_bos = token_id(step["special_tokens"][bos]["ids"][0]), True
+    return tokenizer
+
+
+def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) -> Tokenizer:
+    """A tokenizer.json's byte-level BPE; UserError for a step that is not supported."""
     patterns = []
     for step in splits:
         if step["type"] == "ByteLevel":
@@ -752,50 +813,134 @@ def load_tokenizer_json(data: dict) -> Tokenizer:
             patterns.append(step["pattern"].get("Regex") or re.escape(step["pattern"]["String"]))
         else:
             raise UserError(f"tokenizer.json: the pre_tokenizer {step['type']} is not supported")
-    normalizers = [step["type"] for step in steps("normalizer", "normalizers")]
-    if set(normalizers) - {"NFC"}:
-        raise UserError(f"tokenizer.json: the normalizer {', '.join(normalizers)} is not supported")
-
-    tokenizer = load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], nfc=bool(normalizers))
-    for step in steps("post_processor", "processors"):
-        if step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
-            bos = step["single"][0]["SpecialToken"]["id"]
-            tokenizer.bos_id, tokenizer.add_bos = step["special_tokens"][bos]["ids"][0], True
-    return tokenizer
+    kinds = [step["type"] for step in normalizers]
+    if set(kinds) - {"NFC"}:
+        raise UserError(f"tokenizer.json: the normalizer {', '.join(kinds)} is not supported")
+    unknown = model["vocab"].get(model.get("unk_token"))
+    return load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], bool(kinds), unknown)
 
 
-def load_bpe(vocab: dict[str, int], merges: list, patterns: list[str], nfc: bool) -> Tokenizer:
-    """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first."""
+def load_sentencepiece_json(model: dict, added: list[str], steps: list[dict]) -> Tokenizer:
+    """A tokenizer.json that was made of a sentencepiece BPE; UserError where it cannot be turned back.
+
+    Hugging Face gives each pair of pieces its turn, sentencepiece each piece: its score is its turn here.
+    Source: github.com/google/sentencepiece, src/sentencepiece_model.proto.
+    """
+    vocab, unknown = model["vocab"], model.get("unk_token")
+    pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    to_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
+    normal = vocab.keys() - to_bytes - {unknown, *added}
+    pairs = [pair for pair in pairs if normal.issuperset([*pair, "".join(pair)])]
+    merged = [word for word, _ in groupby(map("".join, pairs))]
+    splits = {(word[:i], word[i:]) for word in normal for i in range(1, len(word))}
+    splits = {pair for pair in splits if normal.issuperset(pair)}
+
+    kinds = [step["type"] for step in steps]
+    if kinds == ["Metaspace"]:  # puts a space before a text that starts with none; split: at each space
+        (step,) = steps
+        old = "always" if step.get("add_prefix_space", True) else "never"
+        prefix, once = step.get("prepend_scheme", old) != "never", True
+        exact = step["replacement"] == "▁" and not (
+            step.get("split", True) and any("▁" in word[1:] for word in normal)
+        )
+    else:
+        prefix, once = kinds == ["Prepend", "Replace"], False
+        exact = (prefix or kinds == ["Replace"]) and steps[0].get("prepend", "▁") == "▁"
+        exact = exact and (steps[-1]["pattern"], steps[-1]["content"]) == ({"String": " "}, "▁")
+    exact = exact and set(pairs) == splits and len(set(merged)) == len(merged) and to_bytes <= vocab.keys()
+    if not exact or sorted(vocab.values()) != list(range(len(vocab))) or model.get("ignore_merges"):
+        raise UserError(NO_BYTES)
+
+    score = {word: -float(i) for i, word in enumerate(merged)}
+    pieces = []
+    for word in sorted(vocab, key=vocab.get):
+        kind = 1 if word in normal else 6 if word in to_bytes else 2 if word == unknown else 3
+        pieces.append((1, protobuf((1, word.encode()), (2, score.get(word, 0.0)), (3, kind))))
+    trainer, normalizer = protobuf((3, 2), (35, 1)), protobuf((3, 0), (4, 0), (5, 1))
+    tokenizer = load_sentencepiece(protobuf(*pieces, (2, trainer), (3, normalizer)))
+
+    def encode(text: str, encode_rest=tokenizer.encode_text) -> list[int]:
+        bare = text and not (once and text[0] in " ▁")
+        return encode_rest(" " + text if prefix and bare else text)
+
+    return replace(tokenizer, encode_text=encode, bos_id=None, add_bos=False, drop_space=prefix)
+
+
+def protobuf(*fields: tuple[int, int | float | bytes]) -> bytes:
+    """A message in protobuf's wire format, of each field's number and value."""
+
+    def varint(n: int) -> bytes:
+        return bytes([n]) if n < 128 else bytes([n % 128 + 128]) + varint(n // 128)
+
+    parts = []
+    for number, value in fields:
+        if isinstance(value, bytes):
+            parts += [varint(number * 8 + 2), varint(len(value)), value]
+        elif isinstance(value, float):
+            parts += [varint(number * 8 + 5), struct.pack("<f", value)]
+        else:
+            parts += [varint(number * 8), varint(value)]
+    return b"".join(parts)
+
+
+def load_vocab_and_merges(folder: Path, is_gpt2: bool) -> Tokenizer:
+    """The files of GPT-2 and Qwen2."""
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [line for line in lines[lines[0].startswith("#version") :] if line]  # others with # are merges
+    splits = [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT]
+    return load_bpe(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
+
+
+def load_bpe(
+    vocab: dict[str, int], merges: list, patterns: list[str], nfc: bool, unknown: int | None = None
+) -> Tokenizer:
+    """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first.
+
+    unknown: the id of bytes that the vocabulary lacks; None leaves them out, as Hugging Face does.
+    """
     # GPT-2 writes every byte as a printable character
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in plain}
     byte_of |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*plain}))}
-    pieces = [b""] * (max(vocab.values()) + 1)
+    pieces = [b""] * (max(map(token_id, vocab.values())) + 1)
     for word, i in vocab.items():
         if byte_of.keys() >= set(word):  # all but special tokens
             pieces[i] = bytes(byte_of[c] for c in word)
     # tiktoken merges in the order of rank, and ids need not follow the order of the merges
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-    ids = [vocab[word] for word in dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])]
-    ranks = {pieces[i]: rank for rank, i in enumerate(ids)}
+    words = dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])
+    ranks = {bytes(byte_of[c] for c in word): rank for rank, word in enumerate(words)}
+    # SmolLM2's vocabulary has only the bytes of its training text
+    ids = [vocab.get(word, unknown) if byte_of.get(word, 65) not in ASCII else vocab[word] for word in words]
     return Tokenizer(bpe_encoder(ranks, ids, patterns, nfc), pieces, {})
 
 
-def bpe_encoder(ranks: dict[bytes, int], ids: list[int], patterns: list[str], nfc: bool = False) -> Callable:
-    """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank."""
+def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bool = False) -> Callable:
+    """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank.
+
+    A byte whose id is None is left out of the text. Raises ValueError where tiktoken would panic.
+    """
     import regex  # tiktoken depends on it
     import tiktoken
 
+    if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
+        raise ValueError("it lacks some of the 256 bytes")
+    absent = b"".join(word for word, rank in ranks.items() if ids[rank] is None)
     # tiktoken drops what its pattern does not match, so match that too
-    *before, last = [f"{pattern}|(?:(?!{pattern})[\\s\\S])++" for pattern in patterns]
-    bpe = tiktoken.Encoding("bpe", pat_str=last, mergeable_ranks=ranks, special_tokens={})
+    patterns = [f"{pattern}|(?:(?!{pattern})[\\s\\S])++" for pattern in patterns]
+    splits = [regex.compile(pattern) for pattern in patterns]
+    bpe = tiktoken.Encoding("bpe", pat_str=patterns[-1], mergeable_ranks=ranks, special_tokens={})
 
     def encode(text: str) -> list[int]:
         text = unicodedata.normalize("NFC", text) if nfc else text
         # Meta's tokenizer cuts too: a million blanks in a row overflow the stack of tiktoken's regex
         parts = [text[i : i + 400_000] for i in range(0, len(text), 400_000)]
-        for pattern in before:
-            parts = [match.group() for part in parts for match in regex.finditer(pattern, part)]
+        lacks = any(byte in absent for byte in set(text.encode())) if absent else False
+        for split in splits if lacks else splits[:-1]:
+            parts = [match.group() for part in parts for match in split.finditer(part)]
+        if lacks:  # tiktoken takes bytes that are no UTF-8 one part at a time
+            whole = filter(None, (part.encode().translate(None, absent) for part in parts))
+            return [ids[rank] for part in whole for rank in bpe.encode_single_piece(part)]
         return [ids[rank] for part in parts for rank in bpe.encode_ordinary(part)]
 
     return encode
