@@ -549,10 +549,10 @@ STOP_TOKENS = (
     "<|end|>",
 )
 
-TOKENIZER_FILES = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")  # first to last
-MAX_IDS = 1 << 22  # ids that a vocabulary may have, several times what any has
-ASCII = range(0x20, 0x7F)
-NO_BYTES = "tokenizer.json holds no BPE that works here exactly: put the model's tokenizer.model beside it"
+MAX_IDS = 1 << 22  # several times what any vocabulary has
+NOT_EXACT = "tokenizer.json cannot be computed exactly here: put the model's tokenizer.model beside it"
+PREPEND = {"type": "Prepend", "prepend": "▁"}
+ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 Segment = tuple[str, bool]  # some text, and whether it is the name of a special token
 
@@ -659,18 +659,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         read_json(folder / f"{name}.json")
         for name in ("tokenizer_config", "config", "generation_config", "added_tokens")
     )
-    names = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    files = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")
+    names = [name for name in files if (folder / name).exists()]
     if not names or names == ["merges.txt"] and not (folder / "vocab.json").exists():
         raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
     with checked(path := folder / names[0]):
+        data = read_json(path) if path.name == "tokenizer.json" else {}
         if path.name == "tokenizer.json":
-            tokenizer = load_tokenizer_json(read_json(path))
+            tokenizer = load_tokenizer_json(data)
         elif path.name == "merges.txt":
             tokenizer = load_vocab_and_merges(folder, is_gpt2="GPT2" in str(settings.get("tokenizer_class")))
         else:
             tokenizer = load_tokenizer_model(path.read_bytes())
-    base, special = len(tokenizer.pieces), tokenizer.special_tokens
-
+        base, special = len(tokenizer.pieces), tokenizer.special_tokens
+        for token in data.get("added_tokens") or []:
+            tokenizer.add_token(token["id"], token)
     with checked(folder / "added_tokens.json"):
         for name, i in added.items():
             if name not in special:
@@ -781,19 +784,14 @@ def load_tokenizer_json(data: dict) -> Tokenizer:
         return data[name].get(inner, [data[name]]) if data.get(name) else []
 
     normalizers, splits = steps("normalizer", "normalizers"), steps("pre_tokenizer", "pretokenizers")
-    model, added = data["model"], data.get("added_tokens") or []
-    if len(set(map(token_id, model["vocab"].values()))) < len(model["vocab"]):
-        raise ValueError("two tokens share an id")
+    model = data["model"]
     if model.get("byte_fallback"):
-        tokenizer = load_sentencepiece_json(
-            model, [token["content"] for token in added], normalizers + splits
-        )
-    elif model.get("type", "BPE") != "BPE" or "ByteLevel" not in [step["type"] for step in splits]:
-        raise UserError(NO_BYTES)
-    else:
+        control = {model.get("unk_token") or "<unk>", *(token["content"] for token in data["added_tokens"])}
+        tokenizer = load_sentencepiece_json(model, control, normalizers + splits)
+    elif model.get("type", "BPE") == "BPE" and "ByteLevel" in [step["type"] for step in splits]:
         tokenizer = load_byte_level(model, normalizers, splits)
-    for token in added:
-        tokenizer.add_token(token["id"], token)
+    else:
+        raise UserError(NOT_EXACT)
     for step in steps("post_processor", "processors"):
         if step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
             bos = step["single"][0]["SpecialToken"]["id"]
@@ -820,67 +818,52 @@ def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) ->
     return load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], bool(kinds), unknown)
 
 
-def load_sentencepiece_json(model: dict, added: list[str], steps: list[dict]) -> Tokenizer:
+def load_sentencepiece_json(model: dict, control: set[str], steps: list[dict]) -> Tokenizer:
     """A tokenizer.json that was made of a sentencepiece BPE; UserError where it cannot be turned back.
 
-    Hugging Face gives each pair of pieces its turn, sentencepiece each piece: its score is its turn here.
+    Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here.
     Source: github.com/google/sentencepiece, src/sentencepiece_model.proto.
     """
-    vocab, unknown = model["vocab"], model.get("unk_token")
-    pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-    to_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
-    normal = vocab.keys() - to_bytes - {unknown, *added}
-    pairs = [pair for pair in pairs if normal.issuperset([*pair, "".join(pair)])]
-    merged = [word for word, _ in groupby(map("".join, pairs))]
-    splits = {(word[:i], word[i:]) for word in normal for i in range(1, len(word))}
-    splits = {pair for pair in splits if normal.issuperset(pair)}
+    vocab, to_bytes = model["vocab"], {f"<0x{byte:02X}>" for byte in range(256)}
+    normal = vocab.keys() - to_bytes - control
+    pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    pairs = [pair for pair in pairs if normal >= {*pair, "".join(pair)}]
+    ranked = [word for word, _ in groupby(map("".join, pairs))]
+    splits = ((word[:i], word[i:]) for word in normal for i in range(1, len(word)))
 
-    kinds = [step["type"] for step in steps]
-    if kinds == ["Metaspace"]:  # puts a space before a text that starts with none; split: at each space
-        (step,) = steps
-        old = "always" if step.get("add_prefix_space", True) else "never"
-        prefix, once = step.get("prepend_scheme", old) != "never", True
-        exact = step["replacement"] == "▁" and not (
-            step.get("split", True) and any("▁" in word[1:] for word in normal)
+    exact, prefix, kind = steps in ([ESCAPE], [PREPEND, ESCAPE]), PREPEND in steps, steps[0]["type"]
+    if kind == "Metaspace":
+        prefix = (
+            steps[0].get("prepend_scheme", "first" if steps[0].get("add_prefix_space") else "never")
+            != "never"
         )
-    else:
-        prefix, once = kinds == ["Prepend", "Replace"], False
-        exact = (prefix or kinds == ["Replace"]) and steps[0].get("prepend", "▁") == "▁"
-        exact = exact and (steps[-1]["pattern"], steps[-1]["content"]) == ({"String": " "}, "▁")
-    exact = exact and set(pairs) == splits and len(set(merged)) == len(merged) and to_bytes <= vocab.keys()
-    if not exact or sorted(vocab.values()) != list(range(len(vocab))) or model.get("ignore_merges"):
-        raise UserError(NO_BYTES)
+        splits_words = steps[0].get("split", True) and any("▁" in word[1:] for word in normal)
+        exact = len(steps) == 1 and steps[0]["replacement"] == "▁" and not splits_words
+    exact = exact and set(pairs) == {pair for pair in splits if normal >= {*pair}}
+    exact = exact and len(set(ranked)) == len(ranked) and not model.get("ignore_merges")
+    if not exact or sorted(vocab.values()) != list(range(len(vocab))):
+        raise UserError(NOT_EXACT)
 
-    score = {word: -float(i) for i, word in enumerate(merged)}
-    pieces = []
+    def sized(tag: int, data: bytes) -> bytes:  # tag: 8 * a field's number + 2; the length as a varint
+        n = len(data)
+        return bytes([tag, n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) + data
+
+    kinds = dict.fromkeys(normal, 1) | dict.fromkeys(control, 3) | dict.fromkeys(to_bytes, 6)
+    kinds[model.get("unk_token") or "<unk>"] = 2
+    scores = {word: -rank for rank, word in enumerate(ranked)}
+    proto = [sized(0x12, b"\x18\2\x98\2\1"), sized(0x1A, b"\x18\0\x20\0\x28\1")]  # BPE, bytes; no prefix
     for word in sorted(vocab, key=vocab.get):
-        kind = 1 if word in normal else 6 if word in to_bytes else 2 if word == unknown else 3
-        pieces.append((1, protobuf((1, word.encode()), (2, score.get(word, 0.0)), (3, kind))))
-    trainer, normalizer = protobuf((3, 2), (35, 1)), protobuf((3, 0), (4, 0), (5, 1))
-    tokenizer = load_sentencepiece(protobuf(*pieces, (2, trainer), (3, normalizer)))
+        score = struct.pack("<f", scores.get(word, 0))
+        proto.append(sized(0x0A, sized(0x0A, word.encode()) + b"\x15" + score + bytes([0x18, kinds[word]])))
+    tokenizer = load_sentencepiece(b"".join(proto))
+    tokenizer.bos_id, tokenizer.add_bos, tokenizer.drop_space = None, False, prefix
 
     def encode(text: str, encode_rest=tokenizer.encode_text) -> list[int]:
-        bare = text and not (once and text[0] in " ▁")
-        return encode_rest(" " + text if prefix and bare else text)
+        has_one = kind == "Metaspace" and text.startswith((" ", "▁"))
+        return encode_rest(" " + text if text and prefix and not has_one else text)
 
-    return replace(tokenizer, encode_text=encode, bos_id=None, add_bos=False, drop_space=prefix)
-
-
-def protobuf(*fields: tuple[int, int | float | bytes]) -> bytes:
-    """A message in protobuf's wire format, of each field's number and value."""
-
-    def varint(n: int) -> bytes:
-        return bytes([n]) if n < 128 else bytes([n % 128 + 128]) + varint(n // 128)
-
-    parts = []
-    for number, value in fields:
-        if isinstance(value, bytes):
-            parts += [varint(number * 8 + 2), varint(len(value)), value]
-        elif isinstance(value, float):
-            parts += [varint(number * 8 + 5), struct.pack("<f", value)]
-        else:
-            parts += [varint(number * 8), varint(value)]
-    return b"".join(parts)
+    tokenizer.encode_text = encode
+    return tokenizer
 
 
 def load_vocab_and_merges(folder: Path, is_gpt2: bool) -> Tokenizer:
@@ -911,7 +894,10 @@ def load_bpe(
     words = dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])
     ranks = {bytes(byte_of[c] for c in word): rank for rank, word in enumerate(words)}
     # SmolLM2's vocabulary has only the bytes of its training text
-    ids = [vocab.get(word, unknown) if byte_of.get(word, 65) not in ASCII else vocab[word] for word in words]
+    ids = [
+        vocab.get(word, unknown) if byte_of.get(word, 32) not in range(32, 127) else vocab[word]
+        for word in words
+    ]
     return Tokenizer(bpe_encoder(ranks, ids, patterns, nfc), pieces, {})
 
 
@@ -940,7 +926,7 @@ def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bo
             parts = [match.group() for part in parts for match in split.finditer(part)]
         if lacks:  # tiktoken takes bytes that are no UTF-8 one part at a time
             whole = filter(None, (part.encode().translate(None, absent) for part in parts))
-            return [ids[rank] for part in whole for rank in bpe.encode_single_piece(part)]
+            return [ids[rank] for part in whole for rank in bpe._encode_single_piece(part)]
         return [ids[rank] for part in parts for rank in bpe.encode_ordinary(part)]
 
     return encode
