@@ -522,37 +522,17 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-LLAMA3_SPECIAL = [
-    f"<|{name}|>"
-    for name in (
-        "begin_of_text",
-        "end_of_text",
-        "reserved_special_token_0",
-        "reserved_special_token_1",
-        "finetune_right_pad_id",
-        "step_id",
-        "start_header_id",
-        "end_header_id",
-        "eom_id",
-        "eot_id",
-        "python_tag",
-        *(f"reserved_special_token_{i}" for i in range(2, 247)),
-    )
-]
-STOP_TOKENS = (
-    "</s>",
-    "<|end_of_text|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|endoftext|>",
-    "<|im_end|>",
-    "<|end|>",
-)
+LLAMA3_SPECIAL = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id"
+    " step_id start_header_id end_header_id eom_id eot_id python_tag"
+).split() + [f"reserved_special_token_{i}" for i in range(2, 247)]
+STOP_TOKENS = "</s> <|end_of_text|> <|eot_id|> <|eom_id|> <|endoftext|> <|im_end|> <|end|>".split()
 
 MAX_IDS = 1 << 22  # several times what any vocabulary has
 NOT_EXACT = "tokenizer.json cannot be computed exactly here: put the model's tokenizer.model beside it"
-PREPEND = {"type": "Prepend", "prepend": "▁"}
+PREPEND = {"type": "Prepend", "prepend": "▁"}  # sentencepiece's spaces, as a tokenizer.json has them
 ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 
 Segment = tuple[str, bool]  # some text, and whether it is the name of a special token
 
@@ -749,7 +729,7 @@ def load_tokenizer_model(data: bytes) -> Tokenizer:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
         if list(ranks.values()) != list(range(len(lines))):
             raise ValueError("its ranks are not 0, 1, 2, ...")
-        special = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
+        special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
         encode = bpe_encoder(ranks, list(ranks.values()), [LLAMA3_SPLIT])
         return Tokenizer(encode, [*ranks] + [b""] * len(special), special, len(ranks), add_bos=True)
     return load_sentencepiece(data)
@@ -785,11 +765,10 @@ def load_tokenizer_json(data: dict) -> Tokenizer:
 
     normalizers, splits = steps("normalizer", "normalizers"), steps("pre_tokenizer", "pretokenizers")
     model = data["model"]
-    if model.get("byte_fallback"):
-        control = {model.get("unk_token") or "<unk>", *(token["content"] for token in data["added_tokens"])}
-        tokenizer = load_sentencepiece_json(model, control, normalizers + splits)
-    elif model.get("type", "BPE") == "BPE" and "ByteLevel" in [step["type"] for step in splits]:
+    if model.get("type", "BPE") == "BPE" and "ByteLevel" in [step["type"] for step in splits]:
         tokenizer = load_byte_level(model, normalizers, splits)
+    elif model.get("type", "BPE") == "BPE" and model.get("byte_fallback"):
+        tokenizer = load_sentencepiece_json(data, normalizers + splits)
     else:
         raise UserError(NOT_EXACT)
     for step in steps("post_processor", "processors"):
@@ -818,52 +797,50 @@ def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) ->
     return load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], bool(kinds), unknown)
 
 
-def load_sentencepiece_json(model: dict, control: set[str], steps: list[dict]) -> Tokenizer:
+def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     """A tokenizer.json that was made of a sentencepiece BPE; UserError where it cannot be turned back.
 
     Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here.
     Source: github.com/google/sentencepiece, src/sentencepiece_model.proto.
     """
-    vocab, to_bytes = model["vocab"], {f"<0x{byte:02X}>" for byte in range(256)}
+    vocab, unknown = data["model"]["vocab"], data["model"].get("unk_token") or "<unk>"
+    control = {unknown, *(token["content"] for token in data.get("added_tokens") or [])}
+    to_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
     normal = vocab.keys() - to_bytes - control
-    pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    pairs = (tuple(m.split(" ") if isinstance(m, str) else m) for m in data["model"]["merges"])
     pairs = [pair for pair in pairs if normal >= {*pair, "".join(pair)}]
     ranked = [word for word, _ in groupby(map("".join, pairs))]
     splits = ((word[:i], word[i:]) for word in normal for i in range(1, len(word)))
-
-    exact, prefix, kind = steps in ([ESCAPE], [PREPEND, ESCAPE]), PREPEND in steps, steps[0]["type"]
-    if kind == "Metaspace":
-        prefix = (
-            steps[0].get("prepend_scheme", "first" if steps[0].get("add_prefix_space") else "never")
-            != "never"
-        )
-        splits_words = steps[0].get("split", True) and any("▁" in word[1:] for word in normal)
-        exact = len(steps) == 1 and steps[0]["replacement"] == "▁" and not splits_words
-    exact = exact and set(pairs) == {pair for pair in splits if normal >= {*pair}}
-    exact = exact and len(set(ranked)) == len(ranked) and not model.get("ignore_merges")
-    if not exact or sorted(vocab.values()) != list(range(len(vocab))):
+    schemes = [[METASPACE | {"prepend_scheme": scheme}] for scheme in ("first", "always", "never")]
+    if (
+        steps not in ([ESCAPE], [PREPEND, ESCAPE], *schemes)
+        or data["model"].get("ignore_merges")
+        or sorted(vocab.values()) != list(range(len(vocab)))
+        or max(map(len, vocab)) > 256
+        or len(set(ranked)) < len(ranked)  # pairs that make one piece are not in a row
+        or set(pairs) != {pair for pair in splits if normal >= {*pair}}  # sentencepiece knows all of them
+    ):
         raise UserError(NOT_EXACT)
 
-    def sized(tag: int, data: bytes) -> bytes:  # tag: 8 * a field's number + 2; the length as a varint
-        n = len(data)
-        return bytes([tag, n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) + data
+    def sized(tag: int, message: bytes) -> bytes:  # a protobuf field, its length as a varint of three bytes
+        n = len(message)
+        return bytes([tag, n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) + message
 
-    kinds = dict.fromkeys(normal, 1) | dict.fromkeys(control, 3) | dict.fromkeys(to_bytes, 6)
-    kinds[model.get("unk_token") or "<unk>"] = 2
+    kinds = dict.fromkeys(normal, 1) | dict.fromkeys(control, 3) | dict.fromkeys(to_bytes, 6) | {unknown: 2}
     scores = {word: -rank for rank, word in enumerate(ranked)}
-    proto = [sized(0x12, b"\x18\2\x98\2\1"), sized(0x1A, b"\x18\0\x20\0\x28\1")]  # BPE, bytes; no prefix
+    # BPE with byte fallback, then what is done to spaces: none added, none removed, written as ▁
+    proto = bytearray(sized(0x12, b"\x18\2\x98\2\1") + sized(0x1A, b"\x18\0\x20\0\x28\1"))
     for word in sorted(vocab, key=vocab.get):
         score = struct.pack("<f", scores.get(word, 0))
-        proto.append(sized(0x0A, sized(0x0A, word.encode()) + b"\x15" + score + bytes([0x18, kinds[word]])))
-    tokenizer = load_sentencepiece(b"".join(proto))
-    tokenizer.bos_id, tokenizer.add_bos, tokenizer.drop_space = None, False, prefix
-
-    def encode(text: str, encode_rest=tokenizer.encode_text) -> list[int]:
-        has_one = kind == "Metaspace" and text.startswith((" ", "▁"))
-        return encode_rest(" " + text if text and prefix and not has_one else text)
-
-    tokenizer.encode_text = encode
-    return tokenizer
+        proto += sized(0x0A, sized(0x0A, word.encode()) + b"\x15" + score + bytes([0x18, kinds[word]]))
+    tokenizer = load_sentencepiece(bytes(proto))
+    prefix = steps[0].get("prepend_scheme", "never") != "never" or PREPEND in steps
+    has_space = (" ", "▁") * (PREPEND not in steps)  # Metaspace adds none to a text that starts with one
+    encode = tokenizer.encode_text
+    tokenizer.encode_text = lambda text: encode(
+        " " + text if prefix and text and not text.startswith(has_space) else text
+    )
+    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=prefix)
 
 
 def load_vocab_and_merges(folder: Path, is_gpt2: bool) -> Tokenizer:
@@ -874,9 +851,7 @@ def load_vocab_and_merges(folder: Path, is_gpt2: bool) -> Tokenizer:
     return load_bpe(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
 
 
-def load_bpe(
-    vocab: dict[str, int], merges: list, patterns: list[str], nfc: bool, unknown: int | None = None
-) -> Tokenizer:
+def load_bpe(vocab: dict, merges: list, patterns: list[str], nfc: bool, unknown=None) -> Tokenizer:
     """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first.
 
     unknown: the id of bytes that the vocabulary lacks; None leaves them out, as Hugging Face does.
@@ -894,10 +869,8 @@ def load_bpe(
     words = dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])
     ranks = {bytes(byte_of[c] for c in word): rank for rank, word in enumerate(words)}
     # SmolLM2's vocabulary has only the bytes of its training text
-    ids = [
-        vocab.get(word, unknown) if byte_of.get(word, 32) not in range(32, 127) else vocab[word]
-        for word in words
-    ]
+    known = {c: unknown for c, byte in byte_of.items() if not 32 <= byte < 127} | vocab
+    ids = [known[word] for word in words]
     return Tokenizer(bpe_encoder(ranks, ids, patterns, nfc), pieces, {})
 
 
@@ -911,7 +884,7 @@ def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bo
 
     if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
         raise ValueError("it lacks some of the 256 bytes")
-    absent = b"".join(word for word, rank in ranks.items() if ids[rank] is None)
+    absent = {word[0] for word, rank in ranks.items() if ids[rank] is None}
     # tiktoken drops what its pattern does not match, so match that too
     patterns = [f"{pattern}|(?:(?!{pattern})[\\s\\S])++" for pattern in patterns]
     splits = [regex.compile(pattern) for pattern in patterns]
@@ -921,11 +894,11 @@ def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bo
         text = unicodedata.normalize("NFC", text) if nfc else text
         # Meta's tokenizer cuts too: a million blanks in a row overflow the stack of tiktoken's regex
         parts = [text[i : i + 400_000] for i in range(0, len(text), 400_000)]
-        lacks = any(byte in absent for byte in set(text.encode())) if absent else False
+        lacks = not absent.isdisjoint(text.encode()) if absent else False
         for split in splits if lacks else splits[:-1]:
             parts = [match.group() for part in parts for match in split.finditer(part)]
         if lacks:  # tiktoken takes bytes that are no UTF-8 one part at a time
-            whole = filter(None, (part.encode().translate(None, absent) for part in parts))
+            whole = filter(None, (part.encode().translate(None, bytes(absent)) for part in parts))
             return [ids[rank] for part in whole for rank in bpe._encode_single_piece(part)]
         return [ids[rank] for part in parts for rank in bpe.encode_ordinary(part)]
 
@@ -954,7 +927,8 @@ def chat_style(config: dict, tokenizer: Tokenizer) -> str:
     evidence = tokenizer.chat_template or " ".join(tokenizer.special_tokens)
     if not tokenizer.chat_template and config.get("model_type") == "mistral":
         evidence += "[INST]"
-    if not {"[INST]", "<|im_sep|>"} & tokenizer.special_tokens.keys():  # of other formats: Mistral 0.3, Phi-4
+    # of other formats: Mistral Small 3, Phi-4
+    if not {"[SYSTEM_PROMPT]", "<|im_sep|>"} & tokenizer.special_tokens.keys():
         for style, marker in CHAT_MARKERS.items():
             if marker in evidence:
                 return style
@@ -963,10 +937,11 @@ def chat_style(config: dict, tokenizer: Tokenizer) -> str:
     )
 
 
-def render_chat(style: str, messages: list[dict[str, str]]) -> list[Segment]:
+def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[Segment]:
     """The prompt for the next answer, in segments, so that what a message says is never a special token.
 
     messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
+    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?
     """
     if style not in CHAT_MARKERS:
         raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_MARKERS)}")
@@ -986,10 +961,18 @@ def render_chat(style: str, messages: list[dict[str, str]]) -> list[Segment]:
 
     is_llama = style == "llama-2"
     texts = [message["content"] for message in messages]
-    if has_system:
+    tokens = tokens and not is_llama
+    if has_system and tokens:  # goes with the last question, and no other
+        texts = [*texts[1:-1], f"{texts[0]}\n\n{texts[-1]}"]
+    elif has_system:
         system = f"<<SYS>>\n{texts[0]}\n<</SYS>>" if is_llama else texts[0]
         texts = [f"{system}\n\n{texts[1]}", *texts[2:]]
     segments = [("<s>", True)]
+    if tokens:  # the spaces between them are those that the tokenizer puts before each text
+        for user, answer in zip(texts[::2], [*texts[1::2], None], strict=True):
+            segments += [("[INST]", True), (user, False), ("[/INST]", True)]
+            segments += [] if answer is None else [(answer, False), ("</s>", True)]
+        return segments
     for user, answer in zip(texts[::2], texts[1::2], strict=False):
         segments += [(f"[INST] {user} [/INST] {answer}" + " " * is_llama, False), ("</s>", True)]
         segments += [("<s>", True)] * is_llama  # Llama 2 makes every turn a sequence of its own
@@ -998,4 +981,4 @@ def render_chat(style: str, messages: list[dict[str, str]]) -> list[Segment]:
 
 def encode_chat(tokenizer: Tokenizer, style: str, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of the prompt that `render_chat` makes, BOS included where the model wants it."""
-    return tokenizer.encode_segments(render_chat(style, messages))
+    return tokenizer.encode_segments(render_chat(style, messages, "[INST]" in tokenizer.special_tokens))
