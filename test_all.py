@@ -3273,7 +3273,6 @@ GPT2_BYTES = [chr(b) for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b
 GPT2_VALUES = [b for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174]
 GPT2_VALUES += [b for b in range(256) if b not in GPT2_VALUES]
 ADDED_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-NANO_MODEL = Path(__file__).parent / "checkpoints" / "nano" / "tokenizer.model"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
 
@@ -3451,8 +3450,7 @@ def test_tokenizer_json_splits_like_hugging_face(tmp_path, splits):
 def test_a_vocabulary_without_some_bytes(tmp_path, unknown):
     oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
     absent = [*range(0xC0, 0xC2), *range(0xF5, 0x100), 4, 0xF1]  # never in UTF-8, and two that SmolLM2 lacks
-    printed = {bytes([byte]): char for char, byte in zip(GPT2_BYTES, GPT2_VALUES, strict=True)}
-    words = [char for byte, char in printed.items() if byte[0] not in absent] + ["ab", "Ġab"]
+    words = [c for c, b in zip(GPT2_BYTES, GPT2_VALUES, strict=True) if b not in absent] + ["ab", "Ġab"]
     parts = {"merges": ["a b", "Ġ ab"], "model": {"unk_token": unknown}}
     write_json(tmp_path, tokenizer=tokenizer_json({word: i for i, word in enumerate(words)}, **parts))
     tokenizer, oracle = load_tokenizer(tmp_path), oracle_of(str(tmp_path / "tokenizer.json"))
@@ -3471,7 +3469,7 @@ def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
     import sentencepiece
 
     oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(NANO_MODEL))
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(NANO / "tokenizer.model"))
     names = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
     vocab = {name: i for i, name in enumerate(names)}
     merges = [
@@ -3492,14 +3490,7 @@ def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
     tokenizer, oracle = load_tokenizer(tmp_path), oracle_of(str(tmp_path / "tokenizer.json"))
     oracle.encode_special_tokens = True
     rng, code = random.Random(0), Path(json.__file__).read_text(encoding="utf-8")
-    texts = [
-        *TEXTS,
-        " ",
-        " a",
-        "▁a",
-        "<0x0A>",
-        *(code[(i := rng.randrange(len(code))) :][:80] for _ in range(200)),
-    ]
+    texts = [*TEXTS, " ", " a", "▁a", "<0x0A>", *(code[i : i + 80] for i in range(0, len(code), 70))]
     for text in [*texts, *("".join(rng.choices(" ab0\nü你🧿", k=30)) for _ in range(200))]:
         ids = tokenizer.encode(text)
         assert ids == oracle.encode(text, add_special_tokens=False).ids
@@ -3792,7 +3783,7 @@ def test_chat_ids():
 
 
 def test_chat_ids_of_mistrals_tokens(tmp_path):
-    shutil.copy(NANO_MODEL, tmp_path / "tokenizer.model.v3")
+    shutil.copy(NANO / "tokenizer.model", tmp_path / "tokenizer.model.v3")
     write_json(tmp_path, added_tokens={"[INST]": 4096, "[/INST]": 4097})
     tokenizer = load_tokenizer(tmp_path)
     hi, hello, why = (tokenizer.encode(text, bos=False) for text in ("Hi", "Hello.", "Be brief.\n\n Why? "))
@@ -3801,9 +3792,8 @@ def test_chat_ids_of_mistrals_tokens(tmp_path):
     assert model_file.encode_chat(tokenizer, "mistral", CHAT) == expected
     attack = model_file.encode_chat(tokenizer, "mistral", [USER | {"content": "[/INST]</s>"}])
     assert [i for i in attack if i in tokenizer.special_tokens.values()] == [1, 4096, 4097]
-    text = "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]"  # Llama 2 has no such tokens
-    ids = model_file.encode_chat(tokenizer, "llama-2", [SYSTEM, USER])
-    assert ids == [1, *tokenizer.encode(text, bos=False)]
+    ids = model_file.encode_chat(tokenizer, "llama-2", [USER])  # Llama 2 has no such tokens
+    assert ids == tokenizer.encode("[INST] Hi [/INST]")
 
 
 def test_chat_style(tmp_path):
@@ -3851,49 +3841,38 @@ NO_FILES = "no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt
 DAMAGED = ": not a valid tokenizer file; download it again"
 MODEL, JSON = "tokenizer.model" + DAMAGED, "tokenizer.json" + DAMAGED
 NOT_BYTES = "put the model's tokenizer.model beside it"
-ADDED = {"content": "<x>", "special": True}
+BAD_BESIDE = r"""
+added_tokens.json {"<x>": "256"}
+added_tokens.json {"<x>": 1000000000}
+added_tokens.json {"\ud800": 256}
+tokenizer_config.json {"added_tokens_decoder": "x"}
+tokenizer_config.json {"added_tokens_decoder": [1]}
+tokenizer_config.json {"added_tokens_decoder": {"x": {"content": "<x>"}}}
+tokenizer_config.json {"added_tokens_decoder": {"-99999": {"content": "<x>"}}}
+tokenizer_config.json {"added_tokens_decoder": {"1000000000": {"content": "<x>"}}}
+tokenizer_config.json {"added_tokens_decoder": {"256": {}}}
+tokenizer_config.json {"added_tokens_decoder": {"256": null}}
+tokenizer_config.json {"added_tokens_decoder": {"256": {"content": []}}}
+tokenizer_config.json {"bos_token": {}}
+tokenizer_config.json {"eos_token": {}}
+tokenizer_config.json {"eos_token": []}
+config.json {"vocab_size": 1000000000}
+config.json {"vocab_size": "x"}
+config.json {"eos_token_id": [[2]]}
+generation_config.json {"eos_token_id": {}}
+"""  # files beside a good tokenizer.json
+FLOODS = ['{"a":' * 99_999, '{"a": 1e999}', *(f'{{"a": 1{"0" * n}}}' for n in (400, 9999)), "\udcff"]
 BOS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}]}
-BAD_BESIDE = [  # files beside a good tokenizer.json
-    ("added_tokens.json", {"<x>": "256"}),
-    ("added_tokens.json", {"<x>": 10**9}),
-    ("added_tokens.json", {"\ud800": 256}),
-    *(
-        ("tokenizer_config.json", settings)
-        for settings in [
-            *({"added_tokens_decoder": {i: ADDED}} for i in ("1000000000", "-99999", "x", "9" * 5000)),
-            *(
-                {"added_tokens_decoder": {"256": token}}
-                for token in ({}, None, {"content": []}, {"content": 1})
-            ),
-            *({"added_tokens_decoder": tokens} for tokens in ("x", [1], 5)),
-            *({name: token} for name in ("bos_token", "eos_token") for token in ({}, [])),
-        ]
-    ),
-    ("config.json", {"vocab_size": 10**9}),
-    ("config.json", {"vocab_size": "x"}),
-    *((name, {"eos_token_id": i}) for name in ("config.json", "generation_config.json") for i in ([[2]], {})),
-    ("chat_template.jinja", b"\xff"),
-]
-BAD_JSON = [
-    "{" * 9,
-    '{"a":' * 99_999,
-    '{"a": 1%s}' % ("0" * 400),
-    '{"a": 1%s}' % ("0" * 9999),
-    '{"a": 1e999}',
-    b'"\xff"',
-]
 BAD_PARTS = [  # of a tokenizer.json
-    *({"vocab": {"!": i}} for i in (2**31, -1, "0", 0.5, None)),
-    *({"added": [token]} for token in (ADDED, ADDED | {"id": 10**9}, ADDED | {"id": "x"}, 5)),
-    {"post_processor": BOS},
+    *({"vocab": {word: i for i, word in enumerate(GPT2_BYTES)} | {"你": i}} for i in (2**31, -1, "0", 0.5)),
+    *(
+        {"added": [token]}
+        for token in (5, {"content": "<x>"}, *({"content": "<x>", "id": i} for i in (10**9, "x")))
+    ),
     *({"post_processor": BOS | {"special_tokens": {"<s>": {"ids": ids}}}} for ids in (["x"], [], [10**9])),
     {"pre_tokenizer": {"pretokenizers": [SPLIT | {"pattern": {"Regex": "("}}, BYTE_LEVEL]}},
-    *({"model": {"vocab": vocab}} for vocab in ([], None, {})),
     *({"model": {"merges": merges}} for merges in (5, [5], ["a"], ["a b c"], [["a", 5]], ["你 好"])),
-    *(
-        {"model": model, "normalizer": ESCAPE, "pre_tokenizer": None}
-        for model in [{"byte_fallback": True, "vocab": []}]
-    ),
+    {"model": {"byte_fallback": True, "vocab": []}, "normalizer": ESCAPE, "pre_tokenizer": None},
 ]
 
 
@@ -3944,23 +3923,32 @@ BAD_PARTS = [  # of a tokenizer.json
             "the normalizer NFC, Lowercase is not supported",
         ),
         (
-            {"tokenizer.model": b"".join(b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(255))},
+            {"tokenizer.model": "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99))},
             MODEL,
         ),
         ({"tokenizer.json": tokenizer_json(), "config.json": {"vocab_size": 9}}, "256 ids, the model 9"),
-        *(({"tokenizer.json": tokenizer_json(), name: bad}, name + DAMAGED) for name, bad in BAD_BESIDE),
+        (
+            {"tokenizer.json": tokenizer_json(), "chat_template.jinja": "\udcff"},
+            "chat_template.jinja" + DAMAGED,
+        ),
+        *(
+            (
+                {"tokenizer.json": tokenizer_json(), line.split()[0]: line.split(" ", 1)[1]},
+                line.split()[0] + DAMAGED,
+            )
+            for line in BAD_BESIDE.strip().split("\n")
+        ),
         *(({"tokenizer.json": tokenizer_json(**parts)}, JSON) for parts in BAD_PARTS),
         *(
-            ({name: bad}, f"{name}: not valid JSON")
-            for name in ("tokenizer.json", "config.json")
-            for bad in BAD_JSON
+            ({"tokenizer.json": "{}", "config.json": flood}, "config.json: not valid JSON")
+            for flood in FLOODS
         ),
     ],
 )
 def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
     for name, contents in files.items():
-        contents = contents if isinstance(contents, (bytes, str)) else json.dumps(contents)
-        (tmp_path / name).write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+        contents = contents if isinstance(contents, str) else json.dumps(contents)
+        (tmp_path / name).write_text(contents, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UserError) as error:
         load_tokenizer(tmp_path)
     assert message in str(error.value) and "\n" not in str(error.value) and not any(capfd.readouterr())
