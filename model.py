@@ -651,7 +651,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             tokenizer = load_vocab_and_merges(folder, is_gpt2="GPT2" in str(settings.get("tokenizer_class")))
         else:
             tokenizer = load_tokenizer_model(path.read_bytes())
-        base, special = len(tokenizer.pieces), tokenizer.special_tokens
+        special = tokenizer.special_tokens
         for token in data.get("added_tokens") or []:
             tokenizer.add_token(token["id"], token)
     with checked(folder / "added_tokens.json"):
@@ -676,9 +676,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with checked(folder / "config.json"):
         tokenizer.vocab_size = len(tokenizer.pieces)
         rows = token_id(config.get("vocab_size", tokenizer.vocab_size))
-        if max(base - 1, tokenizer.bos_id or 0) >= rows:
-            raise UserError(f"{folder}: the tokenizer has {base} ids, the model {rows}: they are no pair")
-        tokenizer.special_tokens = {name: i for name, i in special.items() if i < rows}
         tokenizer.pieces += [b""] * (rows - tokenizer.vocab_size)
     with checked(jinja := folder / "chat_template.jinja"):
         template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")

@@ -3926,7 +3926,6 @@ BAD_PARTS = [  # of a tokenizer.json
             {"tokenizer.model": "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99))},
             MODEL,
         ),
-        ({"tokenizer.json": tokenizer_json(), "config.json": {"vocab_size": 9}}, "256 ids, the model 9"),
         (
             {"tokenizer.json": tokenizer_json(), "chat_template.jinja": "\udcff"},
             "chat_template.jinja" + DAMAGED,
