@@ -6282,7 +6282,7 @@ DAMAGE = {
     "more layers than tensors": (configured(num_hidden_layers=500_000), "there are 38 tensors"),
     "a width of true": (configured(hidden_size=True), "dim is True"),
     "heads of 15 dims": (configured(head_dim=15), "RoPE rotates pairs of dims"),
-    "a base of RoPE beyond floats": (configured(rope_theta=10**400), "OverflowError"),
+    "a base of RoPE beyond floats": (configured(rope_theta=10**400), "is too large"),
     "a window that is no number": (
         configured(model_type="mistral", sliding_window="abc"),
         "sliding_window is 'abc'",
