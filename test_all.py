@@ -989,7 +989,7 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time():
 
 def test_defaults_of_sals_are_the_papers():
     assert SalsSettings().budget(4096) == (16, 432, 64)
-    assert skipped_layers(SalsSettings().skip, 32) == {0, 1, 31}
+    assert skipped_layers(SalsSettings(), 32) == {0, 1, 31}
 
 
 def test_sals_fit_of_pairs_that_no_query_uses_is_finite():
