@@ -1337,7 +1337,7 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     ridge serves prompts shorter than the head dim: where they say nothing, the proxies stay near q . k."""
     gram, total = 0.0, 0.0
     if not x.isfinite().all():
-        raise UserError("LRQK found queries or keys that are not finite: the weights are damaged")
+        raise UserError("the queries or keys of this prompt are not finite; the weights are damaged")
     for part in x.split(4096):  # an fp64 copy of few tokens at a time
         rows = part.double().permute(1, 0, 2, 3).flatten(1, 2)  # [Hkv, tokens * G, D]
         gram, total = gram + rows.mT @ rows, total + rows.abs().sum(1)
