@@ -1304,7 +1304,7 @@ class LrqkSettings:
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting(
         "optimal",
-        "how a new token is projected: closed-form basis, Alg. 1's basis, or the paper's Alg. 2 (a refit)",
+        "how a new token is projected: closed-form basis, Alg. 1's basis, or the paper's Alg. 2 (its gauge)",
         ("optimal", "frozen", "paper"),
     )
     init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
