@@ -197,6 +197,12 @@ def kept_tokens(keep: float, capacity: int) -> int:
     return token_count(keep, capacity)
 
 
+def within(capacity: int, *parts: int) -> tuple[int, ...]:
+    """The parts of a budget, in tokens, each cut to what those before it leave of the capacity."""
+    ends = [min(end, capacity) for end in itertools.accumulate(parts)]
+    return tuple(end - start for start, end in zip((0, *ends), ends, strict=False))
+
+
 def group_scores(logits: Tensor, live: Tensor) -> Tensor:
     """A KV head's scores: the largest attention weight that any of its G query heads gives.
 
@@ -437,7 +443,8 @@ class SalsSettings:
                 raise UserError(
                     f"--keep {self.keep} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
                 )
-        return min(x, capacity), min(y, capacity), min(z, capacity)
+        z, y, x = within(capacity, z, y, x)
+        return x, y, z
 
 
 def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
@@ -799,20 +806,23 @@ def sals_fold(
     linear.out_features = sum(attention.widths)
 
 
-def skipped_layers(skip: str, n_layers: int) -> set[int]:
+def skipped_layers(settings: object, n_layers: int) -> set[int]:
+    """The layers of --skip; of its default, those that a model of few layers has."""
+    skip = settings.skip
     try:
         layers = [int(i) for i in skip.split(",") if i.strip()]
     except ValueError:
         raise UserError(f"--skip {skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)") from None
-    if not all(-n_layers <= i < n_layers for i in layers):
+    known = range(-n_layers, n_layers)
+    if skip != type(settings).skip and not all(i in known for i in layers):
         raise UserError(f"--skip {skip!r}: the layers are {-n_layers} to {n_layers - 1}")
-    return {i % n_layers for i in layers}
+    return {i % n_layers for i in layers if i in known}
 
 
 def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
     """One cache a layer; with `fold`, the latent's rows are appended to the model's wqkv."""
     c = model.config
-    skipped = skipped_layers(settings.skip, c.n_layers)
+    skipped = skipped_layers(settings, c.n_layers)
     if min(settings.sinks, settings.critical) < 0 or settings.recent < 1 or not 0 <= settings.keep <= 1:
         raise UserError(
             "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
@@ -1187,7 +1197,7 @@ def elite_tensors(c: ModelConfig) -> Stored:
 def random_elitekv(c: ModelConfig) -> dict[str, Tensor]:
     """The paper's 25 % for Llama-2-7B (r = D/16), with factors of no meaning."""
     r = max(1, c.head_dim // 16)
-    d_ckv = c.kv_dim // 2 - 2 * r * c.n_kv_heads
+    d_ckv = max(1, c.kv_dim // 2 - 2 * r * c.n_kv_heads)
     order = torch.arange(c.head_dim // 2).expand(c.n_layers, c.n_kv_heads, -1)
     a, n = random_basis(c.dim, d_ckv), c.n_kv_heads * (2 * c.head_dim - 2 * r)
     b = 0.02 * torch.randn(d_ckv, n, generator=torch.Generator().manual_seed(0))
@@ -1210,7 +1220,8 @@ class LokiSettings:
         0.25, "d_f: leading principal components that scoring reads, as a share of D", sets="bytes"
     )
     explained: float = setting(
-        0.0, "instead of d: per layer the Rank@v that explains this share (App. B.2; 0: off)"
+        0.0,
+        "instead of d: per layer the mean of its heads' Rank@v for this share, rounded (App. B.2; 0: off)",
     )
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
     sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
@@ -1222,8 +1233,7 @@ class LokiSettings:
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z): sinks, selected and recent tokens of a query head, in a row that fills the cache."""
-        x = min(self.sinks, capacity)
-        z = min(self.recent, capacity - x)
+        x, z = within(capacity, self.sinks, self.recent)
         total = capacity if self.reduced else token_count(self.k, capacity)
         return x, max(0, total - x - z), z
 
@@ -1318,7 +1328,7 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[
     def cache(i: int) -> LokiCache:
         d = max(1, round(settings.d * model.config.head_dim))
         if settings.explained:
-            d = int(rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained).max())
+            d = round(rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained).double().mean().item())
         return LokiCache(room, settings, artifact[f"{kind}.basis"][i], d)
 
     return packed(map(cache, range(len(model.layers))), settings.kv_bits)  # packed before the next is made
@@ -1339,7 +1349,9 @@ class LrqkSettings:
     """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649). Few bytes on the GPU."""
 
     rank: int = setting(
-        32, "r: dims of A_Q and A_K, the proxies that score tokens, for each KV head", sets="bytes"
+        0,
+        "r: dims of A_Q and A_K, the proxies that score tokens, for each KV head (0: 32, or D if less)",
+        sets="bytes",
     )
     k: int = setting(
         2048, "tokens that each KV head selects by its proxy scores, at each step", sets="tokens"
@@ -1347,7 +1359,7 @@ class LrqkSettings:
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting(
         "optimal",
-        "how a new token is projected: closed-form basis, Alg. 1's basis, or the paper's Alg. 2 (a refit)",
+        "how a new token is projected: closed-form basis, Alg. 1's basis, or the paper's Alg. 2 (its gauge)",
         ("optimal", "frozen", "paper"),
     )
     init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
@@ -1360,8 +1372,8 @@ class LrqkSettings:
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(k, recent) in tokens for a cache of this capacity."""
-        recent = min(self.recent, capacity)
-        return min(self.k, capacity - recent), recent
+        recent, k = within(capacity, self.recent, self.k)
+        return k, recent
 
 
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
@@ -1379,6 +1391,8 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     A group's queries stand as G times as many rows: the rank-r optimum for all of them shares one W_Q. The
     ridge serves prompts shorter than the head dim: where they say nothing, the proxies stay near q . k."""
     gram, total = 0.0, 0.0
+    if not x.isfinite().all():
+        raise UserError("the queries or keys of this prompt are not finite; the weights are damaged")
     for part in x.split(4096):  # an fp64 copy of few tokens at a time
         rows = part.double().permute(1, 0, 2, 3).flatten(1, 2)  # [Hkv, tokens * G, D]
         gram, total = gram + rows.mT @ rows, total + rows.abs().sum(1)
@@ -1429,7 +1443,7 @@ def lrqk_balance(
 
     A_Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of A_Q A_K^T is that of the small L_Q^T L_K. From
     W = I it is the closed-form optimum of ||Q K^T - A_Q A_K^T|| (Eckart-Young; mode optimal); from Alg. 1's
-    W it only fixes the gauge, which leaves scores as they are and makes low precision safe."""
+    W it only fixes the gauge, which leaves scores as they are and makes low precision safe (mode frozen)."""
     l_q, l_k = (
         torch.linalg.cholesky(add_ridge(w.mT @ g @ w, 1e-10)) for w, g in ((w_q, gram_q), (w_k, gram_k))
     )
@@ -1444,10 +1458,10 @@ def lrqk_balance(
 def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
     """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Gauss-Jordan elimination.
 
-    In plain operations, since a CUDA graph cannot capture cuSOLVER. A ridge of 1e-6 keeps fp32 safe."""
+    In plain operations, since a CUDA graph cannot capture cuSOLVER. fp64 spares Alg. 2 a larger ridge."""
     n = m.shape[-1]
     eye = torch.eye(n, dtype=m.dtype, device=m.device)
-    x = torch.cat((add_ridge(m, 1e-6), rhs), -1)
+    x = torch.cat((add_ridge(m, 1e-10), rhs), -1)
     for i in range(n):
         row = x[..., i : i + 1, :] / x[..., i : i + 1, i : i + 1]
         x = x - (x[..., i : i + 1] - eye[:, i : i + 1]) * row  # row i becomes `row`, the others lose column i
@@ -1558,6 +1572,7 @@ class LrqkCache(Cache):
         super().__init__(room)
         c, self.settings = room.config, settings
         self.chosen, self.z = settings.budget(room.capacity)
+        self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
         self.slots = self.chosen
         if self.reuse:
@@ -1568,8 +1583,8 @@ class LrqkCache(Cache):
             self.register_buffer("v", self.store(*rows))
         else:  # not buffers: they are not on the device, and host_bytes counts them
             self.k, self.v = host_rows(room, *rows), host_rows(room, *rows)
-        heads, shape, i32 = c.n_kv_heads, (settings.rank, c.head_dim), torch.int32
-        self.register_buffer("a_k", self.store(heads, room.capacity, settings.rank))
+        heads, shape, i32 = c.n_kv_heads, (self.rank, c.head_dim), torch.int32
+        self.register_buffer("a_k", self.store(heads, room.capacity, self.rank))
         # Of each row's prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T.
         self.register_buffer("basis_q", self.store(heads, *shape, dtype=torch.float32))
         self.register_buffer("basis_k", self.store(heads, *shape, dtype=torch.float32))
@@ -1604,15 +1619,14 @@ class LrqkCache(Cache):
         """W_Q, W_K [Hkv, D, r] fp32 from the prompt's q [S, Hq, D], k [S, Hkv, D]; stores the row's bases."""
         gram_q, sum_q = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1)))
         gram_k, sum_k = lrqk_moments(k[:, :, None])
-        if self.settings.mode == "optimal":
-            w_q = w_k = torch.eye(q.shape[-1], dtype=gram_q.dtype, device=q.device).expand_as(gram_q)
-        else:
-            start = lrqk_init(self.settings.init, self.settings.rank, sum_q, sum_k)
+        w_q = w_k = torch.eye(q.shape[-1], dtype=gram_q.dtype, device=q.device).expand_as(gram_q)
+        if self.settings.mode != "optimal":
+            start = lrqk_init(self.settings.init, self.rank, sum_q, sum_k)
             w_q, w_k = lrqk_prefill(*start, gram_q, gram_k)
-        w_q, w_k = lrqk_balance(w_q, w_k, gram_q, gram_k, self.settings.rank)
-        if self.settings.mode == "paper":
+        if self.settings.mode == "paper":  # in Alg. 1's own gauge, on which Alg. 2's step depends
             self.basis_q[row], self.basis_k[row] = lrqk_bases(w_q, w_k, gram_q, gram_k)
         else:
+            w_q, w_k = lrqk_balance(w_q, w_k, gram_q, gram_k, self.rank)
             self.basis_q[row], self.basis_k[row] = w_q.mT, w_k.mT
         return w_q.float(), w_k.float()
 
@@ -1638,12 +1652,14 @@ class LrqkCache(Cache):
         # Omega: what the last step attended; the new token has not replaced the oldest of the ring yet.
         position = ring_positions(pos - 1, self.z)[:, None].expand(-1, self.config.n_kv_heads, -1)
         position = torch.cat((torch.where(self.stamp == self.step, self.pos_of, -1), position), -1)
-        where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.settings.rank)
-        a_near = self.a_k.gather(2, where).float().masked_fill(position[..., None] < 0, 0)
-        q_hat, k_hat, b_q, b_k = lrqk_refit(q, k, self.basis_q, self.basis_k, a_near, self.hot_k.float())
+        where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.rank)
+        a_near = self.a_k.gather(2, where).masked_fill(position[..., None] < 0, 0)
+        given = (q, k, self.basis_q, self.basis_k, a_near, self.hot_k)
+        # fp64, since the gauge is not balanced: in fp32 the solves need a ridge that changes the selection.
+        q_hat, k_hat, b_q, b_k = lrqk_refit(*(t.double() for t in given))
         self.basis_q.copy_(b_q)
         self.basis_k.copy_(b_k)
-        return q_hat, k_hat
+        return q_hat.float(), k_hat.float()
 
     def load(self, rows: slice, pos: Tensor, q_hat: Tensor) -> None:
         """Brings the tokens that q_hat selects into the hot slots of `rows`, and stamps their slots."""
@@ -1677,7 +1693,7 @@ class LrqkCache(Cache):
 
     def formula(self) -> int:
         """Device bytes: A_K and slot of every token; K, V, position and stamp of every slot; the bases."""
-        c, r, size = self.config, self.settings.rank, self.room.dtype.itemsize
+        c, r, size = self.config, self.rank, self.room.dtype.itemsize
         tokens = self.room.capacity * (r * size + 4)
         slots = (self.slots + self.z) * 2 * c.head_dim * size + self.slots * 8
         total = self.room.rows * (c.n_kv_heads * (tokens + slots + 2 * r * c.head_dim * 4) + 16) + 4
@@ -1689,12 +1705,14 @@ class LrqkCache(Cache):
         c, size, recent = self.config, self.room.dtype.itemsize, min(self.z, length)
         old = length - recent
         attended = recent + min(self.chosen, old)
-        return (old * self.settings.rank + attended * 2 * c.head_dim) * c.n_kv_heads * size
+        return (old * self.rank + attended * 2 * c.head_dim) * c.n_kv_heads * size
 
 
 def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    if not 1 <= settings.rank <= model.config.head_dim:
-        raise UserError(f"--rank {settings.rank}: r must be 1 to {model.config.head_dim}, the head dim")
+    if not 0 <= settings.rank <= model.config.head_dim:
+        raise UserError(
+            f"--rank {settings.rank}: r must be 1 to {model.config.head_dim}, the head dim (or 0)"
+        )
     if settings.k < 0 or settings.recent < 1:
         raise UserError("--k must be at least 0 and --recent at least 1")
     if settings.slots != 0 and not 1 <= settings.slots < float("inf"):
@@ -1716,7 +1734,8 @@ class StreamingSettings:
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(x, w) in tokens for a cache of this capacity."""
-        return min(self.sinks, capacity), min(self.recent, capacity)
+        w, x = within(capacity, self.recent, self.sinks)
+        return x, w
 
 
 class StreamingCache(Cache):
@@ -1989,8 +2008,8 @@ class QuestSettings:
         """Tokens of all pages: as many whole ones as fit, the released code's 3 at least."""
         if self.page < 1:
             raise UserError("--page must be at least 1")
-        count = kept_tokens(self.keep, capacity)
-        return (count if count == capacity else min(max(3, count // self.page) * self.page, capacity),)
+        count, page = kept_tokens(self.keep, capacity), min(self.page, capacity)
+        return (count if count == capacity else min(max(3, count // page) * page, capacity),)
 
 
 def page_bounds(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -2005,7 +2024,7 @@ class QuestCache(SelectiveCache):
 
     def __init__(self, room: Room, settings: QuestSettings):
         super().__init__(room, *settings.budget(room.capacity))
-        c, self.page = room.config, settings.page
+        c, self.page = room.config, min(settings.page, room.capacity)
         self.pages = -(-room.capacity // self.page)
         self.register_buffer("low", self.store(c.n_kv_heads, self.pages, c.head_dim))
         self.register_buffer("high", self.store(c.n_kv_heads, self.pages, c.head_dim))
@@ -2042,7 +2061,7 @@ class QuestCache(SelectiveCache):
 def build_quest(
     model: Llama, settings: QuestSettings, room: Room, artifact: dict[str, Tensor]
 ) -> list[Cache]:
-    skipped = skipped_layers(settings.skip, len(model.layers))
+    skipped = skipped_layers(settings, len(model.layers))
     caches = (
         DenseCache(room) if i in skipped else QuestCache(room, settings) for i in range(len(model.layers))
     )
@@ -2166,7 +2185,7 @@ def build_doublesparse(
         )
     if settings.every < 1 or (settings.every > y + 1 and x + y + z < room.capacity):
         raise UserError(f"--every {settings.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
-    skipped = skipped_layers(settings.skip, len(model.layers))
+    skipped = skipped_layers(settings, len(model.layers))
     caches = (
         DenseCache(room) if i in skipped else DoubleSparseCache(room, settings, artifact["importance"][i])
         for i in range(len(model.layers))
@@ -2314,18 +2333,25 @@ class ShadowKvSettings:
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(outliers, selected, recent) in tokens, whole chunks; all where the budget is the context."""
-        outliers, recent = self.outliers * self.chunk, self.recent + self.chunk - 1
-        total, chunks = kept_tokens(self.keep, capacity), -(-capacity // self.chunk)
+        """(outliers, selected, recent) in tokens that are attended at most."""
+        outliers, selected, recent = self.layout(capacity)
+        recent, outliers, selected = within(capacity, recent, outliers, selected)
+        return outliers, selected, recent
+
+    def layout(self, capacity: int) -> tuple[int, int, int]:
+        """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
+        chunk = min(self.chunk, capacity)
+        outliers, recent = self.outliers * chunk, self.recent + chunk - 1
+        total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
         if total >= capacity:
-            return min(self.outliers, chunks) * self.chunk, chunks * self.chunk, min(recent, capacity)
-        selected = (total - outliers - recent) // self.chunk
+            return min(self.outliers, chunks) * chunk, chunks * chunk, min(recent, capacity)
+        selected = (total - outliers - recent) // chunk
         if selected < 1:
             raise UserError(
-                f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {self.chunk} beside "
+                f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {chunk} beside "
                 f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
             )
-        return outliers, selected * self.chunk, recent
+        return outliers, selected * chunk, recent
 
 
 class ShadowKvCache(Cache):
@@ -2337,8 +2363,8 @@ class ShadowKvCache(Cache):
 
     def __init__(self, room: Room, settings: ShadowKvSettings):
         super().__init__(room)
-        c, self.settings, self.chunk = room.config, settings, settings.chunk
-        self.outlier_tokens, self.selected, self.z = settings.budget(room.capacity)
+        c, self.settings, self.chunk = room.config, settings, min(settings.chunk, room.capacity)
+        self.outlier_tokens, self.selected, self.z = settings.layout(room.capacity)
         self.r = share_rank(settings.rank, c.kv_dim)
         self.chunks = -(-room.capacity // self.chunk)
         heads, d = c.n_kv_heads, c.head_dim

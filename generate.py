@@ -34,6 +34,7 @@ from compress import (
     method_named,
     random_artifact,
     settings_from,
+    skipped_layers,
 )
 from model import (
     CHAT_MARKERS,
@@ -434,17 +435,26 @@ def prepare(
     return method, settings, Room(model, rows, capacity, args.kernels), artifact
 
 
+def idle_note(method: str, settings: object, caches: list[Cache]) -> str:
+    """One line where a method's settings leave it nothing to do, else nothing."""
+    room, n = caches[0].room, len(caches)
+    if hasattr(settings, "budget") and sum(settings.budget(room.capacity)) >= room.capacity:
+        return f"the budget covers the context of {room.capacity} tokens: every token is attended"
+    if hasattr(settings, "skip") and len(skipped_layers(settings, n)) == n:
+        return f"--skip {settings.skip} names all {n} layers: every token is attended"
+    held, read = sum(c.formula() for c in caches), sum(c.bytes_read(room.capacity) for c in caches)
+    if method != "dense" and min(held, read * room.rows) >= n * dense_bytes(room):
+        return f"with these settings {method} keeps no fewer bytes than dense, and reads no fewer in a step"
+    return ""
+
+
 def build_engine(
     model: Llama, args, method: str, settings: object, room: Room, artifact: dict[str, Tensor]
 ) -> Engine:
     """An engine of what prepare returned; it may change the model's weights."""
-    caches, capacity = METHODS[method].build(model, settings, room, artifact), room.capacity
-    if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
-        print(
-            f"note: the budget of {sum(settings.budget(capacity))} tokens covers the context of {capacity}: "
-            "every token is attended",
-            file=sys.stderr,
-        )
+    caches = METHODS[method].build(model, settings, room, artifact)
+    if text := idle_note(method, settings, caches):
+        print(f"note: {text}", file=sys.stderr)
     graphed = room.device.type == "cuda"
     compiled = graphed if args.compile is None else args.compile
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
