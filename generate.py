@@ -906,29 +906,30 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
         transcript, held = [*ids, *made, *stop], int(engine.pos[0])  # the last token may not be written yet
 
 
+def fail(message: object) -> None:
+    """Ends with exit code 2 and one line on stderr: at most 300 characters, none that moves a terminal."""
+    line = f"error: {message}"
+    line = line if len(line) <= 300 else f"{line[:150]} ... {line[-145:]}"
+    print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
+    sys.exit(2)
+
+
 def run_command(run: Callable[[], None]) -> None:
     """Runs a command; the user's mistakes end in one line on stderr and exit code 2."""
     try:
         run()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(error)
     except BrokenPipeError:  # whoever read stdout has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        place = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"error: {place}", file=sys.stderr)
-        sys.exit(2)
+        fail(f"{error.filename}: {error.strerror}" if error.filename else error)
     except (MemoryError, RuntimeError) as error:
         told = str(error) or "out of memory"
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in told:
             raise
-        print(
-            f"error: not enough memory ({told.splitlines()[0]}); use a smaller model, fewer or shorter rows",
-            file=sys.stderr,
-        )
-        sys.exit(2)
+        fail(f"not enough memory ({told.splitlines()[0]}); use a smaller model, fewer or shorter rows")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -17,10 +17,13 @@ import hashlib
 import json
 import math
 import re
+import struct
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -519,32 +522,17 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-LLAMA3_SPECIAL = [
-    f"<|{name}|>"
-    for name in (
-        "begin_of_text",
-        "end_of_text",
-        "reserved_special_token_0",
-        "reserved_special_token_1",
-        "finetune_right_pad_id",
-        "step_id",
-        "start_header_id",
-        "end_header_id",
-        "eom_id",
-        "eot_id",
-        "python_tag",
-        *(f"reserved_special_token_{i}" for i in range(2, 247)),
-    )
-]
-STOP_TOKENS = (
-    "</s>",
-    "<|end_of_text|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|endoftext|>",
-    "<|im_end|>",
-    "<|end|>",
-)
+LLAMA3_SPECIAL = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id"
+    " step_id start_header_id end_header_id eom_id eot_id python_tag"
+).split() + [f"reserved_special_token_{i}" for i in range(2, 247)]
+STOP_TOKENS = "</s> <|end_of_text|> <|eot_id|> <|eom_id|> <|endoftext|> <|im_end|> <|end|>".split()
+
+MAX_IDS = 1 << 22  # several times what any vocabulary has
+NOT_EXACT = "tokenizer.json cannot be computed exactly here: put the model's tokenizer.model beside it"
+PREPEND = {"type": "Prepend", "prepend": "▁"}  # sentencepiece's spaces, as a tokenizer.json has them
+ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 
 Segment = tuple[str, bool]  # some text, and whether it is the name of a special token
 
@@ -592,6 +580,16 @@ class Tokenizer:
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
+
+    def add_token(self, i: int, token: dict) -> None:
+        """Adds one of Hugging Face's added tokens. Raises ValueError for an id or a name that is none."""
+        name = token["content"].encode()  # ValueError for half a surrogate pair
+        self.pieces += [b""] * (token_id(i) + 1 - len(self.pieces))
+        self.pieces[i] = b"" if token.get("special") else name
+        if name:
+            self.special_tokens[token["content"]] = i
+        if token.get("rstrip"):
+            self.strip_after.add(i)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Token ids of text that goes on from earlier text: no BOS, no first space of sentencepiece."""
@@ -641,61 +639,83 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         read_json(folder / f"{name}.json")
         for name in ("tokenizer_config", "config", "generation_config", "added_tokens")
     )
-    added = {i: {"content": name, "special": True} for name, i in added.items()}
-    added |= {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
-    try:
-        if (path := folder / "tokenizer.model").exists():
-            tokenizer = load_tokenizer_model(path.read_bytes())
-        elif (path := folder / "tokenizer.json").exists():
-            data = read_json(path)
+    files = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")
+    names = [name for name in files if (folder / name).exists()]
+    if not names or names == ["merges.txt"] and not (folder / "vocab.json").exists():
+        raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
+    with checked(path := folder / names[0]):
+        data = read_json(path) if path.name == "tokenizer.json" else {}
+        if path.name == "tokenizer.json":
             tokenizer = load_tokenizer_json(data)
-            added |= {token["id"]: token for token in data.get("added_tokens", [])}
-        elif (folder / "vocab.json").exists() and (path := folder / "merges.txt").exists():
-            lines = path.read_text(encoding="utf-8").split("\n")
-            first = lines[0].startswith("#version")  # other lines with # are merges
-            is_gpt2 = "GPT2" in str(settings.get("tokenizer_class"))
-            tokenizer = load_bpe(
-                read_json(folder / "vocab.json"),
-                [line for line in lines[first:] if line],
-                [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT],
-                nfc=not is_gpt2,
-            )
+        elif path.name == "merges.txt":
+            tokenizer = load_vocab_and_merges(folder, is_gpt2="GPT2" in str(settings.get("tokenizer_class")))
         else:
-            raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            tokenizer = load_tokenizer_model(path.read_bytes())
+        base, special = len(tokenizer.pieces), tokenizer.special_tokens
+        for token in data.get("added_tokens") or []:
+            tokenizer.add_token(token["id"], token)
+    with checked(folder / "added_tokens.json"):
+        for name, i in added.items():
+            if name not in special:
+                tokenizer.add_token(i, {"content": name, "special": True})
+    with checked(folder / "tokenizer_config.json"):
+        for i, token in (settings.get("added_tokens_decoder") or {}).items():
+            tokenizer.add_token(int(i), token)
+        bos, eos = (
+            token["content"] if isinstance(token, dict) else token
+            for token in (settings.get("bos_token"), settings.get("eos_token"))
+        )
+        tokenizer.bos_id = special.get(bos) if tokenizer.bos_id is None else tokenizer.bos_id
+        if settings.get("add_bos_token") is not None:
+            tokenizer.add_bos = bool(settings["add_bos_token"])
+        tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
+    for name, data in (("config.json", config), ("generation_config.json", generation)):
+        with checked(folder / name):
+            ids = data.get("eos_token_id")
+            tokenizer.stop_ids |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    with checked(folder / "config.json"):
+        tokenizer.vocab_size = len(tokenizer.pieces)
+        rows = token_id(config.get("vocab_size", tokenizer.vocab_size))
+        if max(base - 1, tokenizer.bos_id or 0) >= rows:
+            raise UserError(f"{folder}: the tokenizer has {base} ids, the model {rows}: they are no pair")
+        tokenizer.special_tokens = {name: i for name, i in special.items() if i < rows}
+        tokenizer.pieces += [b""] * (rows - tokenizer.vocab_size)
+    with checked(jinja := folder / "chat_template.jinja"):
+        template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
+        tokenizer.chat_template = str(template or "")
+    return tokenizer
+
+
+@contextmanager
+def checked(path: Path) -> Iterator[None]:
+    """Around what is made of a file's content: whatever goes wrong is a UserError that names the file."""
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
         raise UserError(f"{path}: not a valid tokenizer file; download it again ({error!r})") from error
 
-    for i, token in added.items():
-        tokenizer.special_tokens[token["content"]] = i
-        tokenizer.pieces += [b""] * (i + 1 - len(tokenizer.pieces))
-        tokenizer.pieces[i] = b"" if token.get("special") else token["content"].encode()
-        if token.get("rstrip"):
-            tokenizer.strip_after.add(i)
-    tokenizer.vocab_size = len(tokenizer.pieces)
-    tokenizer.pieces += [b""] * (config.get("vocab_size", 0) - tokenizer.vocab_size)
 
-    special = tokenizer.special_tokens
-    bos, eos = (
-        token["content"] if isinstance(token, dict) else token
-        for token in (settings.get("bos_token"), settings.get("eos_token"))
-    )
-    tokenizer.bos_id = special.get(bos) if tokenizer.bos_id is None else tokenizer.bos_id
-    if settings.get("add_bos_token") is not None:
-        tokenizer.add_bos = settings["add_bos_token"]
-    tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
-    for ids in (config.get("eos_token_id"), generation.get("eos_token_id")):
-        tokenizer.stop_ids |= set(ids) if isinstance(ids, list) else {ids} - {None}
-    jinja = folder / "chat_template.jinja"
-    template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
-    tokenizer.chat_template = str(template or "")
-    return tokenizer
+def token_id(value) -> int:
+    """`value`, where it can be a token id. Raises ValueError for others, before memory goes to so many."""
+    if type(value) is not int or not 0 <= value < MAX_IDS:
+        raise ValueError(f"{value!r:.40} is no token id")
+    return value
 
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
+
+    def number(text: str) -> int | float:
+        if math.isinf(value := float(text)):  # no float holds it, as later computing would need
+            raise ValueError(f"the number {text:.20}... is too large")
+        return int(text) if text.lstrip("-").isdigit() else value
+
     try:
-        data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
+        text = path.read_text(encoding="utf-8") if path.exists() else "{}"
+        data = json.loads(text, parse_int=number, parse_float=number)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON; download it again ({error})") from error
     if not isinstance(data, dict):
         raise UserError(f"{path}: not a JSON object; download it again")
@@ -709,10 +729,14 @@ def load_tokenizer_model(data: bytes) -> Tokenizer:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
         if list(ranks.values()) != list(range(len(lines))):
             raise ValueError("its ranks are not 0, 1, 2, ...")
-        special = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
+        special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
         encode = bpe_encoder(ranks, list(ranks.values()), [LLAMA3_SPLIT])
         return Tokenizer(encode, [*ranks] + [b""] * len(special), special, len(ranks), add_bos=True)
+    return load_sentencepiece(data)
 
+
+def load_sentencepiece(data: bytes) -> Tokenizer:
+    """A sentencepiece model, as its trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
     if not data:  # sentencepiece would load this as a model without pieces
         raise ValueError("empty file")
     from sentencepiece import SentencePieceProcessor
@@ -734,14 +758,28 @@ def load_tokenizer_model(data: bytes) -> Tokenizer:
 
 
 def load_tokenizer_json(data: dict) -> Tokenizer:
-    """The contents of a Hugging Face tokenizer.json with a byte-level BPE; UserError for another kind."""
+    """The contents of a Hugging Face tokenizer.json with a BPE; UserError for another kind."""
 
     def steps(name: str, inner: str) -> list[dict]:
         return data[name].get(inner, [data[name]]) if data.get(name) else []
 
-    splits, model = steps("pre_tokenizer", "pretokenizers"), data["model"]
-    if model.get("type", "BPE") != "BPE" or "ByteLevel" not in [step["type"] for step in splits]:
-        raise UserError("tokenizer.json holds no byte-level BPE: put the model's tokenizer.model beside it")
+    normalizers, splits = steps("normalizer", "normalizers"), steps("pre_tokenizer", "pretokenizers")
+    model = data["model"]
+    if model.get("type", "BPE") == "BPE" and "ByteLevel" in [step["type"] for step in splits]:
+        tokenizer = load_byte_level(model, normalizers, splits)
+    elif model.get("type", "BPE") == "BPE" and model.get("byte_fallback"):
+        tokenizer = load_sentencepiece_json(data, normalizers + splits)
+    else:
+        raise UserError(NOT_EXACT)
+    for step in steps("post_processor", "processors"):
+        if step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
+            bos = step["single"][0]["SpecialToken"]["id"]
+            tokenizer.bos_id, tokenizer.add_bos = token_id(step["special_tokens"][bos]["ids"][0]), True
+    return tokenizer
+
+
+def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) -> Tokenizer:
+    """A tokenizer.json's byte-level BPE; UserError for a step that is not supported."""
     patterns = []
     for step in splits:
         if step["type"] == "ByteLevel":
@@ -752,50 +790,116 @@ def load_tokenizer_json(data: dict) -> Tokenizer:
             patterns.append(step["pattern"].get("Regex") or re.escape(step["pattern"]["String"]))
         else:
             raise UserError(f"tokenizer.json: the pre_tokenizer {step['type']} is not supported")
-    normalizers = [step["type"] for step in steps("normalizer", "normalizers")]
-    if set(normalizers) - {"NFC"}:
-        raise UserError(f"tokenizer.json: the normalizer {', '.join(normalizers)} is not supported")
-
-    tokenizer = load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], nfc=bool(normalizers))
-    for step in steps("post_processor", "processors"):
-        if step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
-            bos = step["single"][0]["SpecialToken"]["id"]
-            tokenizer.bos_id, tokenizer.add_bos = step["special_tokens"][bos]["ids"][0], True
-    return tokenizer
+    kinds = [step["type"] for step in normalizers]
+    if set(kinds) - {"NFC"}:
+        raise UserError(f"tokenizer.json: the normalizer {', '.join(kinds)} is not supported")
+    unknown = model["vocab"].get(model.get("unk_token"))
+    return load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], bool(kinds), unknown)
 
 
-def load_bpe(vocab: dict[str, int], merges: list, patterns: list[str], nfc: bool) -> Tokenizer:
-    """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first."""
+def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
+    """A tokenizer.json that was made of a sentencepiece BPE; UserError where it cannot be turned back.
+
+    Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here.
+    Source: github.com/google/sentencepiece, src/sentencepiece_model.proto.
+    """
+    vocab, unknown = data["model"]["vocab"], data["model"].get("unk_token") or "<unk>"
+    control = {unknown, *(token["content"] for token in data.get("added_tokens") or [])}
+    to_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
+    normal = vocab.keys() - to_bytes - control
+    pairs = (tuple(m.split(" ") if isinstance(m, str) else m) for m in data["model"]["merges"])
+    pairs = [pair for pair in pairs if normal >= {*pair, "".join(pair)}]
+    ranked = [word for word, _ in groupby(map("".join, pairs))]
+    splits = ((word[:i], word[i:]) for word in normal for i in range(1, len(word)))
+    schemes = [[METASPACE | {"prepend_scheme": scheme}] for scheme in ("first", "always", "never")]
+    if (
+        steps not in ([ESCAPE], [PREPEND, ESCAPE], *schemes)
+        or data["model"].get("ignore_merges")
+        or sorted(vocab.values()) != list(range(len(vocab)))
+        or max(map(len, vocab)) > 256
+        or len(set(ranked)) < len(ranked)  # pairs that make one piece are not in a row
+        or set(pairs) != {pair for pair in splits if normal >= {*pair}}  # sentencepiece knows all of them
+    ):
+        raise UserError(NOT_EXACT)
+
+    def sized(tag: int, message: bytes) -> bytes:  # a protobuf field, its length as a varint of three bytes
+        n = len(message)
+        return bytes([tag, n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) + message
+
+    kinds = dict.fromkeys(normal, 1) | dict.fromkeys(control, 3) | dict.fromkeys(to_bytes, 6) | {unknown: 2}
+    scores = {word: -rank for rank, word in enumerate(ranked)}
+    # BPE with byte fallback, then what is done to spaces: none added, none removed, written as ▁
+    proto = bytearray(sized(0x12, b"\x18\2\x98\2\1") + sized(0x1A, b"\x18\0\x20\0\x28\1"))
+    for word in sorted(vocab, key=vocab.get):
+        score = struct.pack("<f", scores.get(word, 0))
+        proto += sized(0x0A, sized(0x0A, word.encode()) + b"\x15" + score + bytes([0x18, kinds[word]]))
+    tokenizer = load_sentencepiece(bytes(proto))
+    prefix = steps[0].get("prepend_scheme", "never") != "never" or PREPEND in steps
+    has_space = (" ", "▁") * (PREPEND not in steps)  # Metaspace adds none to a text that starts with one
+    encode = tokenizer.encode_text
+    tokenizer.encode_text = lambda text: encode(
+        " " + text if prefix and text and not text.startswith(has_space) else text
+    )
+    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=prefix)
+
+
+def load_vocab_and_merges(folder: Path, is_gpt2: bool) -> Tokenizer:
+    """The files of GPT-2 and Qwen2."""
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [line for line in lines[lines[0].startswith("#version") :] if line]  # others with # are merges
+    splits = [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT]
+    return load_bpe(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
+
+
+def load_bpe(vocab: dict, merges: list, patterns: list[str], nfc: bool, unknown=None) -> Tokenizer:
+    """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first.
+
+    unknown: the id of bytes that the vocabulary lacks; None leaves them out, as Hugging Face does.
+    """
     # GPT-2 writes every byte as a printable character
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in plain}
     byte_of |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*plain}))}
-    pieces = [b""] * (max(vocab.values()) + 1)
+    pieces = [b""] * (max(map(token_id, vocab.values())) + 1)
     for word, i in vocab.items():
         if byte_of.keys() >= set(word):  # all but special tokens
             pieces[i] = bytes(byte_of[c] for c in word)
     # tiktoken merges in the order of rank, and ids need not follow the order of the merges
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-    ids = [vocab[word] for word in dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])]
-    ranks = {pieces[i]: rank for rank, i in enumerate(ids)}
+    words = dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])
+    ranks = {bytes(byte_of[c] for c in word): rank for rank, word in enumerate(words)}
+    # SmolLM2's vocabulary has only the bytes of its training text
+    known = {c: unknown for c, byte in byte_of.items() if not 32 <= byte < 127} | vocab
+    ids = [known[word] for word in words]
     return Tokenizer(bpe_encoder(ranks, ids, patterns, nfc), pieces, {})
 
 
-def bpe_encoder(ranks: dict[bytes, int], ids: list[int], patterns: list[str], nfc: bool = False) -> Callable:
-    """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank."""
+def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bool = False) -> Callable:
+    """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank.
+
+    A byte whose id is None is left out of the text. Raises ValueError where tiktoken would panic.
+    """
     import regex  # tiktoken depends on it
     import tiktoken
 
+    if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
+        raise ValueError("it lacks some of the 256 bytes")
+    absent = {word[0] for word, rank in ranks.items() if ids[rank] is None}
     # tiktoken drops what its pattern does not match, so match that too
-    *before, last = [f"{pattern}|(?:(?!{pattern})[\\s\\S])++" for pattern in patterns]
-    bpe = tiktoken.Encoding("bpe", pat_str=last, mergeable_ranks=ranks, special_tokens={})
+    patterns = [f"{pattern}|(?:(?!{pattern})[\\s\\S])++" for pattern in patterns]
+    splits = [regex.compile(pattern) for pattern in patterns]
+    bpe = tiktoken.Encoding("bpe", pat_str=patterns[-1], mergeable_ranks=ranks, special_tokens={})
 
     def encode(text: str) -> list[int]:
         text = unicodedata.normalize("NFC", text) if nfc else text
         # Meta's tokenizer cuts too: a million blanks in a row overflow the stack of tiktoken's regex
         parts = [text[i : i + 400_000] for i in range(0, len(text), 400_000)]
-        for pattern in before:
-            parts = [match.group() for part in parts for match in regex.finditer(pattern, part)]
+        lacks = not absent.isdisjoint(text.encode()) if absent else False
+        for split in splits if lacks else splits[:-1]:
+            parts = [match.group() for part in parts for match in split.finditer(part)]
+        if lacks:  # tiktoken takes bytes that are no UTF-8 one part at a time
+            whole = filter(None, (part.encode().translate(None, bytes(absent)) for part in parts))
+            return [ids[rank] for part in whole for rank in bpe._encode_single_piece(part)]
         return [ids[rank] for part in parts for rank in bpe.encode_ordinary(part)]
 
     return encode
@@ -823,7 +927,8 @@ def chat_style(config: dict, tokenizer: Tokenizer) -> str:
     evidence = tokenizer.chat_template or " ".join(tokenizer.special_tokens)
     if not tokenizer.chat_template and config.get("model_type") == "mistral":
         evidence += "[INST]"
-    if not {"[INST]", "<|im_sep|>"} & tokenizer.special_tokens.keys():  # of other formats: Mistral 0.3, Phi-4
+    # of other formats: Mistral Small 3, Phi-4
+    if not {"[SYSTEM_PROMPT]", "<|im_sep|>"} & tokenizer.special_tokens.keys():
         for style, marker in CHAT_MARKERS.items():
             if marker in evidence:
                 return style
@@ -832,10 +937,11 @@ def chat_style(config: dict, tokenizer: Tokenizer) -> str:
     )
 
 
-def render_chat(style: str, messages: list[dict[str, str]]) -> list[Segment]:
+def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[Segment]:
     """The prompt for the next answer, in segments, so that what a message says is never a special token.
 
     messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
+    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?
     """
     if style not in CHAT_MARKERS:
         raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_MARKERS)}")
@@ -855,10 +961,18 @@ def render_chat(style: str, messages: list[dict[str, str]]) -> list[Segment]:
 
     is_llama = style == "llama-2"
     texts = [message["content"] for message in messages]
-    if has_system:
+    tokens = tokens and not is_llama
+    if has_system and tokens:  # goes with the last question, and no other
+        texts = [*texts[1:-1], f"{texts[0]}\n\n{texts[-1]}"]
+    elif has_system:
         system = f"<<SYS>>\n{texts[0]}\n<</SYS>>" if is_llama else texts[0]
         texts = [f"{system}\n\n{texts[1]}", *texts[2:]]
     segments = [("<s>", True)]
+    if tokens:  # the spaces between them are those that the tokenizer puts before each text
+        for user, answer in zip(texts[::2], [*texts[1::2], None], strict=True):
+            segments += [("[INST]", True), (user, False), ("[/INST]", True)]
+            segments += [] if answer is None else [(answer, False), ("</s>", True)]
+        return segments
     for user, answer in zip(texts[::2], texts[1::2], strict=False):
         segments += [(f"[INST] {user} [/INST] {answer}" + " " * is_llama, False), ("</s>", True)]
         segments += [("<s>", True)] * is_llama  # Llama 2 makes every turn a sequence of its own
@@ -867,4 +981,4 @@ def render_chat(style: str, messages: list[dict[str, str]]) -> list[Segment]:
 
 def encode_chat(tokenizer: Tokenizer, style: str, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of the prompt that `render_chat` makes, BOS included where the model wants it."""
-    return tokenizer.encode_segments(render_chat(style, messages))
+    return tokenizer.encode_segments(render_chat(style, messages, "[INST]" in tokenizer.special_tokens))
