@@ -24,7 +24,6 @@ import random
 import re
 import shutil
 import signal
-import struct
 import sys
 import sysconfig
 import tempfile
@@ -98,6 +97,7 @@ from generate import (
     whole,
 )
 from model import (
+    FAMILIES,
     GPT2_SPLIT,
     LLAMA3_SPLIT,
     LLAMA31_ROPE,
@@ -112,6 +112,7 @@ from model import (
     load_tokenizer,
     rope_tables,
     scale_llama3,
+    sentencepiece_model,
     weight_files,
     weight_slots,
 )
@@ -1961,94 +1962,85 @@ def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, cou
 
 
 # ------------------------------------------------------------------------------------------------- GGUF files
-# The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md; arch llama, qwen2, qwen3, phi3
+# The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-GGUF_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
-TEKKEN_SPLIT = (  # Mistral Nemo
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PHI3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")  # what follows the other special tokens loses its spaces
-GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: each pattern in turn
+GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
     **dict.fromkeys(("default", "gpt-2"), [GPT2_SPLIT]),
     **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), [LLAMA3_SPLIT]),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [QWEN2_SPLIT]),
-    "tekken": [TEKKEN_SPLIT],
 }
+GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 
 
 def gguf_path(name: str) -> Path:
-    """The file itself, or the one .gguf of an installed package of that name."""
+    """The file of that name, or the only .gguf in the installed package of that name."""
     if Path(name).is_file():
         return Path(name)
     package = name.replace("-", "_")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if not (spec and spec.submodule_search_locations):
-        raise UserError(f"{name}: there is no such file, and no installed package of that name")
-    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    folders = spec.submodule_search_locations or [] if spec else []
+    files = [file for folder in folders for file in Path(folder).rglob("*.gguf")]
     if len(files) != 1:
-        raise UserError(f"{name}: this package holds {len(files)} .gguf files; give the path of one")
+        found = f"a package with {len(files)} .gguf files; give the path of one" if spec else "no such file"
+        raise UserError(f"{name}: {found}")
     return files[0]
 
 
 def read_gguf(path: Path) -> tuple[dict, dict]:
-    """The metadata of a GGUF file and its tensors, memory-mapped, both by name. Raises UserError."""
+    """Metadata and tensors (memory-mapped) of a GGUF file, by name. Raises UserError where it is damaged."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError("convert needs the gguf package: pip install gguf")
     from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 
     try:
         reader = GGUFReader(path)
-        for tensor in {t.tensor_type: t for t in reader.tensors}.values():
-            block = tensor.data.reshape(-1)[: GGML_QUANT_SIZES[tensor.tensor_type][1]]
-            dequantize(block, tensor.tensor_type)  # refuses what it does not know
-        meta = {name: field.contents() for name, field in reader.fields.items()}
+        for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
+            dequantize(tensor.data.reshape(-1)[: GGML_QUANT_SIZES[kind][1]], kind)  # can it, with one block?
+        meta = {name: value.contents() for name, value in reader.fields.items()}
+        return meta, {tensor.name: tensor for tensor in reader.tensors}
     except NotImplementedError as error:
         raise UserError(f"{path}: {error}; give a file in another quantisation") from None
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path}: truncated or not a GGUF file ({error}); download it again") from None
-    return meta, {t.name: t for t in reader.tensors}
 
 
 def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
-    """rope_scaling of config.json: linear or yarn from the metadata, llama3 where rope_freqs are its factors."""
-    names = {"original_context_length": "original_max_position_embeddings", "factor": "factor"}
-    names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    """rope_scaling of config.json; rope_freqs.weight divides the frequencies, as Llama 3.1's scaling does."""
     given = {key.split(".")[-1]: value for key, value in values.items() if key.startswith("rope.scaling.")}
     kind, _ = given.pop("type", "none"), given.pop("finetuned", None)
-    if (freqs := tensors.pop("rope_freqs.weight", None)) and kind == "none":
-        factors = torch.from_numpy(np.array(freqs.data, np.float64))
+    if "rope_freqs.weight" in tensors:
+        factors = torch.from_numpy(np.array(tensors.pop("rope_freqs.weight").data, np.float64))
         inv_freq = values.get("rope.freq_base", 1e4) ** -(torch.arange(0, head_dim, 2).double() / head_dim)
         rope = LLAMA31_ROPE | {"factor": factors.max().item()}
-        if torch.allclose(scale_llama3(inv_freq, rope, None)[0] * factors, inv_freq, rtol=1e-3, atol=0):
+        if kind == "none" and torch.allclose(
+            scale_llama3(inv_freq, rope, None)[0], inv_freq / factors, rtol=1e-4, atol=0
+        ):
             return rope
-        kind = "of unknown frequencies"
+        kind = "by rope_freqs.weight"
     if kind == "none":
         return None
-    if kind not in ("linear", "yarn") or given.keys() - names.keys():
-        raise UserError(f"RoPE scaling {kind} ({', '.join(given)}) is not supported; linear, yarn, llama3 are")
-    return {"rope_type": kind} | {names[key]: value for key, value in given.items()}
+    if kind not in ("linear", "yarn") or not given.keys() <= GGUF_ROPE.keys():
+        raise UserError(f"RoPE scaling {kind} with {[*given]} is not supported; linear, yarn and llama3 are")
+    return {"rope_type": kind} | {GGUF_ROPE[key]: value for key, value in given.items()}
 
 
 def gguf_config(meta: dict, tensors: dict) -> dict:
-    """The config.json that metadata and tensors stand for. Raises UserError for what this project cannot run."""
+    """What config.json says of the model. Raises UserError for what this project cannot compute."""
     arch = meta["general.architecture"]
-    if arch not in GGUF_CLASSES:
-        raise UserError(f"architecture {arch!r} is not supported; supported: {', '.join(GGUF_CLASSES)}")
+    if arch not in FAMILIES:
+        raise UserError(f"architecture {arch!r} is not supported; supported: {', '.join(FAMILIES)}")
     if meta.get("split.count", 1) > 1:
         raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
     values = {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
     heads, width = values["attention.head_count"], values["embedding_length"]
     head_dim = values.get("attention.key_length", width // heads)
     if values.get("rope.dimension_count", head_dim) != head_dim:
-        raise UserError("it rotates a part of each head; every head dim must be rotated")
+        raise UserError("only a part of each head is rotated, which is not supported")
     window = values.get("attention.sliding_window") or None
-    family = "mistral" if arch == "llama" and window else arch
-    ids = {f"{name}_token_id": meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    family = "mistral" if arch == "llama" and window else arch  # a llama has no window
     return {
-        "architectures": [f"{GGUF_CLASSES[family]}ForCausalLM"],
+        "architectures": [f"{family.title()}ForCausalLM"],
         "model_type": family,
         "hidden_size": width,
         "num_hidden_layers": values["block_count"],
@@ -2065,181 +2057,150 @@ def gguf_config(meta: dict, tensors: dict) -> dict:
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "sliding_window": window,
-        "hidden_act": "silu",
-        **ids,
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
     }
 
 
 def gguf_weights(hf: dict, tensors: dict) -> dict[str, tuple]:
-    """What fills each slot: name -> shape, GGUF tensor, heads whose rows are to be reordered (0: none).
+    """What fills each slot: name -> shape, tensor, and heads whose rows llama.cpp has reordered (0: none).
 
-    llama.cpp stores q and k of arch llama with the two dims of a RoPE pair side by side."""
+    In arch llama it stores the two dims of a RoPE pair of q and k side by side. Raises UserError."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     config = ModelConfig.from_hf(hf)
     config.check()
     arch = "llama" if config.family == "mistral" else config.family
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.n_layers)
-    paired = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads} if arch == "llama" else {}
+    heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads} if arch == "llama" else {}
     with torch.device("meta"):
         slots = weight_slots(Llama(config))
-    plan, tensors = {}, dict(tensors)
+    plan = {}
     for name, slot in slots.items():
         tensor = tensors.pop(source := names.get_name(name, (".weight", ".bias")), None)
-        if tensor is None or list(reversed(tensor.shape)) != list(slot.shape):
-            found = "missing" if tensor is None else f"{list(reversed(tensor.shape))}"
-            raise UserError(f"tensor {source} is {found}, the metadata asks for {list(slot.shape)}")
-        plan[name] = list(slot.shape), tensor, paired.get(name.split(".")[-2], 0)
+        shape = None if tensor is None else tensor.shape.tolist()[::-1]
+        if shape != list(slot.shape):
+            found = f"is {shape}" if shape else "is missing"
+            raise UserError(f"tensor {source} {found}, the metadata asks for {list(slot.shape)}")
+        plan[name] = shape, tensor, heads.get(name.split(".")[-2], 0)
     if tensors:
         raise UserError(f"tensor {next(iter(tensors))} has no place in a {config.family} model")
     return plan
 
 
-def write_gguf_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> None:
-    """Writes model.safetensors from a GGUF file, 16 M numbers at a time. Raises UserError for no finite numbers.
+def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> None:
+    """Writes a safetensors file, 16 M numbers at a time: the header's length, the header, all tensors.
 
-    The format: an 8-byte length, a JSON header, the tensors' bytes (github.com/huggingface/safetensors)."""
+    Raises UserError for numbers that are not finite. Format: github.com/huggingface/safetensors."""
     from gguf import dequantize
 
-    header, end, code = {"__metadata__": {"format": "pt"}}, 0, "BF16" if dtype == torch.bfloat16 else None
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    code = "BF16" if dtype == torch.bfloat16 else f"F{8 * dtype.itemsize}"
     for name, (shape, _, _) in plan.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        code_ = code or f"F{8 * dtype.itemsize}"
-        header[name] = {"dtype": code_, "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     bar = Progress("convert", len(plan))
     with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
-        for name, (shape, tensor, heads) in plan.items():
+        for shape, tensor, heads in plan.values():
             data = tensor.data
             if heads:
                 data = data.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
             for rows in np.array_split(data, -(-math.prod(shape) >> 24)):
                 part = torch.from_numpy(np.array(dequantize(rows, tensor.tensor_type))).to(dtype)
                 if not part.isfinite().all():
-                    raise UserError(f"{tensor.name} holds numbers that are not finite in {dtype}")
+                    raise UserError(f"tensor {tensor.name} holds numbers that are not finite in {dtype}")
                 file.write(part.flatten().view(torch.uint8).numpy())
             bar.tick()
     bar.close()
 
 
-def sentencepiece_model(tokens: list[str], scores: list[float], types: list[int], ggml: dict) -> bytes:
-    """A BPE tokenizer.model (protobuf; fields as in sentencepiece_model.proto) of a GGUF's token lists."""
-
-    def number(field: int, value: int) -> bytes:  # a varint field; all numbers here are below 128
-        return varint(field << 3) + bytes([value])
-
-    def nested(field: int, data: bytes) -> bytes:
-        return varint(field << 3 | 2) + varint(len(data)) + data
-
-    def varint(n: int) -> bytes:
-        return bytes([n]) if n < 128 else bytes([n & 127 | 128]) + varint(n >> 7)
-
-    pieces = [
-        nested(1, nested(1, token.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind))
-        for token, score, kind in zip(tokens, scores, types, strict=True)
-    ]
-    trainer = number(3, 2) + number(35, 1)  # BPE, with byte fallback
-    for field, name in ((45, "unknown"), (46, "bos"), (47, "eos")):
-        if (token_id := ggml.get(f"{name}_token_id")) is not None:
-            trainer += nested(field, tokens[token_id].encode())
-    flags = ggml.get("add_space_prefix", True), ggml.get("remove_extra_whitespaces", False), True
-    normalizer = nested(1, b"identity") + b"".join(number(3 + i, flag) for i, flag in enumerate(flags))
-    return b"".join(pieces) + nested(2, trainer) + nested(3, normalizer)
-
-
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
-    """A GGUF's tokenizer as files: name -> contents. Raises UserError for a kind that is not supported."""
+    """The tokenizer's files, name -> contents. Raises UserError for a kind that is not supported."""
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
     tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre", "default")
-    types = ggml.get("token_type") or [1] * len(tokens)  # 2: unknown, 3: control, 4: user-defined, 5: unused
-    strips = meta["general.architecture"] == "phi3"  # as llama.cpp does
-    flags = {"single_word": False, "lstrip": False, "normalized": False}
+    if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
+        raise UserError(f"its tokenizer {kind!r} with the pre-tokenizer {pre!r} is not supported")
+    types, splits = ggml.get("token_type") or [1] * len(tokens), GGUF_SPLITS.get(pre)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = {
-        i: {"content": token, "special": types[i] == 3, **flags, "rstrip": strips and token not in PHI3_KEEPS}
-        for i, token in enumerate(tokens)
-        if types[i] in (3, 4)
+        i: {"content": token, "special": kind == 3} | flags
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (3, 4)
     }
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    special = {f"{name}_token": ggml.get(f"{key}_token_id") for name, key in named.items()}
-    special = {name: None if i is None else tokens[i] for name, i in special.items()}
-    add_bos = ggml.get("add_bos_token", kind == "llama" or GGUF_SPLITS.get(pre) == [LLAMA3_SPLIT])
-    settings = {"add_bos_token": add_bos, **special, "chat_template": meta.get("tokenizer.chat_template")}
-    settings |= {"added_tokens_decoder": added, "clean_up_tokenization_spaces": False}
-    ends = [ggml.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends = {"eos_token_id": sorted({i for i in ends if i is not None}), "bos_token_id": ggml.get("bos_token_id")}
-    files = {"generation_config.json": ends}
-    if kind == "llama":
-        files["tokenizer.model"] = sentencepiece_model(tokens, ggml["scores"], types, ggml)
-        return files | {"tokenizer_config.json": settings | {"tokenizer_class": "LlamaTokenizer"}}
-    if kind != "gpt2" or pre not in GGUF_SPLITS:
-        raise UserError(f"its tokenizer {kind!r} with the pre-tokenizer {pre!r} is not supported")
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in GGUF_SPLITS[pre]
-    ]
-    bos, text = {"SpecialToken": {"id": special["bos_token"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    leading = {"id": special["bos_token"], "ids": [ggml.get("bos_token_id")], "tokens": [special["bos_token"]]}
-    template = {"type": "TemplateProcessing", "single": [bos, text], "pair": [bos, text]}
-    files["tokenizer.json"] = {
-        "version": "1.0",
-        "added_tokens": [{"id": i, **token} for i, token in added.items()],
-        "normalizer": {"type": "NFC"} if GGUF_SPLITS[pre] == [QWEN2_SPLIT] else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
-        "post_processor": template | {"special_tokens": {leading["id"]: leading}} if add_bos else None,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "ignore_merges": GGUF_SPLITS[pre] in ([LLAMA3_SPLIT], [TEKKEN_SPLIT]),
-            "vocab": {token: i for i, token in enumerate(tokens) if types[i] != 5},
-            "merges": ggml["merges"],
-        },
+    ids = {name: ggml.get(f"{key}_token_id") for name, key in named.items()}
+    ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
+    settings = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None} | {
+        "tokenizer_class": "LlamaTokenizer" if kind == "llama" else "PreTrainedTokenizerFast",
+        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or splits == [LLAMA3_SPLIT]),
+        "added_tokens_decoder": added,
+        "chat_template": meta.get("tokenizer.chat_template"),
+        "clean_up_tokenization_spaces": False,
     }
-    return files | {"tokenizer_config.json": settings | {"tokenizer_class": "PreTrainedTokenizerFast"}}
+    files = {"tokenizer_config.json": settings, "generation_config.json": {"eos_token_id": sorted(ends)}}
+    if kind == "llama":
+        pieces = zip(tokens, ggml["scores"], types, strict=True)
+        return files | {"tokenizer.model": sentencepiece_model(pieces, ggml.get("add_space_prefix", True))}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
+    words = {"vocab": {token: i for i, token in enumerate(tokens) if types[i] != 5}, "merges": ggml["merges"]}
+    files["tokenizer.json"] = {
+        "added_tokens": [{"id": i, **token} for i, token in added.items()],
+        "normalizer": {"type": "NFC"} if splits == [QWEN2_SPLIT] else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*(cut | {"pattern": {"Regex": pattern}} for pattern in splits), level],
+        },
+        "decoder": level,
+        "model": {"type": "BPE", "ignore_merges": splits == [LLAMA3_SPLIT], **words},
+    }
+    return files
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    """Writes a Hugging Face folder from a GGUF file; all files are made beside it, and renamed at the end."""
+    """All files are made in a folder of their own, and renamed at the end, config.json last."""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
     check_folder("--out", out)
     meta, tensors = read_gguf(path)
     try:
         config = gguf_config(meta, tensors)
-        files, plan = gguf_tokenizer(meta), gguf_weights(config, tensors)
+        plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its metadata cannot be used ({type(error).__name__}: {error})") from None
     files["config.json"] = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    ours = {*files, "model.safetensors", *(artifact_path(out, name).name for name in METHODS)}
-    if out.is_dir() and (others := sorted({file.name for file in out.iterdir()} - ours)):
-        raise UserError(f"--out {out}: it holds other files, such as {others[0]}; give another folder")
-    parent = next(folder for folder in out.absolute().parents if folder.is_dir())
-    count, free = sum(math.prod(shape) for shape, _, _ in plan.values()), shutil.disk_usage(parent).free
-    need = f"{human(count * dtype.itemsize)} of disk ({human(free)} are free)"
-    if count * dtype.itemsize > free:
-        raise UserError(f"--out {out}: {count / 1e6:.0f} M numbers in {args.dtype} need {need}")
-    print(f"{path}: {count / 1e6:.0f} M numbers, {need} and about 0.6 GB of memory", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix=".convert-", dir=parent) as partial:
-        for name, contents in files.items():
-            data = contents if isinstance(contents, bytes) else json.dumps(contents, indent=1).encode()
-            (Path(partial) / name).write_bytes(data)
-        load_tokenizer(Path(partial))
-        write_gguf_weights(plan, Path(partial) / "model.safetensors", dtype)
+    ours = {*files, "model.safetensors", *(artifact_path(out, method).name for method in METHODS)}
+    if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
+        raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
+    parent = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    size, free = sum(math.prod(p[0]) for p in plan.values()) * dtype.itemsize, shutil.disk_usage(parent).free
+    need = f"{path} in {args.dtype}: needs {human(size)} of disk ({human(free)} are free)"
+    if size > free:
+        raise UserError(need)
+    print(f"{need} and less than 1 GB of memory", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix=".convert-", dir=parent) as made:
+        made = Path(made)
+        for name, data in files.items():
+            (made / name).write_bytes(
+                data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
+            )
+        load_tokenizer(made)  # refuses it before the long part
+        write_weights(plan, made / "model.safetensors", dtype)
         out.mkdir(parents=True, exist_ok=True)
-        for name in sorted(p.name for p in Path(partial).iterdir() if p.name != "config.json"):
-            (Path(partial) / name).replace(out / name)
-        (Path(partial) / "config.json").replace(out / "config.json")
+        for name in sorted({*files, "model.safetensors"} - {"config.json"}) + ["config.json"]:
+            (made / name).replace(out / name)
+    command = f"fit --checkpoint {out} --method"
     if args.fit:
-        fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
+        fit = parse_args([*command.split(), args.fit])
+        fit.text, fit.windows, fit.window = args.text, args.windows, args.window
         fit.run(fit)
-    else:
-        print(f"next: python calibrate.py fit --checkpoint {out} --method all")
-    chat = "--method sals --chat --prompt \"What is the capital of France?\""
-    print(f"      python generate.py --checkpoint {out} {chat}")
+    print(f"next: python calibrate.py {command} all")
+    print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -2423,6 +2384,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True, help="folder for config.json, weights and tokenizer")
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights (default bf16)")
     p.add_argument("--fit", choices=(*FITS, "all"), metavar="METHOD", help="also fit this method, or all")
+    text_options(p)
     return parser.parse_args(argv)
 
 
