@@ -1970,6 +1970,8 @@ GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: b
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), [LLAMA3_SPLIT]),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [QWEN2_SPLIT]),
 }
+GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+PHI3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
 GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 
 
@@ -1999,10 +2001,8 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
             dequantize(tensor.data.reshape(-1)[: GGML_QUANT_SIZES[kind][1]], kind)  # can it, with one block?
         meta = {name: value.contents() for name, value in reader.fields.items()}
         return meta, {tensor.name: tensor for tensor in reader.tensors}
-    except NotImplementedError as error:
-        raise UserError(f"{path}: {error}; give a file in another quantisation") from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: truncated or not a GGUF file ({error}); download it again") from None
+    except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: truncated, or no GGUF file that the gguf package reads ({error})") from None
 
 
 def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
@@ -2013,9 +2013,8 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
         factors = torch.from_numpy(np.array(tensors.pop("rope_freqs.weight").data, np.float64))
         inv_freq = values.get("rope.freq_base", 1e4) ** -(torch.arange(0, head_dim, 2).double() / head_dim)
         rope = LLAMA31_ROPE | {"factor": factors.max().item()}
-        if kind == "none" and torch.allclose(
-            scale_llama3(inv_freq, rope, None)[0], inv_freq / factors, rtol=1e-4, atol=0
-        ):
+        scaled, _ = scale_llama3(inv_freq, rope, None)
+        if kind == "none" and torch.allclose(scaled * factors, inv_freq, rtol=1e-4, atol=0):
             return rope
         kind = "by rope_freqs.weight"
     if kind == "none":
@@ -2034,7 +2033,7 @@ def gguf_config(meta: dict, tensors: dict) -> dict:
         raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
     values = {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
     heads, width = values["attention.head_count"], values["embedding_length"]
-    head_dim = values.get("attention.key_length", width // heads)
+    head_dim = values.get("attention.key_length") or width // heads
     if values.get("rope.dimension_count", head_dim) != head_dim:
         raise UserError("only a part of each head is rotated, which is not supported")
     window = values.get("attention.sliding_window") or None
@@ -2057,9 +2056,7 @@ def gguf_config(meta: dict, tensors: dict) -> dict:
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "sliding_window": window,
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
+        **{f"{name}_token_id": meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_IDS.items()},
     }
 
 
@@ -2071,6 +2068,8 @@ def gguf_weights(hf: dict, tensors: dict) -> dict[str, tuple]:
 
     config = ModelConfig.from_hf(hf)
     config.check()
+    if config.n_layers > len(tensors):
+        raise UserError(f"{len(tensors)} tensors cannot be {config.n_layers} layers")
     arch = "llama" if config.family == "mistral" else config.family
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.n_layers)
     heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads} if arch == "llama" else {}
@@ -2125,14 +2124,12 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
         raise UserError(f"its tokenizer {kind!r} with the pre-tokenizer {pre!r} is not supported")
     types, splits = ggml.get("token_type") or [1] * len(tokens), GGUF_SPLITS.get(pre)
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = {
-        i: {"content": token, "special": kind == 3} | flags
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (3, 4)
-    }
-    named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: ggml.get(f"{key}_token_id") for name, key in named.items()}
+    flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
+    for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
+        if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces, as in llama.cpp
+            strips = meta["general.architecture"] == "phi3" and token not in PHI3_KEEPS
+            added[i] = {"content": token, "special": type_ == 3, "rstrip": strips, **flags}
+    ids = {name: ggml.get(f"{key}_token_id") for name, key in GGUF_IDS.items()}
     ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
     settings = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None} | {
         "tokenizer_class": "LlamaTokenizer" if kind == "llama" else "PreTrainedTokenizerFast",
@@ -2147,14 +2144,12 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
         return files | {"tokenizer.model": sentencepiece_model(pieces, ggml.get("add_space_prefix", True))}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cut = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [cut | {"pattern": {"Regex": pattern}} for pattern in splits] + [level]
     words = {"vocab": {token: i for i, token in enumerate(tokens) if types[i] != 5}, "merges": ggml["merges"]}
     files["tokenizer.json"] = {
         "added_tokens": [{"id": i, **token} for i, token in added.items()],
         "normalizer": {"type": "NFC"} if splits == [QWEN2_SPLIT] else None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [*(cut | {"pattern": {"Regex": pattern}} for pattern in splits), level],
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": level,
         "model": {"type": "BPE", "ignore_merges": splits == [LLAMA3_SPLIT], **words},
     }
@@ -2186,9 +2181,8 @@ def run_convert(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=parent) as made:
         made = Path(made)
         for name, data in files.items():
-            (made / name).write_bytes(
-                data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
-            )
+            data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
+            (made / name).write_bytes(data)
         load_tokenizer(made)  # refuses it before the long part
         write_weights(plan, made / "model.safetensors", dtype)
         out.mkdir(parents=True, exist_ok=True)
