@@ -694,7 +694,7 @@ def checked(path: Path) -> Iterator[None]:
     except (UserError, OSError):
         raise
     except Exception as error:
-        raise UserError(f"{path}: not a valid tokenizer file; download it again ({error!r})") from error
+        raise UserError(f"{path}: not a valid tokenizer file; download it again ({error!r:.150})") from error
 
 
 def token_id(value) -> int:
