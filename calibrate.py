@@ -108,8 +108,10 @@ from model import (
     apply_rope,
     causal_attention,
     fingerprint,
+    free_memory,
     load_model,
     load_tokenizer,
+    read_json,
     rope_tables,
     scale_llama3,
     sentencepiece_model,
@@ -1007,10 +1009,8 @@ class Candidate:
 
         watched: with the exact keys beside each cache (Watched)."""
         model = self.load(args)
-        artifact = self.artifact(args, model)
+        artifact = self.check(args, model, {capacity: rows})
         method, room = METHODS[self.method], Room(model, rows, capacity)
-        if capacity not in self.used:
-            self.used[capacity] = self.equalised(args, model, artifact, capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
         caches = [Watched(cache) for cache in caches] if watched else caches
         engine = Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
@@ -1026,14 +1026,16 @@ class Candidate:
         fitted = METHODS[self.method].fitted
         return load_artifact(self.folder or args.checkpoint, self.method, model) if fitted else {}
 
-    def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> None:
-        """Raises UserError now, rather than after the rows before it, where the method cannot be built, or
-        its cache would not fit the memory: of so many rows of each capacity."""
+    def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
+        """The artifact. Raises UserError now, rather than after the rows before it, where the method cannot
+        be built, or its cache would not fit the memory: of so many rows of each capacity."""
         artifact = self.artifact(args, model)
         for capacity in sorted(rows):
-            self.used[capacity] = self.equalised(args, model, artifact, capacity)
+            if capacity not in self.used:
+                self.used[capacity] = self.equalised(args, model, artifact, capacity)
             settings = settings_from(self.method, self.used[capacity])
-            check_memory(model, self.method, settings, artifact, Room(model, rows[capacity], capacity))
+            check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
+        return artifact
 
     def equalised(
         self, args: argparse.Namespace, model: Llama, artifact: dict[str, Tensor], capacity: int
@@ -1133,14 +1135,14 @@ def eval_perplexity(
         log_p = engine.logits.float().log_softmax(-1)  # [B, V]
         loss -= log_p.gather(1, tokens[:, i : i + 1]).mean().item()
         if reference is not None:
-            dense = reference[i - prefix].to(log_p)
+            dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
             kl += (dense.exp() * (dense - log_p)).sum(-1).mean().item()
         kept.append(log_p.half().cpu())
         engine.tokens.copy_(tokens[:, i])
         engine.step()
         bar.tick()
     n = tokens.shape[1] - prefix
-    return math.exp(loss / n), kl / n, torch.stack(kept)
+    return math.exp(loss / n), max(0.0, kl / n), torch.stack(kept)
 
 
 @torch.inference_mode()
@@ -1253,7 +1255,7 @@ def run_eval(args: argparse.Namespace) -> None:
         for candidate in group:
             candidate.check(args, model, capacities)
     del model
-    for kind, seed in itertools.product(args.tasks, range(args.samples)):
+    for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     prompts = len(args.lengths) * len(args.tasks) * args.samples
     bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
@@ -1262,19 +1264,14 @@ def run_eval(args: argparse.Namespace) -> None:
         row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
         row |= retrieval_row(candidate, args, hay, bar) if args.samples else {}
         results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
+        columns = eval_columns(results)
+        bar.note(f"{candidate.label}: " + ", ".join(f"{c} {row[c]:.4g}" for c in columns[1:] if c in row))
+        if args.csv:
+            save_csv(args.csv, columns, results)
     bar.close()
-    columns = [key for key in (*LEADING, *results[0]) if not key.startswith("depth")]
-    columns = [key for key in dict.fromkeys(columns) if any(key in row for row in results)]
-    columns = [key for key in columns if key not in ("settings", "over")]
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
         print_equal(args, candidates)
-    if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(results)
     if args.json:
         facts = {
             "command": " ".join(sys.argv),
@@ -1291,6 +1288,20 @@ LEADING = (
     "read/step",
     *Watched.NAMES,
 )  # the first columns of the table
+
+
+def eval_columns(rows: list[dict]) -> list[str]:
+    """The columns that any of the rows has, LEADING ones first."""
+    named = {key for row in rows for key, value in row.items() if not isinstance(value, (dict, list))}
+    return [key for key in dict.fromkeys((*LEADING, *rows[0])) if key in named]
+
+
+def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
+    """The table so far, in the place of an older one."""
+    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
@@ -1336,10 +1347,10 @@ def run_overlap(args: argparse.Namespace) -> None:
     check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
     tokenizer = load_tokenizer(args.checkpoint)
     hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(standard_library(), held=True), 1 << 19)])
-    prompts = [eval_sample(hay, args.task, seed, args.length)[0] for seed in range(args.samples)]
-    results = {}
+    results, prompts = {}, []
     for candidate in map(Candidate.parse, args.method or ["sals"]):
         engine = candidate.engine(args, args.samples, args.length, watched=True)
+        prompts = prompts or [eval_sample(hay, args.task, i, args.length)[0] for i in range(args.samples)]
         results[candidate.label] = overlap_scores(engine, prompts)
         if not any(results[candidate.label]):
             raise UserError(
@@ -1521,10 +1532,12 @@ def _training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nd
         return hay.sample(rng, n), np.ones(n, np.float32)
     if draw < 0.5:
         ids = hay.sample(rng, n)
-        length = rng.randint(8, max(8, min(256, n // 4)))
+        longest = max(1, min(256, n // 4))
+        length = rng.randint(min(8, longest), longest)
         segment = np.array([rng.randrange(3, len(hay.starts_word)) for _ in range(length)], np.int32)
         weights = np.ones(n, np.float32)
-        for i, place in enumerate(sorted(rng.sample(range(0, n - length, length), rng.randint(2, 3)))):
+        places = range(0, max(1, n - length), length)
+        for i, place in enumerate(sorted(rng.sample(places, min(rng.randint(2, 3), len(places))))):
             ids[place : place + length] = segment
             weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
         return ids, weights
@@ -1577,6 +1590,18 @@ class Stage:
             return cls(*map(whole(1), text.split("x")))
         except (TypeError, ValueError, argparse.ArgumentTypeError):
             raise UserError(f"stage {text!r}: write BATCHxLENGTHxSTEPS, such as 64x2048x1000") from None
+
+
+def check_batches(stages: list[Stage], config: ModelConfig, device: torch.device) -> None:
+    """Raises UserError for a stage that the model has no positions for, or the memory no room."""
+    check_capacity(max(stage.length for stage in stages), config, "--stages")
+    for stage in stages:
+        needed, free = stage.batch * stage.length * config.vocab_size * 4, free_memory(device)
+        if needed > free:
+            raise UserError(
+                f"not enough memory: logits of {stage.batch} x {stage.length} tokens need {human(needed)}, "
+                f"{human(free)} are free ({device.type}); lower --stages"
+            )
 
 
 NANO = ModelConfig(
@@ -1639,32 +1664,54 @@ def save_checkpoint(model: Llama, folder: Path) -> None:
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",
     }
+    with replacing(folder, "checkpoint") as partial:
+        save_weights(weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextmanager
+def replacing(folder: Path, name: str) -> Iterator[Path]:
+    """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
+
+    It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
+    partial, is_new = folder / f"{name}.partial", not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    save_weights(weight_slots(model), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(folder / file.name)
+        is_new = False
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_new:
+            folder.rmdir()
 
 
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes a safetensors file under a temporary name, then renames: an interrupted run leaves nothing."""
-    partial = path.with_suffix(".partial")
+    """Writes one safetensors file in the place of an old one."""
+    with replacing(path.parent, path.name) as partial:
+        save_tensors(tensors, partial / path.name, metadata)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes a safetensors file that others can read; UserError where it cannot be."""
     try:
-        save_file(tensors, partial, metadata)
+        save_file(tensors, path, metadata)
         os.umask(mask := os.umask(0))  # the only way to read it
-        partial.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
-        partial.replace(path)
+        path.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
     except SafetensorError as error:
         raise UserError(f"{path}: cannot be written ({error})") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """The same with what is floating point in bf16."""
+    """save_tensors with what is floating point in bf16."""
     halved = {
         name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
         for name, t in tensors.items()
     }
-    save_artifact(halved, path, metadata)
+    save_tensors(halved, path, metadata)
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -1788,8 +1835,12 @@ def train(
                 shape = f"{stage.batch}x{stage.length}"
                 line = f"step {done}/{total}  {shape}  loss {running.item():.3f}  {seconds:.0f} s"
                 print(line, file=sys.stderr, flush=True)
+                if not math.isfinite(running.item()):
+                    break
             if interrupts or done < total and time.time() - started > 60 * minutes:
                 break
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise UserError(f"the weights are no numbers after step {done}; nothing is saved: lower --lr")
         if state:
             save_state(state, model, optimizer, done)
     return done == total
@@ -1875,16 +1926,15 @@ def run_train(args: argparse.Namespace) -> None:
         if path := getattr(args, option):
             check_file(f"--{option}", path)
     files = [text_files(path, held=False) for path in paths]
-    longest = max(stage.length for stage in stages)
     if args.source:
         model, tokenizer = uptraining_model(args, device)
-        check_capacity(longest, model.config, "--stages")
+        check_batches(stages, model.config, device)
     else:
-        check_capacity(longest, NANO, "--stages")
+        check_batches(stages, NANO, device)
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(paths, NANO.vocab_size)
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "tokenizer.model").write_bytes(pieces)
+            with replacing(args.out, "tokenizer") as partial:
+                (partial / "tokenizer.model").write_bytes(pieces)
         model, tokenizer = Llama(NANO), load_tokenizer(args.out)
         initialise(model, args.seed)
     started = time.time()
@@ -1931,17 +1981,19 @@ def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
     model.safetensors keeps the ordinary names and shapes: W_k and W_v are the expanded A B. The rest of the
     folder is copied from `source`, with "elitekv": true in config.json."""
     tensors, elite = elite_artifact(model), [layer.attention for layer in model.layers]
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
-            shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"elitekv": True}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for layer in model.layers:
-        layer.attention = dense_attention(layer.attention)
-    save_weights(weight_slots(model), folder / "model.safetensors", {"format": "pt"})
-    model.fingerprint = fingerprint(weight_files(folder))
-    save_weights(tensors, artifact_path(folder, "elitekv"), {"method": "elitekv"} | model_identity(model))
+    with replacing(folder, "checkpoint") as partial:
+        for file in source.iterdir():
+            if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
+                shutil.copy(file, partial)
+        config = read_json(partial / "config.json") | {"elitekv": True}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for layer in model.layers:
+            layer.attention = dense_attention(layer.attention)
+        save_weights(weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        model.fingerprint = fingerprint(weight_files(partial))
+        save_weights(
+            tensors, artifact_path(partial, "elitekv"), {"method": "elitekv"} | model_identity(model)
+        )
     for layer, attention in zip(model.layers, elite, strict=True):
         layer.attention = attention
 
@@ -2361,7 +2413,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="peak learning rate (default 2e-3), or the constant one of --from (2e-4)",
     )
     p.add_argument("--seed", type=whole(0), default=0, help="of weights and batches (default 0)")
-    p.add_argument("--workers", type=whole(1), default=12, help="processes that make batches (default 12)")
+    p.add_argument(
+        "--workers", type=whole(1, 256), default=12, help="processes that make batches (default 12)"
+    )
     p.add_argument("--state", type=Path, help="file that keeps weights and moments, to stop and resume")
     p.add_argument(
         "--minutes", type=positive, default=math.inf, help="stop (and keep the state) after this time"

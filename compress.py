@@ -35,6 +35,9 @@ from model import (
     rope_tables,
 )
 
+# What an artifact holds: name -> float or int, then the shape; None where any size will do.
+Stored = dict[str, tuple]
+
 
 def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
     """A field of a settings dataclass; generate.py makes its command-line option out of it.
@@ -768,10 +771,6 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         raise UserError(
             "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
         )
-    if "scale" not in artifact:
-        raise UserError(
-            "this sals.safetensors is of an older format; run calibrate.py fit --method sals again"
-        )
     check_groups(settings.bits, c.head_dim)
     if settings.window == "half":
         check_groups(8, c.head_dim)
@@ -804,10 +803,9 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
     return caches
 
 
-def random_sals(model: Llama) -> dict[str, Tensor]:
-    n, layers = model.config.kv_dim, model.config.n_layers
-    names = (f"{i}.{metric}_basis" for i in range(layers) for metric in ("query", "key"))
-    return dict.fromkeys(names, random_basis(n, n // 2)) | {"scale": torch.ones(layers, n)}
+def sals_tensors(c: ModelConfig) -> Stored:
+    bases = (f"{i}.{metric}_basis" for i in range(c.n_layers) for metric in ("query", "key"))
+    return {"scale": (float, c.n_layers, c.kv_dim)} | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
 # ---------------------------------------------------------------------------------------------------- EliteKV
@@ -1100,6 +1098,8 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: dict[str, Ten
             if not (same and f"{i}.A" in artifact):
                 return low_rank(k, v, d_ckv, settings.lrd)
             a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
+            if a.shape[1] != d_ckv or b.shape != (d_ckv, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
+                raise UserError(f"the factors A and B of layer {i} do not fit r {r} and d_ckv {d_ckv}")
             return a, b.unflatten(1, (c.n_kv_heads, -1))
 
         layer.attention = elite_attention(layer.attention, c, order, r, factors)
@@ -1123,21 +1123,27 @@ def elite_artifact(model: Llama) -> dict[str, Tensor]:
     return tensors
 
 
-def random_elitekv(model: Llama) -> dict[str, Tensor]:
+def elite_tensors(c: ModelConfig) -> Stored:
+    # An uptrained checkpoint's pairs are fixed, and its factors are not made from the weights.
+    orders = ("elite",) if c.elitekv else ("elite", "contribution")
+    shapes = dict.fromkeys(orders, (int, c.n_layers, c.n_kv_heads, c.head_dim // 2))
+    shapes |= {"r": (int,), "d_ckv": (int,)}
+    if c.elitekv:
+        shapes |= {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
+        shapes |= {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
+    return shapes
+
+
+def random_elitekv(c: ModelConfig) -> dict[str, Tensor]:
     """The paper's 25 % for Llama-2-7B (r = D/16), with factors of no meaning."""
-    c = model.config
     r = max(1, c.head_dim // 16)
     d_ckv = c.kv_dim // 2 - 2 * r * c.n_kv_heads
     order = torch.arange(c.head_dim // 2).expand(c.n_layers, c.n_kv_heads, -1)
     a, n = random_basis(c.dim, d_ckv), c.n_kv_heads * (2 * c.head_dim - 2 * r)
     b = 0.02 * torch.randn(d_ckv, n, generator=torch.Generator().manual_seed(0))
-    factors = {f"{i}.A": a for i in range(c.n_layers)} | {f"{i}.B": b for i in range(c.n_layers)}
-    return {
-        "elite": order,
-        "contribution": order,
-        "r": torch.tensor(r),
-        "d_ckv": torch.tensor(d_ckv),
-    } | factors
+    made = {f"{i}.A": a for i in range(c.n_layers)} | {f"{i}.B": b for i in range(c.n_layers)}
+    made |= {"elite": order, "contribution": order}
+    return made | {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
 
 
 # ------------------------------------------------------------------------------------------------------- Loki
@@ -1249,7 +1255,7 @@ def rank_at(values: Tensor, share: float) -> Tensor:
 
 def loki_basis(basis: str, artifact: dict[str, Tensor]) -> str:
     """The keys that P was fitted on, "pre" or "post" RoPE; "auto" is what calibration found better."""
-    return ("pre", "post")[int(artifact["better"])] if basis == "auto" else basis
+    return ("pre", "post")[bool(artifact["better"])] if basis == "auto" else basis
 
 
 def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
@@ -1268,12 +1274,11 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[
     return packed(map(cache, range(len(model.layers))), settings.kv_bits)  # packed before the next is made
 
 
-def random_loki(model: Llama) -> dict[str, Tensor]:
-    c = model.config
-    shape = (c.n_layers, c.n_kv_heads, c.head_dim)
-    kinds = {"basis": random_basis(*shape, c.head_dim), "eigenvalues": torch.ones(shape)}
-    made = {f"{when}.{kind}": t for when in ("pre", "post") for kind, t in kinds.items()}
-    return made | {"better": torch.tensor(1)}
+def loki_tensors(c: ModelConfig) -> Stored:
+    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
+    kinds = {"basis": (*heads, c.head_dim), "eigenvalues": heads}
+    made = {f"{when}.{kind}": shape for when in ("pre", "post") for kind, shape in kinds.items()}
+    return made | {"better": (int,)}
 
 
 # ------------------------------------------------------------------------------------------------------- LRQK
@@ -2119,10 +2124,8 @@ def build_doublesparse(
     return packed(caches, settings.kv_bits)
 
 
-def random_doublesparse(model: Llama) -> dict[str, Tensor]:
-    c = model.config
-    shape = (c.n_layers, c.n_kv_heads, c.head_dim)
-    return {"importance": torch.rand(shape, generator=torch.Generator().manual_seed(0))}
+def doublesparse_tensors(c: ModelConfig) -> Stored:
+    return {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)}
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI
@@ -2590,15 +2593,18 @@ def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: dict[st
     return caches
 
 
-def random_fdc(model: Llama) -> dict[str, Tensor]:
-    c = model.config
-    shape = (c.n_layers, c.n_kv_heads, c.head_dim)
-    basis = random_basis(*shape, c.head_dim)
+def fdc_tensors(c: ModelConfig) -> Stored:
+    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
+    kinds = {"basis": (*heads, c.head_dim), "values": heads}
+    made = {f"{of}.{kind}": shape for of in ("qk", "v") for kind, shape in kinds.items()}
+    return made | {"rate": (float,)}
+
+
+def random_fdc(c: ModelConfig) -> dict[str, Tensor]:
+    """Singular values of which some heads' fall off faster: the ranks differ."""
     steepness = torch.linspace(1, 6, c.n_kv_heads)[:, None] * torch.linspace(0, 1, c.head_dim)
-    values = (-steepness).exp().expand(shape)  # some heads fall off faster: the ranks differ
-    return {"qk.basis": basis, "qk.values": values, "v.basis": basis, "v.values": values} | {
-        "rate": torch.tensor(0.2, dtype=torch.float64)
-    }
+    values = (-steepness).exp().expand(c.n_layers, -1, -1)
+    return {"qk.values": values, "v.values": values, "rate": torch.tensor(0.2, dtype=torch.float64)}
 
 
 # How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to
@@ -2719,10 +2725,8 @@ def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: dict[
     return caches
 
 
-def random_palu(model: Llama) -> dict[str, Tensor]:
-    c = model.config
-    basis = random_basis(c.n_layers, c.n_kv_heads, c.head_dim, c.head_dim)
-    return {"k.basis": basis, "v.basis": basis}
+def palu_tensors(c: ModelConfig) -> Stored:
+    return dict.fromkeys(("k.basis", "v.basis"), (float, c.n_layers, c.n_kv_heads, c.head_dim, c.head_dim))
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts
@@ -2763,9 +2767,42 @@ def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
                 f"{path}: fitted to another model ({key} {metadata.get(key)}, this one has {value}); "
                 f"make it again: {command}"
             )
+    for name, stored in METHODS[method].tensors(model.config).items():
+        if fault := artifact_fault(tensors.get(name), *stored):
+            raise UserError(f"{path}: {name} {fault}; make it again: {command}")
     return tensors
 
 
+def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str:
+    """What is wrong with a tensor of an artifact, "" if nothing. Whole numbers of a shape are orders: each
+    row holds every index below its length once."""
+    if tensor is None:
+        return "is missing"
+    sizes = zip(tensor.shape, shape, strict=False)
+    if tensor.ndim != len(shape) or any(wanted not in (None, size) for size, wanted in sizes):
+        return f"is {list(tensor.shape)}, not [{', '.join(str(size or 'any') for size in shape)}]"
+    if tensor.dtype.is_complex or tensor.is_floating_point() != (kind is float):
+        return f"holds {str(tensor.dtype).removeprefix('torch.')} numbers"
+    if kind is float and not tensor.isfinite().all():
+        return "is not finite"
+    if kind is int and shape and (tensor.sort(-1).values != torch.arange(shape[-1])).any():
+        return "is no order"
+    return ""
+
+
+def random_artifact(method: str, c: ModelConfig) -> dict[str, Tensor]:
+    """An artifact of no meaning, for random weights: orthonormal bases and ones, or what the method gives."""
+    row = METHODS[method]
+    made = row.random(c) if row.random else {}
+    for name, (kind, *shape) in row.tensors(c).items():
+        if name not in made:
+            sizes = [shape[-2] // 2 if size is None else size for size in shape]
+            ones = torch.ones(sizes, dtype=torch.int64 if kind is int else torch.float32)
+            made[name] = random_basis(*sizes) if "basis" in name else ones
+    return made
+
+
+@functools.lru_cache
 def random_basis(*shape: int) -> Tensor:
     """Orthonormal columns of no meaning [..., n, r], in the place of fitted ones where weights are random."""
     return torch.linalg.qr(torch.randn(*shape, generator=torch.Generator().manual_seed(0))).Q
@@ -2777,41 +2814,52 @@ def random_basis(*shape: int) -> Tensor:
 @dataclass
 class Method:
     """A row of METHODS: its settings, how its caches are built, and for a method that `calibrate.py fit`
-    must fit first, an artifact of no meaning for benchmarks with random weights."""
+    must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for)."""
 
     settings: type
     build: Callable[..., list[Cache]]
     about: str
-    random: Callable[[Llama], dict[str, Tensor]] | None = None
+    tensors: Callable[[ModelConfig], Stored] | None = None
+    random: Callable[[ModelConfig], dict[str, Tensor]] | None = None
 
     @property
     def fitted(self) -> bool:
-        return self.random is not None
+        return self.tensors is not None
 
 
 METHODS = {
     "dense": Method(DenseSettings, build_dense, "the full cache"),
-    "sals": Method(SalsSettings, build_sals, "sparse attention over a joint latent of the keys", random_sals),
+    "sals": Method(
+        SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors
+    ),
     "elitekv": Method(
-        EliteSettings, build_elitekv, "a few rotated pairs a head and one latent of K and V", random_elitekv
+        EliteSettings,
+        build_elitekv,
+        "a few rotated pairs a head and one latent of K and V",
+        elite_tensors,
+        random_elitekv,
     ),
     "loki": Method(
-        LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", random_loki
+        LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", loki_tensors
     ),
     "lrqk": Method(LrqkSettings, build_lrqk, "top-k attention by low-rank proxies; K and V in host memory"),
     "fdc": Method(
-        FdcSettings, build_fdc, "attention on compressed vectors, each head at its own rank", random_fdc
+        FdcSettings,
+        build_fdc,
+        "attention on compressed vectors, each head at its own rank",
+        fdc_tensors,
+        random_fdc,
     ),
     "streaming": Method(StreamingSettings, build_streaming, "the first and the last tokens only"),
     "topk": Method(TopKSettings, build_topk, "exact top-k attention: the oracle of all selections"),
     "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
     "quest": Method(QuestSettings, build_quest, "top pages, by an upper bound of their logits"),
     "doublesparse": Method(
-        DoubleSparseSettings, build_doublesparse, "top-k, scored on a few channels", random_doublesparse
+        DoubleSparseSettings, build_doublesparse, "top-k, scored on a few channels", doublesparse_tensors
     ),
     "kivi": Method(KiviSettings, build_kivi, "keys quantised per channel, values per token"),
     "shadowkv": Method(ShadowKvSettings, build_shadowkv, "low-rank keys, values in host memory"),
-    "palu": Method(PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", random_palu),
+    "palu": Method(PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", palu_tensors),
 }
 
 

@@ -9,6 +9,7 @@ Text goes to stdout, the report to stderr; --json adds the report as one JSON ob
 
 import argparse
 import dataclasses
+import io
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from compress import (
     dense_bytes,
     load_artifact,
     method_named,
+    random_artifact,
     settings_from,
 )
 from model import (
@@ -87,11 +89,19 @@ class Progress:
             if not sys.stderr.isatty():
                 print(file=sys.stderr)
 
+    def note(self, text: str) -> None:
+        """A line of text above the bar."""
+        self.clear()
+        print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.shown and sys.stderr.isatty():
+            print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
+
     def close(self) -> None:
         if self is Progress.outer:
             Progress.outer = None
-        if self.shown and sys.stderr.isatty():
-            print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
+        self.clear()
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -351,12 +361,19 @@ def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or 
         )
 
 
-def load(args: argparse.Namespace) -> tuple[Llama, object]:
-    """The checkpoint's model and tokenizer."""
+def load(args: argparse.Namespace, needs_tokenizer: bool = True) -> tuple[Llama, object]:
+    """The checkpoint's model and tokenizer; None for a tokenizer that cannot be had and is not needed."""
     device, dtype = device_and_dtype(args)
     if not args.checkpoint.is_dir():
-        raise UserError(f"{args.checkpoint}: there is no such folder; give a Hugging Face checkpoint folder")
-    return load_model(args.checkpoint, device, dtype), load_tokenizer(args.checkpoint)
+        fault = "a file of another format" if args.checkpoint.is_file() else "there is no such folder"
+        raise UserError(f"{args.checkpoint}: {fault}; give a Hugging Face checkpoint folder")
+    model = load_model(args.checkpoint, device, dtype)
+    try:
+        return model, load_tokenizer(args.checkpoint)
+    except UserError:
+        if needs_tokenizer:
+            raise
+        return model, None
 
 
 def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
@@ -376,7 +393,7 @@ def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[st
     if not METHODS[method].fitted:
         return {}
     if args.random_weights:
-        return METHODS[method].random(model)
+        return random_artifact(method, model.config)
     return load_artifact(args.checkpoint, method, model)
 
 
@@ -390,19 +407,19 @@ def plan_caches(
 
 
 def check_memory(
-    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], room: Room
+    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], rows: int, capacity: int
 ) -> None:
-    """Raises UserError, with what would fit, where the caches would not."""
-    caches = plan_caches(model, method, settings, artifact, room.rows, room.capacity)
+    """Raises UserError, with what would fit, where the caches would not. Takes no memory itself."""
+    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
     needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
-    needs[room.device.type] = needs.get(room.device.type, 0) + sum(cache.formula() for cache in caches)
-    for kind, needed in needs.items():
-        free = free_memory(torch.device(kind))
+    needs[device.type] = needs.get(device.type, 0) + sum(cache.formula() for cache in caches)
+    for kind, row_bytes in needs.items():
+        needed, free = rows * row_bytes, free_memory(torch.device(kind))
         if needed > free:
-            rows, tokens = int(room.rows * free / needed), int(room.capacity * free / needed)
-            fits = [f"{rows} rows"] * (rows > 0) + [f"{tokens} tokens a row"] * (tokens > 0) or ["nothing"]
+            fewer, tokens = int(rows * free / needed), int(capacity * free / needed)
+            fits = [f"{fewer} rows"] * (fewer > 0) + [f"{tokens} tokens a row"] * (tokens > 0) or ["nothing"]
             raise UserError(
-                f"not enough memory: the {method} cache of {room.rows} rows x {room.capacity} tokens needs "
+                f"not enough memory: the {method} cache of {rows} rows x {capacity} tokens needs "
                 f"{human(needed)} ({kind}), {human(free)} are free; {' or '.join(fits)} would fit"
             )
 
@@ -412,10 +429,9 @@ def prepare(
 ) -> tuple[str, object, Room, dict[str, Tensor]]:
     """The method, its settings, room and artifact. Raises UserError where they do not fit one another, the
     model or the memory, before anything is built."""
-    settings, room = settings_from(method, options), Room(model, rows, capacity, args.kernels)
-    artifact = artifact_for(method, model, args)
-    check_memory(model, method, settings, artifact, room)
-    return method, settings, room, artifact
+    settings, artifact = settings_from(method, options), artifact_for(method, model, args)
+    check_memory(model, method, settings, artifact, rows, capacity)
+    return method, settings, Room(model, rows, capacity, args.kernels), artifact
 
 
 def build_engine(
@@ -611,19 +627,21 @@ def positive(text: str) -> float:
 
 @named("whole number")
 def integer(text: str) -> int:
-    """A whole number of the command line that fits 63 bits, of either sign."""
-    if abs(value := int(text)) >= 1 << 63:
+    """A whole number of the command line that fits 31 bits, of either sign."""
+    if abs(value := int(text)) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"{text} is too large a number")
     return value
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """The same, of at least `least`."""
+def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
+    """The same, of at least `least` and at most `most`."""
 
     @named("whole number")
     def parse(text: str) -> int:
         if (value := integer(text)) < least:
             raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text} is more than {most}")
         return value
 
     return parse
@@ -765,9 +783,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"{unknown[0]} is neither an option nor a setting of {args.method}; see --help")
     if args.temperature < 0:
         raise UserError("--temperature must be at least 0")
-    if args.random_weights and (args.chat or args.stop or args.ask or args.interactive):
+    if args.random_weights and asks_for_text(args):
         raise UserError("random weights have no tokenizer for --chat, --stop, --ask or --interactive")
-    if args.random_weights and not (args.prompt and all(p.isascii() and p.isdigit() for p in args.prompt)):
+    if args.random_weights and not random_ids(args):
         raise UserError("random weights have no tokenizer and no demo; give --prompt INTEGER")
     if args.random_weights and args.checkpoint != NANO:
         raise UserError("--random_weights stands in for a --checkpoint; give one of them")
@@ -783,6 +801,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def random_ids(args: argparse.Namespace) -> bool:
+    """Whether all prompts are numbers of random tokens."""
+    return bool(args.prompt) and all(p.isascii() and p.isdigit() for p in args.prompt)
+
+
+def asks_for_text(args: argparse.Namespace) -> bool:
+    """Whether an option beside --prompt needs a tokenizer."""
+    return bool(args.chat or args.stop or args.ask or args.interactive)
+
+
 def demo_prompt(checkpoint: Path) -> tuple[str, list[str]]:
     """The checkpoint's demo.txt: the document, and the questions at its end (each from "Question:" on)."""
     path = checkpoint / "demo.txt"
@@ -792,8 +820,8 @@ def demo_prompt(checkpoint: Path) -> tuple[str, list[str]]:
     return document, [f"Question:{ask}".rstrip("\n") for ask in asks]
 
 
-def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[list[list[int]], list[str]]:
-    """Token ids of every row's prompt, and the questions to ask after it."""
+def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[list[list[int]], int, list[str]]:
+    """Token ids of the prompts, the rows that they fill in turn, and the questions to ask after them."""
     asks = args.ask or []
     if args.prompt is None:
         document, demo_asks = demo_prompt(args.checkpoint)
@@ -809,7 +837,7 @@ def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[lis
         raise UserError("--ask takes one prompt, one row and a model with a tokenizer")
     if rows < len(prompts):
         raise UserError(f"--batch_size {rows} is less than the {len(prompts)} prompts given")
-    return [prompts[i % len(prompts)] for i in range(rows)], asks
+    return prompts, rows, asks
 
 
 def style_of(args: argparse.Namespace, config: ModelConfig, tokenizer) -> str:
@@ -835,18 +863,19 @@ def run_generate(args: argparse.Namespace) -> None:
     if args.random_weights:
         model, tokenizer = random_model(args.random_weights, *device_and_dtype(args), args.seed), None
     else:
-        model, tokenizer = load(args)
+        model, tokenizer = load(args, needs_tokenizer=asks_for_text(args) or not random_ids(args))
     if args.interactive:
         return run_interactive(args, model, tokenizer)
-    prompts, asks = read_prompts(args, model, tokenizer)
+    prompts, rows, asks = read_prompts(args, model, tokenizer)
     asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
     capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
 
     dense, options = None, chosen_settings(args, args.method)
-    prepared = prepare(model, args.method, options, args, len(prompts), capacity)
+    prepared = prepare(model, args.method, options, args, rows, capacity)
+    prompts = [prompts[i % len(prompts)] for i in range(rows)]
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
         # Dense goes first: building a method's caches may change the weights.
-        engine = build_engine(model, args, *prepare(model, "dense", {}, args, len(prompts), capacity))
+        engine = build_engine(model, args, *prepare(model, "dense", {}, args, rows, capacity))
         dense = run_prompts(engine, prompts, asks, args, tokenizer).answers
         del engine
     engine = build_engine(model, args, *prepared)
@@ -916,6 +945,10 @@ def fail(message: object) -> None:
 
 def run_command(run: Callable[[], None]) -> None:
     """Runs a command; the user's mistakes end in one line on stderr and exit code 2."""
+    sys.stdin = sys.stdin or open(os.devnull)  # closed: nothing to read
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows fewer characters than a model
     try:
         run()
     except UserError as error:

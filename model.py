@@ -38,6 +38,10 @@ class UserError(Exception):
     """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
 
 
+# What reading the contents of a damaged or hostile file may raise.
+NOT_USABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 # ---------------------------------------------------------------------------------------------- configuration
 
 
@@ -65,6 +69,8 @@ class ModelConfig:
     family: str = "llama"
     elitekv: bool = False  # uptrained for EliteKV: only each head's elite pairs are rotated
 
+    LARGEST = 1 << 19  # of any width and count: so that no product of three of them overflows 63 bits
+
     @property
     def group(self) -> int:
         return self.n_heads // self.n_kv_heads
@@ -82,16 +88,23 @@ class ModelConfig:
         try:
             config = cls.from_hf(read_json(path))
             config.check()
-        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        except NOT_USABLE as error:
             raise UserError(f"{path}: not a usable config ({type(error).__name__}: {error})") from None
         return config
 
     def check(self) -> None:
-        """Raises ValueError for a size that is not a positive number, and for RoPE without finite angles."""
+        """Raises ValueError for a field of the wrong type or size, and for RoPE without finite angles."""
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type in (int, float) and not (isinstance(value, (int, f.type)) and value > 0):
+            value, limit = getattr(self, f.name), self.LARGEST << 5 * (f.name == "max_positions")
+            fits = isinstance(value, float | int if f.type is float else f.type)
+            if not fits or isinstance(value, bool) != (f.type is bool):
                 raise ValueError(f"{f.name} is {value!r}")
+            if f.type in (int, float, int | None) and value is not None and not 0 < value:
+                raise ValueError(f"{f.name} is {value!r}")
+            if f.type is int and value > limit:
+                raise ValueError(f"{f.name} is more than {limit}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, and RoPE rotates pairs of dims")
         if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
             raise ValueError(f"RoPE with rope_theta {self.rope_theta} and {self.rope_scaling} is not finite")
 
@@ -114,8 +127,8 @@ class ModelConfig:
         n_kv_heads = hf.get("num_key_value_heads") or n_heads
         if n_heads % n_kv_heads:
             raise UserError(f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly")
-        bias = hf.get("attention_bias", False)
-        windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window", False)
+        bias = hf.get("attention_bias") or False
+        windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
         return cls(
             dim=hf["hidden_size"],
             n_layers=hf["num_hidden_layers"],
@@ -128,14 +141,14 @@ class ModelConfig:
             rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
             rope_scaling=None if kind == "default" else {**rope, "rope_type": kind},
             norm_eps=hf.get("rms_norm_eps", 1e-6),
-            tied=hf.get("tie_word_embeddings", False),
+            tied=hf.get("tie_word_embeddings") or False,
             qkv_bias=bias or family == "qwen2",
             out_bias=bias and family != "qwen2",
-            mlp_bias=hf.get("mlp_bias", False),
+            mlp_bias=hf.get("mlp_bias") or False,
             qk_norm=family == "qwen3",
             sliding_window=hf.get("sliding_window") if windowed else None,
             family=family,
-            elitekv=hf.get("elitekv", False),
+            elitekv=hf.get("elitekv") or False,
         )
 
 
@@ -401,15 +414,40 @@ def weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise UserError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+        other = next((file.name for file in sorted(folder.glob("*.bin"))), None)
+        raise UserError(
+            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
+            + (f"; {other} is not read: save the model as safetensors" if other else "")
+        )
     try:
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise UserError(f"{index}: not a usable index; download it again") from None
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a shard lies outside of the folder")
+    except NOT_USABLE as error:
+        raise UserError(f"{index}: not a usable index; download it again ({error})") from None
+    files = [folder / name for name in names]
     for file in files:
         if not file.is_file():
             raise UserError(f"{file}: this shard of the checkpoint is missing; download it again")
     return files
+
+
+def weight_headers(files: list[Path]) -> dict[str, tuple[Path, list[int], str]]:
+    """What the files say of their tensors, none of which is read: name -> its file, shape and dtype.
+
+    Raises UserError for a file that is truncated or no safetensors file."""
+    found = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.offset_keys():
+                    part = tensors.get_slice(name)
+                    found[name] = file, part.get_shape(), part.get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{file}: truncated or not a safetensors file ({error}); download it again"
+            ) from None
+    return found
 
 
 def fingerprint(files: list[Path]) -> str:
@@ -463,37 +501,57 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     return model
 
 
+def match_weights(
+    folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]
+) -> dict[str, Tensor]:
+    """Where each tensor of the files goes. Raises UserError where they are not the model's, name by name."""
+    slots = weight_slots(model)
+    if (
+        model.config.tied and "model.embed_tokens.weight" not in headers
+    ):  # either name may hold the one matrix
+        slots["lm_head.weight"] = slots.pop("model.embed_tokens.weight")
+    unused = {"lm_head.weight"} if model.config.tied else set()
+    for name, (file, shape, dtype) in headers.items():
+        if name not in slots and (name in unused or name.endswith("rotary_emb.inv_freq")):
+            continue
+        if name not in slots:
+            fault = f"has no place in a {model.config.family} model of this config.json"
+        elif list(slots[name].shape) != shape:
+            fault = f"is {shape}, but config.json asks for {list(slots[name].shape)}"
+        elif dtype not in ("F64", "F32", "F16", "BF16"):
+            fault = f"holds {dtype} numbers, but weights must be floating point"
+        else:
+            continue
+        raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
+    if missing := [name for name in slots if name not in headers]:
+        raise UserError(
+            f"{folder}: the weights lack {len(missing)} of {len(slots)} tensors, the first is {missing[0]}"
+        )
+    return slots
+
+
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     """Loads a Hugging Face folder: tensor by tensor into the final weights, so no second copy is ever held.
 
-    Raises UserError for a missing, truncated or foreign file, and where tensors disagree with config.json."""
-    model = empty_model(ModelConfig.from_folder(folder), device, dtype)
-    files, slots = weight_files(folder), weight_slots(model)
-    tied_copy = {"lm_head.weight"} if model.config.tied else set()
+    Raises UserError for a missing, truncated or foreign file, where tensors disagree with config.json (before
+    any memory is taken), and for numbers that are not finite."""
+    files, config = weight_files(folder), ModelConfig.from_folder(folder)
+    headers = weight_headers(files)
+    if config.n_layers > len(headers):
+        raise UserError(
+            f"{folder}: config.json asks for {config.n_layers} layers, there are {len(headers)} tensors; "
+            "the two do not belong together"
+        )
+    with torch.device("meta"):
+        match_weights(folder, Llama(config), headers)
+    model = empty_model(config, device, dtype)
+    slots = match_weights(folder, model, headers)
     for file in files:
-        try:
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.offset_keys():
-                    if name in tied_copy or name.endswith("rotary_emb.inv_freq"):
-                        continue
-                    slot, shape = slots.pop(name, None), tensors.get_slice(name).get_shape()
-                    if slot is None:
-                        raise UserError(
-                            f"{file}: tensor {name} has no place in a {model.config.family} model "
-                            "of this config.json; the two do not belong together"
-                        )
-                    if list(slot.shape) != shape:
-                        raise UserError(
-                            f"{file}: tensor {name} is {shape}, but config.json asks for "
-                            f"{list(slot.shape)}; the two do not belong together"
-                        )
-                    slot.copy_(tensors.get_tensor(name))
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{file}: truncated or not a safetensors file ({error}); download it again"
-            ) from None
-    if slots:
-        raise UserError(f"{folder}: {len(slots)} tensors are missing, the first is {next(iter(slots))}")
+        with safe_open(file, "pt") as tensors:
+            for name in (name for name in slots if headers[name][0] == file):
+                slots[name].copy_(tensors.get_tensor(name))
+                if not torch.stack(slots[name].aminmax()).isfinite().all():
+                    raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
     model.fingerprint = fingerprint(files)
     return model
 

@@ -204,13 +204,11 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
     if method == "loki":
         rotations = [orthonormal(c.head_dim, i) for i in range(c.n_layers * c.n_kv_heads)]
         basis = torch.stack(rotations).unflatten(0, (c.n_layers, c.n_kv_heads))
-        return {
-            "post.basis": basis,
-            "post.eigenvalues": torch.ones(basis.shape[:-1]),
-            "better": torch.tensor(1),
-        }
+        values = {f"{when}.eigenvalues": torch.ones(basis.shape[:-1]) for when in ("pre", "post")}
+        return {"pre.basis": basis.clone(), "post.basis": basis, "better": torch.tensor(1)} | values
     if method == "doublesparse":
-        return METHODS[method].random(model)
+        shape, seeded = (c.n_layers, c.n_kv_heads, c.head_dim), torch.Generator().manual_seed(0)
+        return {"importance": torch.rand(shape, generator=seeded)}
     if method == "elitekv":
         torch.manual_seed(0)
         order = torch.rand(c.n_layers, c.n_kv_heads, c.head_dim // 2).argsort(-1)
@@ -221,7 +219,7 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
             "d_ckv": torch.tensor(16),
         }
     if method in ("fdc", "palu"):
-        made = METHODS[method].random(model)  # a file wants tensors that share no memory
+        made = compress.random_artifact(method, model.config)  # a file wants tensors that share no memory
         return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
     return bases(model) if METHODS[method].fitted else {}
 
@@ -6502,7 +6500,43 @@ def foreign_artifact(folder: Path) -> None:
     save_artifact(bases(tiny_model()), artifact_path(folder, "sals"), model_identity(tiny_model()))
 
 
+def edit_tensor(folder: Path, change, name: str = "model.norm.weight") -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: change(tensors[name])}, folder / "model.safetensors")
+
+
+def point_outside(folder: Path) -> None:
+    shutil.move(folder / "model.safetensors", folder.parent / "outside.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def configured(**changes):
+    return lambda folder: edit_json(folder / "config.json", **changes)
+
+
 DAMAGE = {
+    "heads of 2^31 dims": (configured(head_dim=1 << 31), "head_dim is more than"),
+    "2^40 layers": (configured(num_hidden_layers=1 << 40), "n_layers is more than"),
+    "more layers than tensors": (configured(num_hidden_layers=500_000), "there are 38 tensors"),
+    "a width of true": (configured(hidden_size=True), "dim is True"),
+    "heads of 15 dims": (configured(head_dim=15), "RoPE rotates pairs of dims"),
+    "a base of RoPE beyond floats": (configured(rope_theta=10**400), "OverflowError"),
+    "a window that is no number": (
+        configured(model_type="mistral", sliding_window="abc"),
+        "sliding_window is 'abc'",
+    ),
+    "weights that are no numbers": (
+        lambda f: edit_tensor(f, lambda t: t * torch.nan),
+        "model.norm.weight is not finite",
+    ),
+    "whole weights": (lambda f: edit_tensor(f, torch.Tensor.int), "holds I32 numbers"),
+    "complex weights": (lambda f: edit_tensor(f, lambda t: t * 1j), "holds C64 numbers"),
+    "a shard elsewhere": (point_outside, "outside of the folder"),
+    "pickled weights": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "pytorch_model.bin is not read: save the model as safetensors",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
     "config lacks a field": (
@@ -6537,12 +6571,15 @@ DAMAGE = {
         lambda f: edit_json(f / "config.json", intermediate_size=63),
         "do not belong together",
     ),
-    "layers disagree": (lambda f: edit_json(f / "config.json", num_hidden_layers=9), "tensors are missing"),
+    "layers disagree": (
+        lambda f: edit_json(f / "config.json", num_hidden_layers=9),
+        "weights lack 45 of 83 ",
+    ),
     "fewer layers": (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "do not belong together"),
     "heads disagree": (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "cannot share"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "truncated weights": (lambda f: truncate(f / "model.safetensors"), "download it again"),
-    "missing tensor": (drop_tensor, "tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
+    "missing tensor": (drop_tensor, "lack 1 of 38 tensors, the first is model.layers.1.mlp.up_proj.weight"),
     "missing shard": (lose_a_shard, "shard"),
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "no tokenizer.model"),
     "damaged tokenizer": (
@@ -6626,6 +6663,9 @@ def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
 
 
 BAD_OPTIONS = {
+    "rows beyond the memory": (["--prompt", "5", "--batch_size", "2147483647"], "not enough memory"),
+    "rows beyond all numbers": (["--prompt", "5", "--batch_size", str(1 << 40)], "is too large a number"),
+    "a file for a folder": (["--checkpoint", __file__, "--prompt", "5"], "a file of another format"),
     "unknown method": (
         ["--method", "magic"],
         "unknown method 'magic'; the methods are: dense, sals, elitekv, loki, lrqk, fdc, streaming",
@@ -6983,7 +7023,7 @@ def test_an_artifact_of_an_older_format_is_refused(tmp_path, monkeypatch, capsys
     save_artifact({"0.basis": torch.eye(64)}, artifact_path(folder, "sals"), model_identity(model))
     argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello"]
     code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "run calibrate.py fit --method sals again" in err
+    assert code == 2 and "scale is missing; make it again: python calibrate.py fit" in err
 
 
 def test_eval_prints_dense_first_and_json(checkpoint, tmp_path, monkeypatch, capsys):
@@ -7133,6 +7173,17 @@ def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys
         ),
         ([*train, "--device", "tpu"], "--device tpu: not a device"),
         ([*train, "--lr", "-1"], "--lr: -1 is not above 0"),
+        ([*again, "--stages", "2147483647x64x1"], "not enough memory: logits of"),
+        ([*again, "--workers", "300"], "--workers: 300 is more than 256"),
+        (
+            ["overlap", "--checkpoint", checkpoint, "--length", "400", "--samples", "2147483647"],
+            "not enough memory",
+        ),
+        (
+            ["eval", "--checkpoint", checkpoint, "--lengths", "200", "--prefix", "40"]
+            + ["--samples", "2147483647", "--rows", "2147483647"],
+            "not enough memory",
+        ),
         ([*train, "--minutes", "nan"], "--minutes: nan is not a finite number"),
         ([*train, "--max_tokens", "0"], "--max_tokens: 0 is not a whole number"),
         ([*train, "--stages", "0x32x1"], "BATCHxLENGTHxSTEPS"),
@@ -7205,8 +7256,138 @@ def test_artifacts_can_be_read_as_other_files_can(tmp_path):
     (tmp_path / "plain").write_text("")
     save_artifact({"a": torch.zeros(1)}, tmp_path / "a.safetensors", {})
     assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
-    with pytest.raises(UserError, match="cannot be written"):
-        save_artifact({"a": torch.zeros(1)}, tmp_path / "none" / "a.safetensors", {})
+
+
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.fitted])
+def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tmp_path):
+    model = load_model(checkpoint, CPU, torch.float32)
+    good, path = artifact_of(method, model), artifact_path(tmp_path, method)
+
+    def refusal(tensors: dict) -> str:
+        save_artifact({n: t.contiguous() for n, t in tensors.items()}, path, model_identity(model))
+        with pytest.raises(UserError) as refused:
+            load_artifact(tmp_path, method, model)
+        return str(refused.value)
+
+    for name, (kind, *shape) in METHODS[method].tensors(model.config).items():
+        tensor = good[name]
+        assert f"{name} is missing" in refusal({n: t for n, t in good.items() if n != name})
+        assert "numbers" in refusal(good | {name: tensor.int() if kind is float else tensor.float()})
+        assert "numbers" in refusal(good | {name: tensor.to(torch.complex64)})
+        assert f"{name} is [" in refusal(good | {name: torch.stack((tensor, tensor))})
+        if kind is float:
+            assert "not finite" in refusal(good | {name: tensor * torch.nan})
+        elif shape:
+            assert "is no order" in refusal(good | {name: tensor + 1})
+    save_artifact(good, path, model_identity(model))
+    assert load_artifact(tmp_path, method, model).keys() == good.keys()
+
+
+def test_random_artifacts_hold_what_their_methods_ask_for():
+    for method, row in METHODS.items():
+        if row.fitted:
+            made, c = compress.random_artifact(method, tiny_config()), tiny_config()
+            assert not any(compress.artifact_fault(made[n], *spec) for n, spec in row.tensors(c).items())
+
+
+def test_files_are_replaced_together_or_not_at_all(tmp_path, monkeypatch):
+    """A full disk, or a kill, leaves the old checkpoint; what a killed run left goes with the next one."""
+    folder = tiny_checkpoint(tmp_path / "model")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    left = folder / "checkpoint.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_text("half")
+
+    def full_disk(tensors, path, metadata):
+        path.write_text("half")
+        raise calibrate.SafetensorError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "save_file", full_disk)
+        for target in (folder, tmp_path / "new"):
+            with pytest.raises(UserError, match="cannot be written"):
+                save_checkpoint(tiny_model(seed=1), target)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert not (tmp_path / "new").exists()
+    save_checkpoint(tiny_model(seed=1, vocab_size=4096, tied=True), folder)
+    assert set(folder.iterdir()) == before.keys()
+    assert (folder / "model.safetensors").read_bytes() != before[folder / "model.safetensors"]
+
+
+def test_a_tied_matrix_may_have_the_name_of_the_output(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    expected = load_model(folder, CPU, torch.float32).output.weight.clone()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
+    model = load_model(folder, CPU, torch.float32)
+    assert model.output.weight is model.tok_embeddings.weight and torch.equal(model.output.weight, expected)
+
+
+def test_random_prompts_need_no_tokenizer(tmp_path, monkeypatch, capsys):
+    folder = tiny_checkpoint(tmp_path)
+    (folder / "tokenizer.model").unlink()
+    argv = ["--checkpoint", folder, "--prompt", 10, "--max_new_tokens", 3]
+    assert generated(argv, monkeypatch, capsys)["new_tokens"] == [3]
+    code, _, err = run_main(generate.main, [*argv, "--stop", "x"], monkeypatch, capsys)
+    assert code == 2 and "no tokenizer.model" in err
+
+
+def test_streams_that_are_closed_or_know_fewer_characters(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    argv = ["--checkpoint", checkpoint, "--prompt", "-"]
+    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
+    assert code == 2 and "the prompt is empty" in err and err.count("\n") == 1
+    monkeypatch.setattr(sys, "stdin", None)
+    argv = ["--checkpoint", checkpoint, "--interactive", "--context", 64]
+    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
+    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    generate.run_command(lambda: print("snow \u2603", flush=True))
+    assert stdout.buffer.getvalue() == b"snow ?\n"
+
+
+@pytest.mark.parametrize("n", [*range(2, 45), 400])
+def test_training_documents_of_any_length(n, nano_haystack):
+    for seed in range(30):
+        ids, weights = training_document(nano_haystack, random.Random(seed), n)
+        assert len(ids) == len(weights) == n
+
+
+def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
+    model, state = Llama(tiny_config(vocab_size=4096)), tmp_path / "state"
+    with pytest.raises(UserError, match="lower --lr"):
+        train(model, nano_haystack, [Stage(1, 32, 8)], 1e30, 0, 0, state, math.inf, constant=True)
+    assert not state.exists()
+
+
+def test_an_interrupted_evaluation_keeps_its_rows(checkpoint, tmp_path, monkeypatch, capsys):
+    measure = calibrate.perplexity_row
+
+    def interrupted(candidate, *rest):
+        if candidate.method == "topk":
+            raise KeyboardInterrupt
+        return measure(candidate, *rest)
+
+    monkeypatch.setattr(calibrate, "perplexity_row", interrupted)
+    monkeypatch.setattr(generate.Progress, "outer", None)
+    argv = ["eval", "--checkpoint", checkpoint, "--method", "streaming", "--method", "topk:keep=8"]
+    argv += ["--samples", 0, "--perplexity_rows", 1, "--prefix", 40, "--continuation", 4]
+    code, _, err = run_main(calibrate.main, [*argv, "--csv", tmp_path / "t.csv"], monkeypatch, capsys)
+    rows = (tmp_path / "t.csv").read_text().splitlines()
+    assert code == 130 and [row.split(",")[0] for row in rows] == ["method", "dense", "streaming"]
+    assert "dense: bytes/token" in err and "streaming: bytes/token" in err
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.csv"]
+
+
+def test_a_kl_to_itself_is_no_less_than_zero(checkpoint):
+    tokens = torch.randint(3, 4096, (2, 50), generator=torch.Generator().manual_seed(0))
+    model, bar = load_model(checkpoint, CPU, torch.float32), generate.Progress("test", 20)
+    reference = None
+    for _ in range(2):
+        engine = make_engine(model, "dense", 2, 50)
+        _, kl, reference = calibrate.eval_perplexity(engine, tokens, 40, reference, bar)
+        assert 0 <= kl < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -7323,9 +7504,9 @@ def test_host_memory_counts_where_the_model_runs_on_the_cpu(monkeypatch):
         monkeypatch.setattr(generate, "free_memory", lambda device, free=free: free)
         if free < needed:
             with pytest.raises(UserError, match="not enough memory"):
-                generate.check_memory(model, "lrqk", settings, {}, Room(model, 1, 60))
+                generate.check_memory(model, "lrqk", settings, {}, 1, 60)
         else:
-            generate.check_memory(model, "lrqk", settings, {}, Room(model, 1, 60))
+            generate.check_memory(model, "lrqk", settings, {}, 1, 60)
 
 
 def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
