@@ -26,7 +26,6 @@ import shutil
 import signal
 import sys
 import sysconfig
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -2209,7 +2208,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    """All files are made in a folder of their own, and renamed at the end, config.json last."""
+    """Writes a GGUF file as a Hugging Face folder, and fits a method where that is asked for."""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
     check_folder("--out", out)
     meta, tensors = read_gguf(path)
@@ -2221,25 +2220,21 @@ def run_convert(args: argparse.Namespace) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its metadata cannot be used ({type(error).__name__}: {error})") from None
     files["config.json"] = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    ours = {*files, "model.safetensors", *(artifact_path(out, method).name for method in METHODS)}
+    ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
     if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
-    size, free = sum(math.prod(p[0]) for p in plan.values()) * dtype.itemsize, shutil.disk_usage(parent).free
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    size, free = sum(math.prod(p[0]) for p in plan.values()) * dtype.itemsize, shutil.disk_usage(there).free
     need = f"{path} in {args.dtype}: needs {human(size)} of disk ({human(free)} are free)"
     if size > free:
         raise UserError(need)
     print(f"{need} and less than 1 GB of memory", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix=".convert-", dir=parent) as made:
-        made = Path(made)
+    with replacing(out, "model") as made:
         for name, data in files.items():
             data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
             (made / name).write_bytes(data)
         load_tokenizer(made)  # refuses it before the long part
         write_weights(plan, made / "model.safetensors", dtype)
-        out.mkdir(parents=True, exist_ok=True)
-        for name in sorted({*files, "model.safetensors"} - {"config.json"}) + ["config.json"]:
-            (made / name).replace(out / name)
     command = f"fit --checkpoint {out} --method"
     if args.fit:
         fit = parse_args([*command.split(), args.fit])

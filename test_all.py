@@ -4142,7 +4142,7 @@ BAD_GGUF = {  # changes to the file, damage, message
     "no heads": ({"llama__attention__head_count": None}, None, "attention.head_count"),
     "text for a size": ({"llama__context_length": "256"}, None, "max_positions is '256'"),
     "heads of each layer": ({"llama__attention__head_count_kv": [4, 2]}, None, "metadata cannot be used"),
-    "layers": ({"llama__block_count": 1 << 30}, None, "cannot be 1073741824 layers"),
+    "layers": ({"llama__block_count": 1 << 18}, None, "cannot be 262144 layers"),
     "part of a head": ({"llama__rope__dimension_count": 6}, None, "only a part of each head"),
     "longrope": ({"llama__rope__scaling__type": "longrope"}, None, "RoPE scaling longrope"),
     "frequencies": ({"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}, None, "by rope_freqs.weight"),
