@@ -221,6 +221,11 @@ def gather_attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, live: Tensor) 
     return attend(q, gather_rows(k, index), gather_rows(v, index), live)
 
 
+def window_slot(position: Tensor, x: int, z: int) -> Tensor:
+    """The slot of a position in a window of the x first and z last tokens: the sinks, then a ring."""
+    return torch.where(position < x, position, x + (position - x) % z)
+
+
 def ring_positions(pos: Tensor, z: int) -> Tensor:
     """The position in each of a ring's z slots once pos [B] is written: in slot s the latest that is s modulo
     z. [B, z], negative where still empty."""
@@ -379,14 +384,14 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(
-        0.25, "d_r: rank of the key latent as a share of Hkv*D (r = rank * Hkv*D)", sets="bytes"
+        0.5, "d_r: rank of the key latent as a share of Hkv*D (paper: 0.25 or 0.125)", sets="bytes"
     )
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
     latent_bits: int = setting(
-        16, "bits of a latent's number: 16, the model's dtype (paper), or 8, int8 codes (ours)", (8, 16)
+        8, "bits of a latent's number: 8, int8 codes (ours), or 16, the model's dtype (paper)", (8, 16)
     )
     bits: int = setting(
-        4, "bits of a value code; the paper pairs 4 with rank 0.25 and 2 with 0.125", (2, 4, 8, 16)
+        4, "bits of a value code: 2 where rank is half as large (paper: 4 and 2)", (2, 4, 8, 16)
     )
     sinks: int = setting(16, "x: first tokens that are always attended")
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
@@ -401,6 +406,10 @@ class SalsSettings:
         "per-head softmax of the latent logits, summed; or the paper's sum of raw logits",
         ("softmax", "sum"),
     )
+    score_block: int = setting(
+        128,
+        "tokens for which scoring turns the query by RoPE together (ours); 0: scores without RoPE (paper)",
+    )
     metric: str = setting(
         "query",
         "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do) or keys (paper)",
@@ -408,13 +417,13 @@ class SalsSettings:
     )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
-        "latent",
-        "how those layers are stored: latent, compressed; int8, with V in 4 bits or more (ours); dense",
-        ("latent", "int8", "dense"),
+        "int8",
+        "how those layers are stored: int8, with V in 4 bits or more (ours); latent, compressed; dense",
+        ("int8", "latent", "dense"),
     )
     window: str = setting(
         "exact",
-        "the z recent tokens: exact K and V, or the paper's half (rank 1/2, 8-bit V)",
+        "x sinks and z recent tokens with exact K and V, or the paper's z at half (rank 1/2, 8-bit V)",
         ("exact", "half"),
     )
     fold: bool = setting(True, "fold U_r into the projection weights (not possible with q/k norms)")
@@ -499,35 +508,53 @@ class Latents(nn.Module):
         return dims * self.rows.element_size() + (0 if self.scale is None else 4)
 
 
+def mean_rotations(room: Room, block: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours).
+
+    The mean is the rotation of the block's centre, less for each pair the faster it turns: R of a block is
+    what RoPE does to a key of which only the block is known."""
+    return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (room.cos, room.sin))
+
+
 def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
-    """Queries in the latent space: q [B, Hq, D] before RoPE, basis U_r* [Hkv*D, r*] -> [B, heads, r*].
+    """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*].
 
     sum (paper, sec. 4.3): one query for all heads, q~ = U^T sum over each group of q; then q~ . k~ equals
-    the sum of all heads' pre-RoPE logits. softmax (ours): one query a head, q~_h = q_h U_h, over the same
-    latent rows."""
-    grouped = q.unflatten(1, (n_kv_heads, -1))  # [B, Hkv, G, D]
+    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h, over the same latent
+    rows."""
+    grouped = q.unflatten(-2, (n_kv_heads, -1))  # [..., Hkv, G, D]
     if rule == "sum":
-        return grouped.sum(2).flatten(1)[:, None] @ basis
-    return torch.einsum("bhgd,hdr->bhgr", grouped, basis.unflatten(0, (n_kv_heads, -1))).flatten(1, 2)
+        return grouped.sum(-2).flatten(-2)[..., None, :] @ basis
+    return torch.einsum("...hgd,hdr->...hgr", grouped, basis.unflatten(0, (n_kv_heads, -1))).flatten(-3, -2)
 
 
-def sals_scores(queries: Tensor, latent: Tensor, live: Tensor, rule: str, scale: float) -> Tensor:
+def sals_scores(
+    queries: Tensor, latent: Tensor, live: Tensor, rule: str, scale: float, block: int = 0
+) -> Tensor:
     """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
 
+    With `block`, queries [B, n, heads, r*]: one for each block of so many tokens, the last maybe of fewer.
     sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours): each head's logits become attention weights over
     the live tokens before they are summed, so that one loud head cannot decide for all."""
-    logits = (queries @ latent.transpose(1, 2)).float()  # [B, heads, S]
+    if block:
+        n = queries.shape[1] - 1  # whole blocks, and the last one
+        logits = (latent[:, : n * block].unflatten(1, (n, block)) @ queries[:, :n].mT).flatten(1, 2)
+        logits = torch.cat((logits, latent[:, n * block :] @ queries[:, n].mT), 1).mT.float()
+    else:
+        logits = (queries @ latent.mT).float()  # [B, heads, S]
     if rule == "softmax":
         logits = (logits * scale).masked_fill(~live[:, None], -torch.inf).softmax(-1)
     return logits.sum(1)
 
 
 class SalsCache(Cache):
-    """Joint latent of the pre-RoPE keys, quantised values, and a ring of the z most recent tokens.
+    """Joint latent of the pre-RoPE keys, quantised values, and a window of the x first and z last tokens.
 
-    Every token is written to the latent and value stores at once; the ring holds the last z exactly (or at
-    rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token.
-    maps: of latent_maps; half_maps: of sals_maps at rank Hkv*D/2, for --window half."""
+    Every token is written to the latent and value stores at once; the window holds its tokens exactly (or at
+    rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token, and
+    have no sinks in their window, nor has the paper's half of a window.
+    maps: of latent_maps; half_maps: of sals_maps at rank Hkv*D/2, for --window half; rotations: of
+    mean_rotations, for --score_block."""
 
     def __init__(
         self,
@@ -536,14 +563,17 @@ class SalsCache(Cache):
         sparse: bool,
         maps: tuple[Tensor, Tensor],
         half_maps: tuple[Tensor, Tensor] | None = None,
+        rotations: tuple[Tensor, Tensor] | None = None,
     ):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
         self.x, self.y, self.z = settings.budget(room.capacity)
         self.r = share_rank(settings.rank, c.kv_dim)
         self.r_score = sals_score_rank(settings, c)
-        # A true logit has yarn's factor twice, in cos and sin of either side; cos of position 0 is it.
-        factor = rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
+        self.rotations, self.block = rotations, settings.score_block if rotations else 0
+        # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
+        # rotated lack. cos at position 0 equals the factor.
+        factor = 1.0 if rotations else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
         self.logit_scale = c.head_dim**-0.5 * factor**2
         down, up = maps
         self.up = up.to(room.device, room.dtype)  # weights, not cache
@@ -551,14 +581,17 @@ class SalsCache(Cache):
         self.latents = Latents(self, room.capacity, self.r, settings.latent_bits)
         self.values = Values(self, room.capacity, settings.bits)
         self.half = settings.window == "half"
+        self.exact_sinks = self.x if sparse and not self.half else 0
+        tokens = self.exact_sinks + self.z
         if self.half:
             self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in half_maps)
-            self.register_buffer("ring_latent", self.store(self.z, c.kv_dim // 2))
-            self.ring_values = Values(self, self.z, 8)
+            self.register_buffer("window_latent", self.store(tokens, c.kv_dim // 2))
+            self.window_values = Values(self, tokens, 8)
         else:
-            self.register_buffer("ring_k", self.store(self.z, c.n_kv_heads, c.head_dim))
-            self.ring_values = Values(self, self.z, 16)
+            self.register_buffer("window_k", self.store(tokens, c.n_kv_heads, c.head_dim))
+            self.window_values = Values(self, tokens, 16)
         self.fused = room.kernels is not None and not self.half and self.y > 0 and c.head_dim % 16 == 0
+        self.fused = self.fused and self.block % 16 == 0
         if self.fused:
             basis, self.basis_scale = self.up, None
             if settings.latent_bits == 8:
@@ -571,16 +604,20 @@ class SalsCache(Cache):
         rotated = self.rope(k, slice(0, length))
         self.latents.write((row, slice(0, length)), folded[0] if folded else k.flatten(1) @ self.down)
         self.values.write((row, slice(0, length)), v)
-        last = torch.arange(max(0, length - self.z), length, device=q.device)
-        self.write_ring((row, last % self.z), k[last], rotated[last], v[last])
+        places = self.room.positions[:length]
+        kept = places[(places < self.exact_sinks) | (places >= length - self.z)]
+        self.write_window((row, self.slot(kept)), k[kept], rotated[kept], v[kept])
         return causal_attention(self.rope(q, slice(0, length)), rotated, v)
 
-    def write_ring(self, where: tuple, k: Tensor, rotated: Tensor, v: Tensor) -> None:
+    def slot(self, position: Tensor) -> Tensor:
+        return window_slot(position, self.exact_sinks, self.z)
+
+    def write_window(self, where: tuple, k: Tensor, rotated: Tensor, v: Tensor) -> None:
         if self.half:
-            self.ring_latent[where] = k.flatten(-2) @ self.half_down
+            self.window_latent[where] = k.flatten(-2) @ self.half_down
         else:
-            self.ring_k[where] = rotated
-        self.ring_values.write(where, v)
+            self.window_k[where] = rotated
+        self.window_values.write(where, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         if self.fused:
@@ -588,51 +625,58 @@ class SalsCache(Cache):
         rows = self.room.row_ids
         self.latents.write((rows, pos), folded[0] if folded else k.flatten(1) @ self.down)
         self.values.write((rows, pos), v)
-        self.write_ring((rows, pos % self.z), k, self.rope(k, pos), v)
+        self.write_window((rows, self.slot(pos)), k, self.rope(k, pos), v)
 
         if self.sparse:
-            index, live = self.select(pos, q, *folded[1:])
-            self.attends(pos, index, live, recent=self.z)
+            queries = self.queries(pos, q, *folded[1:])
+            live = self.room.positions <= pos[:, None]
+            latent = self.latents.read((slice(None),), self.r_score)
+            scores = sals_scores(queries, latent, live, self.settings.score, self.logit_scale, self.block)
+            index = self.select(pos, scores)
+            index, live = index.clamp(min=0), index >= 0
         else:
             index = self.room.positions.expand(len(pos), -1)
             live = index <= pos[:, None] - self.z
         k_old, v_old = self.reconstruct(index)
-        k_new, v_new, ring_live = self.read_ring(pos)
-        k_all = torch.cat((k_old, k_new), 1).transpose(1, 2)  # [B, Hkv, n + z, D]
+        k_new, v_new, window_live = self.read_window(pos)
+        k_all = torch.cat((k_old, k_new), 1).transpose(1, 2)  # [B, Hkv, n + window, D]
         v_all = torch.cat((v_old, v_new), 1).transpose(1, 2)
-        return attend(self.rope(q, pos), k_all, v_all, torch.cat((live, ring_live), 1))
+        return attend(self.rope(q, pos), k_all, v_all, torch.cat((live, window_live), 1))
 
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         """The same as decode in Triton kernels."""
         kernels, room, bits, index = self.room.kernels, self.room, self.settings.bits, None
         latents = (self.latents.rows, self.latents.scale)
-        stores = (*self.values.stores(), self.ring_k, self.ring_values.plain)
+        stores = (*self.values.stores(), self.window_k, self.window_values.plain)
         rope, basis = (pos, room.rope_pairs), (self.paired_basis, self.basis_scale)
         new = folded[0] if folded else k.flatten(1) @ self.down
-        queries = self.queries(q, *folded[1:]) if self.sparse else None
+        queries = self.queries(pos, q, *folded[1:]) if self.sparse else None
         by_sum = self.sparse and self.settings.score == "sum"
-        summed = queries[:, 0] if by_sum else None
-        rotated, scores = kernels.sals_append(new, q, k, v, summed, *rope, *latents, *stores, bits)
+        summed = queries[..., 0, :] if by_sum else None
+        rotated, scores = kernels.sals_append(
+            new, q, k, v, summed, *rope, *latents, *stores, bits, self.block, self.exact_sinks
+        )
         if self.sparse:
             if not by_sum:
-                scores = kernels.softmax_scores(queries, *latents, pos, self.logit_scale)
-            index = room.select(scores, pos, self.x, self.y, self.z)
-            self.attends(pos, index, index >= 0, recent=self.z)
+                scores = kernels.softmax_scores(queries, *latents, pos, self.logit_scale, self.block)
+            index = self.select(pos, scores)
         return kernels.sals_attend(rotated, index, *latents, *basis, *stores, *rope, bits)
 
-    def queries(self, q: Tensor, *folded: Tensor) -> Tensor:
-        """The latent queries [B, heads, r*]; folded in for the sum rule."""
+    def queries(self, pos: Tensor, q: Tensor, *folded: Tensor) -> Tensor:
+        """Latent queries: [B, heads, r*], folded in for the sum rule, or [B, n, heads, r*] of n blocks."""
         if folded:
             return folded[0][:, None]
+        if self.rotations:  # RoPE at pos, and back to each block
+            cos, sin = self.rotations
+            q = apply_rope(self.rope(q, pos)[:, None], cos, -sin)  # [B, n, Hq, D]
         up = self.up[:, : self.r_score]
         return sals_queries(q, up, self.config.n_kv_heads, self.settings.score).contiguous()
 
-    def select(self, pos: Tensor, q: Tensor, *folded: Tensor) -> tuple[Tensor, Tensor]:
-        queries, latent = self.queries(q, *folded), self.latents.read((slice(None),), self.r_score)
-        live = self.room.positions <= pos[:, None]
-        scores = sals_scores(queries, latent, live, self.settings.score, self.logit_scale)
+    def select(self, pos: Tensor, scores: Tensor) -> Tensor:
+        """The tokens to rebuild, index [B, n], -1 where none: the y best, and sinks that are not exact."""
         index = self.room.select(scores, pos, self.x, self.y, self.z)
-        return index.clamp(min=0), index >= 0
+        self.attends(pos, index.clamp(min=0), index >= 0, recent=self.z)
+        return index[:, self.exact_sinks :].contiguous()
 
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
@@ -640,35 +684,37 @@ class SalsCache(Cache):
         k = (self.latents.read(where) @ self.up.T).unflatten(-1, (self.config.n_kv_heads, -1))
         return self.rope(k, index), self.values.read(where)
 
-    def read_ring(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K, V [B, z, Hkv, D] of the recent window and which slots hold a token; slot s holds the latest
-        position that is s modulo z."""
-        position = ring_positions(pos, self.z)
-        v = self.ring_values.read((slice(None),))
+    def read_window(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V [B, window, Hkv, D] of the window and which slots hold a token: they fill from the left."""
+        v = self.window_values.read((slice(None),))
+        live = torch.arange(v.shape[1], device=pos.device) <= pos[:, None]
         if not self.half:
-            return self.ring_k, v, position >= 0
-        k = (self.ring_latent @ self.half_up.T).unflatten(-1, (self.config.n_kv_heads, -1))
-        return self.rope(k, position.clamp(min=0)), v, position >= 0
+            return self.window_k, v, live
+        k = (self.window_latent @ self.half_up.T).unflatten(-1, (self.config.n_kv_heads, -1))
+        return self.rope(k, ring_positions(pos, self.z).clamp(min=0)), v, live
 
     def token_bytes(self) -> int:
         """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
         return self.latents.token_bytes(self.r) + self.values.row_bytes
 
-    def ring_bytes(self) -> int:
+    def window_bytes(self) -> int:
+        """Bytes of one token of the window."""
         width = self.config.kv_dim // 2 if self.half else self.config.kv_dim
-        return width * self.room.dtype.itemsize + self.ring_values.row_bytes
+        return width * self.room.dtype.itemsize + self.window_values.row_bytes
 
     def formula(self) -> int:
-        return self.room.rows * (self.room.capacity * self.token_bytes() + self.z * self.ring_bytes())
+        window = (self.exact_sinks + self.z) * self.window_bytes()
+        return self.room.rows * (self.room.capacity * self.token_bytes() + window)
 
     def bytes_read(self, length: int) -> int:
         """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once."""
         recent = min(self.z, length)
         if not self.sparse:
-            return (length - recent) * self.token_bytes() + recent * self.ring_bytes()
+            return (length - recent) * self.token_bytes() + recent * self.window_bytes()
         chosen = min(self.x + self.y, length - recent)
+        exact = min(self.exact_sinks, chosen)
         scored = length * self.latents.token_bytes(self.r_score)
-        return scored + chosen * self.token_bytes() + recent * self.ring_bytes()
+        return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
 
 
 class Int8Cache(Cache):
@@ -771,9 +817,12 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         raise UserError(
             "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
         )
+    if settings.score_block < 0:
+        raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     check_groups(settings.bits, c.head_dim)
     if settings.window == "half":
         check_groups(8, c.head_dim)
+    rotations = mean_rotations(room, settings.score_block) if settings.score_block else None
     caches = []
     for i, layer in enumerate(model.layers):
         if i in skipped and settings.skip_as == "dense":
@@ -794,9 +843,10 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
             )
         maps = latent_maps(settings, c, basis, scale)
         half_maps = sals_maps(basis, scale, c.kv_dim // 2) if settings.window == "half" else None
-        cache = SalsCache(room, settings, i not in skipped, maps, half_maps)
+        cache = SalsCache(room, settings, i not in skipped, maps, half_maps, rotations)
         if settings.fold and not c.qk_norm:
-            folded_scores = cache.r_score if settings.score == "sum" and cache.sparse else None
+            by_sum = settings.score == "sum" and not rotations  # RoPE comes between W_q and U
+            folded_scores = cache.r_score if by_sum and cache.sparse else None
             sals_fold(layer.attention, c, *maps, folded_scores)
             cache.down = None
         caches.append(cache)
@@ -1683,7 +1733,7 @@ class StreamingCache(Cache):
         self.register_buffer("v", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
 
     def slot(self, position: Tensor) -> Tensor:
-        return torch.where(position < self.x, position, self.x + (position - self.x) % self.w)
+        return window_slot(position, self.x, self.w)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         length = q.shape[0]

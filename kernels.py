@@ -122,6 +122,16 @@ def check_latent(pos: Tensor, latent: Tensor, scale: Tensor | None, B: int, dtyp
         check(pos, B, latent_scale=scale)
 
 
+def check_blocks(blocks: tuple[int, ...], S: int, block: int) -> None:
+    """Raises ValueError where the queries of `blocks` blocks of S tokens (none: one for all) are not so many,
+    or a tile would lie in two blocks."""
+    need(
+        tuple(blocks) == ((cdiv(S, block),) if block else ()),
+        f"no queries for blocks of {block} of {S} tokens",
+    )
+    need(block % 16 == 0, f"block is {block}, not a multiple of 16")
+
+
 def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
     """The bytes of a number that tiles are chosen by: in fp32 models codes, too, are multiplied as fp32."""
     return 4 if dtype == torch.float32 else latent.element_size()
@@ -280,7 +290,8 @@ def _split_rows(x):
 @jit
 def _head_logits_kernel(
     query_p, latent_p, scale_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, row, scale,
-    boost, tiles, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr
+    boost, tiles, block, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr,
+    BLOCKS: tl.constexpr
 ):  # fmt: skip
     _wait_for_previous()
     b = tl.program_id(1).to(tl.int64)
@@ -292,10 +303,11 @@ def _head_logits_kernel(
     query_at = query_p + b * row + head[:, None] * r_score + dims
     # Int8 latents are multiplied as they are where the queries can be split once and for all tiles.
     SPLIT: tl.constexpr = scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
-    if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
-        query = tl.load(query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
-        if SPLIT:
-            high, low, query_scale = _split_rows(query)
+    if NR == 1:
+        if not BLOCKS:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
+            query = tl.load(query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
+            if SPLIT:
+                high, low, query_scale = _split_rows(query)
     top = tl.full([HP], float("-inf"), tl.float32)
     total = tl.zeros([T, HP], tl.float32)  # summed over T at the end, not in every tile
     for tile in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))):
@@ -303,7 +315,14 @@ def _head_logits_kernel(
         live = tokens < length
         logits = tl.zeros([T, HP], tl.float32)
         latent_at = latent_p + (b * S + tokens[:, None]) * r + dims
+        tile_query_at = query_at
+        if BLOCKS:  # a tile lies in one block of tokens
+            tile_query_at = query_at + tile * T // block * heads * r_score
         if NR == 1:
+            if BLOCKS:
+                query = tl.load(tile_query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
+                if SPLIT:
+                    high, low, query_scale = _split_rows(query)
             rows = tl.load(latent_at, mask=live[:, None] & (dims < r_score), other=0.0)
             if SPLIT:
                 coarse = tl.dot(rows, tl.trans(high), out_dtype=tl.int32).to(tl.float32)
@@ -315,7 +334,7 @@ def _head_logits_kernel(
             for i in range(0, NR * RB, RB):
                 inside = dims + i < r_score
                 rows = tl.load(latent_at + i, mask=live[:, None] & inside, other=0.0)
-                part = tl.load(query_at + i, mask=(head < heads)[:, None] & inside, other=0.0)
+                part = tl.load(tile_query_at + i, mask=(head < heads)[:, None] & inside, other=0.0)
                 logits = tl.dot(rows.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
         if scale_p is not None:
             logits *= tl.load(scale_p + b * S + tokens, mask=live, other=0.0)[:, None]
@@ -363,23 +382,24 @@ def _normalise_kernel(
 
 @operator(lambda queries, latent, *_: latent.new_empty(latent.shape[:2], dtype=torch.float32))
 def softmax_scores(
-    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float
+    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float, block: int = 0
 ) -> Tensor:
     """One score a token from the leading dims of its latent row, which is read once for all heads: each
     head's softmax of its logits * scale over the tokens up to pos, summed over heads.
 
-    queries [B, heads, r*] (rows may lie apart), latent [B, S, r] of the same dtype, r* <= r, or int8 codes
-    with latent_scale [B, S] fp32, scale > 0 -> [B, S] fp32, -inf beyond pos. Each program keeps
-    exp(logit - running maximum) in half precision (2 bytes a head and token, against 2 r* read) until maximum
-    and sum of the row are known, and multiplies by exp(that maximum - maximum) / sum: in shared memory, where
-    they fit (scores_at_once; the first such call on a device must not be in a capture), otherwise a second
-    kernel does. Truth: compress.sals_scores over Latents.read. The rule sum: sals_append."""
-    rows, heads, r_score = queries.shape
-    B, S, r = latent.shape
+    queries [B, heads, r*] (rows may lie apart), or [B, n, heads, r*], one for each block of `block` tokens, a
+    multiple of 16; latent [B, S, r] of the same dtype, r* <= r, or int8 codes with latent_scale [B, S] fp32;
+    scale > 0 -> [B, S] fp32, -inf beyond pos. Each program keeps exp(logit - running maximum) in half
+    precision (2 bytes a head and token, against 2 r* read) until maximum and sum of the row are known, and
+    multiplies by exp(that maximum - maximum) / sum: in shared memory, where they fit (scores_at_once; the
+    first such call on a device must not be in a capture), otherwise a second kernel does. Truth:
+    compress.sals_scores over Latents.read. The rule sum: sals_append."""
+    (rows, *_, heads, r_score), (B, S, r) = queries.shape, latent.shape
     need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
+    check_blocks(queries.shape[1:-2], S, block)
     check_latent(pos, latent, latent_scale, B, queries.dtype)
     check(pos, B, queries=queries[0])
-    at_once = scores_at_once(B, S, heads, r_score, queries.dtype, latent)
+    at_once = None if block else scores_at_once(B, S, heads, r_score, queries.dtype, latent)
     if at_once:
         return _softmax_scores_at_once(queries, latent, latent_scale, pos, scale, *at_once)
     row = queries.stride(0)
@@ -387,6 +407,7 @@ def softmax_scores(
     HP = max(16, power2(heads))
     exact = queries.dtype == torch.float32
     T, RB, warps, stages, programs = softmax_config(HP, r_score, tile_itemsize(queries.dtype, latent))
+    T = min(T, block & -block) if block else T  # a power of two that divides it
     tiles = cdiv(S, T)
     splits = max(1, min(tiles, programs // B, max(128, 256 // B)))  # whose sums every program below reads
     # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
@@ -396,8 +417,8 @@ def softmax_scores(
     tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
     _head_logits_kernel[splits, B](
         queries, latent, latent_scale, pos, weight, tile_max, tops, sums, S, heads, r_score, r, row,
-        scale * LOG2E, boost, tiles, T, RB, cdiv(r_score, RB), HP, num_warps=warps, num_stages=stages,
-        **overlapped(latent.device),
+        scale * LOG2E, boost, tiles, block, T, RB, cdiv(r_score, RB), HP, block > 0, num_warps=warps,
+        num_stages=stages, **overlapped(latent.device),
     )  # fmt: skip
     _normalise_kernel[max(1, min(tiles, 2 * SMS, 4 * SMS // B)), B](
         weight, tile_max, tops, sums, pos, out, S, heads, splits, boost, tiles, T, HP, power2(splits),
@@ -2533,7 +2554,7 @@ def _load_new_pairs(q_p, k_p, h, D: tl.constexpr, DP: tl.constexpr, G: tl.conste
 @jit
 def _append(
     new_p, q_p, k_p, v_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
-    out_p, h, b, heads, S, r, z, slice_r,
+    out_p, h, b, heads, S, r, sinks, z, slice_r,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr,
@@ -2557,7 +2578,8 @@ def _append(
         new = _nearest(tl.div_rn(new.to(tl.float32), tl.where(latent_scale == 0, 1.0, latent_scale)))
         tl.store(latent_scale_p + row, latent_scale, mask=h == 0)
     tl.store(latent_p + row * r + part, new.to(latent_p.dtype.element_ty), mask=inside)
-    ring = ((b * z + pos % z) * heads + h) * D
+    slot = tl.where(pos < sinks, pos, sinks + (pos - sinks) % z)
+    ring = ((b * (sinks + z) + slot) * heads + h) * D
     tl.store(ring_k_p + ring + pair, (k_a * cos - k_c * sin).to(dtype), mask=real)
     tl.store(ring_k_p + ring + D // 2 + pair, (k_c * cos + k_a * sin).to(dtype), mask=real)
     d = tl.arange(0, DP)
@@ -2572,9 +2594,11 @@ def _append(
 
 @jit
 def _sum_scores(
-    query_p, latent_p, scale_p, pos_p, score_p, tile, b, S, r_score, r,
+    query_p, latent_p, scale_p, pos_p, score_p, tile, b, S, r_score, r, block,
     T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
 ):  # fmt: skip
+    if block > 0:  # a tile lies in one block of tokens
+        query_p += tile * T // block * r_score
     token = tl.arange(0, T)  # of this tile, whose first is the only 64-bit number
     first = b * S + tile.to(tl.int64) * T
     latent_p += first * r
@@ -2594,7 +2618,8 @@ def _sum_scores(
 @jit
 def _append_kernel(
     new_p, q_p, k_p, v_p, query_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p,
-    ring_v_p, out_p, score_p, new_row, q_row, k_row, v_row, query_row, heads, S, r, r_score, z, slice_r,
+    ring_v_p, out_p, score_p, new_row, q_row, k_row, v_row, query_row, heads, S, r, r_score, block, sinks, z,
+    slice_r,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr,
@@ -2606,13 +2631,13 @@ def _append_kernel(
     if part < heads:
         _append(
             new_p + b * new_row, q_p + b * q_row, k_p + b * k_row, v_p + b * v_row, pos_p, rope_p, latent_p,
-            latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p, out_p, part, b, heads, S, r, z,
+            latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p, out_p, part, b, heads, S, r, sinks, z,
             slice_r, D, DP, G, GP, BITS, GROUP, GROUPS, WIDTH, NP, RP, ROW, WORDS,
         )  # fmt: skip
     elif query_p is not None:
         _sum_scores(
             query_p + b * query_row, latent_p, latent_scale_p, pos_p, score_p, part - heads, b, S, r_score, r,
-            T, RB, NR,
+            block, T, RB, NR,
         )  # fmt: skip
 
 
@@ -2625,30 +2650,32 @@ def _append_results(new, q, k, v, queries, pos, rope, latent, *_):
 def sals_append(
     new: Tensor, q: Tensor, k: Tensor, v: Tensor, queries: Tensor | None, pos: Tensor, rope: Tensor,
     latent: Tensor, latent_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor,
-    ring_v: Tensor, bits: int
+    ring_v: Tensor, bits: int, block: int = 0, sinks: int = 0
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
-    the ring; rotates q; and scores the tokens before it by the rule sum, which needs none of that.
+    the window of `sinks` first tokens and a ring (compress.window_slot); rotates q; and scores the tokens
+    before it by the rule sum, which needs none of that.
 
     new [B, r] = k U_r, written as it is, or as int8 codes where there is a latent_scale; q [B, Hq, D] and
-    k [B, Hkv, D] before RoPE, v [B, Hkv, D]; queries [B, r*], the sum over heads of q U_r*, or None (the rows
-    of all five may lie apart, as in the output of wqkv); rope [>= S, D/2, 2] of rope_pairs; the stores as
-    sals_attend reads them. Returns q [B, Hq, D] after RoPE and scores [B, S] fp32 =
-    queries @ latent[..., :r*]^T, -inf from pos on (the newest token is in the ring); [0, S] without queries.
+    k [B, Hkv, D] before RoPE, v [B, Hkv, D]; queries [B, r*], the sum over heads of q U_r*, or [B, n, r*] for
+    the blocks of `block` tokens, or None (the rows of all five may lie apart, as in the output of wqkv);
+    rope [>= S, D/2, 2] of rope_pairs; the stores as sals_attend reads them. Returns q [B, Hq, D] after RoPE
+    and scores [B, S] fp32 = queries @ latent[..., :r*]^T, -inf from pos on (the newest token is in the
+    window); [0, S] without queries.
     Truth: compress.quantize, quantize_int8, apply_rope, three assignments; sals_scores."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
-    z = ring_k.shape[1]
+    window = ring_k.shape[1]
     Hq, group = q.shape[1], value_group(D, bits)
     G = Hq // Hkv
     need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit k {list(k.shape)}")
-    need(z > 0, "the ring must hold at least one token")
+    need(window > sinks, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=k.dtype)
     check_latent(pos, latent, latent_scale, B, k.dtype)
     shape("q", q, B, Hq, D, dtype=k.dtype)
     shape("v", v, B, Hkv, D, dtype=k.dtype)
-    shape("ring_k", ring_k, B, z, Hkv, D, dtype=k.dtype)
-    shape("ring_v", ring_v, B, z, Hkv, D, dtype=k.dtype)
+    shape("ring_k", ring_k, B, window, Hkv, D, dtype=k.dtype)
+    shape("ring_v", ring_v, B, window, Hkv, D, dtype=k.dtype)
     words = rope_words(rope, S, D, k.dtype)
     check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], rope=rope)
     check(pos, B, ring_k=ring_k, ring_v=ring_v)
@@ -2658,12 +2685,14 @@ def sals_append(
     if queries is not None:
         scored, r_score, query_row = B, queries.shape[-1], queries.stride(0)
         need(r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
-        shape("queries", queries, B, r_score, dtype=k.dtype)
+        shape("queries", queries, B, *queries.shape[1:-1], r_score, dtype=k.dtype)
+        check_blocks(queries.shape[1:-1], S, block)
         check(pos, B, queries=queries[0])
     slice_r = cdiv(r, Hkv)
     out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     scores = torch.empty(scored, S, dtype=torch.float32, device=q.device)
     T, RB = sum_config(r_score)
+    T = min(T, block & -block) if block else T
     # Held to 40 registers, the compiler issues a tile's loads together and not between its arithmetic, and
     # 12 programs share a multiprocessor. Rows that no wide load can read, fp32 and heads of many queries need
     # more.
@@ -2671,7 +2700,8 @@ def sals_append(
     _append_kernel[Hkv + (cdiv(S, T) if scored else 0), B](
         new, q, k, v, queries, pos, words, latent, latent_scale, values,
         pos if low_scale is None else low_scale, ring_k, ring_v, out, scores, new.stride(0), q.stride(0),
-        k.stride(0), v.stride(0), query_row, Hkv, S, r, r_score, z, slice_r, D, power2(D), G, power2(G),
+        k.stride(0), v.stride(0), query_row, Hkv, S, r, r_score, block, sinks, window - sinks, slice_r, D,
+        power2(D), G, power2(G),
         bits, group, D // group, width, power2(width), power2(slice_r), power2(r),
         rope.dtype == torch.float16, T, RB, cdiv(r_score, RB), num_warps=4, maxnreg=40 if lean else None,
         **overlapped(q.device),

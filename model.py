@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
@@ -38,8 +38,31 @@ class UserError(Exception):
     """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
 
 
-# What reading the contents of a damaged or hostile file may raise.
-NOT_USABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+@contextmanager
+def checked(path: Path, fault: str = "not a valid tokenizer file") -> Iterator[None]:
+    """Around what is made of a file's content: whatever goes wrong is a UserError that names the file."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: {fault}; download it again ({error!r})") from error
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
+
+    def number(text: str) -> int | float:
+        if math.isinf(value := float(text)):  # no float holds it, as later computing would need
+            raise ValueError(f"the number {text:.20}... is too large")
+        return int(text) if text.lstrip("-").isdigit() else value
+
+    with checked(path, "not valid JSON"):
+        text = path.read_text(encoding="utf-8") if path.exists() else "{}"
+        data = json.loads(text, parse_int=number, parse_float=number)
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: not a JSON object; download it again")
+    return data
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -85,11 +108,9 @@ class ModelConfig:
         path = folder / "config.json"
         if not path.is_file():
             raise UserError(f"{folder}: no config.json there; give the folder of a Hugging Face download")
-        try:
+        with checked(path, "not a usable config"):
             config = cls.from_hf(read_json(path))
             config.check()
-        except NOT_USABLE as error:
-            raise UserError(f"{path}: not a usable config ({type(error).__name__}: {error})") from None
         return config
 
     def check(self) -> None:
@@ -419,12 +440,10 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
             + (f"; {other} is not read: save the model as safetensors" if other else "")
         )
-    try:
+    with checked(index, "not a usable index"):
         names = sorted(set(read_json(index)["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a shard lies outside of the folder")
-    except NOT_USABLE as error:
-        raise UserError(f"{index}: not a usable index; download it again ({error})") from None
     files = [folder / name for name in names]
     for file in files:
         if not file.is_file():
@@ -438,15 +457,10 @@ def weight_headers(files: list[Path]) -> dict[str, tuple[Path, list[int], str]]:
     Raises UserError for a file that is truncated or no safetensors file."""
     found = {}
     for file in files:
-        try:
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.offset_keys():
-                    part = tensors.get_slice(name)
-                    found[name] = file, part.get_shape(), part.get_dtype()
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{file}: truncated or not a safetensors file ({error}); download it again"
-            ) from None
+        with checked(file, "truncated or not a safetensors file"), safe_open(file, "pt") as tensors:
+            for name in tensors.offset_keys():
+                part = tensors.get_slice(name)
+                found[name] = file, part.get_shape(), part.get_dtype()
     return found
 
 
@@ -709,7 +723,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             tokenizer = load_vocab_and_merges(folder, is_gpt2="GPT2" in str(settings.get("tokenizer_class")))
         else:
             tokenizer = load_tokenizer_model(path.read_bytes())
-        base, special = len(tokenizer.pieces), tokenizer.special_tokens
+        special = tokenizer.special_tokens
         for token in data.get("added_tokens") or []:
             tokenizer.add_token(token["id"], token)
     with checked(folder / "added_tokens.json"):
@@ -734,9 +748,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with checked(folder / "config.json"):
         tokenizer.vocab_size = len(tokenizer.pieces)
         rows = token_id(config.get("vocab_size", tokenizer.vocab_size))
-        if max(base - 1, tokenizer.bos_id or 0) >= rows:
-            raise UserError(f"{folder}: the tokenizer has {base} ids, the model {rows}: they are no pair")
-        tokenizer.special_tokens = {name: i for name, i in special.items() if i < rows}
         tokenizer.pieces += [b""] * (rows - tokenizer.vocab_size)
     with checked(jinja := folder / "chat_template.jinja"):
         template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
@@ -744,40 +755,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-@contextmanager
-def checked(path: Path) -> Iterator[None]:
-    """Around what is made of a file's content: whatever goes wrong is a UserError that names the file."""
-    try:
-        yield
-    except (UserError, OSError):
-        raise
-    except Exception as error:
-        raise UserError(f"{path}: not a valid tokenizer file; download it again ({error!r:.150})") from error
-
-
 def token_id(value) -> int:
     """`value`, where it can be a token id. Raises ValueError for others, before memory goes to so many."""
     if type(value) is not int or not 0 <= value < MAX_IDS:
         raise ValueError(f"{value!r:.40} is no token id")
     return value
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
-
-    def number(text: str) -> int | float:
-        if math.isinf(value := float(text)):  # no float holds it, as later computing would need
-            raise ValueError(f"the number {text:.20}... is too large")
-        return int(text) if text.lstrip("-").isdigit() else value
-
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else "{}"
-        data = json.loads(text, parse_int=number, parse_float=number)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON; download it again ({error})") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: not a JSON object; download it again")
-    return data
 
 
 def load_tokenizer_model(data: bytes) -> Tokenizer:
