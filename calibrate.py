@@ -106,6 +106,7 @@ from model import (
     UserError,
     apply_rope,
     causal_attention,
+    checked,
     fingerprint,
     free_memory,
     load_model,
@@ -2046,14 +2047,12 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
         raise UserError("convert needs the gguf package: pip install gguf")
     from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 
-    try:
+    with checked(path, "truncated, or no GGUF file that the gguf package reads"):
         reader = GGUFReader(path)
         for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
             dequantize(tensor.data.reshape(-1)[: GGML_QUANT_SIZES[kind][1]], kind)  # can it, with one block?
         meta = {name: value.contents() for name, value in reader.fields.items()}
         return meta, {tensor.name: tensor for tensor in reader.tensors}
-    except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: truncated, or no GGUF file that the gguf package reads ({error})") from None
 
 
 def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
@@ -2212,13 +2211,9 @@ def run_convert(args: argparse.Namespace) -> None:
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
     check_folder("--out", out)
     meta, tensors = read_gguf(path)
-    try:
+    with checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
         plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: its metadata cannot be used ({type(error).__name__}: {error})") from None
     files["config.json"] = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
     ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
     if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):

@@ -4181,7 +4181,7 @@ BAD_GGUF = {  # changes to the file, damage, message
     "experts": ({"blk__0__ffn_gate_exps__weight": HUGE}, None, "blk.0.ffn_gate_exps.weight has no place"),
     "missing tensor": ({"llama__block_count": 3}, None, "tensor blk.2.attn_norm.weight is missing"),
     "shape": ({"llama__feed_forward_length": 96}, None, "ffn_down.weight is [48, 80]"),
-    "no tokens": ({"tokenizer__ggml__tokens": None}, None, "KeyError: 'tokens'"),
+    "no tokens": ({"tokenizer__ggml__tokens": None}, None, "KeyError('tokens')"),
     "tokenizer": ({"tokenizer__ggml__model": "bert"}, None, "tokenizer 'bert'"),
     "pre-tokenizer": ({"tokenizer__ggml__pre": "bloom"}, None, "pre-tokenizer 'bloom' is not supported"),
     "too large for fp16": ({"token_embd__weight": HUGE}, None, "not finite in torch.float16"),
