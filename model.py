@@ -837,11 +837,30 @@ def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) ->
     return load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], bool(kinds), unknown)
 
 
+def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: bool = False) -> bytes:
+    """A tokenizer.model that holds a BPE with byte fallback: each id's piece, score and type.
+
+    add_space: whether a text gets a space before it. Types: 1 normal, 2 unknown, 3 control, 4 user-defined,
+    5 unused, 6 byte. Source: github.com/google/sentencepiece, src/sentencepiece_model.proto.
+    """
+
+    def sized(tag: int, message: bytes) -> bytes:  # a protobuf field, its length as a varint of three bytes
+        n = len(message)
+        return bytes([tag, n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) + message
+
+    # BPE with byte fallback, then what is done to spaces: maybe one added, none removed, written as ▁
+    spaces = bytes([0x18, add_space, 0x20, 0, 0x28, 1])
+    proto = bytearray(sized(0x12, b"\x18\2\x98\2\1") + sized(0x1A, spaces))
+    for word, score, kind in pieces:
+        data = sized(0x0A, word.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, kind])
+        proto += sized(0x0A, data)
+    return bytes(proto)
+
+
 def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     """A tokenizer.json that was made of a sentencepiece BPE; UserError where it cannot be turned back.
 
     Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here.
-    Source: github.com/google/sentencepiece, src/sentencepiece_model.proto.
     """
     vocab, unknown = data["model"]["vocab"], data["model"].get("unk_token") or "<unk>"
     control = {unknown, *(token["content"] for token in data.get("added_tokens") or [])}
@@ -862,18 +881,10 @@ def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     ):
         raise UserError(NOT_EXACT)
 
-    def sized(tag: int, message: bytes) -> bytes:  # a protobuf field, its length as a varint of three bytes
-        n = len(message)
-        return bytes([tag, n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) + message
-
     kinds = dict.fromkeys(normal, 1) | dict.fromkeys(control, 3) | dict.fromkeys(to_bytes, 6) | {unknown: 2}
     scores = {word: -rank for rank, word in enumerate(ranked)}
-    # BPE with byte fallback, then what is done to spaces: none added, none removed, written as ▁
-    proto = bytearray(sized(0x12, b"\x18\2\x98\2\1") + sized(0x1A, b"\x18\0\x20\0\x28\1"))
-    for word in sorted(vocab, key=vocab.get):
-        score = struct.pack("<f", scores.get(word, 0))
-        proto += sized(0x0A, sized(0x0A, word.encode()) + b"\x15" + score + bytes([0x18, kinds[word]]))
-    tokenizer = load_sentencepiece(bytes(proto))
+    words = sorted(vocab, key=vocab.get)
+    tokenizer = load_sentencepiece(sentencepiece_model((w, scores.get(w, 0), kinds[w]) for w in words))
     prefix = steps[0].get("prepend_scheme", "never") != "never" or PREPEND in steps
     has_space = (" ", "▁") * (PREPEND not in steps)  # Metaspace adds none to a text that starts with one
     encode = tokenizer.encode_text

