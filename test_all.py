@@ -538,7 +538,7 @@ def test_sals_prefill_writes_what_decode_writes(options, n):
 def test_sals_drops_exactly_one_token_past_the_budget():
     """At full rank only selection differs from dense: nothing is lost up to x + y + z tokens, then one is."""
     model = tiny_model()
-    budget = {
+    budget = PAPER | {
         "rank": 1.0,
         "score_rank": 1.0,
         "bits": 16,
@@ -630,7 +630,7 @@ def test_bytes_of_the_paper():
     model.tok_embeddings = torch.nn.Embedding(2, 2, dtype=torch.bfloat16)
     room = Room(model, 1, 4096)
     for rank, bits, ratio in ((0.25, 4, 0.28125), (0.125, 2, 0.15625)):
-        cache = sals_cache(room, SalsSettings(rank=rank, bits=bits), torch.zeros(4096, 1024))
+        cache = sals_cache(room, SalsSettings(rank=rank, bits=bits, **PAPER), torch.zeros(4096, 1024))
         assert cache.token_bytes() == ratio * 2 * 4096 * 2
         length, chosen, exact = 4096, 432, 16 + 64
         expected = length * cache.r_score * 2 + chosen * cache.token_bytes() + exact * 4 * 4096
@@ -818,7 +818,7 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
     far = {}
     for metric in ("query", "key"):
         model, room = load_model(NANO, CPU, torch.float32), Room(model, 1, 704)
-        settings = SalsSettings(rank=0.125, keep=0.25, metric=metric)
+        settings = SalsSettings(rank=0.125, keep=0.25, metric=metric, **PAPER)
         caches = METHODS["sals"].build(model, settings, room, load_artifact(NANO, "sals", model))
         logits = logits_through(Engine(model, caches, room, Sampling()), prompts, more).log_softmax(-1)
         far[metric] = (dense.exp() * (dense - logits)).sum(-1).mean()
@@ -983,7 +983,7 @@ def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_score
     q, v = torch.randn(n, 8, 16), torch.randn(n, 4, 16)
     live, keys, scores = torch.ones(1, n, dtype=torch.bool), [], []
     for bits in (16, 8):
-        settings = SalsSettings(**SPARSE | {"rank": 1.0}, latent_bits=bits)
+        settings = SalsSettings(**SPARSE | {"rank": 1.0, "latent_bits": bits})
         cache = sals_cache(Room(tiny_model(), 1, n), settings, U, None if metric == "key" else scale)
         cache.prefill(0, q, k, v)
         keys.append((cache.latents.read((0,)) @ cache.up.T) * scale @ U)
@@ -2173,7 +2173,8 @@ def test_rows_refuse_what_does_not_fit(method, options, message):
 def test_every_method_runs_at_its_defaults_on_a_small_model(method, head_dim, n_layers, tokens):
     """A default gives way to a small model or a short context; only what was asked for is refused."""
     model = tiny_model(head_dim=head_dim, n_layers=n_layers)
-    artifact, room = METHODS[method].random(model) if METHODS[method].fitted else {}, Room(model, 1, tokens)
+    fitted, room = METHODS[method].fitted, Room(model, 1, tokens)
+    artifact = compress.random_artifact(method, model.config) if fitted else {}
     caches = METHODS[method].build(model, settings_from(method, {}), room, artifact)
     engine = Engine(model, caches, room, Sampling())
     engine.prefill([random_ids(tokens - 2)])
