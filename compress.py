@@ -560,8 +560,8 @@ class SalsCache(Cache):
     Every token is written to the latent and value stores at once; the window holds its tokens exactly (or at
     rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token, and
     have no sinks in their window, nor has the paper's half of a window.
-    maps: of latent_maps; half_maps: of sals_maps at rank Hkv*D/2, for --window half; rotations: of
-    mean_rotations, for --score_block."""
+    maps: of latent_maps; half_maps: of sals_maps at rank Hkv*D/2, for --window half; block and its
+    rotations (mean_rotations) for --score_block, or 0 and None."""
 
     def __init__(
         self,
@@ -570,6 +570,7 @@ class SalsCache(Cache):
         sparse: bool,
         maps: tuple[Tensor, Tensor],
         half_maps: tuple[Tensor, Tensor] | None = None,
+        block: int = 0,
         rotations: tuple[Tensor, Tensor] | None = None,
     ):
         super().__init__(room)
@@ -577,7 +578,7 @@ class SalsCache(Cache):
         self.x, self.y, self.z = settings.budget(room.capacity)
         self.r = share_rank(settings.rank, c.kv_dim)
         self.r_score = sals_score_rank(settings, c)
-        self.rotations, self.block = rotations, settings.score_block if rotations else 0
+        self.block, self.rotations = block, rotations
         # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
         # rotated lack. cos at position 0 equals the factor.
         factor = 1.0 if rotations else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
@@ -832,7 +833,8 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
     check_groups(settings.bits, c.head_dim)
     if settings.window == "half":
         check_groups(8, c.head_dim)
-    rotations = mean_rotations(room, settings.score_block) if settings.score_block else None
+    block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
+    rotations = mean_rotations(room, block) if block else None
     caches = []
     for i, layer in enumerate(model.layers):
         if i in skipped and settings.skip_as == "dense":
@@ -853,7 +855,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
             )
         maps = latent_maps(settings, c, basis, scale)
         half_maps = sals_maps(basis, scale, c.kv_dim // 2) if settings.window == "half" else None
-        cache = SalsCache(room, settings, i not in skipped, maps, half_maps, rotations)
+        cache = SalsCache(room, settings, i not in skipped, maps, half_maps, block, rotations)
         if settings.fold and not c.qk_norm:
             by_sum = settings.score == "sum" and not rotations  # RoPE comes between W_q and U
             folded_scores = cache.r_score if by_sum and cache.sparse else None

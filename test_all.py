@@ -818,7 +818,7 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
     far = {}
     for metric in ("query", "key"):
         model, room = load_model(NANO, CPU, torch.float32), Room(model, 1, 704)
-        settings = SalsSettings(rank=0.125, keep=0.25, metric=metric, **PAPER)
+        settings = SalsSettings(rank=0.125, keep=0.25, sinks=0, metric=metric, score_block=0, **PAPER)
         caches = METHODS["sals"].build(model, settings, room, load_artifact(NANO, "sals", model))
         logits = logits_through(Engine(model, caches, room, Sampling()), prompts, more).log_softmax(-1)
         far[metric] = (dense.exp() * (dense - logits)).sum(-1).mean()
@@ -940,7 +940,7 @@ def test_folded_projections_equal_unfolded(score, qkv_bias, latent_bits, toleran
     runs = []
     for fold in (True, False):
         model = tiny_model(qkv_bias=qkv_bias)
-        options = SPARSE | {"score": score, "fold": fold, "latent_bits": latent_bits}
+        options = SPARSE | {"score": score, "fold": fold, "latent_bits": latent_bits, "score_block": 0}
         runs.append(logits_through(make_engine(model, "sals", 1, 64, **options), prompts, more))
         rows = model.layers[2].attention.wqkv.weight.shape[0]
         assert rows == 256 + fold * (32 + (16 if score == "sum" else 0))
@@ -6510,7 +6510,7 @@ def test_equal_cost_by_method():
     both = equalised(model, "streaming", {"bytes": 0.5, "tokens": 0.25}, 200)
     assert both == {"recent": 46}  # one knob, both limits: with 4 sinks a quarter of 200 tokens
     assert equalised(model, "streaming", {"bytes": 0.125, "tokens": 0.25}, 200) == {"recent": 21}
-    sals = equalised(model, "sals", {"bytes": 0.3, "tokens": 0.25}, 400, sinks=4, recent=8)
+    sals = equalised(model, "sals", {"bytes": 0.3, "tokens": 0.25}, 400, sinks=4, recent=8, **PAPER)
     assert sals["keep"] == 0.25 and 0.1 < sals["rank"] < 0.5 and sals["sinks"] == 4
     for share in (0.25, 1.0):  # it saves reads, not bytes: d is a knob of bytes with `reduced` only
         assert equalised(model, "loki", {"bytes": share}, 200) == {}
@@ -7012,7 +7012,7 @@ def test_a_budget_beyond_the_context_says_so_and_equals_dense(tmp_path, monkeypa
     texts = []
     for argv in (
         ["--method", "dense"],
-        ["--method", "sals", "--rank", "1", "--score_rank", "1", "--bits", "16"],
+        ["--method", "sals", "--rank", "1", "--bits", "16", "--latent_bits", "16", "--skip_as", "dense"],
     ):
         argv += ["--checkpoint", folder, "--prompt", "40", "--max_new_tokens", "10"]
         code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
