@@ -2859,7 +2859,8 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
     sizes = zip(tensor.shape, shape, strict=False)
     if tensor.ndim != len(shape) or any(wanted not in (None, size) for size, wanted in sizes):
         return f"is {list(tensor.shape)}, not [{', '.join(str(size or 'any') for size in shape)}]"
-    if tensor.dtype.is_complex or tensor.is_floating_point() != (kind is float):
+    ints = (torch.int32, torch.int64)
+    if not (tensor.is_floating_point() if kind is float else tensor.dtype in ints):
         return f"holds {str(tensor.dtype).removeprefix('torch.')} numbers"
     if kind is float and not tensor.isfinite().all():
         return "is not finite"

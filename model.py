@@ -120,7 +120,7 @@ class ModelConfig:
             fits = isinstance(value, float | int if f.type is float else f.type)
             if not fits or isinstance(value, bool) != (f.type is bool):
                 raise ValueError(f"{f.name} is {value!r}")
-            if f.type in (int, float, int | None) and value is not None and not 0 < value:
+            if f.type in (int, float, int | None) and value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{f.name} is {value!r}")
             if f.type is int and value > limit:
                 raise ValueError(f"{f.name} is more than {limit}")

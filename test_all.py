@@ -6689,6 +6689,7 @@ DAMAGE = {
     "heads of 2^31 dims": (configured(head_dim=1 << 31), "head_dim is more than"),
     "2^40 layers": (configured(num_hidden_layers=1 << 40), "n_layers is more than"),
     "more layers than tensors": (configured(num_hidden_layers=500_000), "there are 38 tensors"),
+    "an endless base of RoPE": (configured(rope_theta=math.inf), "rope_theta is inf"),
     "a width of true": (configured(hidden_size=True), "dim is True"),
     "heads of 15 dims": (configured(head_dim=15), "RoPE rotates pairs of dims"),
     "a base of RoPE beyond floats": (configured(rope_theta=10**400), "is too large"),
@@ -7444,6 +7445,7 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
         assert f"{name} is missing" in refusal({n: t for n, t in good.items() if n != name})
         assert "numbers" in refusal(good | {name: tensor.int() if kind is float else tensor.float()})
         assert "numbers" in refusal(good | {name: tensor.to(torch.complex64)})
+        assert "numbers" in refusal(good | {name: tensor.to(torch.int8)})
         assert f"{name} is [" in refusal(good | {name: torch.stack((tensor, tensor))})
         if kind is float:
             assert "not finite" in refusal(good | {name: tensor * torch.nan})
