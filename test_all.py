@@ -586,33 +586,27 @@ def test_int8_keys_of_skipped_layers_are_close_and_bounded():
 # ------------------------------------------------------------------------------------------------- the ledger
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"rank": 0.125, "bits": 2},
-        {"window": "half"},
-        {"skip_as": "dense"},
-        {"skip_as": "int8"},
-        {"skip_as": "int8", "bits": 16},
-        {"latent_bits": 8},
-        {"bits": 16, "keep": 0.5},
-        {"skip": ""},
-    ],
-)
+STORES = [
+    *(("sals", options) for options in ({}, {"rank": 0.125, "bits": 2}, {"window": "half"}, {"skip": ""})),
+    *(("sals", {"skip_as": kind}) for kind in ("dense", "latent")),
+    *(("sals", options) for options in ({"bits": 16}, {"latent_bits": 16}, {"bits": 16, "keep": 0.5})),
+    *(("lrqk", {"k": 20, "slots": slots}) for slots in (0.0, 1.0, 1.5)),
+    *((method, {}) for method in ("dense", "lrqk", "loki", "elitekv", "fdc")),
+    ("loki", {"reduced": True, "d": 0.25}),
+    ("elitekv", {"r": 1, "d_ckv": 33}),
+    ("fdc", {"adaptive": False}),
+    ("palu", {"keep": 0.3}),
+    ("streaming", {"recent": 20}),
+    *((method, options | dict.fromkeys(options.keys() & {"share_heads"}, 0)) for method, options in ROWS),
+]
+
+
+@pytest.mark.parametrize("method, options", STORES)
 @pytest.mark.parametrize("group", [1, 4])
-def test_measured_bytes_equal_the_formula(options, group):
-    others = [("loki", {}), ("loki", {"reduced": True, "d": 0.25}), ("streaming", {"recent": 20})]
-    others += [("lrqk", {"k": 20, "slots": slots}) for slots in (0.0, 1.0, 1.5)] + [("lrqk", {})]
-    rows = [
-        (method, chosen | ({"share_heads": 0} if "share_heads" in chosen else {})) for method, chosen in ROWS
-    ]
-    others += [("elitekv", {}), ("elitekv", {"r": 1, "d_ckv": 33})]
-    others += [("fdc", {}), ("fdc", {"adaptive": False}), ("palu", {"keep": 0.3})]
-    for method, chosen in [("dense", {}), ("sals", options), *others, *rows]:
-        engine = make_engine(tiny_model(group=group, head_dim=32), method, 3, 200, **chosen)
-        for cache in engine.caches:
-            assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
+def test_measured_bytes_equal_the_formula(method, options, group):
+    engine = make_engine(tiny_model(group=group, head_dim=32), method, 3, 200, **options)
+    for cache in engine.caches:
+        assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
 
 
 def test_keep_is_the_share_of_tokens_attended():
