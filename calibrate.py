@@ -29,7 +29,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from multiprocessing import get_context
@@ -1255,7 +1255,7 @@ def run_eval(args: argparse.Namespace) -> None:
         for candidate in group:
             candidate.check(args, model, capacities)
     del model
-    for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):
+    for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     prompts = len(args.lengths) * len(args.tasks) * args.samples
     bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
@@ -1298,10 +1298,16 @@ def eval_columns(rows: list[dict]) -> list[str]:
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """The table so far, in the place of an older one."""
-    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, columns, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(table.getvalue(), newline="")
+        return
+    path = path.resolve()  # what a link points to
+    with replacing(path.parent, path.name) as partial:
+        (partial / path.name).write_text(table.getvalue(), newline="")
 
 
 def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
@@ -1676,6 +1682,8 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
     It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
     partial, is_new = folder / f"{name}.partial", not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    if partial.is_file():
+        partial.unlink()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
@@ -1686,7 +1694,8 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if is_new:
-            folder.rmdir()
+            with suppress(OSError):  # somebody else's file is there
+                folder.rmdir()
 
 
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

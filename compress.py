@@ -396,9 +396,7 @@ class SalsSettings:
     latent_bits: int = setting(
         8, "bits of a latent's number: 8, int8 codes (ours), or 16, the model's dtype (paper)", (8, 16)
     )
-    bits: int = setting(
-        4, "bits of a value code: 2 where rank is half as large (paper: 4 and 2)", (2, 4, 8, 16)
-    )
+    bits: int = setting(4, "bits of a value code; 2 goes with half the default rank", (2, 4, 8, 16))
     sinks: int = setting(16, "x: first tokens that are always attended")
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
@@ -414,7 +412,7 @@ class SalsSettings:
     )
     score_block: int = setting(
         128,
-        "tokens for which scoring turns the query by RoPE together (ours); 0: scores without RoPE (paper)",
+        "tokens of a block, to which scoring turns the query (ours; kernels: 16s); 0: no RoPE (paper)",
     )
     metric: str = setting(
         "query",
@@ -2870,18 +2868,21 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
 
 
 def random_artifact(method: str, c: ModelConfig) -> dict[str, Tensor]:
-    """An artifact of no meaning, for random weights: orthonormal bases and ones, or what the method gives."""
+    """An artifact of no meaning, for random weights: orthonormal bases, else random numbers near 1, or what
+    the method gives."""
     row = METHODS[method]
-    made = row.random(c) if row.random else {}
+    made, seeded = row.random(c) if row.random else {}, torch.Generator().manual_seed(0)
     for name, (kind, *shape) in row.tensors(c).items():
         if name not in made:
             sizes = [shape[-2] // 2 if size is None else size for size in shape]
-            ones = torch.ones(sizes, dtype=torch.int64 if kind is int else torch.float32)
-            made[name] = random_basis(*sizes) if "basis" in name else ones
+            if "basis" in name:
+                made[name] = random_basis(*sizes)
+            else:
+                made[name] = torch.tensor(1) if kind is int else 0.5 + torch.rand(sizes, generator=seeded)
     return made
 
 
-@functools.lru_cache
+@functools.lru_cache(1)
 def random_basis(*shape: int) -> Tensor:
     """Orthonormal columns of no meaning [..., n, r], in the place of fitted ones where weights are random."""
     return torch.linalg.qr(torch.randn(*shape, generator=torch.Generator().manual_seed(0))).Q

@@ -637,20 +637,20 @@ def positive(text: str) -> float:
 
 @named("whole number")
 def integer(text: str) -> int:
-    """A whole number of the command line that fits 31 bits, of either sign."""
-    if abs(value := int(text)) >= 1 << 31:
+    """A whole number of the command line that fits 32 bits, of either sign."""
+    if abs(value := int(text)) >= 1 << 32:
         raise argparse.ArgumentTypeError(f"{text} is too large a number")
     return value
 
 
-def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """The same, of at least `least` and at most `most`."""
 
     @named("whole number")
     def parse(text: str) -> int:
         if (value := integer(text)) < least:
             raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        if value > most:
+        if most and value > most:
             raise argparse.ArgumentTypeError(f"{text} is more than {most}")
         return value
 

@@ -317,7 +317,7 @@ def _head_logits_kernel(
         latent_at = latent_p + (b * S + tokens[:, None]) * r + dims
         tile_query_at = query_at
         if BLOCKS:  # a tile lies in one block of tokens
-            tile_query_at = query_at + tile * T // block * heads * r_score
+            tile_query_at = query_at + (tile * T // block).to(tl.int64) * heads * r_score
         if NR == 1:
             if BLOCKS:
                 query = tl.load(tile_query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
@@ -407,7 +407,9 @@ def softmax_scores(
     HP = max(16, power2(heads))
     exact = queries.dtype == torch.float32
     T, RB, warps, stages, programs = softmax_config(HP, r_score, tile_itemsize(queries.dtype, latent))
-    T = min(T, block & -block) if block else T  # a power of two that divides it
+    if block:
+        T = min(T, block & -block)  # a power of two that divides it
+        stages = max(1, stages - 1)  # queries are loaded for each tile, too
     tiles = cdiv(S, T)
     splits = max(1, min(tiles, programs // B, max(128, 256 // B)))  # whose sums every program below reads
     # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
@@ -1658,7 +1660,7 @@ def sals_attend(
     latent [B, S, r] and basis [Hkv, DP, r] of interleave_rope, of q's dtype, or both in int8 with
     latent_scale [B, S] and basis_scale [Hkv, DP, 1] fp32, alike in the two dims of a pair; values: codes
     [B, S, Hkv, D*bits/8] uint8 with low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V
-    [B, S, Hkv, D] and None; ring_k (after RoPE) and ring_v [B, z, Hkv, D], position p in slot p % z;
+    [B, S, Hkv, D] and None; ring_k (after RoPE) and ring_v [B, z, Hkv, D], filled from the left;
     rope [>= S, D/2, 2] of rope_pairs -> [B, Hq, D].
 
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's

@@ -3316,7 +3316,7 @@ def test_graph_replay_equals_eager(method, options):
         ("dense", {}),
         ("sals", {}),
         ("sals", {"score": "sum"}),
-        ("sals", {"latent_bits": 8}),
+        ("sals", PAPER | {"rank": 0.25, "score_block": 0}),
         ("fdc", {}),
         ("loki", {}),
         ("topk", {"keep": 256}),
@@ -5490,28 +5490,31 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r, r_score, int8, sinks):
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-def check_sum_scores(scores, queries, latent, written, dtype):
-    truth = sals_scores(queries[:, None].float(), latent[..., : queries.shape[1]], written, "sum", 1.0)
+def check_sum_scores(scores, queries, latent, written, dtype, block=0):
+    queries = queries.float()[..., None, :]  # of one head
+    truth = sals_scores(queries, latent[..., : queries.shape[-1]], written, "sum", 1.0, block)
     assert (scores[~written] == -torch.inf).all()
     close(scores[written], truth[written], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S, r_score, r", [(70, 5, 9), (130, 64, 128), (300, 33, 40), (97, 520, 530)])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("int8, block", [(False, 0), (True, 0), (False, 48), (True, 512)])
 @poisoned
-def test_kernel_sals_append_scores(dtype, S, r_score, r, int8):
+def test_kernel_sals_append_scores(dtype, S, r_score, r, int8, block):
     """Tiles of 4096 numbers: rows of one tile and of several, ranks in one block and in three."""
     B, D, pos = 3, 16, positions(S - 1, S // 2, 0)
     q, latent = randn(B, 1, D, dtype=dtype), randn(B, S, r, dtype=dtype)
     new, queries = randn(B, r, dtype=dtype), randn(B, r, seed=1, dtype=dtype)[:, :r_score]
+    if block:
+        queries = randn(B, -(-S // block), r_score, seed=1, dtype=dtype)
     written = torch.arange(S, device=DEVICE) < pos[:, None]
     latents, decoded = latents_of(latent, written, int8)
     ring_k, ring_v, values = (randn(B, n, 1, D, dtype=dtype) for n in (4, 4, S))
     rope = kernels.rope_pairs(*tables(S, D), dtype)
     stores = (*latents, values, None, ring_k, ring_v)
-    _, scores = kernels.sals_append(new, q, q, q, queries, pos, rope, *stores, 16)
-    check_sum_scores(scores, queries, decoded, written, dtype)
+    _, scores = kernels.sals_append(new, q, q, q, queries, pos, rope, *stores, 16, block)
+    check_sum_scores(scores, queries, decoded, written, dtype, block)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="4 GB of latents")
