@@ -515,16 +515,17 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     return model
 
 
-def match_weights(
-    folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]
-) -> dict[str, Tensor]:
-    """Where each tensor of the files goes. Raises UserError where they are not the model's, name by name."""
+def named_slots(model: Llama, headers: dict) -> dict[str, Tensor]:
+    """weight_slots by the names that the files have: a tied model's one matrix may have either of two."""
     slots = weight_slots(model)
-    if (
-        model.config.tied and "model.embed_tokens.weight" not in headers
-    ):  # either name may hold the one matrix
+    if model.config.tied and "model.embed_tokens.weight" not in headers:
         slots["lm_head.weight"] = slots.pop("model.embed_tokens.weight")
-    unused = {"lm_head.weight"} if model.config.tied else set()
+    return slots
+
+
+def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]) -> None:
+    """Raises UserError for the first tensor of the files that is not the model's, or that they lack."""
+    slots, unused = named_slots(model, headers), {"lm_head.weight"} if model.config.tied else set()
     for name, (file, shape, dtype) in headers.items():
         if name not in slots and (name in unused or name.endswith("rotary_emb.inv_freq")):
             continue
@@ -541,7 +542,6 @@ def match_weights(
         raise UserError(
             f"{folder}: the weights lack {len(missing)} of {len(slots)} tensors, the first is {missing[0]}"
         )
-    return slots
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
@@ -557,9 +557,9 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
             "the two do not belong together"
         )
     with torch.device("meta"):
-        match_weights(folder, Llama(config), headers)
+        check_weights(folder, Llama(config), headers)
     model = empty_model(config, device, dtype)
-    slots = match_weights(folder, model, headers)
+    slots = named_slots(model, headers)
     for file in files:
         with safe_open(file, "pt") as tensors:
             for name in (name for name in slots if headers[name][0] == file):
