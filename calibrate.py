@@ -1123,26 +1123,27 @@ def dearest(knob: dataclasses.Field, cost: Callable, capacity: int, limits: dict
 @torch.inference_mode()
 def eval_perplexity(
     engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar
-) -> tuple[float, float, Tensor]:
+) -> tuple[float, np.ndarray, Tensor]:
     """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
 
-    tokens [B, prefix + n] -> perplexity over the n tokens, mean KL (nats) of `reference` log-probabilities
-    [n, B, V] to this cache's (0 without), and this cache's log-probabilities (fp16, on the CPU)."""
+    tokens [B, prefix + n] -> perplexity over the n tokens, each row's mean KL (nats) of `reference`
+    log-probabilities [n, B, V] to this cache's (0 without), and this cache's log-probabilities (fp16, on the
+    CPU)."""
     tokens = tokens.to(engine.room.device)
     engine.prefill(tokens[:, :prefix].tolist())
-    loss, kl, kept = 0.0, 0.0, []
+    loss, kl, kept = 0.0, np.zeros(len(tokens)), []
     for i in range(prefix, tokens.shape[1]):
         log_p = engine.logits.float().log_softmax(-1)  # [B, V]
         loss -= log_p.gather(1, tokens[:, i : i + 1]).mean().item()
         if reference is not None:
             dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
-            kl += (dense.exp() * (dense - log_p)).sum(-1).mean().item()
+            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu().numpy()
         kept.append(log_p.half().cpu())
         engine.tokens.copy_(tokens[:, i])
         engine.step()
         bar.tick()
     n = tokens.shape[1] - prefix
-    return math.exp(loss / n), max(0.0, kl / n), torch.stack(kept)
+    return math.exp(loss / n), (kl / n).clip(0), torch.stack(kept)
 
 
 @torch.inference_mode()
@@ -1175,14 +1176,21 @@ def perplexity_row(
     candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar: Progress
 ) -> dict:
     """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`."""
-    row, capacity, seen = {}, args.prefix + args.continuation, []
+    row, errors, capacity, seen = {}, {}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
         ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
         reference.setdefault(name, log_p)
-        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl}
+        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
+        errors[f"kl {name}"] = standard_error(kl)
         seen += [result for cache in engine.caches if (result := cache.result())]
-    return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
+    row |= {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
+    return row | {"errors": errors}
+
+
+def standard_error(samples: np.ndarray) -> float:
+    """Of the mean of independent samples [n]; 0 for one."""
+    return float(samples.std(ddof=1) / math.sqrt(len(samples))) if len(samples) > 1 else 0.0
 
 
 def ledger(engine: Engine, length: int) -> dict:
@@ -1198,8 +1206,9 @@ def ledger(engine: Engine, length: int) -> dict:
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
     """Bytes per token, bytes read per step (longest prompt), per cent right for each length and task.
 
-    `single` also has its score for each fifth of the depth, under "depth LENGTH" (in the JSON only)."""
-    row = {}
+    In the JSON only: `single`'s score for each fifth of the depth, under "depth LENGTH", and under "errors" the
+    standard error of each score."""
+    row, errors = {}, {}
     for length in args.lengths:
         engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM)
         rows = engine.room.rows
@@ -1215,11 +1224,12 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
                 bar.tick(min(rows, args.samples - first))
             scores = np.array(scores[: args.samples])
             row[f"{kind} {length}"] = 100 * float(scores.mean())
+            errors[f"{kind} {length}"] = 100 * standard_error(scores)
             if kind == "single":
                 row[f"depth {length}"] = [
                     100 * float(part.mean()) for part in np.array_split(scores, 5) if len(part)
                 ]
-    return row
+    return row | {"errors": errors}
 
 
 def run_eval(args: argparse.Namespace) -> None:
@@ -1262,7 +1272,8 @@ def run_eval(args: argparse.Namespace) -> None:
     results, reference = [], {}
     for candidate in candidates:
         row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-        row |= retrieval_row(candidate, args, hay, bar) if args.samples else {}
+        tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
+        row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
         results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
         columns = eval_columns(results)
         bar.note(f"{candidate.label}: " + ", ".join(f"{c} {row[c]:.4g}" for c in columns[1:] if c in row))
