@@ -1617,9 +1617,10 @@ class LrqkCache(Cache):
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """W_Q, W_K [Hkv, D, r] fp32 from the prompt's q [S, Hq, D], k [S, Hkv, D]; stores the row's bases."""
-        gram_q, sum_q = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1)))
-        gram_k, sum_k = lrqk_moments(k[:, :, None])
-        w_q = w_k = torch.eye(q.shape[-1], dtype=gram_q.dtype, device=q.device).expand_as(gram_q)
+        moments = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1))), lrqk_moments(k[:, :, None])
+        # On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens.
+        (gram_q, sum_q), (gram_k, sum_k) = ((gram.cpu(), total.cpu()) for gram, total in moments)
+        w_q = w_k = torch.eye(q.shape[-1], dtype=gram_q.dtype).expand_as(gram_q)
         if self.settings.mode != "optimal":
             start = lrqk_init(self.settings.init, self.rank, sum_q, sum_k)
             w_q, w_k = lrqk_prefill(*start, gram_q, gram_k)
@@ -1628,7 +1629,7 @@ class LrqkCache(Cache):
         else:
             w_q, w_k = lrqk_balance(w_q, w_k, gram_q, gram_k, self.rank)
             self.basis_q[row], self.basis_k[row] = w_q.mT, w_k.mT
-        return w_q.float(), w_k.float()
+        return w_q.float().to(q.device), w_k.float().to(q.device)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rows = self.room.row_ids
