@@ -99,6 +99,39 @@ class Room:
         index = self.kernels.select(scores.flatten(0, -2), pos, x, y, z, wanted)  # [B * heads, x + y]
         return index.unflatten(0, scores.shape[:-1])
 
+    def scores(self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, scale: float | None = None) -> Tensor:
+        """Scores of the tokens up to pos, from what is stored of them: the one way in which methods score.
+
+        q [B, Hkv, G, d]; rows [B, Hkv, S, n], of which the d leading numbers count; scale of the logits, else
+        that of the head dim. rule each: a score a query, its logit -> [B, Hkv, G, S]; largest: group_scores
+        -> [B, Hkv, S]. fp32, -inf beyond pos."""
+        scale = self.config.head_dim**-0.5 if scale is None else scale
+        if self.kernels:
+            scores = self.kernels.scores(q.to(rows.dtype).contiguous(), rows, None, pos.int(), scale, rule)
+            return scores.view(*q.shape[:3], -1) if rule == "each" else scores
+        live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
+        logits = (q.to(rows.dtype) @ rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
+        if rule == "largest":
+            return group_scores(logits, live)
+        return logits.masked_fill(~live[:, None, None], -torch.inf)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        """Attention of one query a row over stored tokens: the one way in which methods attend.
+
+        q [B, Hq, D] after RoPE, k and v [B, Hkv, S, D] -> [B, Hq, D]. index [B, Hkv, n] or [B, Hq, n]: the
+        tokens that count, negative for none; without it all up to pos."""
+        scale = self.config.head_dim**-0.5
+        if self.kernels:
+            index = index if index is None else index.int().contiguous()
+            return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], scale)
+        if index is None:
+            return attend(q, k, v, torch.arange(k.shape[2], device=pos.device) <= pos[:, None], scale)
+        chosen = index.clamp(min=0).long().unflatten(1, (k.shape[1], -1))  # [B, Hkv, 1 or G, n]
+        k, v = (
+            gather_rows(x, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2) for x in (k, v)
+        )
+        return attend(q, k, v, index >= 0, scale)
+
 
 class Cache(nn.Module):
     """The base of all caches: RoPE at given positions, zeroed storage, the ledger, and `attends`."""
@@ -216,15 +249,6 @@ def group_scores(logits: Tensor, live: Tensor) -> Tensor:
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
     return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
-
-
-def gather_attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, live: Tensor) -> Tensor:
-    """Exact attention of one query a row over chosen tokens, each KV head its own.
-
-    q [B, Hq, D], k and v [B, Hkv, S, D], index [B, Hkv, n], live [B, Hkv, n] bool: which of them count, and
-    are distinct -> [B, Hq, D]."""
-    index = index.clamp(0, k.shape[2] - 1).long()
-    return attend(q, gather_rows(k, index), gather_rows(v, index), live)
 
 
 def window_slot(position: Tensor, x: int, z: int) -> Tensor:
@@ -1273,23 +1297,19 @@ class LokiCache(Cache):
             live = (self.room.positions <= pos[:, None])[:, None, None]
             scale = self.config.head_dim**-0.5
             return F.scaled_dot_product_attention(q, self.k, self.v, live, scale=scale).flatten(1, 2)
-        index, live = self.select(pos, q)  # [B, Hkv, G, k]
-        self.attends(pos, index, live)
-        kv_heads = torch.arange(self.config.n_kv_heads, device=pos.device)[:, None, None]
-        where = (rows[:, None, None, None], kv_heads, index)
-        # Each query head has its own tokens: [B, Hq, k, D], live [B, Hq, k].
-        return attend(*(x.flatten(1, 2) for x in (q, self.k[where], self.v[where], live)))
+        index = self.select(pos, q)  # [B, Hkv, G, k]
+        self.attends(pos, index, index >= 0)
+        return self.room.attend(q.flatten(1, 2), self.k, self.v, pos, index.flatten(1, 2))
 
-    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
 
-        q [B, Hkv, G, D] -> indices [B, Hkv, G, k] and which of them count, since short rows have fewer."""
-        scores = (q[..., : self.d] @ self.k[..., : self.d].transpose(-1, -2)).float()  # [B, Hkv, G, S]
+        q [B, Hkv, G, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer."""
+        scores = self.room.scores(q[..., : self.d], self.k, pos, "each")
         wanted, forced = None, self.x + self.z
         if self.settings.k <= 1:  # a share of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
-        index = best_tokens(self.room, scores, pos, self.x, self.y, self.z, wanted)
-        return index.clamp(min=0), index >= 0
+        return best_tokens(self.room, scores, pos, self.x, self.y, self.z, wanted)
 
     def formula(self) -> int:
         return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
@@ -1500,14 +1520,6 @@ def lrqk_refit(
     return q_hat, k_hat, lrqk_step(b_q, q_hat, q), lrqk_step(b_k, k_hat, k)
 
 
-def lrqk_scores(q_hat: Tensor, a_k: Tensor, live: Tensor, head_dim: int) -> Tensor:
-    """One score a token and KV head: q^ [B, Hkv, G, r], A_K [B, Hkv, S, r], live [B, S] -> [B, Hkv, S] fp32.
-
-    The largest log attention weight that a query head of the group would give, -inf where not live. With one
-    query head a group this ranks tokens by q^ . k^ alone, as in line 9 of Alg. 2."""
-    return group_scores((q_hat.to(a_k.dtype) @ a_k.mT).float() * head_dim**-0.5, live)
-
-
 def lrqk_resolve(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -1644,7 +1656,8 @@ class LrqkCache(Cache):
         self.load(slice(None), pos, q_hat)
         self.attends(pos, self.pos_of, self.stamp == self.step, recent=self.z)
         live = torch.cat((self.stamp == self.step, self.ring_live(pos)), -1)
-        return F.scaled_dot_product_attention(q, self.hot_k, self.hot_v, live[:, :, None]).flatten(1, 2)
+        slots = torch.arange(live.shape[-1], device=pos.device).where(live, -1)  # [B, Hkv, C + z]
+        return self.room.attend(q.flatten(1, 2), self.hot_k, self.hot_v, pos, slots)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
@@ -1675,8 +1688,7 @@ class LrqkCache(Cache):
 
     def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
-        left = self.room.positions <= pos[:, None] - self.z
-        scores = lrqk_scores(q_hat, self.a_k[rows], left, self.config.head_dim)
+        scores = self.room.scores(q_hat, self.a_k[rows], pos - self.z, "largest")
         index = self.room.select(scores, pos, 0, self.chosen, self.z)
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
@@ -1767,10 +1779,9 @@ class StreamingCache(Cache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rows, slot = self.room.row_ids, self.slot(pos)
         self.k[rows, :, slot], self.v[rows, :, slot] = self.rope(k, pos), v
-        live = torch.arange(self.x + self.w, device=pos.device) <= pos[:, None]  # slots fill from the left
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
-        return attend(self.rope(q, pos), self.k, self.v, live)
+        return self.room.attend(self.rope(q, pos), self.k, self.v, pos)  # slots fill from the left
 
     def formula(self) -> int:
         return dense_bytes(self.room) // self.room.capacity * (self.x + self.w)
@@ -1828,13 +1839,13 @@ class SelectiveCache(DenseCache):
     def note(self, pos: Tensor, k: Tensor) -> None:
         """The same for one token a row, k [B, Hkv, D] after RoPE."""
 
-    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, Hq, D] after RoPE -> token indices [B, Hkv, n] and which of them are live."""
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none."""
         raise NotImplementedError
 
-    def logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """Scaled logits [B, Hkv, G, N] of q [B, Hq, d] and k [B, Hkv, N, d]."""
-        return q.unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) * self.config.head_dim**-0.5
+    def scores(self, pos: Tensor, q: Tensor, rows: Tensor) -> Tensor:
+        """group_scores [B, Hkv, N] of q [B, Hq, d] and what is stored of each token or page [B, Hkv, N, d]."""
+        return self.room.scores(q.unflatten(1, (rows.shape[1], -1)), rows, pos, "largest")
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         out, length = super().prefill(row, q, k, v), q.shape[0]
@@ -1849,9 +1860,9 @@ class SelectiveCache(DenseCache):
         rows, q, k = self.room.row_ids, self.rope(q, pos), self.rope(k, pos)
         self.k[rows, :, pos], self.v[rows, :, pos] = k, v
         self.note(pos, k)
-        index, live = self.select(pos, q)
-        self.attends(pos, index, live)
-        return gather_attend(q, self.k, self.v, index, live)
+        index = self.select(pos, q)
+        self.attends(pos, index, index >= 0)
+        return self.room.attend(q, self.k, self.v, pos, index)
 
     def index_read(self, length: int) -> int:
         """Bytes beside K and V that selection reads, where there is anything to select."""
@@ -1870,10 +1881,8 @@ class TopKCache(SelectiveCache):
         super().__init__(room, x + y + z)
         self.x, self.y, self.z = x, y, z
 
-    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        scores = group_scores(self.logits(q, self.k), self.room.positions <= pos[:, None])
-        index = best_tokens(self.room, scores, pos, self.x, self.y, self.z)
-        return index, index >= 0
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        return best_tokens(self.room, self.scores(pos, q, self.k), pos, self.x, self.y, self.z)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return length, min(length, self.count)
@@ -1968,11 +1977,13 @@ class H2oCache(Cache):
         self.attention.scatter_(2, victim[..., None], 0.0)
         live = self.position >= 0
         self.attends(pos, self.position, live)
-        logits = (q.unflatten(1, (len(heads), -1)) @ self.k.transpose(-1, -2)).float()  # [B, Hkv, G, C]
-        logits = (logits * self.config.head_dim**-0.5).masked_fill(~live[:, :, None], -torch.inf)
+        every = torch.full_like(pos, self.slots - 1)
+        logits = self.room.scores(q.unflatten(1, (len(heads), -1)), self.k, every, "each")  # [B, Hkv, G, C]
+        logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
         self.attention += self.weights(logits, step, first).sum(2)
-        return attend(q, self.k, self.v, live)
+        slots = torch.arange(self.slots, device=pos.device).where(live, -1)  # [B, Hkv, C]
+        return self.room.attend(q, self.k, self.v, pos, slots)
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and one length a row."""
@@ -2013,44 +2024,45 @@ class QuestSettings:
         return (count if count == capacity else min(max(3, count // page) * page, capacity),)
 
 
-def page_bounds(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The largest logit that a key between low and high could have: sum over d of max(q low, q high).
-
-    q [B, Hkv, G, D], low and high [B, Hkv, P, D] -> [B, Hkv, G, P] (Quest sec. 3.3, as two products)."""
-    return q.relu() @ high.transpose(-1, -2) - (-q).relu() @ low.transpose(-1, -2)
+def page_queries(q: Tensor) -> Tensor:
+    """q [..., D] as [max(q, 0), min(q, 0)] [..., 2D]: its product with a page's [largest, least] key of each
+    channel is the largest logit that a key between them could have, the sum over d of max(q high, q low)
+    (Quest sec. 3.3)."""
+    return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
 
 
 class QuestCache(SelectiveCache):
-    """K and V in full, and for each page the least and the largest key of every channel, after RoPE."""
+    """K and V in full, and for each page the largest and the least key of every channel, after RoPE."""
 
     def __init__(self, room: Room, settings: QuestSettings):
         super().__init__(room, *settings.budget(room.capacity))
         c, self.page = room.config, min(settings.page, room.capacity)
         self.pages = -(-room.capacity // self.page)
-        self.register_buffer("low", self.store(c.n_kv_heads, self.pages, c.head_dim))
-        self.register_buffer("high", self.store(c.n_kv_heads, self.pages, c.head_dim))
+        self.register_buffer("bounds", self.store(c.n_kv_heads, self.pages, 2 * c.head_dim))
 
     def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
         n = -(-len(k) // self.page)
         tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last one fills up
         low, high = k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
-        self.low[row, :, :n], self.high[row, :, :n] = low.transpose(0, 1), high.transpose(0, 1)
+        self.bounds[row, :, :n] = torch.cat((high, low), -1).transpose(0, 1)
 
     def note(self, pos: Tensor, k: Tensor) -> None:
         where = (self.room.row_ids, slice(None), pos // self.page)
+        high, low = self.bounds[where].chunk(2, -1)  # [B, Hkv, D]
         first = (pos % self.page == 0)[:, None, None]
-        self.low[where] = torch.where(first, k, torch.minimum(self.low[where], k))
-        self.high[where] = torch.where(first, k, torch.maximum(self.high[where], k))
+        high, low = (
+            torch.where(first, k, torch.maximum(high, k)),
+            torch.where(first, k, torch.minimum(low, k)),
+        )
+        self.bounds[where] = torch.cat((high, low), -1)
 
-    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        bounds = page_bounds(q.unflatten(1, (self.config.n_kv_heads, -1)), self.low, self.high)
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
-        live = torch.arange(self.pages, device=pos.device) <= last[:, None]
-        scores = group_scores(bounds * self.config.head_dim**-0.5, live)
+        scores = self.scores(last, page_queries(q), self.bounds)
         # [B, Hkv, n], the last one forced.
         pages = best_tokens(self.room, scores, last, 0, self.count // self.page - 1, 1)
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
-        return index, (index >= 0) & (index <= pos[:, None, None])
+        return index.where(index <= pos[:, None, None], -1)
 
     def formula(self) -> int:
         return dense_bytes(self.room) // self.room.capacity * (self.room.capacity + self.pages)
@@ -2140,26 +2152,25 @@ class DoubleSparseCache(SelectiveCache):
 
     def choose(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores = group_scores(self.logits(self.labels(q), label), self.room.positions <= pos[:, None])
+        scores = self.scores(pos, self.labels(q), label)
         return best_tokens(self.room, scores, pos, self.x, count - self.x - self.z, self.z)
 
-    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
         index = self.choose(pos, q, self.label, self.held_count)
         if self.share_heads:
             index = index.gather(1, self.head.long()[..., None].expand_as(index))
         if self.every == 1:
-            return index, index >= 0
+            return index
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
         self.held.copy_(torch.where(due[:, None, None], index, self.held))
         since = self.since[:, None, None]
         newer = since + torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
-        live = torch.cat((self.held >= 0, newer <= pos[:, None, None]), -1)
         # A row that the budget covers is attended whole: its first `count` places, as far as written.
         whole = (pos < self.count)[:, None, None]
         places = self.room.positions[: self.count]
         index = torch.where(whole, places, torch.cat((self.held, newer), -1))
-        return index, torch.where(whole, places <= pos[:, None, None], live)
+        return index.where(index <= pos[:, None, None], -1)
 
     def formula(self) -> int:
         c, room = self.config, self.room

@@ -12,6 +12,7 @@ together with its wrapper.
 import functools
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ if gluon is None:
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
 LOG2E = math.log2(math.e)
+LN2 = tl.constexpr(math.log(2)) if triton else math.log(2)  # which kernels read
 
 
 def operator(fake, mutates: tuple = ()):
@@ -681,6 +683,201 @@ def scores_at_once(
         if slots > 1:
             return splits, N, slots
     return None
+
+
+# ---------------------------------------------------------------------------------------------------- scores
+
+
+@jit
+def _scores_kernel(
+    query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
+    rows_p,  # [B, H, S, r], in steps of whole rows
+    row_scale_p,  # [B, H, S] fp32, alike; None: rows are not int8
+    pos_p,  # [B] int32
+    kept_p,  # softmax: exp(logit - running maximum) [B, H, S, NP]; else logits [B, H, N, S] fp32
+    tile_max_p,  # softmax: the running maximum of each tile [B, H, tiles, NP] fp32
+    max_p,  # [B, H, splits, NP] fp32
+    sum_p,  # [B, H, splits, NP] fp32
+    query_steps, steps, S, N, r_score, r, scale, boost, tiles, block,
+    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
+    RULE: tl.constexpr,
+):  # fmt: skip
+    """Logits of a head's rows with its N queries (in log2 units but for RULE each), and what RULE sums over them."""
+    _wait_for_previous()
+    split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    length = tl.load(pos_p + b) + 1
+    n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
+    share = tl.cdiv(tl.cdiv(length, T), splits)  # tiles of this program, of the live ones only
+    query_at = query_p + b * query_steps[0] + h * query_steps[2] + n[:, None] * r_score + dims
+    # Int8 rows are multiplied as they are where the queries can be split once and for all tiles.
+    SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
+    if NR == 1:
+        if not BLOCKS:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
+            query = tl.load(query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
+            if SPLIT:
+                high, low, query_scale = _split_rows(query)
+    top = tl.full([NP], float("-inf"), tl.float32)
+    total = tl.zeros([T, NP], tl.float32)  # summed over T at the end, not in every tile
+    for tile in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))):
+        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = tokens < length
+        row = b * steps[0] + h * steps[1] + tokens * steps[2]
+        logits = tl.zeros([T, NP], tl.float32)
+        row_at = rows_p + row[:, None] * r + dims
+        tile_query_at = query_at
+        if BLOCKS:  # a tile lies in one block of tokens
+            tile_query_at = query_at + (tile * T // block).to(tl.int64) * query_steps[1]
+        if NR == 1:
+            if BLOCKS:
+                query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
+                if SPLIT:
+                    high, low, query_scale = _split_rows(query)
+            rows = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
+            if SPLIT:
+                coarse = tl.dot(rows, tl.trans(high), out_dtype=tl.int32).to(tl.float32)
+                fine = tl.dot(rows, tl.trans(low), out_dtype=tl.int32).to(tl.float32)
+                logits = (coarse * 254 + fine) * query_scale[None, :]
+            else:
+                logits = tl.dot(rows.to(query.dtype), tl.trans(query), logits, input_precision="ieee")
+        else:
+            for i in range(0, NR * RB, RB):
+                inside = dims + i < r_score
+                rows = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
+                part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
+                logits = tl.dot(rows.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
+        if row_scale_p is not None:
+            logits *= tl.load(row_scale_p + row, mask=live, other=0.0)[:, None]
+        logits = tl.where(live[:, None], logits * scale, float("-inf"))
+        if RULE != "softmax":
+            at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
+            tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
+        if RULE != "each":
+            new_top = tl.maximum(top, tl.max(logits, 0))
+            weight = tl.exp2(logits - new_top[None, :])
+            total = total * tl.exp2(top - new_top)[None, :] + weight
+            top = new_top
+        if RULE == "softmax":
+            at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
+            tl.store(at, (weight * boost).to(kept_p.dtype.element_ty), mask=live[:, None])
+            tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n, top)
+    if RULE != "each":
+        at = ((b * H + h) * splits + split) * NP + n
+        tl.store(max_p + at, top)
+        tl.store(sum_p + at, tl.sum(total, 0))
+
+
+@jit
+def _reduce_scores_kernel(
+    kept_p,  # of _scores_kernel, as all but the last
+    tile_max_p,
+    max_p,
+    sum_p,
+    pos_p,  # [B] int32
+    out_p,  # [B, H, S] fp32
+    S, N, splits, boost, tiles,
+    T: tl.constexpr, NP: tl.constexpr, SP: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """softmax: sum over the queries of exp(logit) / their sum; largest: of logit - log2 of that sum the
+    largest. -inf beyond pos."""
+    _wait_for_previous()
+    _let_next_begin()
+    h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(pos_p + b) + 1
+    n, split = tl.arange(0, NP), tl.arange(0, SP)
+    at = ((b * H + h) * splits + split[:, None]) * NP + n[None, :]
+    tops = tl.load(max_p + at, mask=(split < splits)[:, None], other=float("-inf"))
+    sums = tl.load(sum_p + at, mask=(split < splits)[:, None], other=0.0)
+    top = tl.maximum(tl.max(tops, 0), -1e30)
+    total = tl.sum(sums * tl.exp2(tops - top[None, :]), 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=3):
+        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = tokens < length
+        if RULE == "softmax":
+            some = (n < N) & (n * 0 + tile * T < length)
+            tile_max_at = tile_max_p + ((b * H + h) * tiles + tile) * NP + n
+            tile_top = tl.load(tile_max_at, mask=some, other=float("-inf"))
+            factor = tl.where(some, tl.exp2(tile_top - top) / (total * boost), 0.0)
+            kept_at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
+            kept = tl.load(kept_at, mask=live[:, None], other=0.0)
+            score = tl.sum(kept.to(tl.float32) * factor[None, :], 1)
+        else:
+            kept_at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
+            mask = live[:, None] & (n < N)[None, :]
+            kept = tl.load(kept_at, mask=mask, other=float("-inf"))
+            score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-38)))[None, :], 1) * LN2
+        tl.store(out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
+
+
+@operator(
+    lambda queries, rows, row_scale, pos, scale, rule, block=0: rows.new_empty(
+        (len(rows), rows.shape[1] * (queries.shape[-2] if rule == "each" else 1), rows.shape[2]),
+        dtype=torch.float32,
+    )
+)
+def scores(
+    queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str, block: int = 0
+) -> Tensor:  # fmt: skip
+    """Scores of a row's tokens from the leading dims of what is stored of them, which is read once.
+
+    queries [B, H, N, r*], or [B, n, H, N, r*], one for each block of `block` tokens, a multiple of 16;
+    rows [B, H, S, r], a view (row_steps) of the same dtype, r* <= r, or int8 codes with row_scale [B, H, S]
+    fp32. Logits are q . row * scale over the tokens up to pos. rule:
+        each     a score a query, its logit -> [B, H * N, S]
+        softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
+        largest  the largest of the log-softmax of a head's queries -> [B, H, S]
+    fp32, -inf beyond pos. For softmax a program keeps exp(logit - running maximum) in half precision (2 bytes
+    a query and token) until maximum and sum of the row are known; a second kernel multiplies it by
+    exp(that maximum - maximum) / sum. Truth: compress.sals_scores and group_scores."""
+    *_, H, N, r_score = queries.shape
+    (B, _, S, r), blocks = rows.shape, queries.shape[1:-3]
+    need(
+        len(queries) == B and H == rows.shape[1] and r_score <= r,
+        f"queries {list(queries.shape)} do not fit rows {list(rows.shape)}",
+    )
+    need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
+    check_blocks(blocks, S, block)
+    check(pos, B)
+    steps, exact = row_steps("rows", rows), queries.dtype == torch.float32
+    need(rows.dtype == (queries.dtype if row_scale is None else torch.int8), f"rows are {rows.dtype}")
+    if row_scale is not None:
+        shape("row_scale", row_scale, B, H, S, dtype=torch.float32)
+        need(row_scale.stride() == steps, "the scales of rows must lie as the rows do")
+    need(queries[0].is_contiguous(), "the queries of a row must be contiguous")
+    query_steps = (queries.stride(0), H * N * r_score, N * r_score)
+    if rule == "largest" and N == 1:
+        rule = "each"  # which ranks tokens alike
+    NP = max(16, power2(N))
+    T, RB, warps, stages, programs = softmax_config(NP, r_score, tile_itemsize(queries.dtype, rows))
+    if block:
+        T = min(T, block & -block)  # a power of two that divides it
+        stages = max(1, stages - 1)  # queries are loaded for each tile, too
+    tiles = cdiv(S, T)
+    splits = max(
+        1, min(tiles, programs // (B * H), max(128, 256 // B))
+    )  # whose sums every program below reads
+    empty = functools.partial(torch.empty, device=rows.device)
+    # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
+    boost, soft = 1.0 if exact else 2.0**15, rule == "softmax"
+    if soft:
+        kept = empty(B, H, S, NP, dtype=torch.float32 if exact else torch.float16)
+    else:
+        kept = torch.full((B, H * N, S), -torch.inf, device=rows.device)
+    tile_max = empty(B, H, tiles if soft else 0, NP, dtype=torch.float32)
+    tops, sums = empty(2, B, H, splits if rule != "each" else 0, NP, dtype=torch.float32)
+    _scores_kernel[splits, H, B](
+        queries, rows, row_scale, pos, kept, tile_max, tops, sums, query_steps, steps, S, N, r_score, r,
+        scale if rule == "each" else scale * LOG2E, boost, tiles, block, T, RB, cdiv(r_score, RB), NP, block > 0, rule, num_warps=warps,
+        num_stages=stages, **overlapped(rows.device),
+    )  # fmt: skip
+    if rule == "each":
+        return kept
+    out = empty(B, H, S, dtype=torch.float32)
+    _reduce_scores_kernel[max(1, min(tiles, 4 * SMS // (B * H))), H, B](
+        kept, tile_max, tops, sums, pos, out, S, N, splits, boost, tiles, T, NP, power2(splits), rule,
+        num_warps=4, **overlapped(rows.device),
+    )  # fmt: skip
+    return out
 
 
 # -------------------------------------------------------------------------------------------------- selection
@@ -1601,10 +1798,12 @@ def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.c
     tl.store(out_p + head * D + d, (out / total).to(out_p.dtype.element_ty), mask=d < D)
 
 
-def split_outputs(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result [B, Hq, D] of queries alike, and what each of a head's splits leaves for merge_splits: its
-    maximum and its sum [B, Hq, splits] and its part [B, Hq, splits, D], fp32; one split writes the result."""
-    out, (B, Hq, D) = torch.empty_like(q), q.shape
+def split_outputs(q: Tensor, splits: int, D: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result [B, Hq, D] for queries q, and what each of a head's splits leaves for merge_splits: its
+    maximum and its sum [B, Hq, splits] and its part [B, Hq, splits, D], fp32; one split writes the result.
+    D: the values' width where it is not q's."""
+    B, Hq, D = (*q.shape[:2], D or q.shape[2])
+    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     tops, sums = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     parts = out if splits == 1 else torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     return out, tops, sums, parts
@@ -2082,6 +2281,363 @@ def row_programs(B: int, n: int, Hkv: int, programs: int) -> int:
     most = min(programs // B, tiles * Hkv)
     even = most // tiles * tiles
     return even if 4 * even >= 3 * most else most
+
+
+# ------------------------------------------------------------------------------ attention over stored tokens
+#
+# A store is a matrix whose rows belong to one token of one KV head: row = b * steps[0] + h * steps[1] + token *
+# steps[2]. A format of keys is two functions: QUERIES prepares a group's queries once, LOGITS multiplies them
+# with the keys of a tile of rows. A format of values is one function: VALUES, a tile of rows in q's dtype.
+# SHAPE holds a launch's sizes: queries of a group G, padded to GP; key dims D, padded to DP; and for latents
+# their rank r and how many ranks a product takes, KB. PACKING: of value_packing.
+
+
+@jit
+def _plain_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
+    """The queries of a group as columns, [DP, GP]."""
+    g, d = tl.arange(0, SHAPE[1]), tl.arange(0, SHAPE[3])
+    real = (g < SHAPE[0])[None, :] & (d < SHAPE[2])[:, None]
+    return tl.load(q_p + g[None, :] * SHAPE[2] + d[:, None], mask=real, other=0.0)
+
+
+@jit
+def _plain_logits(query, keys, b, h, row, token, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of 16-bit or fp32 keys, rows [.., D]."""
+    d = tl.arange(0, SHAPE[3])
+    k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=(d < SHAPE[2])[None, :], other=0.0)
+    return tl.dot(k, query, input_precision="ieee") * scale
+
+
+@jit
+def _int8_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
+    """The queries as two int8 numbers and a scale each, so that tensor cores take the keys' codes as they are;
+    in fp32 as they are."""
+    query = _plain_queries(q_p, b, h, keys, SHAPE)
+    if query.dtype == tl.float32:
+        return query, query, query
+    else:
+        high, low, scale = _split_rows(tl.trans(query))
+        return tl.trans(high), tl.trans(low), scale
+
+
+@jit
+def _int8_logits(queries, keys, b, h, row, token, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of keys in int8: codes in rows [.., D] and a scale a row, fp32."""
+    d = tl.arange(0, SHAPE[3])
+    k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=(d < SHAPE[2])[None, :], other=0)
+    scale = tl.load(keys[1] + row) * scale
+    high, low, query_scale = queries
+    if high.dtype == tl.float32:
+        return tl.dot(k.to(tl.float32), high, input_precision="ieee") * scale[:, None]
+    else:
+        logits = tl.dot(k, high, out_dtype=tl.int32) * 254 + tl.dot(k, low, out_dtype=tl.int32)
+        return logits.to(tl.float32) * (scale[:, None] * query_scale[None, :])
+
+
+@constexpr_function
+def _largest_sum(dtype):
+    """Sums of int8 products can exceed fp16's range. In fp16 the keys are divided by this, and the query is
+    multiplied by it."""
+    return 1024.0 if dtype == tl.float16 else 1.0
+
+
+@jit
+def _latent_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
+    """The queries as columns in the order of the basis (interleave_rope), [DP, GP], and the basis [KB, DP]
+    where one product takes all ranks."""
+    _, _, basis_p, basis_scale_p, _, _, basis_step = keys
+    g, d, dims = tl.arange(0, SHAPE[1]), tl.arange(0, SHAPE[3]), tl.arange(0, SHAPE[5])
+    paired = d // 2 + (d % 2) * (SHAPE[2] // 2)
+    real = (g < SHAPE[0])[None, :] & (d < SHAPE[2])[:, None]
+    query = tl.load(q_p + g[None, :] * SHAPE[2] + paired[:, None], mask=real, other=0.0)
+    if basis_scale_p is not None:
+        scale = tl.load(basis_scale_p + h * SHAPE[3] + d) * _largest_sum(query.dtype)
+        query = (query * scale[:, None]).to(query.dtype)
+    basis = query
+    if SHAPE[5] >= SHAPE[4]:
+        basis_at = basis_p + b * basis_step + (h * SHAPE[3] + d)[None, :] * SHAPE[4] + dims[:, None]
+        basis = tl.load(basis_at, mask=(dims < SHAPE[4])[:, None], other=0.0)
+    return query, basis
+
+
+@jit
+def _latent_logits(queries, keys, b, h, row, token, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias): latents in rows [.., r], of q's
+    dtype or int8 with a scale a row; basis [Hkv, DP, r] alike, with a scale for each of its rows."""
+    latent_p, latent_scale_p, basis_p, _, bias_p, rope_p, basis_step = keys
+    query, basis = queries
+    D: tl.constexpr = SHAPE[2]
+    DP: tl.constexpr = SHAPE[3]
+    R: tl.constexpr = SHAPE[4]
+    KB: tl.constexpr = SHAPE[5]
+    INT8: tl.constexpr = latent_scale_p is not None
+    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
+    d, pair, dims = tl.arange(0, DP), tl.arange(0, DP // 2), tl.arange(0, KB)
+    latent_at = latent_p + row[:, None] * R + dims[None, :]
+    if KB >= R:
+        left = tl.load(latent_at, mask=(dims < R)[None, :], other=0.0)
+        k = tl.dot(left, basis, input_precision="ieee", out_dtype=SUM)
+    else:
+        basis_at = basis_p + b * basis_step + (h * DP + d)[None, :] * R + dims[:, None]
+        k = tl.zeros([row.shape[0], DP], SUM)
+        for start in range(0, R, KB):
+            left = tl.load(latent_at + start, mask=(dims + start < R)[None, :], other=0.0)
+            right = tl.load(basis_at + start, mask=(dims + start < R)[:, None], other=0.0)
+            k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
+    if INT8:
+        k = k.to(tl.float32) / _largest_sum(query.dtype)
+        scale = (tl.load(latent_scale_p + row) * scale)[:, None]
+    if bias_p is not None:
+        k += tl.load(bias_p + h * DP + d)[None, :]
+    # The basis has its RoPE pairs side by side, so that the halves of a pair lie in one thread.
+    real = (pair < D // 2)[None, :]
+    at = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
+    cos, sin = _load_rope(rope_p, at, real, rope_p.dtype.element_ty == tl.int32)
+    x, y = tl.split(tl.reshape(k, [row.shape[0], DP // 2, 2]))
+    k = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), [row.shape[0], DP])
+    return tl.dot(k.to(query.dtype), query, input_precision="ieee") * scale
+
+
+@jit
+def _plain_values(values, row, dtype: tl.constexpr, PACKING: tl.constexpr):
+    """V [T, C] of 16 bits or fp32, rows [.., DV], in the columns of PACKING."""
+    channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
+    at = values[0] + row[:, None] * (PACKING[2] * PACKING[3]) + channel[None, :]
+    return tl.load(at, mask=inside[None, :], other=0.0)
+
+
+@jit
+def _code_values(values, row, dtype: tl.constexpr, PACKING: tl.constexpr):
+    """V [T, C] of packed codes, rows of words [.., DV * bits / 32] and of (minimum, scale) [.., DV / group]."""
+    BITS: tl.constexpr = PACKING[0]
+    PLANES: tl.constexpr = PACKING[2]
+    WIDTH: tl.constexpr = PACKING[3]
+    RUNS: tl.constexpr = PACKING[4]
+    RUN: tl.constexpr = PACKING[5]
+    code, pairs = _load_values(
+        values[0], values[1], row, PLANES * WIDTH, PACKING[1], PLANES, WIDTH, RUNS, RUN
+    )
+    code, low, step = _decode(code, pairs, dtype, BITS, PLANES)
+    return tl.reshape(code * step + low, [row.shape[0], PLANES * RUNS * RUN]).to(dtype)
+
+
+@jit
+def _attend_kernel(
+    q_p,  # [B, Hq, D]
+    keys,  # stores of the format of keys
+    values,  # stores of the format of values
+    index_p,  # [B, sets, n] int32, -1: none; None: all tokens that are not in the window
+    window_keys,  # one pointer, [B, z, Hkv, D] after RoPE, or None
+    window_values,  # one pointer, [B, z, Hkv, DV], or None
+    pos_p,  # [B] int32
+    top_p,  # [B, Hq, splits] fp32
+    sum_p,  # [B, Hq, splits] fp32
+    out_p,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    key_steps, value_steps, n, z, sets, Hkv, scale,
+    QUERIES: tl.constexpr, LOGITS: tl.constexpr, VALUES: tl.constexpr, SHAPE: tl.constexpr,
+    PACKING: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale q K^T) V over a row's tokens and its exact window, the tokens cut into splits.
+
+    A program takes the queries of a KV head, or where each query head has its own index, one of them."""
+    _wait_for_previous()
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    p, programs, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
+    h = p * Hkv // programs
+    G: tl.constexpr = SHAPE[0]
+    GP: tl.constexpr = SHAPE[1]
+    dtype: tl.constexpr = q_p.dtype.element_ty
+    C: tl.constexpr = PACKING[2] * PACKING[4] * PACKING[5]
+    DV: tl.constexpr = PACKING[2] * PACKING[3]
+    # 1. The tokens of this split.
+    pos = tl.load(pos_p + b)
+    length = n
+    if index_p is None:
+        length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
+    share = tl.cdiv(tl.cdiv(length, T), splits)
+    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
+    place = first * T + tl.arange(0, T)
+    if index_p is not None:
+        index_p += (b * sets + p * sets // programs) * n
+        # One tile ahead: a load that waits for the load of its own index would not be prefetched.
+        ahead = tl.load(index_p + place, mask=place < n, other=-1)
+    # 2. The queries, and a softmax of nothing.
+    head_row = (b * programs + p) * G
+    queries = QUERIES(q_p + head_row * SHAPE[2], b, h, keys, SHAPE)
+    top = tl.full([GP], -1e30, tl.float32)
+    total = tl.zeros([T, GP], tl.float32)
+    out = tl.zeros([GP, C], tl.float32)
+    # 3. The exact window, in the last split.
+    if window_keys[0] is not None:
+        if split == splits - 1:
+            exact = _plain_queries(q_p + head_row * SHAPE[2], b, h, keys, SHAPE)
+            for start in tl.range(0, z, T, num_stages=1):
+                slot = start + tl.arange(0, T)
+                live = (slot < z) & (slot <= pos)  # slots fill from the left
+                row = (b * z + tl.where(live, slot, 0)) * Hkv + h
+                logits = _plain_logits(exact, window_keys, b, h, row, slot, scale, SHAPE)
+                v = _plain_values(window_values, row, dtype, PACKING)
+                top, total, out = _attend_tile(logits, live, v, top, total, out)
+    # 4. The stored tokens.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        place = tile * T + tl.arange(0, T)
+        if index_p is not None:
+            token = ahead
+            live = token >= 0
+            ahead = tl.load(index_p + place + T, mask=place + T < n, other=-1)
+        else:
+            token = place
+            live = place < length
+        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
+        token = tl.where(live, token, 0)
+        key_row = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
+        value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
+        logits = LOGITS(queries, keys, b, h, key_row, token, scale, SHAPE)
+        v = VALUES(values, value_row, dtype, PACKING)
+        top, total, out = _attend_tile(logits, live, v, top, total, out)
+    # 5. The result, or this split's part of it.
+    total = tl.sum(total, 0)
+    g = tl.arange(0, GP)
+    channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
+    at = (head_row + g) * splits + split
+    if FINAL:
+        out = out / total[:, None]
+    else:
+        tl.store(top_p + at, top, mask=g < G)
+        tl.store(sum_p + at, total, mask=g < G)
+    mask = (g < G)[:, None] & inside[None, :]
+    tl.store(out_p + at[:, None] * DV + channel[None, :], out.to(out_p.dtype.element_ty), mask=mask)
+
+
+def row_steps(name: str, x: Tensor) -> tuple[int, ...]:
+    """How many rows lie between the batch rows, the KV heads and the tokens of x [B, Hkv, S, width], a view of
+    a store. Raises ValueError where the rows do not lie whole, at multiples of their width."""
+    width, strides = x.shape[3], x.stride()
+    need(
+        (strides[3] == 1 or width == 1) and not any(s % width for s in strides[:3]),
+        f"{name} must be whole rows",
+    )
+    return tuple(s // width for s in strides[:3])
+
+
+def plain_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
+    """(stores, steps, (D, DP, r, KB), functions) of keys of q's dtype; the same of the other formats below."""
+    (k,), (B, _, D) = keys, q.shape
+    shape("keys", k, B, Hkv, k.shape[2], D, dtype=q.dtype)
+    return (k,), row_steps("keys", k), (D, max(16, power2(D)), 0, 0), (_plain_queries, _plain_logits)
+
+
+def int8_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
+    (k, scale), (B, _, D) = keys, q.shape
+    need(D <= 512, f"sums of {D} products of int8 do not fit int32")
+    shape("keys", k, B, Hkv, k.shape[2], D, dtype=torch.int8)
+    shape("scale of keys", scale, *k.shape[:3], dtype=torch.float32)
+    steps = row_steps("keys", k)
+    need(scale.stride() == steps, "the scales of keys must lie as their rows do")
+    return (k, scale), steps, (D, max(32, power2(D)), 0, 0), (_int8_queries, _int8_logits)
+
+
+def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
+    (latent, latent_scale, basis, basis_scale, bias, rope), (B, _, D) = keys, q.shape
+    (S, r), DP = latent.shape[2:], max(16, power2(D))
+    shape("latents", latent, B, Hkv, S, r, dtype=q.dtype if latent_scale is None else torch.int8)
+    shape("basis (of interleave_rope)", basis, *basis.shape[:-3], Hkv, DP, r, dtype=latent.dtype)
+    need(basis.ndim == 3 or basis.shape[0] == B, f"basis must be [Hkv, DP, r] or [{B}, Hkv, DP, r]")
+    need((latent_scale is None) == (basis_scale is None), "latents and basis are of int8 together")
+    steps = row_steps("latents", latent)
+    if latent_scale is not None:
+        shape("scale of latents", latent_scale, *latent.shape[:3], dtype=torch.float32)
+        need(latent_scale.stride() == steps, "the scales of latents must lie as their rows do")
+        shape("basis_scale", basis_scale, Hkv, DP, 1, dtype=torch.float32)
+    if bias is not None:
+        shape("bias (of interleave_rope)", bias, Hkv, DP, 1, dtype=torch.float32)
+    words = rope_words(rope, S, D, q.dtype)
+    together(basis=basis, basis_scale=basis_scale, bias=bias, rope=rope)
+    KB, itemsize = max(32, power2(r)), tile_itemsize(q.dtype, latent)
+    if KB * itemsize > 512:  # the basis does not wait in shared memory, but comes again for each tile
+        KB = 128 // itemsize
+    stores = (latent, latent_scale, basis, basis_scale, bias, words, 0 if basis.ndim == 3 else Hkv * DP * r)
+    return stores, steps, (D, DP, r, KB), (_latent_queries, _latent_logits)
+
+
+KEYS = {"plain": plain_keys, "int8": int8_keys, "latents": latent_keys}
+
+
+def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
+    """(stores, steps, packing, function) of values, plain ones at 16 bits and else codes."""
+    if bits == 16:
+        need(values[0].dtype == q.dtype, f"values must be {q.dtype}, not {values[0].dtype}")
+        packing = value_packing(values[0].shape[3], bits)
+        return tuple(values), row_steps("values", values[0]), packing, _plain_values
+    codes, low_scale = values
+    DV = codes.shape[3] * 8 // bits
+    group, steps = value_group(DV, bits), row_steps("values", codes)
+    shape("values", codes, *codes.shape, dtype=torch.uint8)
+    shape("low_scale", low_scale, *codes.shape[:3], DV // group, 2, dtype=torch.float16)
+    lies = tuple(step * (DV // group) * 2 for step in steps)
+    need(low_scale.stride()[:3] == lies, "low_scale must lie as the codes do")
+    words = (codes.view(torch.int32), low_scale.view(torch.int32))
+    return words, steps, value_packing(DV, bits), _code_values
+
+
+@operator(
+    lambda q, kind, keys, values, bits, *_: q.new_empty(*q.shape[:2], values[0].shape[3] * max(1, 8 // bits))
+)
+def attend(
+    q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
+) -> Tensor:  # fmt: skip
+    """Attention of one token a row, q [B, Hq, D] after RoPE, over stored tokens -> [B, Hq, DV].
+
+    kind of the keys; each store is a view [B, Hkv, S, width] (row_steps) where nothing else is said:
+        plain    k [.., D] of q's dtype
+        int8     k [.., D] int8, scale [B, Hkv, S] fp32
+        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; basis [Hkv, DP, r] of interleave_rope, or
+                 one for each row [B, Hkv, DP, r]; its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32,
+                 or None; rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias). Latent and
+                 basis are int8 with scales, or of q's dtype without
+    values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8 and low_scale
+    [.., DV / group, 2] fp16. index int32: the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or
+    [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S. window: exact keys and values
+    [B, z, Hkv, D and DV], filled from the left, which are attended besides, or () with z = 0.
+    Truth: compress.attend over what the stores read."""
+    (B, Hq, _), (Hkv, S) = q.shape, values[0].shape[1:3]
+    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    key_stores, key_steps, sizes, functions = KEYS[kind](q, keys, Hkv)
+    value_stores, value_steps, packing, decoder = packed_values(q, values, bits)
+    D, DV, z = sizes[0], packing[2] * packing[3], window[0].shape[1] if window else 0
+    check(pos, B, q=q)
+    if window:
+        shape("window keys", window[0], B, z, Hkv, D, dtype=q.dtype)
+        shape("window values", window[1], B, z, Hkv, DV, dtype=q.dtype)
+        check(pos, B, window_keys=window[0], window_values=window[1])
+    n, sets = S, 1
+    if index is not None:
+        need(index.ndim in (2, 3) and len(index) == B, f"index must be [{B}, .., n], not {list(index.shape)}")
+        need(index.dtype == torch.int32, f"index must be int32, not {index.dtype}")
+        check(pos, B, index=index)
+        n, sets = index.shape[-1], index.shape[1:-1].numel()
+        need(sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}")
+    programs = max(Hkv, sets)  # of a row and split
+    G = Hq // programs
+    T, warps, stages, fill = attend_config(kind, sizes[3], q.element_size())
+    splits = max(1, min(cdiv(n, 128), fill * SMS // (B * programs)))
+    out, tops, sums, parts = split_outputs(q, splits, DV)
+    _attend_kernel[splits, programs, B](
+        q, key_stores, value_stores, index, tuple(window[:1]) or (None,), tuple(window[1:]) or (None,), pos,
+        tops, sums, parts, key_steps, value_steps, n, z, sets, Hkv, scale * LOG2E, *functions, decoder,
+        (G, max(16, power2(G)), *sizes), packing, T, stages, splits == 1, num_warps=warps, **overlapped(q.device),
+    )  # fmt: skip
+    return merge_splits(out, tops, sums, parts)
+
+
+def attend_config(kind: str, KB: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(tokens a tile, warps, stages, programs a multiprocessor)."""
+    if itemsize == 4:
+        return 32, 4, 2, 4
+    if kind == "latents":
+        return 64, 4, 2, 2
+    return 64, 4, 3 if kind == "int8" else 2, 6
 
 
 # -------------------------------------------------------------------------------------------- dense attention

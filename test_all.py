@@ -104,7 +104,6 @@ from compress import (
     lrqk_prefill,
     lrqk_refit,
     lrqk_resolve,
-    lrqk_scores,
     model_identity,
     prefill_blocks,
     quantize,
@@ -1496,7 +1495,8 @@ def test_topk_attends_the_best_the_sinks_and_the_recent_ones(length):
     for n in range(length):
         out = step(cache, n, q, k, v)
     pos, rotated = torch.tensor([length - 1]), cache.rope(q[-1:], torch.tensor([length - 1]))
-    index, live = cache.select(pos, rotated)
+    index = cache.select(pos, rotated)
+    live = index >= 0
     scores = reference_scores(cache, rotated[0], length - 1)
     for head in range(4):
         chosen = index[0, head][live[0, head]].tolist()
@@ -1539,9 +1539,10 @@ def test_topk_captures_at_least_the_mass_of_every_other_selection():
             step(cache, n, q, k, v)
         pos = torch.tensor([69])
         rotated = cache.rope(q[-1:], pos)
-        index, live = cache.select(pos, rotated)
-        weights = (cache.logits(rotated, cache.k)[0, :, 0, :70]).softmax(-1)
-        mass[method] = weights.gather(1, index[0].clamp(max=69)).masked_fill(~live[0], 0).sum(-1)
+        index = cache.select(pos, rotated)
+        heads = cache.k.shape[1]  # of whose groups the first query head
+        weights = (rotated.view(heads, -1, 16)[:, :1] @ cache.k[0, :, :70].mT / 4)[:, 0].softmax(-1)
+        mass[method] = weights.gather(1, index[0].clamp(min=0)).masked_fill(index[0] < 0, 0).sum(-1)
     assert (mass["topk"] + 1e-5 >= torch.maximum(mass["quest"], mass["doublesparse"])).all()
     assert mass["quest"].mean() > 0.5 and mass["doublesparse"].mean() > 0.3
 
@@ -1680,12 +1681,12 @@ def test_quest_bounds_are_bounds_and_pages_of_one_are_exact():
     torch.manual_seed(0)
     q, pages = torch.randn(3, 4, 2, 16), torch.randn(3, 4, 7, 5, 16)
     low, high = pages.aminmax(dim=3)
-    bound = compress.page_bounds(q, low, high)
+    bound = compress.page_queries(q) @ torch.cat((high, low), -1).mT
     logits = torch.einsum("bhgd,bhpsd->bhgps", q, pages)
     assert (bound + 1e-5 >= logits.amax(-1)).all()
     direct = torch.maximum(q[:, :, :, None] * low[:, :, None], q[:, :, :, None] * high[:, :, None]).sum(-1)
     assert error(bound, direct) < 1e-6
-    single = compress.page_bounds(q, pages[:, :, :, 0], pages[:, :, :, 0])
+    single = compress.page_queries(q) @ pages[:, :, :, 0].repeat(1, 1, 1, 2).mT
     assert error(single, logits[..., 0]) < 1e-6
 
 
@@ -1701,18 +1702,15 @@ def test_quest_with_pages_of_one_token_is_exact_top_k():
 def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_prompt):
     q, k, v = stream(60)
     cache = row_cache("quest", tiny_model(), 2, 100, keep=48)
-    cache.low += 5  # what an earlier prompt left behind
+    cache.bounds += 5  # what an earlier prompt left behind
     cache.prefill(1, q[:n_prompt], k[:n_prompt], v[:n_prompt])
     for n in range(n_prompt, 60):
         step(cache, n, q, k, v)
         for page in range(n // 16 + 1):
             keys = cache.k[1, :, page * 16 : min(n + 1, page * 16 + 16)]
-            assert torch.equal(cache.low[1, :, page], keys.amin(1))
-            assert torch.equal(cache.high[1, :, page], keys.amax(1))
-        index, live = cache.select(
-            torch.tensor([n, n]), cache.rope(q[n].expand(2, 8, 16), torch.tensor([n, n]))
-        )
-        chosen = index[1, 0][live[1, 0]].tolist()
+            assert torch.equal(cache.bounds[1, :, page], torch.cat((keys.amax(1), keys.amin(1)), -1))
+        index = cache.select(torch.tensor([n, n]), cache.rope(q[n].expand(2, 8, 16), torch.tensor([n, n])))
+        chosen = index[1, 0][index[1, 0] >= 0].tolist()
         assert set(range(n // 16 * 16, n + 1)) <= set(chosen) and len(set(chosen)) == len(chosen) <= 48
     assert compress.QuestSettings(keep=20).budget(1000) == (48,)  # at least 3 pages
 
@@ -1740,12 +1738,12 @@ def test_double_sparse_scores_on_its_channels_alone():
     assert torch.equal(cache.label[0, :, :59], expected)
     pos = torch.tensor([58])
     rotated = cache.rope(q[58:59], pos)
-    index, _ = cache.select(pos, rotated)
+    index = cache.select(pos, rotated)
     cache.k.normal_()
-    assert torch.equal(cache.select(pos, rotated)[0], index)
+    assert torch.equal(cache.select(pos, rotated), index)
     order = torch.tensor([2, 0, 3, 1])
     cache.label, cache.channels = cache.label[..., order], cache.channels[:, order]
-    assert torch.equal(cache.select(pos, rotated)[0], index)
+    assert torch.equal(cache.select(pos, rotated), index)
 
 
 def test_double_sparse_importance_is_a_mean_over_all_the_text():
@@ -1852,7 +1850,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does():
     for n in range(50, 60):
         step(cache, n, q, k, v)
         pos = torch.tensor([n])
-        index, _ = cache.select(pos, cache.rope(q[n : n + 1], pos))
+        index = cache.select(pos, cache.rope(q[n : n + 1], pos))
         assert torch.equal(index[0, 3], index[0, 1]) and not torch.equal(index[0, 0], index[0, 1])
     read = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, channels=1.0).index_read(60)
     assert cache.index_read(60) == read * 3 // 4
@@ -2247,8 +2245,8 @@ def test_loki_with_all_components_is_exact_top_k():
     dense.decode(*step)
     logits = torch.einsum("hgd,hsd->hgs", dense.rope(q, pos)[0].unflatten(0, (4, 2)), dense.k[0]) / 4
     index = logits.topk(9, dim=-1).indices
-    chosen, live = loki.select(pos, loki.rotate(loki.rope(q, pos)))
-    assert live.all() and torch.equal(chosen[0].sort(-1).values, index.sort(-1).values)
+    chosen = loki.select(pos, loki.rotate(loki.rope(q, pos)))
+    assert (chosen >= 0).all() and torch.equal(chosen[0].sort(-1).values, index.sort(-1).values)
     masked = torch.full_like(logits, -torch.inf).scatter(-1, index, logits.gather(-1, index))
     assert error(got[0], (masked.softmax(-1) @ dense.v[0]).flatten(0, 1)) < 1e-5
     # Mixture identity: full attention is m * (attention on the chosen) + (1 - m) * (attention on the rest).
@@ -2289,7 +2287,7 @@ def test_loki_scores_on_the_leading_components():
     loki, _, (pos, q, _, _) = loki_cache(k=10, d=0.25)
     loki.k[..., 4:] = 0
     queries = loki.rotate(loki.rope(q, pos))
-    index, _ = loki.select(pos, queries)
+    index = loki.select(pos, queries).long()
     exact = (queries @ loki.k.transpose(-1, -2)).topk(10).indices
     assert torch.equal(index.sort(-1).values, exact.sort(-1).values)
 
@@ -2301,7 +2299,8 @@ def test_loki_scores_on_the_leading_components():
 def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recent):
     """Or what is forced, if that is more."""
     loki, _, (_, q, _, _) = loki_cache(k=k, sinks=sinks, recent=recent)
-    index, live = loki.select(torch.tensor([length - 1]), loki.rotate(q))
+    index = loki.select(torch.tensor([length - 1]), loki.rotate(q))
+    live = index >= 0
     assert (live.sum(-1) == max(count, min(length, sinks + recent))).all() and token_count(k, length) == count
     for chosen in (
         head[alive].tolist() for head, alive in zip(index.flatten(0, 2), live.flatten(0, 2), strict=True)
@@ -2315,10 +2314,10 @@ def test_loki_is_blind_to_a_shift_of_all_keys_and_to_their_order():
     loki, _, step = loki_cache(k=10, d=0.5)
     pos, q, _, _ = step
     truth = loki.decode(*step)
-    index, _ = loki.select(pos, loki.rotate(loki.rope(q, pos)))
+    index = loki.select(pos, loki.rotate(loki.rope(q, pos)))
     shift, room = torch.randn(4, 16), loki.room
     loki.k -= loki.rotate(shift)[:, :, :]
-    shifted, _ = loki.select(pos, loki.rotate(loki.rope(q, pos)))
+    shifted = loki.select(pos, loki.rotate(loki.rope(q, pos)))
     assert torch.equal(index.sort(-1).values, shifted.sort(-1).values)
     unrotated = apply_rope(shift[None], room.cos[pos], -room.sin[pos])  # so that the new key is shifted too
     assert error(loki.decode(pos, q, step[2] - unrotated, step[3]), truth) < 1e-5
@@ -2351,8 +2350,8 @@ def test_pca_attention_is_full_attention_on_projected_keys(group, d):
 
 def test_loki_sinks_and_recent_count_in_the_budget():
     loki, _, (pos, q, _, _) = loki_cache(k=8, d=0.5, sinks=2, recent=3)
-    index, live = loki.select(pos, loki.rotate(q))
-    assert live.all() and index.shape[-1] == 8
+    index = loki.select(pos, loki.rotate(q))
+    assert (index >= 0).all() and index.shape[-1] == 8
     assert all({0, 1, 38, 39, 40} <= set(head.tolist()) for head in index.flatten(0, 2))
 
 
@@ -2574,7 +2573,7 @@ def test_lrqk_scores_do_not_depend_on_the_gauge(rotation):
     moved = lrqk_refit(q, k, other.mT @ b_q, m.mT @ b_k, a @ other, keys)
     live, tolerance = torch.ones(2, 40, dtype=torch.bool), 1e-9 if rotation else 1e-4
     assert error(moved[0], q_hat @ m) < tolerance and error(moved[1], k_hat @ other) < tolerance
-    scores = (lrqk_scores(x, y, live, 16) for x, y in ((q_hat, a), (moved[0], a @ other)))
+    scores = (compress.group_scores(x @ y.mT, live) for x, y in ((q_hat, a), (moved[0], a @ other)))
     assert error(*scores) < tolerance
 
 
