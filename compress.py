@@ -133,6 +133,17 @@ class Room:
         return attend(q, k, v, index >= 0, scale)
 
 
+    def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
+        """Attention of one query a row over rows that all heads share, as in MLA's absorbed decode.
+
+        q [B, Hq, W], rows [B, S, W]: keys, and in their `width` leading numbers values -> [B, Hq, width]."""
+        scale = self.config.head_dim**-0.5
+        if self.kernels:
+            return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, scale)
+        live = self.positions <= pos[:, None]
+        return attend(q, rows[:, None], rows[:, None, :, :width], live, scale)
+
+
 class Cache(nn.Module):
     """The base of all caches: RoPE at given positions, zeroed storage, the ledger, and `attends`."""
 
@@ -1078,9 +1089,10 @@ def dense_attention(elite: EliteAttention) -> Attention:
 
 
 class EliteCache(Cache):
-    """Rotated elite keys of each head and one latent of all heads' other keys and values: nothing else.
+    """One row a token: a latent of all heads' values and un-rotated keys, then each head's rotated elite keys.
 
-    Decode absorbs B_k into the query and B_v into the output, so the latent is key and value at once."""
+    Decode absorbs B_k into the query and B_v into the output, so that the latent is key and value at once; a
+    query has zeros where the elite keys of other heads stand."""
 
     elite_rope = True
 
@@ -1088,29 +1100,26 @@ class EliteCache(Cache):
         super().__init__(room)
         c, self.attention = room.config, attention
         self.r, self.d_ckv = attention.r, attention.widths[2]
-        self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, 2 * self.r))
-        self.register_buffer("latent", self.store(room.capacity, self.d_ckv))
+        self.register_buffer("rows", self.store(room.capacity, self.d_ckv + c.n_kv_heads * 2 * self.r))
 
     def prefill(self, row: int, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
         q, k = (self.attention.rotate(x, self.room.cos[span], self.room.sin[span]) for x in (q, k))
-        self.k[row, :, span], self.latent[row, span] = k.transpose(0, 1), latent
+        self.rows[row, span] = torch.cat((latent, k.flatten(1)), -1)
         return self.attention.naive(q, k, latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        c, rows, up = self.config, self.room.row_ids, self.attention.up
+        c, up, r2 = self.config, self.attention.up, 2 * self.r
         q, k = (self.attention.rotate(x, self.room.cos[pos], self.room.sin[pos]) for x in (q, k))
-        self.k[rows, :, pos], self.latent[rows, pos] = k, latent
-        b_k, b_v = up.weight.unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - 2 * self.r, c.head_dim), 1)
-        elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split(
-            (2 * self.r, b_k.shape[1]), -1
-        )  # [B, Hkv, G, .]
-        rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
+        self.rows[self.room.row_ids, pos] = torch.cat((latent, k.flatten(1)), -1)
+        b_k, b_v = up.weight.unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - r2, c.head_dim), 1)
+        elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split((r2, b_k.shape[1]), -1)  # [B, Hkv, G, .]
         # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
-        logits = elite @ self.k.transpose(-1, -2) + torch.einsum("bhgc,bsc->bhgs", rest, self.latent)
-        live = (self.room.positions <= pos[:, None])[:, None, None]
-        logits = (logits.float() * c.head_dim**-0.5).masked_fill(~live, -torch.inf)
-        mixed = torch.einsum("bhgs,bsc->bhgc", logits.softmax(-1).to(q.dtype), self.latent)
+        rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
+        own = torch.eye(c.n_kv_heads, dtype=q.dtype, device=q.device)[:, None, :, None]
+        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, Hkv * 2r]
+        query = torch.cat((rest, elite), -1).flatten(1, 2)
+        mixed = self.room.attend_latent(query, self.rows, pos, self.d_ckv).unflatten(1, (c.n_kv_heads, -1))
         out = torch.einsum("bhgc,hdc->bhgd", mixed, b_v)
         if up.bias is not None:  # weights sum to one
             out = out + up.bias.unflatten(0, (c.n_kv_heads, 1, -1))[..., -c.head_dim :]

@@ -2640,6 +2640,87 @@ def attend_config(kind: str, KB: int, itemsize: int) -> tuple[int, int, int, int
     return 64, 4, 3 if kind == "int8" else 2, 6
 
 
+# -------------------------------------------------------------- attention over latents of all heads (EliteKV)
+
+
+@jit
+def _attend_latent_kernel(
+    q_p,  # [B, Hq, W]
+    rows_p,  # [B, S, W], of which the leading DV numbers are the value
+    pos_p,  # [B] int32
+    top_p,  # [B, Hq, splits] fp32
+    sum_p,  # [B, Hq, splits] fp32
+    out_p,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    S, W, DV, scale, blocks,
+    H: tl.constexpr, HP: tl.constexpr, T: tl.constexpr, WB: tl.constexpr, VB: tl.constexpr,
+    FINAL: tl.constexpr,
+):  # fmt: skip
+    """out = softmax(scale q R^T) R[:, :DV]: a row is key and value of all heads, which share what is read of it.
+
+    A program keeps the sums of VB of the DV dims; where these are not all, each makes the logits again."""
+    _wait_for_previous()
+    split, splits = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    block, b = tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
+    length = tl.load(pos_p + b) + 1
+    share = tl.cdiv(tl.cdiv(length, T), splits)
+    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
+    head, w, d = tl.arange(0, HP), tl.arange(0, WB), block * VB + tl.arange(0, VB)
+    query_at = q_p + (b * H + head[None, :]) * W + w[:, None]
+    top = tl.full([HP], -1e30, tl.float32)
+    total = tl.zeros([T, HP], tl.float32)
+    out = tl.zeros([HP, VB], tl.float32)
+    for tile in range(first, stop):
+        token = tile * T + tl.arange(0, T)
+        live = token < length
+        row = rows_p + (b * S + tl.where(live, token, 0))[:, None] * W
+        logits = tl.zeros([T, HP], tl.float32)
+        for i in range(0, W, WB):
+            part = tl.load(row + (i + w)[None, :], mask=(i + w < W)[None, :], other=0.0)
+            real = (i + w < W)[:, None] & (head < H)[None, :]
+            query = tl.load(query_at + i, mask=real, other=0.0)
+            logits = tl.dot(part, query, logits, input_precision="ieee")
+        v = tl.load(row + d[None, :], mask=(d < DV)[None, :], other=0.0)
+        top, total, out = _attend_tile(logits * scale, live, v, top, total, out)
+    total = tl.sum(total, 0)
+    at = (b * H + head) * splits + split
+    if FINAL:
+        out = out / total[:, None]
+    elif block == 0:
+        tl.store(top_p + at, top, mask=head < H)
+        tl.store(sum_p + at, total, mask=head < H)
+    mask = (head < H)[:, None] & (d < DV)[None, :]
+    tl.store(out_p + at[:, None] * DV + d[None, :], out.to(out_p.dtype.element_ty), mask=mask)
+
+
+@operator(lambda q, latent, pos, DV, scale: q.new_empty(*q.shape[:2], DV))
+def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float) -> Tensor:
+    """Attention of one token a row over rows that are key and value of all heads, as in MLA's absorbed decode.
+
+    q [B, Hq, W], latent [B, S, W] of the same dtype: keys, and in their leading DV numbers values; the tokens
+    0..pos are attended -> [B, Hq, DV]. Truth: compress.attend with one KV head."""
+    (B, Hq, W), S = q.shape, latent.shape[1]
+    shape("latent", latent, B, S, W, dtype=q.dtype)
+    need(0 < DV <= W, f"values are the leading 1 to {W} numbers of a row, not {DV}")
+    check(pos, B, q=q, latent=latent)
+    T, WB, VB, warps = latent_config(Hq, W, DV, q.element_size())
+    blocks = cdiv(DV, VB)
+    splits = max(1, min(cdiv(S, 2 * T), 2 * SMS // (B * blocks)))
+    out, tops, sums, parts = split_outputs(q, splits, DV)
+    _attend_latent_kernel[splits * blocks, B](
+        q, latent, pos, tops, sums, parts, S, W, DV, scale * LOG2E, blocks, Hq, max(16, power2(Hq)), T, WB, VB,
+        splits == 1, num_warps=warps, num_stages=2, **overlapped(q.device),
+    )  # fmt: skip
+    return merge_splits(out, tops, sums, parts)
+
+
+def latent_config(Hq: int, W: int, DV: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(tokens a tile, dims of a product, value dims a program, warps)."""
+    if itemsize == 4:
+        return 16, min(64, max(16, power2(W))), min(128, max(16, power2(DV))), 4
+    VB = min(512 if Hq <= 32 else 256, max(16, power2(DV)))
+    return 32, min(128, max(16, power2(W))), VB, 8 if VB > 128 else 4
+
+
 # -------------------------------------------------------------------------------------------- dense attention
 
 
