@@ -84,6 +84,10 @@ class Room:
         if self.kernels:
             self.rope_pairs = self.kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
+    def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
+        """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
+        return apply_rope(x, self.cos[positions], self.sin[positions])
+
     def select(
         self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
     ) -> Tensor:
@@ -115,23 +119,36 @@ class Room:
             return group_scores(logits, live)
         return logits.masked_fill(~live[:, None, None], -torch.inf)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None, window: tuple = ()
+    ) -> Tensor:
         """Attention of one query a row over stored tokens: the one way in which methods attend.
 
-        q [B, Hq, D] after RoPE, k and v [B, Hkv, S, D] -> [B, Hq, D]. index [B, Hkv, n] or [B, Hq, n]: the
-        tokens that count, negative for none; without it all up to pos."""
+        q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores (Plain and those like it).
+        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; without it all up to pos that
+        are not in the window. window: exact K and V [B, z, Hkv, .] of the newest tokens, slots filled from the
+        left, or of those since the last multiple of keys.block."""
         scale = self.config.head_dim**-0.5
         if self.kernels:
             index = index if index is None else index.int().contiguous()
-            return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], scale)
+            stores = (keys.kind, keys.stores(), values.stores(), values.bits)
+            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, list(window), scale)
         if index is None:
-            return attend(q, k, v, torch.arange(k.shape[2], device=pos.device) <= pos[:, None], scale)
-        chosen = index.clamp(min=0).long().unflatten(1, (k.shape[1], -1))  # [B, Hkv, 1 or G, n]
+            k, v = keys.read(), values.read()
+            live = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]
+            return attend(q, k, v, live, scale)
+        chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
         k, v = (
-            gather_rows(x, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2) for x in (k, v)
+            store.read(chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2) for store in (keys, values)
         )
         return attend(q, k, v, index >= 0, scale)
 
+    def paired_basis(self, basis: Tensor, bias: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Of RebuiltKeys, as the kernels take them; None where there are none."""
+        if not self.kernels:
+            return None
+        pair, heads = self.kernels.interleave_rope, len(basis)
+        return pair(basis.flatten(0, 1), heads), pair(bias.float().flatten()[:, None], heads)
 
     def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
         """Attention of one query a row over rows that all heads share, as in MLA's absorbed decode.
@@ -162,8 +179,7 @@ class Cache(nn.Module):
         return torch.zeros(self.room.rows, *shape, dtype=dtype or self.room.dtype, device=self.room.device)
 
     def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
-        return apply_rope(x, self.room.cos[positions], self.room.sin[positions])
+        return self.room.rope(x, positions)
 
     def attends(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
         """Decode says here which tokens it attends if these are not all: one line in a method that selects.
@@ -260,6 +276,45 @@ def group_scores(logits: Tensor, live: Tensor) -> Tensor:
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
     return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
+
+
+@dataclass
+class Plain:
+    """Keys or values [B, Hkv, S, width] as they are. A store: what Room.attend reads."""
+
+    rows: Tensor
+    kind, bits = "plain", 16
+
+    def read(self, index: Tensor | None = None) -> Tensor:
+        """Of all tokens, or of index [B, Hkv, n] -> [B, Hkv, n, width]."""
+        return self.rows if index is None else gather_rows(self.rows, index)
+
+    def stores(self) -> list[Tensor | None]:
+        """What the kernels take (kernels.attend)."""
+        return [self.rows]
+
+
+@dataclass
+class RebuiltKeys:
+    """Keys RoPE(latent basis^T + bias) of latents [B, Hkv, S, r]; basis [Hkv, D, r], bias [Hkv, D]. A store."""
+
+    room: Room
+    latents: Tensor
+    basis: Tensor
+    bias: Tensor
+    paired: tuple[Tensor, Tensor] | None = None  # basis and bias as the kernels take them: paired_basis
+    kind = "latents"
+
+    def read(self, index: Tensor | None = None) -> Tensor:
+        """Of all tokens, or of index [B, Hkv, n] -> [B, Hkv, n, D]."""
+        latents = self.latents if index is None else gather_rows(self.latents, index)
+        k = latents @ self.basis.mT + self.bias[:, None]
+        where = slice(0, k.shape[2]) if index is None else index
+        return self.room.rope(k[..., None, :], where)[..., 0, :]
+
+    def stores(self) -> list[Tensor | None]:
+        basis, bias = self.paired
+        return [self.latents, None, basis, None, bias, self.room.rope_pairs]
 
 
 def window_slot(position: Tensor, x: int, z: int) -> Tensor:
@@ -1308,7 +1363,7 @@ class LokiCache(Cache):
             return F.scaled_dot_product_attention(q, self.k, self.v, live, scale=scale).flatten(1, 2)
         index = self.select(pos, q)  # [B, Hkv, G, k]
         self.attends(pos, index, index >= 0)
-        return self.room.attend(q.flatten(1, 2), self.k, self.v, pos, index.flatten(1, 2))
+        return self.room.attend(q.flatten(1, 2), Plain(self.k), Plain(self.v), pos, index.flatten(1, 2))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
@@ -1666,7 +1721,7 @@ class LrqkCache(Cache):
         self.attends(pos, self.pos_of, self.stamp == self.step, recent=self.z)
         live = torch.cat((self.stamp == self.step, self.ring_live(pos)), -1)
         slots = torch.arange(live.shape[-1], device=pos.device).where(live, -1)  # [B, Hkv, C + z]
-        return self.room.attend(q.flatten(1, 2), self.hot_k, self.hot_v, pos, slots)
+        return self.room.attend(q.flatten(1, 2), Plain(self.hot_k), Plain(self.hot_v), pos, slots)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
@@ -1790,7 +1845,7 @@ class StreamingCache(Cache):
         self.k[rows, :, slot], self.v[rows, :, slot] = self.rope(k, pos), v
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
-        return self.room.attend(self.rope(q, pos), self.k, self.v, pos)  # slots fill from the left
+        return self.room.attend(self.rope(q, pos), Plain(self.k), Plain(self.v), pos)  # slots fill from the left
 
     def formula(self) -> int:
         return dense_bytes(self.room) // self.room.capacity * (self.x + self.w)
@@ -1871,7 +1926,7 @@ class SelectiveCache(DenseCache):
         self.note(pos, k)
         index = self.select(pos, q)
         self.attends(pos, index, index >= 0)
-        return self.room.attend(q, self.k, self.v, pos, index)
+        return self.room.attend(q, Plain(self.k), Plain(self.v), pos, index)
 
     def index_read(self, length: int) -> int:
         """Bytes beside K and V that selection reads, where there is anything to select."""
@@ -1992,7 +2047,7 @@ class H2oCache(Cache):
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
         self.attention += self.weights(logits, step, first).sum(2)
         slots = torch.arange(self.slots, device=pos.device).where(live, -1)  # [B, Hkv, C]
-        return self.room.attend(q, self.k, self.v, pos, slots)
+        return self.room.attend(q, Plain(self.k), Plain(self.v), pos, slots)
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and one length a row."""
@@ -2647,10 +2702,7 @@ class FdcCache(Cache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         if self.fused:
             return self.decode_fused(pos, q, k, latent)
-        token = (self.room.row_ids * self.room.capacity + pos)[:, None]
-        new = [keys[:, 0] for keys in self.compress(k, pos)]  # [B, d_qk] each
-        # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
-        self.packed[self.starts + token * self.strides] = torch.cat((*new, latent), -1)
+        self.append(pos, k, latent)
         live, outputs = self.room.positions <= pos[:, None], []
         for h, (queries, (k_store, v_store)) in enumerate(
             zip(self.queries(q, pos), self.heads(), strict=True)
@@ -2658,6 +2710,13 @@ class FdcCache(Cache):
             keys = self.keys(h, k_store)
             outputs.append(attend(queries, keys[:, None], v_store[:, None], live, self.scale).flatten(1))
         return torch.cat(outputs, -1)[:, None]  # [B, 1, sum of G d_v]
+
+    def append(self, pos: Tensor, k: Tensor, latent: Tensor) -> None:
+        """Writes K' and V' of one token a row; k [B, Hkv, D] before RoPE, latent [B, sum of d_v]."""
+        token = (self.room.row_ids * self.room.capacity + pos)[:, None]
+        new = [keys[:, 0] for keys in self.compress(k, pos)]  # [B, d_qk] each
+        # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
+        self.packed[self.starts + token * self.strides] = torch.cat((*new, latent), -1)
 
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         """The same as decode in Triton kernels, which share the work of unequal heads out evenly."""
@@ -2795,6 +2854,7 @@ class PaluCache(FdcCache):
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int], bias: Tensor):
         super().__init__(room, bases, v_ranks)
         self.bias = bias  # [Hkv, D]; it stays outside the latent
+        self.paired = room.paired_basis(self.basis, bias)
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
         x = x - self.bias
@@ -2802,6 +2862,17 @@ class PaluCache(FdcCache):
 
     def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
         return list(self.rope(q, positions).unflatten(-2, (self.config.n_kv_heads, -1)).unbind(-3))
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        self.append(pos, k, latent)
+        # All heads have one rank, so that they lie as [Hkv, B, capacity, rank], K' and then V'.
+        heads, sizes = self.config.n_kv_heads, (self.ranks[0], self.v_ranks[0])
+        parts = self.packed.split([heads * self.room.rows * self.room.capacity * size for size in sizes])
+        latents, values = (
+            part.view(heads, self.room.rows, self.room.capacity, -1).transpose(0, 1) for part in parts
+        )
+        keys = RebuiltKeys(self.room, latents, self.basis, self.bias, self.paired)
+        return self.room.attend(self.rope(q, pos), keys, Plain(values), pos).flatten(1)[:, None]
 
     def keys(self, head: int, stored: Tensor) -> Tensor:
         rebuilt = stored @ self.bases[head].T + self.bias[head]  # [..., S, D]
