@@ -2301,7 +2301,7 @@ def _plain_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _plain_logits(query, keys, b, h, row, token, scale, SHAPE: tl.constexpr):
+def _plain_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of 16-bit or fp32 keys, rows [.., D]."""
     d = tl.arange(0, SHAPE[3])
     k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=(d < SHAPE[2])[None, :], other=0.0)
@@ -2321,7 +2321,7 @@ def _int8_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _int8_logits(queries, keys, b, h, row, token, scale, SHAPE: tl.constexpr):
+def _int8_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys in int8: codes in rows [.., D] and a scale a row, fp32."""
     d = tl.arange(0, SHAPE[3])
     k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=(d < SHAPE[2])[None, :], other=0)
@@ -2361,7 +2361,7 @@ def _latent_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _latent_logits(queries, keys, b, h, row, token, scale, SHAPE: tl.constexpr):
+def _latent_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias): latents in rows [.., r], of q's
     dtype or int8 with a scale a row; basis [Hkv, DP, r] alike, with a scale for each of its rows."""
     latent_p, latent_scale_p, basis_p, _, bias_p, rope_p, basis_step = keys
@@ -2399,7 +2399,57 @@ def _latent_logits(queries, keys, b, h, row, token, scale, SHAPE: tl.constexpr):
 
 
 @jit
-def _plain_values(values, row, dtype: tl.constexpr, PACKING: tl.constexpr):
+def _channel_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of KIVI's keys: each channel in codes over groups of 32 tokens, exact in a ring since the
+    last multiple of its length. A tile of tokens in line is one group; chosen tokens each look theirs up."""
+    codes_p, low_scale_p, ring_p, R, Hkv = keys
+    D: tl.constexpr = SHAPE[2]
+    BITS: tl.constexpr = SHAPE[4]
+    LINE: tl.constexpr = SHAPE[5]
+    d = tl.arange(0, SHAPE[3])
+    real = d < D
+    exact = token >= pos // R * R
+    ring_at = ring_p + ((b * R + token % R) * Hkv + h)[:, None] * D + d[None, :]
+    ring = tl.load(ring_at, mask=exact[:, None] & real[None, :], other=0.0)
+    if LINE:
+        group = tl.max(row, 0) // 32  # dead slots stand at token 0
+        coded = real & (d * 0 + tl.max(token, 0) < pos // R * R)
+        word, plane, byte = tl.arange(0, BITS), tl.arange(0, 8 // BITS), tl.arange(0, 4)
+        codes = tl.load(
+            codes_p + ((group * D + d) * BITS)[:, None] + word[None, :], mask=coded[:, None], other=0
+        )
+        pairs = tl.load(low_scale_p + group * D + d, mask=coded, other=0)
+        shift = plane[None, :, None, None] * BITS + byte[None, None, None, :] * 8
+        codes = (codes[:, None, :, None] >> shift) & ((1 << BITS) - 1)  # [DP, planes, BITS, 4]
+        codes = tl.reshape(codes, [SHAPE[3], 32]).to(tl.float32)
+        k = tl.trans(codes * _half_at(pairs, 16)[:, None] + _half_at(pairs, 0)[:, None])
+    else:
+        at = (row // 32)[:, None] * D + d[None, :]
+        coded = (token < pos // R * R)[:, None] & real[None, :]
+        slot = (row % 32).to(tl.int32)
+        byte, plane = slot % (BITS * 4), slot // (BITS * 4)
+        words = tl.load(codes_p + at * BITS + (byte // 4)[:, None], mask=coded, other=0)
+        codes = (words >> (byte % 4 * 8 + plane * BITS)[:, None]) & ((1 << BITS) - 1)
+        pairs = tl.load(low_scale_p + at, mask=coded, other=0)
+        k = codes.to(tl.float32) * _half_at(pairs, 16) + _half_at(pairs, 0)
+    k = tl.where(exact[:, None], ring, k.to(query.dtype))
+    return tl.dot(k, query, input_precision="ieee") * scale
+
+
+@jit
+def _residual_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
+    """V [T, C] of packed codes, but for the last R tokens out of a ring [B, R, Hkv, DV], exact."""
+    _, _, ring_p, R, Hkv = values
+    v = _code_values(values, b, h, row, token, pos, dtype, PACKING)
+    channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
+    exact = token > pos - R
+    at = ((b * R + token % R) * Hkv + h)[:, None] * (PACKING[2] * PACKING[3]) + channel[None, :]
+    ring = tl.load(ring_p + at, mask=exact[:, None] & inside[None, :], other=0.0)
+    return tl.where(exact[:, None], ring, v)
+
+
+@jit
+def _plain_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
     """V [T, C] of 16 bits or fp32, rows [.., DV], in the columns of PACKING."""
     channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
     at = values[0] + row[:, None] * (PACKING[2] * PACKING[3]) + channel[None, :]
@@ -2407,7 +2457,7 @@ def _plain_values(values, row, dtype: tl.constexpr, PACKING: tl.constexpr):
 
 
 @jit
-def _code_values(values, row, dtype: tl.constexpr, PACKING: tl.constexpr):
+def _code_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
     """V [T, C] of packed codes, rows of words [.., DV * bits / 32] and of (minimum, scale) [.., DV / group]."""
     BITS: tl.constexpr = PACKING[0]
     PLANES: tl.constexpr = PACKING[2]
@@ -2475,8 +2525,8 @@ def _attend_kernel(
                 slot = start + tl.arange(0, T)
                 live = (slot < z) & (slot <= pos)  # slots fill from the left
                 row = (b * z + tl.where(live, slot, 0)) * Hkv + h
-                logits = _plain_logits(exact, window_keys, b, h, row, slot, scale, SHAPE)
-                v = _plain_values(window_values, row, dtype, PACKING)
+                logits = _plain_logits(exact, window_keys, b, h, row, slot, pos, scale, SHAPE)
+                v = _plain_values(window_values, b, h, row, slot, pos, dtype, PACKING)
                 top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 4. The stored tokens.
     for tile in tl.range(first, stop, num_stages=STAGES):
@@ -2492,8 +2542,8 @@ def _attend_kernel(
         token = tl.where(live, token, 0)
         key_row = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
         value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
-        logits = LOGITS(queries, keys, b, h, key_row, token, scale, SHAPE)
-        v = VALUES(values, value_row, dtype, PACKING)
+        logits = LOGITS(queries, keys, b, h, key_row, token, pos, scale, SHAPE)
+        v = VALUES(values, b, h, value_row, token, pos, dtype, PACKING)
         top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
     total = tl.sum(total, 0)
@@ -2560,7 +2610,20 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     return stores, steps, (D, DP, r, KB), (_latent_queries, _latent_logits)
 
 
-KEYS = {"plain": plain_keys, "int8": int8_keys, "latents": latent_keys}
+def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
+    (codes, low_scale, ring), (B, _, D) = keys, q.shape
+    groups, bits, R = codes.shape[2], codes.shape[4] // 4, ring.shape[1]
+    need(bits in (2, 4) and R % 32 == 0, f"codes {list(codes.shape)} are of 2 or 4 bits, the ring of 32s")
+    shape("codes of keys", codes, B, Hkv, groups, D, bits * 4, dtype=torch.uint8)
+    shape("low_scale of keys", low_scale, B, Hkv, groups, D, 1, 2, dtype=torch.float16)
+    shape("ring of keys", ring, B, R, Hkv, D, dtype=q.dtype)
+    together(codes=codes, low_scale=low_scale, ring=ring)
+    stores = (codes.view(torch.int32), low_scale.view(torch.int32), ring, R, Hkv)
+    steps = (Hkv * groups * 32, groups * 32, 1)
+    return stores, steps, (D, max(16, power2(D)), bits, 0), (_plain_queries, _channel_logits)
+
+
+KEYS = {"plain": plain_keys, "int8": int8_keys, "latents": latent_keys, "channels": channel_keys}
 
 
 def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
@@ -2569,7 +2632,7 @@ def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
         need(values[0].dtype == q.dtype, f"values must be {q.dtype}, not {values[0].dtype}")
         packing = value_packing(values[0].shape[3], bits)
         return tuple(values), row_steps("values", values[0]), packing, _plain_values
-    codes, low_scale = values
+    codes, low_scale, *ring = values
     DV = codes.shape[3] * 8 // bits
     group, steps = value_group(DV, bits), row_steps("values", codes)
     shape("values", codes, *codes.shape, dtype=torch.uint8)
@@ -2577,7 +2640,13 @@ def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
     lies = tuple(step * (DV // group) * 2 for step in steps)
     need(low_scale.stride()[:3] == lies, "low_scale must lie as the codes do")
     words = (codes.view(torch.int32), low_scale.view(torch.int32))
-    return words, steps, value_packing(DV, bits), _code_values
+    if not ring:
+        return words, steps, value_packing(DV, bits), _code_values
+    B, Hkv = codes.shape[:2]
+    R = ring[0].shape[1]
+    shape("ring of values", ring[0], B, R, Hkv, DV, dtype=q.dtype)
+    together(ring=ring[0])
+    return (*words, ring[0], R, Hkv), steps, value_packing(DV, bits), _residual_values
 
 
 @operator(
@@ -2596,8 +2665,10 @@ def attend(
                  one for each row [B, Hkv, DP, r]; its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32,
                  or None; rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias). Latent and
                  basis are int8 with scales, or of q's dtype without
-    values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8 and low_scale
-    [.., DV / group, 2] fp16. index int32: the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or
+        channels codes [B, Hkv, n, D, 4 * bits] uint8 of n groups of 32 tokens, low_scale [B, Hkv, n, D, 1, 2] fp16,
+                 ring [B, R, Hkv, D] of the tokens since the last multiple of R, which are exact
+    values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8, low_scale
+    [.., DV / group, 2] fp16, and where the last R tokens are exact their ring [B, R, Hkv, DV]. index int32: the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or
     [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S. window: exact keys and values
     [B, z, Hkv, D and DV], filled from the left, which are attended besides, or () with z = 0.
     Truth: compress.attend over what the stores read."""
@@ -2620,7 +2691,9 @@ def attend(
         need(sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}")
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
-    T, warps, stages, fill = attend_config(kind, sizes[3], q.element_size())
+    T, warps, stages, fill = attend_config(kind, q.element_size())
+    if kind == "channels" and index is None:
+        T, sizes = 32, (*sizes[:3], 1)  # a tile is a group
     splits = max(1, min(cdiv(n, 128), fill * SMS // (B * programs)))
     out, tops, sums, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, programs, B](
@@ -2631,7 +2704,7 @@ def attend(
     return merge_splits(out, tops, sums, parts)
 
 
-def attend_config(kind: str, KB: int, itemsize: int) -> tuple[int, int, int, int]:
+def attend_config(kind: str, itemsize: int) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
     if itemsize == 4:
         return 32, 4, 2, 4
