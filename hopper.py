@@ -1,12 +1,11 @@
-"""Operators of kernels.py again, where Hopper (an H100, H200) can do them clearly faster, and `linear_chain`.
+"""Operators of kernels.py that are faster on Hopper GPUs (H100, H200) in Gluon, and `linear_chain`.
 
-compress.py takes this module in kernels.py's place on such a GPU: it has the same operators with the same
-arguments, its own where that serves, and every other name of kernels.py. Written in Gluon, Triton's lower
-level, in which layouts, shared memory, barriers and specialised warps are the kernel's own. Nothing needs
-this file: without it, or without Gluon, everything runs on kernels.py.
+Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of warps.
+On a Hopper GPU compress.py takes this module in kernels.py's place. It has the same operators with the same
+arguments. Each runs its kernel of this file where that serves, and otherwise the one of kernels.py; every
+other name is kernels.py's own. This file is optional: delete it and everything still runs.
 
-`python hopper.py` is the benchmark of `python kernels.py` with the operators of this module. Sizes and
-layouts are those of kernels.py.
+`python hopper.py` benchmarks these operators. The names of sizes are those of kernels.py.
 """
 
 import functools
@@ -1182,7 +1181,8 @@ def int8_attend(
 def _attend_int8_shared(
     q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor, pos: Tensor, bits: int
 ) -> Tensor:
-    """int8_attend of heads whose keys queries share (see shares_int8)."""
+    """int8_attend of heads whose keys queries share (see shares_int8). It is launched plainly, since programs
+    of one warp would crowd if they were let in early (see overlapped)."""
     (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
