@@ -7231,7 +7231,7 @@ def test_hopper_times_its_operators_by_the_benchmark_of_kernels(hopper):
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_hopper_operators_do_what_torch_compile_is_told(hopper, int8):
-    """On Hopper with shapes that its kernels serve; elsewhere, and for others, by way of those of kernels."""
+    """On Hopper int8_attend and linear_chain run kernels of this file; all else goes to kernels.py's."""
     B, S, Hkv, D, r, z, n = 2, 300, 2, 64, 128, 4, 64
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     pos, rope = positions(299, 100), kernels.rope_pairs(*tables(S, D), dtype)
