@@ -1206,8 +1206,8 @@ def ledger(engine: Engine, length: int) -> dict:
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
     """Bytes per token, bytes read per step (longest prompt), per cent right for each length and task.
 
-    In the JSON only: `single`'s score for each fifth of the depth, under "depth LENGTH", and under "errors" the
-    standard error of each score."""
+    In the JSON only: `single`'s score for each fifth of the depth, under "depth LENGTH", and under "errors"
+    the standard error of each score."""
     row, errors = {}, {}
     for length in args.lengths:
         engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM)

@@ -53,8 +53,9 @@ def kv_bits_setting():
 
 
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
-    """The module kernels.py, or None for plain PyTorch. wanted None: where they run, which is on CUDA with
-    triton and head dims of at least 16 (a tensor core's tile). Raises UserError if wanted elsewhere."""
+    """The module kernels.py, on Hopper GPUs hopper.py in its place, or None for plain PyTorch. wanted None:
+    where they run, which is on CUDA with triton and head dims of at least 16 (a tensor core's tile). Raises
+    UserError if wanted elsewhere."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
     found = importlib.util.find_spec("triton") is not None
     if wanted and not (found and config.head_dim >= 16 and (device.type == "cuda" or interpreted)):
@@ -63,6 +64,12 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
         return None
     import kernels  # only now: it imports triton
 
+    if kernels.nvidia_generation(device) == 9:
+        try:
+            import hopper
+        except ImportError:  # the file is optional, and triton may have no Gluon
+            return kernels
+        return hopper
     return kernels
 
 

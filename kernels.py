@@ -1,5 +1,4 @@
-"""Triton kernels of the compressed caches, and of a decode step's linear layers, each with a thin wrapper
-that checks its input.
+"""Triton kernels of the compressed caches, each with a thin wrapper that checks its input.
 
 `python kernels.py` benchmarks them.
 
@@ -11,6 +10,7 @@ together with its wrapper.
 
 import functools
 import math
+import sys
 import time
 from collections.abc import Sequence
 
@@ -22,26 +22,10 @@ try:
     import triton.language as tl
 except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
     triton = None
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import ampere, hopper
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-except ImportError:
-    gluon = None
-else:  # names that changed after triton 3.6
-    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-    copy_rows = getattr(ampere.async_copy, "async_load", None)
-    copy_rows = copy_rows or ampere.async_copy.async_copy_global_to_shared
-    copy_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 
 def jit(function):
     return triton.jit(function) if triton else function
-
-
-def gluon_jit(function):
-    return gluon.jit(function) if gluon else function
 
 
 def constexpr_function(function):
@@ -57,19 +41,17 @@ class _NoTriton:
 
 if triton is None:
     tl = _NoTriton
-if gluon is None:
-    gl = _NoTriton
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2)) if triton else math.log(2)  # which kernels read
 
 
-def operator(fake, mutates: tuple = ()):
+def operator(fake, mutates: tuple = (), library: str = "kv_kernels"):
     """Makes a wrapper a PyTorch operator, which torch.compile calls as it is; `fake` shapes its result."""
 
     def wrap(function):
-        made = torch.library.custom_op(f"kv_kernels::{function.__name__}", function, mutates_args=mutates)
+        made = torch.library.custom_op(f"{library}::{function.__name__}", function, mutates_args=mutates)
         made.register_fake(fake)
         return made
 
@@ -99,11 +81,6 @@ def together(**tensors: Tensor | None) -> None:
         if tensor is not None:
             need(tensor.device == device, f"{name} is on {tensor.device}, {first} on {device}")
             need(tensor.is_contiguous(), f"{name} {list(tensor.shape)} must be contiguous")
-
-
-def aligned(*tensors: Tensor) -> bool:
-    """Whether bulk copies, which begin at multiples of 16 bytes, can take the tensors."""
-    return all(each.data_ptr() % 16 == 0 for each in tensors)
 
 
 def describe(x: Tensor) -> str:
@@ -143,11 +120,6 @@ def nvidia_generation(device: torch.device) -> int:
     """The major compute capability, 9 for Hopper; 0 where the device is no NVIDIA GPU."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device)[0] if nvidia else 0
-
-
-def on_hopper(device: torch.device) -> bool:
-    """Whether the kernels that are written for Hopper, in Gluon, run on the device."""
-    return gluon is not None and nvidia_generation(device) == 9
 
 
 def power2(n: int) -> int:
@@ -215,7 +187,7 @@ def overlapped(device: torch.device) -> dict:
     out: once all programs have called it, or ended, those of the next kernel are let in, to wait there. They
     take the room that is free or becomes free first, so that they crowd on some multiprocessors where more
     of them fit than are meant to: a kernel of such programs that fills the chip is let in by none, or is
-    launched plainly (dense attention, and that over keys in int8 that queries share)."""
+    launched plainly (dense attention)."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
@@ -237,30 +209,6 @@ def _let_next_begin():
     """Lets the programs of the next kernel in, once all programs of this one have called this."""
     if _overlaps():
         tl.extra.cuda.gdc_launch_dependents()
-
-
-# ------------------------------------------------------- where the programs of a launch wait for one another
-
-
-@gluon_jit
-def _goal(counter_p, programs):
-    """What the counter is once all programs have arrived: between launches it is a multiple of their number,
-    and before our own arrival, ahead of which this must be read, it stays below the next one."""
-    return (gl.load(counter_p, volatile=True) // programs + 1) * programs
-
-
-@gluon_jit
-def _arrive(counter_p):
-    barrier()  # the stores of all warps come before the release
-    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
-
-
-@gluon_jit
-def _wait_for_all(counter_p, goal):
-    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
-    # 0 is added by a load of one thread, whose acquisition the others share past its barrier.
-    while gl.atomic_add(counter_p, 0, sem="acquire", scope="gpu") < goal:
-        pass
 
 
 # --------------------------------------------------------------------------------------------- softmax scores
@@ -392,18 +340,11 @@ def softmax_scores(
     queries [B, heads, r*] (rows may lie apart), or [B, n, heads, r*], one for each block of `block` tokens, a
     multiple of 16; latent [B, S, r] of the same dtype, r* <= r, or int8 codes with latent_scale [B, S] fp32;
     scale > 0 -> [B, S] fp32, -inf beyond pos. Each program keeps exp(logit - running maximum) in half
-    precision (2 bytes a head and token, against 2 r* read) until maximum and sum of the row are known, and
-    multiplies by exp(that maximum - maximum) / sum: in shared memory, where they fit (scores_at_once; the
-    first such call on a device must not be in a capture), otherwise a second kernel does. Truth:
-    compress.sals_scores over Latents.read. The rule sum: sals_append."""
-    (rows, *_, heads, r_score), (B, S, r) = queries.shape, latent.shape
-    need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
-    check_blocks(queries.shape[1:-2], S, block)
-    check_latent(pos, latent, latent_scale, B, queries.dtype)
-    check(pos, B, queries=queries[0])
-    at_once = None if block else scores_at_once(B, S, heads, r_score, queries.dtype, latent)
-    if at_once:
-        return _softmax_scores_at_once(queries, latent, latent_scale, pos, scale, *at_once)
+    precision (2 bytes a head and token, against 2 r* read) until maximum and sum of the row are known; a
+    second kernel multiplies by exp(that maximum - maximum) / sum. Truth: compress.sals_scores over
+    Latents.read. The rule sum: sals_append."""
+    check_softmax_scores(queries, latent, latent_scale, pos, block)
+    (*_, heads, r_score), (B, S, r) = queries.shape, latent.shape
     row = queries.stride(0)
     out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
     HP = max(16, power2(heads))
@@ -431,6 +372,17 @@ def softmax_scores(
     return out
 
 
+def check_softmax_scores(
+    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, block: int
+) -> None:
+    """Asks that the arguments of softmax_scores are as it says."""
+    (rows, *_, r_score), (B, S, r) = queries.shape, latent.shape
+    need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
+    check_blocks(queries.shape[1:-2], S, block)
+    check_latent(pos, latent, latent_scale, B, queries.dtype)
+    check(pos, B, queries=queries[0])
+
+
 def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs) by shape; HP: heads, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
@@ -440,249 +392,6 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
         return 64 if RB == 256 else 128, RB, 4, 3, 3 * SMS
     RB = min(power2(max(r_score, 16)), 64)
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
-
-
-# --------------------------------------------------------------------- softmax scores in one launch (Hopper)
-
-
-@gluon_jit
-def _store_queries(queries, query_p, heads, HP: gl.constexpr):
-    """A row's queries [heads, r*] into shared memory, in chunks [CHUNKS, HP, KB]; where that is of int8 their
-    high and low parts [CHUNKS, 2 HP, KB]. Returns what products of such parts are multiplied with [HP]."""
-    CHUNKS: gl.constexpr = queries.shape[0]
-    KB: gl.constexpr = queries.shape[2]
-    ROWS: gl.constexpr = gl.BlockedLayout([1, KB // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
-    head = gl.arange(0, HP, layout=gl.SliceLayout(1, ROWS))
-    at = query_p + head[:, None] * (CHUNKS * KB) + gl.arange(0, KB, layout=gl.SliceLayout(0, ROWS))[None, :]
-    real = (head < heads)[:, None]
-    largest = gl.full([HP], 0.0, gl.float32, gl.SliceLayout(1, ROWS))
-    if queries.dtype == gl.int8:
-        size = gl.abs(gl.load(at, mask=real, other=0.0).to(gl.float32))
-        for j in gl.static_range(1, CHUNKS):
-            size = gl.maximum(size, gl.abs(gl.load(at + j * KB, mask=real, other=0.0).to(gl.float32)))
-        largest = gl.max(size, 1)
-    for j in range(CHUNKS):
-        query = gl.load(at + j * KB, mask=real, other=0.0)
-        if queries.dtype == gl.int8:
-            high, low = _split_int8(query, largest)
-            queries.index(j).slice(0, HP).store(high)
-            queries.index(j).slice(HP, HP).store(low)
-        else:
-            queries.index(j).store(query)
-    hopper.fence_async_shared()
-    barrier()
-    return largest / (127 * 254)
-
-
-@gluon_jit
-def _copy_latents(latents, ring, ready, row, step, steps, CHUNKS: gl.constexpr):
-    """Copies the chunk of a step, of tiles from `row` on, to its slot of the ring, if there is the step."""
-    slot, some = step % ring.shape[0], step < steps
-    BYTES: gl.constexpr = ring.shape[1] * ring.shape[2] * ring.dtype.primitive_bitwidth // 8
-    hopper.mbarrier.expect(ready.index(slot), BYTES, pred=some)
-    at = [row + step // CHUNKS * ring.shape[1], step % CHUNKS * ring.shape[2]]
-    copy_block(latents, at, ready.index(slot), ring.index(slot), pred=some)
-
-
-@gluon_jit
-def _by_warp(products, INT8: gl.constexpr):
-    """Products [T, HP], or of high and low parts [T, 2 HP], as tokens of each warp [T / 16 W, W, 16, HP]."""
-    W: gl.constexpr = gl.num_warps()
-    T: gl.constexpr = products.shape[0]
-    if INT8:
-        both = gl.reshape(products, [T // (16 * W), W, 16, 2, products.shape[1] // 2])
-        coarse, fine = gl.split(gl.permute(both, (0, 1, 2, 4, 3)))
-        return (coarse * 254 + fine).to(gl.float32)  # of 512 ranks no more than an int32 holds
-    else:
-        return gl.reshape(products, [T // (16 * W), W, 16, products.shape[1]])
-
-
-@gluon_jit
-def _to_tokens(x):
-    """What the tokens of a warp share [W, HP], for each of them [1, W, 1, HP]."""
-    return gl.expand_dims(gl.expand_dims(x, 1), 0)
-
-
-@gluon_jit
-def _row_softmax(top_p, sum_p, first, splits, HP: gl.constexpr, SP: gl.constexpr):
-    """Maxima and sums of a row [HP], from those of its splits, which lie from line `first` on."""
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
-    part = gl.arange(0, SP, layout=gl.SliceLayout(1, PARTS))[:, None]
-    at = (first + part) * HP + gl.arange(0, HP, layout=gl.SliceLayout(0, PARTS))[None, :]
-    tops = gl.load(top_p + at, mask=part < splits, other=-1e30)
-    sums = gl.load(sum_p + at, mask=part < splits, other=0.0)
-    top = gl.max(tops, 0)
-    return top, gl.sum(sums * gl.exp2(tops - top[None, :]), 0)
-
-
-@gluon_jit
-def _softmax_scores_kernel(
-    latents, query_p, scale_p, pos_p, top_p, sum_p, out_p, counter_p, S, heads, row, scale,
-    CHUNKS: gl.constexpr, HP: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr, SP: gl.constexpr,
-):  # fmt: skip
-    # A program streams its tiles of a row's latents past the queries. The weights stay in shared memory, each
-    # relative to the maximum so far of its warp's tokens, until all programs of the row have left maxima and
-    # sums. A warp's reductions need no other warp.
-    _wait_for_previous()
-    _let_next_begin()
-    W: gl.constexpr = gl.num_warps()
-    T: gl.constexpr = latents.block_shape[0]
-    KB: gl.constexpr = latents.block_shape[1]
-    INT8: gl.constexpr = scale_p is not None
-    COLUMNS: gl.constexpr = 2 * HP if INT8 else HP
-    STEP: gl.constexpr = 256 // latents.dtype.primitive_bitwidth
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, COLUMNS, STEP])
-    split, splits = gl.program_id(0), gl.num_programs(0)
-    b = gl.program_id(1).to(gl.int64)
-    length = gl.load(pos_p + b) + 1
-    tiles = gl.cdiv(length, T)  # live ones
-    share = gl.cdiv(tiles, splits)
-    first = split * share
-    count = gl.maximum(gl.minimum(first + share, tiles) - first, 0)
-    steps = count * CHUNKS
-    ring = gl.allocate_shared_memory(latents.dtype, [SLOTS, T, KB], latents.layout)
-    queries = gl.allocate_shared_memory(latents.dtype, [CHUNKS, COLUMNS, KB], latents.layout)
-    kept = gl.allocate_shared_memory(gl.float16, [N, T, HP], gl.NVMMASharedLayout(min(128, 2 * HP), 16, 2))
-    tops = gl.allocate_shared_memory(gl.float32, [N, W, HP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for empty in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(empty), count=1)
-    hopper.fence_async_shared()
-    barrier()
-    latent_row = (b * S + first * T).to(gl.int32)
-    for empty in gl.static_range(SLOTS):
-        _copy_latents(latents, ring, ready, latent_row, empty, steps, CHUNKS)
-    query_scale = _store_queries(queries, query_p + b * row, heads, HP)
-    zeros = gl.full([T, COLUMNS], 0, gl.int32 if INT8 else gl.float32, MMA)
-    total = _by_warp(zeros, INT8)
-    WIDE: gl.constexpr = total.type.layout
-    TOKEN: gl.constexpr = gl.SliceLayout(3, WIDE)
-    TOP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, WIDE))
-    HEAD: gl.constexpr = gl.SliceLayout(0, TOP)
-    HALVES: gl.constexpr = gl.reshape(total, [T, HP]).type.layout
-    if INT8:  # above 0, so that -inf times it is -inf
-        head_scale = gl.maximum(gl.convert_layout(query_scale, HEAD)[None, :] * scale, 1e-30)
-        logit_scale = _to_tokens(head_scale)
-    else:
-        head_scale, logit_scale = scale, scale
-    line = gl.reshape(gl.arange(0, T, layout=gl.SliceLayout(1, MMA)), [T // (16 * W), W, 16])
-    line = gl.convert_layout(line, TOKEN, assert_trivial=True)
-    top = gl.full([W, HP], -1e30, gl.float32, TOP)
-    token = first * T + line
-    if INT8:
-        token_scale = gl.load(scale_p + b * S + token, mask=token < length, other=0.0)
-    for i in range(count):
-        products = zeros
-        for j in gl.static_range(CHUNKS):
-            step = i * CHUNKS + j
-            slot = step % SLOTS
-            hopper.mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
-            right = queries.index(j).permute((1, 0))
-            products = hopper.warpgroup_mma(ring.index(slot), right, products, use_acc=j > 0, is_async=True)
-            products = hopper.warpgroup_mma_wait(0, deps=[products])
-            barrier()
-            _copy_latents(latents, ring, ready, latent_row, step + SLOTS, steps, CHUNKS)
-        logits = _by_warp(products, INT8)  # before head_scale
-        live = token < length
-        token += T
-        if INT8:
-            past = gl.where(live, 0.0, float("-inf"))
-            logits = logits * token_scale[:, :, :, None] + past[:, :, :, None]
-            token_scale = gl.load(scale_p + b * S + token, mask=token < length, other=0.0)
-        else:
-            logits = gl.where(live[:, :, :, None], logits, float("-inf"))
-        new_top = gl.maximum(top, gl.max(gl.max(logits, 0), 1) * head_scale)
-        # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
-        weight = gl.exp2(logits * logit_scale - _to_tokens(new_top - 15))
-        total = total * _to_tokens(gl.exp2(top - new_top)) + weight
-        top = new_top
-        kept.index(i).store(gl.reshape(weight.to(gl.float16), [T, HP]))
-        tops.index(i).store(top)
-    part_top = gl.max(top, 0)
-    part_sum = gl.sum(gl.sum(gl.sum(total, 0), 1) * gl.exp2(top - part_top[None, :]), 0)
-    head = gl.arange(0, HP, layout=HEAD)
-    part = (b * splits + split) * HP + head
-    gl.store(top_p + part, part_top)
-    gl.store(sum_p + part, part_sum)
-    goal = _goal(counter_p + b, splits)
-    _arrive(counter_p + b)
-    _wait_for_all(counter_p + b, goal)
-    row_top, row_sum = _row_softmax(top_p, sum_p, b * splits, splits, HP, SP)
-    row_top, row_sum = gl.convert_layout(row_top, HEAD), gl.convert_layout(row_sum, HEAD)
-    inverse = gl.where(head < heads, 1 / row_sum, 0.0)
-    for i in range(count):
-        factor = gl.exp2(tops.index(i).load(TOP) - row_top[None, :]) * inverse[None, :]
-        weight = gl.reshape(kept.index(i).load(HALVES), total.shape)
-        weight = gl.convert_layout(weight, WIDE, assert_trivial=True).to(gl.float32)
-        token = (first + i) * T + line
-        score = gl.where(token < length, gl.sum(weight * _to_tokens(factor), 3), float("-inf"))
-        gl.store(out_p + b * S + token, score, mask=token < S)
-    for tile in range(tiles + split, gl.cdiv(S, T), splits):
-        token = tile * T + line
-        dead = gl.full(line.shape, float("-inf"), gl.float32, TOKEN)
-        gl.store(out_p + b * S + token, dead, mask=token < S)
-
-
-SCORE_TILE, SCORE_SPLITS = 128, 128  # tokens, and programs a row at most: each reads what all of them left
-
-
-@functools.cache
-def _row_counters(device: torch.device) -> Tensor:
-    """Arrivals of a row's programs at its barrier, over all launches of so many programs a row: [programs,
-    row]."""
-    rows = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return torch.zeros(SCORE_SPLITS + 1, rows, dtype=torch.int64, device=device)
-
-
-def _softmax_scores_at_once(
-    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float,
-    splits: int, N: int, slots: int
-) -> Tensor:  # fmt: skip
-    """softmax_scores in one launch; splits, N and slots are what scores_at_once gives."""
-    (B, heads, r_score), (S, r), itemsize = queries.shape, latent.shape[1:], latent.element_size()
-    HP, KB = max(16, power2(heads)), math.gcd(r_score, 128 // itemsize)
-    out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
-    tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
-    layout = gl.NVMMASharedLayout(KB * itemsize, 8 * itemsize, 2)
-    tiles = TensorDescriptor.from_tensor(latent.view(B * S, r), [SCORE_TILE, KB], layout)
-    _softmax_scores_kernel[splits, B](
-        tiles, queries, latent_scale, pos, tops, sums, out, _row_counters(latent.device)[splits], S, heads,
-        queries.stride(0), scale * LOG2E, r_score // KB, HP, N, slots, power2(splits),
-        num_warps=4, launch_cooperative_grid=True, **overlapped(latent.device),
-    )  # fmt: skip
-    return out
-
-
-def scores_at_once(
-    B: int, S: int, heads: int, r_score: int, dtype: torch.dtype, latent: Tensor
-) -> tuple[int, int, int] | None:
-    """(programs a row, tiles each, chunks of latents on their way) if softmax scores are made in one launch,
-    in Gluon for Hopper: the weights of all tokens fit in the shared memory of two programs a multiprocessor,
-    or of one, bulk copies can take the latents, up to 64 heads the tensor cores, and (for speed) there are
-    more tiles than two for each multiprocessor."""
-    itemsize, device = latent.element_size(), latent.device
-    HP, KB, tiles = max(16, power2(heads)), math.gcd(r_score, 128 // itemsize), cdiv(S, SCORE_TILE)
-    fits = KB >= 64 and r_score <= 512 and heads <= 64 and dtype != torch.float32
-    if not (fits and aligned(latent) and latent.shape[2] * itemsize % 16 == 0 and on_hopper(device)):
-        return None
-    gpu = torch.cuda.get_device_properties(device)
-    multiprocessors = gpu.multi_processor_count
-    if B * tiles <= 2 * multiprocessors:
-        return None
-    for programs in (2 * multiprocessors, multiprocessors):
-        splits = min(programs // B, tiles, SCORE_SPLITS)
-        if splits == 0:
-            return None
-        N = cdiv(tiles, splits)
-        # The system takes 1024 bytes of each program's.
-        share = gpu.shared_memory_per_multiprocessor // cdiv(B * splits, multiprocessors) - 1024
-        spare = 4096  # for barriers, and what reductions take
-        kept = 2 * HP * r_score + N * HP * (2 * SCORE_TILE + 16)
-        room = min(share, gpu.shared_memory_per_block_optin) - spare - kept
-        slots = min(8, room // (SCORE_TILE * KB * itemsize))
-        if slots > 1:
-            return splits, N, slots
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------- scores
@@ -1235,223 +944,6 @@ def _logits_kernel(
             tl.store(logits_p + head[None, :] * n + place[:, None], logits, mask=mine)
 
 
-@gluon_jit
-def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constexpr):
-    """The producer, one warp: copies the basis of head after head into the ring, as its slots become free."""
-    SLOTS: gl.constexpr = ring.shape[0]
-    D: gl.constexpr = ring.shape[1]
-    KB: gl.constexpr = ring.shape[2]
-    for chunk in range((stop - first) * CHUNKS):
-        slot = chunk % SLOTS
-        head = (first + chunk // CHUNKS) % Hkv
-        hopper.mbarrier.wait(free.index(slot), ((chunk // SLOTS) & 1) ^ 1)
-        hopper.mbarrier.expect(ready.index(slot), D * KB * ring.dtype.primitive_bitwidth // 8)
-        copy_block(basis, [head * D, chunk % CHUNKS * KB], ready.index(slot), ring.index(slot))
-
-
-@gluon_jit
-def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """T places in line from `start` on, and their tokens: -1 where there is none."""
-    line = start + gl.arange(0, T, layout=LAYOUT)
-    return line, gl.load(index_p + line, mask=line < stop, other=-1)
-
-
-@gluon_jit
-def _begin_keys(latents, ring, ready, free, chunk, HALF: gl.constexpr, KEYS: gl.constexpr):
-    """A half's latents times the basis of a head, whose chunks in the ring begin with `chunk`: the keys
-    [T, D], the last product of which is still on its way."""
-    SLOTS: gl.constexpr = ring.shape[0]
-    CHUNKS: gl.constexpr = latents.shape[0] // 2
-    SUM: gl.constexpr = gl.int32 if latents.dtype == gl.int8 else gl.float32
-    k = gl.full([latents.shape[1], ring.shape[1]], 0, SUM, KEYS)
-    for j in gl.static_range(CHUNKS):
-        slot = (chunk + j) % SLOTS
-        hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
-        left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
-        k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
-        if j > 0:  # the product before this one is done in all four warps: they give its slot back
-            k = hopper.warpgroup_mma_wait(1, deps=[k])
-            barrier()
-            hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
-    return k
-
-
-@gluon_jit
-def _end_keys(k, free, chunk):
-    """Waits for the keys, and gives back the slot of the last of their chunks, before `chunk`."""
-    k = hopper.warpgroup_mma_wait(0, deps=[k])
-    barrier()
-    hopper.mbarrier.arrive(free.index((chunk - 1) % free.shape[0]))
-    return k
-
-
-@gluon_jit
-def _tile_logits(
-    HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
-    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
-):  # fmt: skip
-    """A consumer, four warps: the logits of its half of every tile."""
-    _wait_for_previous()
-    D: gl.constexpr = ring.shape[1]
-    KB: gl.constexpr = ring.shape[2]
-    CHUNKS: gl.constexpr = latents.shape[0] // 2
-    T: gl.constexpr = latents.shape[1]
-    NC: gl.constexpr = queries.shape[1]
-    ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
-    INT8: gl.constexpr = latent_scale_p is not None
-    dtype: gl.constexpr = queries.dtype
-    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
-    LARGE: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
-    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
-    QUERY: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
-    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
-    of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
-    PAIRS: gl.constexpr = of_pairs.type.layout
-    pair = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIRS))
-    kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
-    wide = gl.arange(0, D, layout=gl.SliceLayout(0, QUERY))
-    dim = wide // 2 + (wide % 2) * (D // 2)
-    column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))
-    chunk = 0
-    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
-        start = (tile * 2 + HALF) * T
-        first_row = start // n
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, COPY))
-        stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-        latent_row = latent_p + stored[:, None] * (CHUNKS * KB)
-        for j in gl.static_range(CHUNKS):
-            copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
-        ampere.async_copy.commit_group()
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, PAIRS))
-        words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
-        cos, sin = _half_at(words, 0), _half_at(words, 16)
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
-        row = line // n
-        live = token >= 0
-        if INT8:
-            stored = gl.minimum(row, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-            token_scale = gl.load(latent_scale_p + stored) * scale
-        logits_row = logits_p + row.to(gl.int64) * (Hkv * n) + (line - row * n)
-        own = gl.where(line < B * n, row - first_row, -1)
-        mine = own[:, None] == gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
-        query_row = first_row + column
-        real = query_row <= (gl.minimum(start + T, B * n) - 1) // n
-        query_p = q_p + query_row.to(gl.int64)[:, None] * (Hkv * D) + dim[None, :]
-        ampere.async_copy.wait_group(0)
-        hopper.fence_async_shared()
-        barrier()
-        for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
-            head = unit - tile * Hkv
-            query = gl.load(query_p + head * D, mask=real[:, None], other=0.0)
-            k = _begin_keys(latents, ring, ready, free, chunk, HALF, KEYS)
-            if INT8:
-                pair_scale = gl.load(basis_scale_p + head * D + wide) * LARGE
-                query = (query * pair_scale[None, :]).to(dtype)
-            queries.index(HALF).store(query)
-            chunk += CHUNKS
-            k = _end_keys(k, free, chunk)
-            # From here on the other consumer has the tensor cores, but for a small product with the query.
-            if INT8:
-                k = k.to(gl.float32) / LARGE
-            a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
-            rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D]).to(dtype)
-            left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
-            right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
-            logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
-            logits *= token_scale[:, None] if INT8 else scale
-            logits = gl.where(live[:, None], logits, float("-inf"))
-            to = gl.expand_dims(logits_row + head * n, 1) + gl.full([T, NC], 0, gl.int32, LOGITS)
-            gl.store(to, logits, mask=mine)
-
-
-@gluon_jit
-def _leave(parts, part, top, weight, values, L: gl.constexpr):
-    """Leaves four parts of a softmax for the merge, of each warp's tokens one, from line `part` on: maxima
-    top [4], and the sums of weights [T] and of weighted values [T, D]. L lanes have different tokens."""
-    T: gl.constexpr = values.shape[0]
-    D: gl.constexpr = values.shape[1]
-    total = gl.sum(gl.sum(gl.reshape(weight, [T // (4 * L), 4, L]), 0), 1)
-    out = gl.sum(gl.sum(gl.reshape(values, [T // (4 * L), 4, L, D]), 0), 1)
-    warp = gl.arange(0, 4, layout=total.type.layout)
-    gl.store(parts[0] + part + warp, total * 0 + top)
-    gl.store(parts[1] + part + warp, total)
-    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, out.type.layout))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
-    gl.store(parts[2] + (part + warp)[:, None] * D + d[None, :], out)
-
-
-@gluon_jit
-def _attend_windows(parts, stores, heads, z, scale, Hkv, step, place, D: gl.constexpr):
-    """Attends the exact windows of all rows, T slots of a head at a time: parts `place` and on of a head.
-    Four warps."""
-    _wait_for_previous()
-    T: gl.constexpr = 64
-    L: gl.constexpr = 256 // D
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [L, D // 8], [4, 1], [1, 0])
-    q_p, ring_k_p, ring_v_p, pos_p = stores
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    for unit in range(gl.program_id(0), heads * gl.cdiv(z, T), gl.num_programs(0)):
-        head, tile = unit % heads, unit // heads
-        b = head // Hkv
-        slot = tile * T + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))
-        # Slot s holds the newest position that is s modulo z. Dead ones read slot 0, which is always written.
-        live = slot < gl.minimum(gl.load(pos_p + b) + 1, z)
-        row = (b.to(gl.int64) * z + gl.where(live, slot, 0)) * Hkv + head % Hkv
-        at = row[:, None] * D + d
-        k, v = gl.load(ring_k_p + at).to(gl.float32), gl.load(ring_v_p + at).to(gl.float32)
-        query = gl.load(q_p + head * D + d).to(gl.float32)
-        logits = gl.where(live, gl.sum(k * query, 1) * scale, float("-inf"))
-        top = gl.maximum(gl.max(logits, 0), -1e30)
-        weight = gl.exp2(logits - top)
-        part = head.to(gl.int64) * step + place + 4 * tile
-        _leave(parts, part, top, weight, v * weight[:, None], L)
-
-
-@gluon_jit
-def _streamed_logits_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, ring_k_p, ring_v_p, pos_p, rope_p, logits_p,
-    top_p, sum_p, part_p, B, n, S, z, scale, Hkv, step,
-    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    # As in _logits_kernel, tiles of all rows times heads are one line of units, of which every program takes
-    # an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis past them by
-    # bulk copies, and of two consumers, each of T tokens, one can multiply while the other rotates. Four more
-    # warps attend the exact windows meanwhile.
-    LATENT: gl.constexpr = basis.dtype
-    D: gl.constexpr = basis.block_shape[0]
-    KB: gl.constexpr = basis.block_shape[1]
-    pid, programs = gl.program_id(0), gl.num_programs(0)
-    units = gl.cdiv(B * n, 2 * T).to(gl.int64) * Hkv
-    first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
-    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
-    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=1)
-        hopper.mbarrier.init(free.index(slot), count=2)  # both consumers
-    hopper.fence_async_shared()
-    barrier()
-    gl.warp_specialize(
-        [
-            (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
-            (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
-            (_attend_windows, ((top_p, sum_p, part_p), (q_p, ring_k_p, ring_v_p, pos_p), B * Hkv, z, scale,
-                               Hkv, step, 0, D)),
-            (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
-        ],
-        [4, 4, 1],  # warps, beside the four of the first
-        [200, 80, 24],  # registers a thread
-    )  # fmt: skip
-
-
 @jit
 def _columns(PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
     """Column c of an unpacked tile of V is channel (plane, byte), padded where a plane is no power of two
@@ -1589,10 +1081,10 @@ def _merge_parts(top, top_p, sum_p, part_p, first, count, step, D, d, inside, SB
 
 @jit
 def _values_kernel(
-    logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, window_top_p, window_sum_p,
-    window_part_p, top_p, sum_p, out_p, n, S, z, window_parts, scale, D: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
-    T: tl.constexpr, SB: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr, FINAL: tl.constexpr,
+    logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p, n, S, z,
+    scale, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
+    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    CHOSEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     _wait_for_previous()
     _let_next_begin()
@@ -1620,16 +1112,9 @@ def _values_kernel(
     top = tl.max(peak, 0)
     extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros([C], tl.float32)
     if split == splits - 1:  # the exact window
-        if SB:
-            first_part = (b * heads + h) * window_parts
-            top, extra_total, extra = _merge_parts(
-                top, window_top_p, window_sum_p, window_part_p, first_part, window_parts, 1, D, channel,
-                inside, SB
-            )  # fmt: skip
-        else:
-            top, extra_total, extra = _attend_ring(
-                top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D, channel, inside, T
-            )
+        top, extra_total, extra = _attend_ring(
+            top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D, channel, inside, T
+        )
     place = first * T + tl.arange(0, T)
     if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
         ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
@@ -1865,39 +1350,15 @@ def sals_attend(
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
     query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
-    they do not, the product is most of the work: one kernel with large tiles keeps only the logits (where
-    streams_basis says so, another for Hopper, which attends the ring beside them), a second one decodes V and
-    attends the rest; or where attends_at_once says so, one kernel for Hopper does all. Splits merge by
-    log-sum-exp. The basis may be read while the kernel before still runs, which must not write it (see
-    overlapped).
+    they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
+    one decodes V and attends the rest. Splits merge by log-sum-exp. The basis may be read while the kernel
+    before still runs, which must not write it (see overlapped).
     Truth: SalsCache.reconstruct and attend."""
-    B, Hq, D = q.shape
-    S, r = latent.shape[1:]
-    Hkv, DP, _ = basis.shape
-    z = ring_k.shape[1]
-    need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
-    check_latent(pos, latent, latent_scale, B, q.dtype)
-    need((latent_scale is None) == (basis_scale is None), "latent and basis are of int8 together")
-    shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=latent.dtype)
-    if basis_scale is not None:
-        shape("basis_scale", basis_scale, Hkv, power2(D), 1, dtype=torch.float32)
-        check(pos, B, basis_scale=basis_scale)
-    shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
-    shape("ring_v", ring_v, B, z, Hkv, D, dtype=q.dtype)
-    words = rope_words(rope, S, D, q.dtype)
-    check(pos, B, q=q, basis=basis, ring_k=ring_k, ring_v=ring_v, rope=rope)
-    check_values(pos, values, low_scale, (B, S, Hkv), D, bits, q.dtype)
-    if index is not None:
-        need(index.ndim == 2 and index.shape[0] == B, f"index must be [{B}, n], not {list(index.shape)}")
-        need(index.dtype == torch.int32, f"index must be int32, not {index.dtype}")
-        check(pos, B, index=index)
+    stores = (latent, latent_scale, basis, basis_scale, values, low_scale, ring_k, ring_v)
+    words = check_sals_attend(q, index, *stores, pos, rope, bits)
+    (B, Hq, D), (S, r), (Hkv, DP, _), z = q.shape, latent.shape[1:], basis.shape, ring_k.shape[1]
     n = S if index is None else index.shape[1]
     G = Hq // Hkv
-    chosen = (B, n, Hkv, D, r, bits, tile_itemsize(q.dtype, latent))
-    at_once = index is not None and G == 1 and attends_at_once(q.device, *chosen)
-    if at_once and aligned(latent, basis, values, low_scale):
-        stores = (latent, latent_scale, basis, basis_scale, values, low_scale, ring_k, ring_v)
-        return _attend_at_once(q, index, *stores, pos, words, bits)
     scale = D**-0.5 * LOG2E
     given = pos if index is None else index
     stored = value_words(values, low_scale, pos)
@@ -1915,44 +1376,50 @@ def sals_attend(
             **overlapped(q.device),
         )  # fmt: skip
     else:
-        keys = (latent, latent_scale, basis, basis_scale)
-        logits, windows = _logits_and_windows(q, index, *keys, ring_k, ring_v, pos, words)
-        count = 0 if windows[0] is None else windows[0].shape[-1]
+        logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
         _values_kernel[splits, Hkv, B](
-            logits, q, given, *stored, ring_k, ring_v, pos, *windows, tops, sums, parts, n, S, z, count,
-            scale, D, *packing, T, min(16, count and power2(count)), stages, index is not None, splits == 1,
-            num_warps=warps, **overlapped(q.device),
+            logits, q, given, *stored, ring_k, ring_v, pos, tops, sums, parts, n, S, z, scale, D, *packing, T,
+            stages, index is not None, splits == 1, num_warps=warps, **overlapped(q.device),
         )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
 
-def _logits_and_windows(
+def check_sals_attend(
     q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor, pos: Tensor, words: Tensor
-) -> tuple[Tensor, tuple]:  # fmt: skip
+    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
+    pos: Tensor, rope: Tensor, bits: int
+) -> Tensor:  # fmt: skip
+    """Asks that the arguments of sals_attend are as it says; returns rope_words."""
+    (B, Hq, D), (S, r), Hkv, z = q.shape, latent.shape[1:], len(basis), ring_k.shape[1]
+    need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
+    check_latent(pos, latent, latent_scale, B, q.dtype)
+    need((latent_scale is None) == (basis_scale is None), "latent and basis are of int8 together")
+    shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=latent.dtype)
+    if basis_scale is not None:
+        shape("basis_scale", basis_scale, Hkv, power2(D), 1, dtype=torch.float32)
+        check(pos, B, basis_scale=basis_scale)
+    shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
+    shape("ring_v", ring_v, B, z, Hkv, D, dtype=q.dtype)
+    words = rope_words(rope, S, D, q.dtype)
+    check(pos, B, q=q, basis=basis, ring_k=ring_k, ring_v=ring_v, rope=rope)
+    check_values(pos, values, low_scale, (B, S, Hkv), D, bits, q.dtype)
+    if index is not None:
+        need(index.ndim == 2 and index.shape[0] == B, f"index must be [{B}, n], not {list(index.shape)}")
+        need(index.dtype == torch.int32, f"index must be int32, not {index.dtype}")
+        check(pos, B, index=index)
+    return words
+
+
+def _logits(
+    q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
+    basis_scale: Tensor | None, pos: Tensor, words: Tensor, z: int
+) -> Tensor:  # fmt: skip
     """sals_attend's logits of heads that share no keys, in log2 units [B, Hkv, n]: -inf in slots of no token;
-    without an index whole tiles beyond pos - z stay unwritten. And the softmax of the exact windows, in parts
-    for a merge: maxima and sums [B, Hkv, parts], fp32, and weighted values [B, Hkv, parts, D]; three times
-    None where the values' kernel does that."""
-    B, Hkv, D = q.shape
-    (S, r), z = latent.shape[1:], ring_k.shape[1]
-    DP = basis.shape[1]
+    without an index whole tiles beyond pos - z stay unwritten."""
+    (B, Hkv, D), (S, r), DP = q.shape, latent.shape[1:], basis.shape[1]
     n = S if index is None else index.shape[1]
-    scale = D**-0.5 * LOG2E
-    itemsize = tile_itemsize(q.dtype, latent)
+    scale, itemsize = D**-0.5 * LOG2E, tile_itemsize(q.dtype, latent)
     logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
-    streams = index is not None and streams_basis(q.device, B * n, n, Hkv, D, r, itemsize)
-    if streams and aligned(latent, basis):
-        T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
-        layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
-        chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-        windows = split_outputs(q, window_parts(z))[1:]
-        _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
-            q, index, latent, latent_scale, chunks, basis_scale, ring_k, ring_v, pos, words, logits, *windows,
-            B, n, S, z, scale, Hkv, window_parts(z), T, NC, r // KB, SLOTS, num_warps=4,
-            **overlapped(q.device),
-        )  # fmt: skip
-        return logits, windows
     T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
     rows = 1 if n % T == 0 else min(B, (T - 2) // n + 2)  # that a tile can span
     _logits_kernel[min(cdiv(B * n, T) * (Hkv // heads), programs),](
@@ -1961,26 +1428,7 @@ def _logits_and_windows(
         D, DP // 2, heads, rows, max(16, power2(rows * heads)), T, KB, r % KB == 0, index is not None,
         words.dtype == torch.int32, num_warps=warps, num_stages=stages, **overlapped(q.device),
     )  # fmt: skip
-    return logits, (None, None, None)
-
-
-def window_parts(z: int) -> int:
-    """How many parts of a softmax _attend_windows leaves of a head's window."""
-    return 4 * cdiv(z, 64)
-
-
-def fits_chunks(D: int, r: int, itemsize: int) -> bool:
-    """Whether the kernels for Hopper can stream the basis past latents in shared memory: 16 or 8 bits, heads
-    of 64 or 128, latents of whole chunks of 128 bytes of which 128 fit."""
-    return itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
-
-
-def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
-    """Whether the logits of chosen tokens are made by the kernel for Hopper, written in Gluon: the latents
-    fit its chunks, 64 tokens in line span 8 rows of the batch at most, and (for speed) every program has two
-    heads or more."""
-    fits = fits_chunks(D, r, itemsize) and n >= 8
-    return on_hopper(device) and fits and cdiv(tokens, 128) * Hkv >= 2 * SMS
+    return logits
 
 
 def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:
@@ -2007,280 +1455,6 @@ def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
     if KB * itemsize > 512:
         KB, stages = 128 // itemsize, 2
     return 64, KB, 4, stages, max(1, min(cdiv(n, 128), 2 * SMS // (B * Hkv)))
-
-
-# ------------------------------------------------ attention over chosen tokens in one kernel (SALS, Hopper)
-
-
-@gluon_jit
-def _heads_of(tile, first, stop, Hkv):
-    """The heads of a tile, from and up to, that the program's units first .. stop - 1 have."""
-    return gl.maximum(first - tile * Hkv, 0), gl.minimum(stop - tile * Hkv, Hkv)
-
-
-@gluon_jit
-def _make_logits(
-    HALF: gl.constexpr, latents, queries, ring, ready, free, logits_of, made, taken, first, stop, b,
-    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, n, S, scale, Hkv,
-):  # fmt: skip
-    """The logits of its half of every tile, in log2 units: -inf where there is no token. Four warps."""
-    D: gl.constexpr = ring.shape[1]
-    KB: gl.constexpr = ring.shape[2]
-    CHUNKS: gl.constexpr = latents.shape[0] // 2
-    T: gl.constexpr = latents.shape[1]
-    ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
-    INT8: gl.constexpr = latent_scale_p is not None
-    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
-    QUERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
-    of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
-    PAIRS: gl.constexpr = of_pairs.type.layout
-    pair = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIRS))
-    kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
-    wide = gl.arange(0, D, layout=QUERY)
-    dim = wide // 2 + (wide % 2) * (D // 2)
-    row = b.to(gl.int64) * S
-    chunk, unit = 0, 0
-    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
-        start = (tile * 2 + HALF) * T
-        token = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, COPY))[1]
-        turned = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, PAIRS))[1]
-        scored = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, KEYS))[1]
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        words = gl.load(rope_p + gl.maximum(turned, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
-        token_scale = gl.where(scored >= 0, scale, 0.0)
-        if INT8:
-            token_scale *= gl.load(latent_scale_p + row + gl.maximum(scored, 0))
-        latent_row = latent_p + (row + gl.maximum(token, 0))[:, None] * (CHUNKS * KB)
-        for j in gl.static_range(CHUNKS):
-            copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
-        ampere.async_copy.commit_group()
-        cos, sin = _half_at(words, 0), _half_at(words, 16)
-        ampere.async_copy.wait_group(0)
-        hopper.fence_async_shared()
-        barrier()
-        first_head, stop_head = _heads_of(tile, first, stop, Hkv)
-        for head in range(first_head, stop_head):
-            query = gl.load(q_p + (b * Hkv + head).to(gl.int64) * D + dim).to(gl.float32)
-            k = _begin_keys(latents, ring, ready, free, chunk, HALF, KEYS)
-            if INT8:
-                query *= gl.load(basis_scale_p + head * D + wide)
-            queries.index(HALF).store(query)
-            chunk += CHUNKS
-            k = _end_keys(k, free, chunk)
-            # From here on the other half has the tensor cores: a product with the query by them would wait.
-            a, c = gl.split(gl.reshape(k.to(gl.float32), [T, D // 2, 2]))
-            rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D])
-            rotated = gl.convert_layout(rotated, KEYS, assert_trivial=True)
-            query = queries.index(HALF).load(gl.SliceLayout(0, KEYS))
-            logits = gl.sum(rotated * query[None, :], 1) * token_scale
-            hopper.mbarrier.wait(taken.index(unit % 2), ((unit // 2) & 1) ^ 1)
-            logits_of.index(unit % 2).slice(HALF * T, T).store(gl.where(scored >= 0, logits, float("-inf")))
-            barrier()
-            hopper.mbarrier.arrive(made.index(unit % 2))
-            unit += 1
-
-
-@gluon_jit
-def _make_half(HALF: gl.constexpr, keys):
-    """_make_logits, whose arguments warp_specialize takes as one tuple for both halves."""
-    _wait_for_previous()
-    _let_next_begin()
-    _make_logits(HALF, *keys)
-
-
-@gluon_jit
-def _copy_values(code_at, pair_at, head, codes, pairs, stage):
-    """Copies a head's codes and (minimum, scale) of groups of a tile's tokens to shared memory."""
-    copy_rows(codes.index(stage), code_at + head * codes.shape[2])
-    copy_rows(pairs.index(stage), pair_at + head * pairs.shape[2])
-    ampere.async_copy.commit_group()
-
-
-@gluon_jit
-def _attend_values(
-    codes, pairs, logits_of, made, taken, first, stop, parts, b, index_p, values_p, low_scale_p, n, S, Hkv,
-    step, BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr,
-    RUNS: gl.constexpr, RUN: gl.constexpr,
-):  # fmt: skip
-    """Decodes the values of every tile and weighs them. Four warps."""
-    T: gl.constexpr = codes.shape[1]
-    J: gl.constexpr = pairs.shape[2]  # groups of a head
-    W: gl.constexpr = RUN // 4  # words of a run, each in a lane
-    L: gl.constexpr = 32 // W  # lanes that have different tokens
-    TAKE: gl.constexpr = 4 * L  # tokens at a time
-    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (WIDTH // 16), WIDTH // 16], [4, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, J], [32, 1], [4, 1], [1, 0])
-    LINE: gl.constexpr = gl.BlockedLayout([T // 32], [32], [4], [0])  # all logits in every warp
-    # Codes: [token, plane, run, word, byte]; the groups of a token's runs in all threads that have its codes.
-    CODES: gl.constexpr = gl.BlockedLayout(
-        [1, PLANES, RUNS, 1, 4], [L, 1, 1, W, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0]
-    )
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 1], [L, W], [4, 1], [1, 0])
-    LOWS: gl.constexpr = gl.BlockedLayout([1, J], [L, W], [4, 1], [1, 0])
-    PLANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, CODES)))
-    BYTE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, CODES))))
-    plane = gl.arange(0, PLANES, layout=gl.SliceLayout(0, PLANE))[None, :, None, None, None]
-    byte = gl.arange(0, 4, layout=BYTE)[None, None, None, None, :]
-    word = gl.arange(0, WIDTH // 4, layout=gl.SliceLayout(0, COPY))
-    group = gl.arange(0, J, layout=gl.SliceLayout(0, PAIRS))
-    unit = 0
-    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
-        token = _tile_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, COPY))[1]
-        token = b.to(gl.int64) * S + gl.maximum(token, 0)
-        code_at = values_p + (token * (Hkv * (WIDTH // 4)))[:, None] + word[None, :]
-        token = _tile_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, PAIRS))[1]
-        token = b.to(gl.int64) * S + gl.maximum(token, 0)
-        pair_at = low_scale_p + (token * (Hkv * J))[:, None] + group[None, :]
-        first_head, stop_head = _heads_of(tile, first, stop, Hkv)
-        _copy_values(code_at, pair_at, first_head, codes, pairs, unit % 2)
-        for head in range(first_head, stop_head):
-            stage = unit % 2
-            _copy_values(code_at, pair_at, gl.minimum(head + 1, stop_head - 1), codes, pairs, 1 - stage)
-            ampere.async_copy.wait_group(1)
-            hopper.mbarrier.wait(made.index(stage), (unit // 2) & 1)
-            barrier()
-            top = gl.maximum(gl.max(logits_of.index(stage).load(LINE), 0), -1e30)
-            total = gl.full([TAKE], 0.0, gl.float32, gl.SliceLayout(1, PLANE))
-            out = gl.full([TAKE, PLANES, RUNS, W, 4], 0.0, gl.float32, CODES)
-            base = gl.full([TAKE, PLANES, RUNS, 1, 1], 0.0, gl.float32, CODES)
-            for t in gl.static_range(0, T, TAKE):
-                logits = logits_of.index(stage).slice(t, TAKE).load(gl.SliceLayout(1, PLANE))
-                weight = gl.exp2(logits - top)
-                total += weight
-                weight = weight[:, None][:, :, None][:, :, :, None][:, :, :, :, None]
-                code = gl.reshape(codes.index(stage).slice(t, TAKE).load(WORDS), [TAKE, 1, RUNS, W, 1])
-                low = pairs.index(stage).slice(t, TAKE).load(LOWS)
-                if PLANES * RUNS > J:
-                    low = gl.join(low, low)  # two planes lie in a group
-                low = gl.reshape(low, [TAKE, PLANES, RUNS, 1, 1])
-                code = gl.convert_layout(code, CODES, assert_trivial=True)
-                low = gl.convert_layout(low, CODES, assert_trivial=True)
-                code, low, scale = _decode_planes(code, low, plane, byte, gl.float16, BITS)
-                out += code * (scale * weight)
-                base += low * weight
-            barrier()
-            hopper.mbarrier.arrive(taken.index(stage))
-            unit += 1
-            out = gl.reshape(out + base, [TAKE, J * GROUP])
-            _leave(parts, (b * Hkv + head).to(gl.int64) * step + 4 * tile, top, total, out, L)
-        ampere.async_copy.wait_group(0)
-
-
-@gluon_jit
-def _attend_windows_and_values(windows, values, D: gl.constexpr, packing):
-    _attend_windows(*windows, D)
-    _attend_values(*values, *packing)
-
-
-@gluon_jit
-def _sals_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
-    pos_p, rope_p, top_p, sum_p, part_p, B, n, S, z, scale, Hkv, programs, step,
-    BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr, RUNS: gl.constexpr,
-    RUN: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    # Every row has so many programs, and each an equal run of units: a tile of 2 T tokens and a head. The
-    # latents of a tile stay in shared memory, and a warp streams the basis past them by bulk copies. Four
-    # warps make the logits of a tile's first T tokens, four those of the others: one can multiply while the
-    # other rotates. Four more weigh the values, and before these the exact windows.
-    T: gl.constexpr = 64
-    LATENT: gl.constexpr = basis.dtype
-    D: gl.constexpr = basis.block_shape[0]
-    KB: gl.constexpr = basis.block_shape[1]
-    b, program = gl.program_id(0) // programs, gl.program_id(0) % programs
-    units = gl.cdiv(n, 2 * T) * Hkv
-    first, stop = program * units // programs, (program + 1) * units // programs
-    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
-    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    codes = gl.allocate_shared_memory(gl.int32, [2, 2 * T, WIDTH // 4], ROWS)
-    pairs = gl.allocate_shared_memory(gl.int32, [2, 2 * T, D // GROUP], ROWS)
-    queries = gl.allocate_shared_memory(gl.float32, [2, D], FLAT)
-    logits_of = gl.allocate_shared_memory(gl.float32, [2, 2 * T], FLAT)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=1)
-        hopper.mbarrier.init(free.index(slot), count=2)  # both halves
-    for stage in gl.static_range(2):
-        hopper.mbarrier.init(made.index(stage), count=2)
-        hopper.mbarrier.init(taken.index(stage), count=1)
-    hopper.fence_async_shared()
-    barrier()
-    index_p += b.to(gl.int64) * n
-    parts = (top_p, sum_p, part_p)
-    stores = (q_p, ring_k_p, ring_v_p, pos_p)
-    windows = (parts, stores, B * Hkv, z, scale, Hkv, step, 4 * gl.cdiv(n, 2 * T))
-    values = (
-        codes, pairs, logits_of, made, taken, first, stop, parts, b, index_p, values_p, low_scale_p, n, S,
-        Hkv, step,
-    )  # fmt: skip
-    keys = (
-        latents, queries, ring, ready, free, logits_of, made, taken, first, stop, b, q_p, index_p, latent_p,
-        latent_scale_p, basis_scale_p, rope_p, n, S, scale, Hkv,
-    )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_make_half, (gl.constexpr(0), keys)),
-            (_make_half, (gl.constexpr(1), keys)),
-            (_attend_windows_and_values,
-             (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN))),
-            (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
-        ],
-        [4, 4, 1],  # warps, beside the four of the first
-        [168, 144, 24],  # registers a thread
-    )  # fmt: skip
-
-
-def _attend_at_once(
-    q: Tensor, index: Tensor, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
-    pos: Tensor, words: Tensor, bits: int
-) -> Tensor:  # fmt: skip
-    """sals_attend of chosen tokens and heads that share no keys, in one kernel, and the merge of its parts
-    (see attends_at_once)."""
-    (B, Hkv, D), (S, r), n, z = q.shape, latent.shape[1:], index.shape[1], ring_k.shape[1]
-    itemsize, T = latent.element_size(), 64
-    KB = 128 // itemsize
-    device = torch.cuda.get_device_properties(q.device)
-    programs = row_programs(B, n, Hkv, device.multi_processor_count)
-    spare = 6144  # of shared memory, for barriers, logits and what changes of layout take
-    used = 2 * T * r * itemsize + 4 * T * (D * bits // 8 + D // 8)
-    SLOTS = min(4, (device.shared_memory_per_block_optin - spare - used) // (D * 128))
-    out, tops, sums, parts = split_outputs(q, 4 * cdiv(n, 2 * T) + window_parts(z))
-    layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
-    chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-    _sals_kernel[B * programs,](
-        q, index, latent, latent_scale, chunks, basis_scale, *value_words(values, low_scale, pos), ring_k,
-        ring_v, pos, words, tops, sums, parts, B, n, S, z, D**-0.5 * LOG2E, Hkv, programs, tops.shape[-1],
-        *value_packing(D, bits), r // KB, SLOTS, num_warps=4, **overlapped(q.device),
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
-
-
-def attends_at_once(
-    device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, bits: int, itemsize: int
-) -> bool:  # fmt: skip
-    """Whether logits and values of B rows over n chosen tokens each, heads sharing no keys, are one kernel's,
-    written in Gluon for Hopper: the latents fit its chunks, values are packed, every row has a program, and
-    (for speed) every program two tiles of a head, and two heads at most, for whose exact windows the values
-    wait."""
-    fits = fits_chunks(D, r, itemsize) and bits < 16 and B * Hkv <= 2 * SMS <= B * cdiv(n, 128) * Hkv
-    return fits and on_hopper(device) and B <= torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def row_programs(B: int, n: int, Hkv: int, programs: int) -> int:
-    """How many of the programs each of B rows has for its n tokens: if that idles few, as many as a multiple
-    of its tiles, so that none begins in mid tile."""
-    tiles = cdiv(n, 128)
-    most = min(programs // B, tiles * Hkv)
-    even = most // tiles * tiles
-    return even if 4 * even >= 3 * most else most
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
@@ -2973,19 +2147,10 @@ def int8_attend(
 
     The query is split into two int8 numbers (15 bits), so that tensor cores take the keys' codes as they are;
     in fp32 the codes become fp32. Where heads share no keys (G = 1), V is weighed in fp32 as it is decoded;
-    else the group's queries share a decoded tile on tensor cores (where shares_int8 says so, in a kernel for
-    Hopper). Truth: Int8Cache.decode without kernels."""
-    B, Hq, D = q.shape
-    Hkv, S = k.shape[1:3]
-    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
-    need(D <= 512, f"sums of {D} products of int8 do not fit int32")
-    shape("k", k, B, Hkv, S, D, dtype=torch.int8)
-    shape("k_scale", k_scale, B, Hkv, S, dtype=torch.float32)
-    check_values(pos, values, low_scale, (B, Hkv, S), D, bits, q.dtype)
-    check(pos, B, q=q, k=k, k_scale=k_scale)
+    else the group's queries share a decoded tile on tensor cores. Truth: Int8Cache.decode without kernels."""
+    check_int8_attend(q, k, k_scale, values, low_scale, pos, bits)
+    (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
     G = Hq // Hkv
-    if shares_int8(q.device, G, D, bits, q.dtype) and aligned(k, values, low_scale):
-        return _attend_int8_shared(q, k, k_scale, values, low_scale, pos, bits)
     T, warps, stages, fill = int8_config(G, D, q.element_size())
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
     out, tops, sums, parts = split_outputs(q, splits)
@@ -2997,204 +2162,24 @@ def int8_attend(
     return merge_splits(out, tops, sums, parts)
 
 
+def check_int8_attend(
+    q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor | None, pos: Tensor, bits: int
+) -> None:
+    """Asks that the arguments of int8_attend are as it says."""
+    (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
+    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    need(D <= 512, f"sums of {D} products of int8 do not fit int32")
+    shape("k", k, B, Hkv, S, D, dtype=torch.int8)
+    shape("k_scale", k_scale, B, Hkv, S, dtype=torch.float32)
+    check_values(pos, values, low_scale, (B, Hkv, S), D, bits, q.dtype)
+    check(pos, B, q=q, k=k, k_scale=k_scale)
+
+
 def int8_config(G: int, D: int, itemsize: int) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
     if G == 1:  # a warp a program: no barriers; more sums would run out of registers
         return (32, 1, 4, 16) if itemsize == 2 and D <= 128 else (16, 1, 3, 16)
     return (64, 4, 3, 6) if itemsize == 2 else (32, 4, 2, 4)
-
-
-# ------------------------------------------------- attention over keys in int8 that queries share (Hopper)
-
-
-@constexpr_function
-def _decode_ptx(BITS):
-    """PTX of _decode_halves for two tokens: their words of codes $4 and $5, their groups' (minimum, scale) $6
-    and $7, and $8, how far left to rotate byte 0 -> $0 .. $3: of byte 0 .. 3 both tokens' values."""
-    mask, one = 0x10001 * (((1 << BITS) - 1) << (10 - BITS)), 0x3C003C00  # two halves of 1.0
-    ptx = f"""mov.b32 code, {one + 0x10001 * (BITS << 10)};
-        prmt.b32 low, $6, $7, 0x5410; prmt.b32 step, $6, $7, 0x7632;
-        mul.f16x2 step, step, code; sub.f16x2 low, low, step;
-        prmt.b32 front, $4, $5, 0x5410; prmt.b32 back, $4, $5, 0x7632;"""
-    for byte, word in enumerate(("front", "front", "back", "back")):
-        ptx += f"""sub.u32 turn, $8, {byte % 2 * 8}; shf.l.wrap.b32 code, {word}, {word}, turn;
-            lop3.b32 code, code, {mask}, {one}, 0xEA; fma.rn.f16x2 ${byte}, code, step, low;"""
-    return "{ .reg .b32 front, back, low, step, code, turn; " + ptx + " }"
-
-
-@gluon_jit
-def _decode_halves(words, pairs, turn, BITS: gl.constexpr):
-    """Words of codes, and of their groups' (minimum, scale), to the values of byte 0 .. 3, in fp16: a code as
-    the top bits of a mantissa reads 1 + code / 2**BITS (see _decode_planes), minimum + code * scale is then
-    one FMA, and two tokens, neighbours in a thread's registers, share every instruction."""
-    return gl.inline_asm_elementwise(
-        _decode_ptx(BITS), "=r,=r,=r,=r,r,r,r,r,r,r", [words, pairs, turn],
-        (gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@constexpr_function
-def _word_layouts(T, PLANES, H):
-    """Layouts of T tokens' words for every plane [T, PLANES, H, 8], and to match, of codes as stored
-    [T, 8 H] and of their groups' (minimum, scale) [T, PLANES H]: each word in the thread that multiplies its
-    values. A warp has 4 pairs of tokens and 8 words, 32 channels of a plane, in its lanes, and the rest in
-    registers, neighbouring tokens first."""
-    tokens = [[1, 0, 0, 0]] + [[1 << i, 0, 0, 0] for i in range(3, T.bit_length() - 1)]
-    planes = [[0, 1 << i, 0, 0] for i in range(PLANES.bit_length() - 1)]
-    runs = [[0, 0, 1 << i, 0] for i in range(H.bit_length() - 1)]
-    lanes = [[2, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]]
-
-    def layout(place, registers, sizes):
-        bits = ([place(*bit) for bit in each] for each in (registers, lanes))
-        return gl.DistributedLinearLayout(*bits, [], [], sizes)
-
-    return (
-        layout(lambda *bit: list(bit), tokens + planes + runs, [T, PLANES, H, 8]),
-        layout(lambda t, p, h, word: [t, 8 * h + word], tokens + runs, [T, 8 * H]),
-        layout(lambda t, p, h, word: [t, H * p + h], tokens + planes + runs, [T, PLANES * H]),
-    )
-
-
-@gluon_jit
-def _copy_tile(blocks, rings, ready, stage, row, some):
-    """Copies a tile of keys, codes and pairs, from `row` on, to a stage of the rings, if there is one."""
-    keys, codes, pairs = blocks
-    T: gl.constexpr = keys.block_shape[0]
-    BYTES: gl.constexpr = T * (keys.block_shape[1] + 4 * codes.block_shape[1] + 4 * pairs.block_shape[1])
-    hopper.mbarrier.expect(ready.index(stage), BYTES, pred=some)
-    for i in gl.static_range(3):
-        copy_block(blocks[i], [row, 0], ready.index(stage), rings[i].index(stage), pred=some)
-
-
-@gluon_jit
-def _int8_shared_kernel(
-    keys, codes, pairs, q_p, k_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
-    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-):  # fmt: skip
-    # A program is one warp, and nothing moves between its threads but maxima: codes of keys come from shared
-    # memory as tensor cores take them, the logits are then where those take weights, and values are decoded
-    # where they are multiplied.
-    T: gl.constexpr = keys.block_shape[0]
-    D: gl.constexpr = keys.block_shape[1]
-    W: gl.constexpr = codes.block_shape[1]
-    H: gl.constexpr = W // 8
-    PLANES: gl.constexpr = 8 // BITS
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
-    LAYOUTS: gl.constexpr = _word_layouts(T, PLANES, H)
-    WORDS: gl.constexpr = LAYOUTS[0]
-    CODES: gl.constexpr = LAYOUTS[1]
-    PAIRS: gl.constexpr = LAYOUTS[2]
-    split, splits = gl.program_id(0), gl.num_programs(0)
-    row = gl.program_id(2).to(gl.int64) * gl.num_programs(1) + gl.program_id(1)
-    length = gl.load(pos_p + gl.program_id(2)) + 1
-    # Programs take tiles in turn: what is read at a time lies side by side, which memory serves faster.
-    tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
-    first = (row * S).to(gl.int32)
-    k_ring = gl.allocate_shared_memory(keys.dtype, [STAGES, T, D], keys.layout)
-    code_ring = gl.allocate_shared_memory(codes.dtype, [STAGES, T, W], codes.layout)
-    pair_ring = gl.allocate_shared_memory(pairs.dtype, [STAGES, T, PLANES * H], pairs.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        hopper.mbarrier.init(ready.index(slot), count=1)
-    hopper.fence_async_shared()
-    barrier()
-    blocks, rings = (keys, codes, pairs), (k_ring, code_ring, pair_ring)
-    for slot in gl.static_range(STAGES):
-        _copy_tile(blocks, rings, ready, slot, first + (split + slot * splits) * T, slot < tiles)
-    # Rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones: their products meet in a thread.
-    g = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))[:, None]
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    high, low, q_scale = _split_rows(gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0))
-    query = gl.reshape(gl.permute(gl.join(high, low), (2, 0, 1)), [16, D])
-    query = gl.convert_layout(query, gl.DotOperandLayout(0, MMA, 4))
-    zeros = gl.full([16, T], 0, gl.int32, MMA)
-    of_queries, _ = gl.split(gl.permute(gl.reshape(zeros, [2, 8, T]), (1, 2, 0)))
-    LOGITS: gl.constexpr = of_queries.type.layout
-    QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    q_scale = gl.convert_layout(q_scale * scale, QUERY)
-    plane = gl.arange(0, PLANES, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-    spread = gl.full([T, PLANES, H, 8], 0, gl.int32, WORDS)
-    turn = ((10 - BITS - plane * BITS) & 31)[None, :, None, None] + spread
-    top = gl.full([8], -1e30, gl.float32, QUERY)
-    total = gl.full([8, T], 0.0, gl.float32, LOGITS)  # summed over T at the end, not in every tile
-    out = gl.full([D, 8], 0.0, gl.float32, MMA)
-    place = split * T + gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
-    k_scale = gl.load(k_scale_p + row * S + place, mask=place < length, other=0.0)
-    for i in range(tiles):
-        stage = i % STAGES
-        live, token_scale = place < length, k_scale
-        place += splits * T
-        k_scale = gl.load(k_scale_p + row * S + place, mask=place < length, other=0.0)
-        hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        k = k_ring.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 4))
-        products = gl.reshape(ampere.mma_v2(query, k, zeros), [2, 8, T])
-        coarse, fine = gl.split(gl.permute(products, (1, 2, 0)))
-        logits = (coarse * 254 + fine).to(gl.float32) * (q_scale[:, None] * token_scale[None, :])
-        logits = gl.where(live[None, :], logits, float("-inf"))
-        new_top = gl.maximum(top, gl.max(logits, 1))
-        if gl.max(new_top - top, 0) > 0:
-            shrink = gl.exp2(top - new_top)
-            total *= shrink[:, None]
-            out *= gl.convert_layout(shrink, gl.SliceLayout(0, MMA))[None, :]
-            top = new_top
-        weight = gl.exp2(logits - top[:, None])
-        total += weight
-        weight = gl.permute(weight, (1, 0)).to(gl.float16)
-        weight = gl.convert_layout(weight, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
-        words = gl.reshape(code_ring.index(stage).load(CODES), [T, 1, H, 8])
-        pair = pair_ring.index(stage).load(PAIRS)  # of tokens past the end anything, NaN as well
-        real = gl.convert_layout(live, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
-        pair = gl.reshape(gl.where(real, pair, 0), [T, PLANES, H, 1])
-        words = gl.convert_layout(words, WORDS, assert_trivial=True) + spread
-        pair = gl.convert_layout(pair, WORDS, assert_trivial=True) + spread
-        v0, v1, v2, v3 = _decode_halves(words, pair, turn, BITS)
-        v = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [T, PLANES, H, 8, byte // 2, byte % 2]
-        v = gl.reshape(gl.permute(v, (1, 2, 4, 5, 3, 0)), [D, T])
-        out = ampere.mma_v2(gl.convert_layout(v, gl.DotOperandLayout(0, MMA, 2)), weight, out)
-        barrier()
-        row_ahead = first + (split + (i + STAGES) * splits) * T
-        _copy_tile(blocks, rings, ready, stage, row_ahead, i + STAGES < tiles)
-    total = gl.sum(total, 1)
-    if FINAL:
-        out /= gl.convert_layout(total, gl.SliceLayout(0, MMA))[None, :]
-    g = gl.arange(0, 8, layout=QUERY)
-    at = (row * G + g) * splits + split
-    gl.store(top_p + at, top, mask=g < G)
-    gl.store(sum_p + at, total, mask=g < G)
-    g = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
-    m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]  # runs of 32 channels: (byte, word) of each
-    channel = m // 32 * 32 + m % 8 * 4 + m // 8 % 4
-    at = (row * G + g) * splits + split
-    gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=g < G)
-
-
-def _attend_int8_shared(
-    q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor, pos: Tensor, bits: int
-) -> Tensor:
-    """int8_attend of heads whose keys queries share (see shares_int8)."""
-    (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
-    T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
-    splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
-    out, tops, sums, parts = split_outputs(q, splits)
-    blocks = []
-    for store in (k, *value_words(values, low_scale, pos)):
-        store = store.view(B * Hkv * S, -1)
-        width = store.shape[1] * store.element_size()
-        layout = gl.NVMMASharedLayout(width if width > 16 else 0, 8 * store.element_size(), 2)
-        blocks.append(TensorDescriptor.from_tensor(store, [T, store.shape[1]], layout))
-    _int8_shared_kernel[splits, Hkv, B](
-        *blocks, q, k_scale, pos, tops, sums, parts, S, D**-0.5 * LOG2E, Hq // Hkv, bits, stages, splits == 1,
-        num_warps=1,
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
-
-
-def shares_int8(device: torch.device, G: int, D: int, bits: int, dtype: torch.dtype) -> bool:
-    """Whether keys in int8 that G queries share are attended by the kernel for Hopper, written in Gluon: 2 to
-    8 queries in bf16 (halves as it decodes them would be too coarse for fp16), packed values, heads of 128
-    (whose rows bulk copies and a warp's lanes take)."""
-    return on_hopper(device) and 1 < G <= 8 and D == 128 and bits < 16 and dtype == torch.bfloat16
 
 
 # ------------------------------------------------------------------------------------- appends and sum scores
@@ -3818,366 +2803,6 @@ def fetch_rows(
         )  # fmt: skip
 
 
-# ------------------------------------------------------------------- the linear layers between two attentions
-
-CHAIN_ROWS = 16  # at most; padded to 8 or 16, the narrow side of wgmma
-
-
-@gluon_jit
-def _share(N, HALF: gl.constexpr):
-    """This program's outputs of N, in whole eights (the rows after which the swizzle of shared memory
-    repeats): the first, how many, and in how many tiles of HALF at most."""
-    eights, pid = gl.cdiv(N, 8), gl.program_id(0).to(gl.int64)
-    first = (eights * pid // gl.num_programs(0)).to(gl.int32)
-    count = (eights * (pid + 1) // gl.num_programs(0)).to(gl.int32) - first
-    return first, count, gl.cdiv(count * 8, HALF)
-
-
-@gluon_jit
-def _tile(first, count, tiles, i):
-    """The outputs of a tile: from, and up to; of like size, so that no slots of the ring are nearly empty."""
-    return (first + count * i // tiles) * 8, (first + count * (i + 1) // tiles) * 8
-
-
-@gluon_jit
-def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
-    """Copies the weights of this program's outputs, tile by tile, into the ring from `step` on; returns the
-    step after."""
-    SLOTS: gl.constexpr = ring.shape[0]
-    HALF: gl.constexpr = ring.shape[1] // 2
-    KB: gl.constexpr = ring.shape[2]
-    LATER: gl.constexpr = 0 if GATED else KB
-    first, count, tiles = _share(N, HALF)
-    for i in range(tiles):
-        n, end = _tile(first, count, tiles, i)
-        for k in range(0, weight.shape[1], KB + LATER):
-            slot = step % SLOTS
-            hopper.mbarrier.wait(free.index(slot), ((step // SLOTS) & 1) ^ 1)
-            hopper.mbarrier.expect(ready.index(slot), 2 * HALF * KB * 2)
-            for j in gl.static_range(0, HALF, 8):
-                # Rows past the tile are another's: ask for rows past the matrix, zeros that are not read.
-                row = gl.where(n + j < end, n + j, weight.shape[0])
-                copy_block(weight, [row, k], ready.index(slot), ring.index(slot).slice(2 * j, 8))
-                row += N if GATED else 0
-                copy_block(weight, [row, k + LATER], ready.index(slot), ring.index(slot).slice(2 * j + 8, 8))
-            step += 1
-    return step
-
-
-@gluon_jit
-def _stream_weights(wo, w13, w2, w, ring, ready, free):
-    """The first producer, one warp: the weights of all four layers, as slots become free."""
-    dim, ffn = w2.shape[0], w2.shape[1]
-    step = _stream_weights_of(wo, ring, ready, free, gl.to_tensor(0), dim, False)
-    step = _stream_weights_of(w13, ring, ready, free, step, ffn, True)
-    step = _stream_weights_of(w2, ring, ready, free, step, dim, False)
-    _stream_weights_of(w, ring, ready, free, step, w.shape[0], False)
-
-
-@gluon_jit
-def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.constexpr):
-    """The same for the inputs x [rows, K], once for every tile."""
-    SLOTS: gl.constexpr = xs.shape[0]
-    MP: gl.constexpr = xs.shape[1] // 2
-    KB: gl.constexpr = xs.shape[2]
-    RUNS: gl.constexpr = 1 if GATED else 2
-    _, _, tiles = _share(N, HALF)
-    for _ in range(tiles):
-        for k in range(0, x.shape[1], RUNS * KB):
-            slot = step % SLOTS
-            hopper.mbarrier.wait(free.index(slot), ((step // SLOTS) & 1) ^ 1)
-            hopper.mbarrier.expect(ready.index(slot), RUNS * MP * KB * 2)
-            for run in gl.static_range(RUNS):
-                to = xs.index(slot).slice(run * MP, MP)
-                copy_block(x, [0, k + run * KB], ready.index(slot), to)
-            step += 1
-    return step
-
-
-@gluon_jit
-def _wait_for_inputs(counter_p, goal):
-    """Waits until bulk copies, which are of another proxy, see what all programs stored. One warp."""
-    _wait_for_all(counter_p, goal)
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    fence: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
-
-
-@gluon_jit
-def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr):
-    """The second producer, one warp: the inputs of each layer, once all programs have written them."""
-    _wait_for_previous()
-    dim, ffn = scaled.shape[1], gated.shape[1]
-    # One goal for all three counters. Our own arrival comes later: it needs the inputs below, and every
-    # program has outputs.
-    goal = _goal(counters_p, gl.num_programs(0))
-    step = _stream_input_of(attended, xs, ready, free, gl.to_tensor(0), dim, HALF, False)
-    _wait_for_inputs(counters_p, goal)
-    step = _stream_input_of(scaled, xs, ready, free, step, ffn, HALF, True)
-    _wait_for_inputs(counters_p + 1, goal)
-    step = _stream_input_of(gated, xs, ready, free, step, dim, HALF, False)
-    _wait_for_inputs(counters_p + 2, goal)
-    _stream_input_of(scaled, xs, ready, free, step, N, HALF, False)
-
-
-@gluon_jit
-def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr, OUT: gl.constexpr):
-    """Both halves of the weight rows in the ring, from `step` on, times the inputs: [HALF, MP] each, and the
-    step after. Gate and up, or of other layers two sums over alternate runs of the inputs, to be added."""
-    SLOTS: gl.constexpr = ring.shape[0]
-    HALF: gl.constexpr = ring.shape[1] // 2
-    MP: gl.constexpr = xs.shape[1] // 2
-    WIDTH: gl.constexpr = MP if GATED else 2 * MP
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    acc = gl.full([2 * HALF, WIDTH], 0.0, gl.float32, ACC)
-    for i in range(gl.cdiv(K, ring.shape[2] if GATED else 2 * ring.shape[2])):
-        slot = step % SLOTS
-        hopper.mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
-        x = xs.index(slot).slice(0, WIDTH).permute((1, 0))
-        acc = hopper.warpgroup_mma(ring.index(slot), x, acc, is_async=True)
-        acc = hopper.warpgroup_mma_wait(1, deps=[acc])
-        barrier()  # the product before this one is done in all four warps: they give its slot back
-        hopper.mbarrier.arrive(free.index((step + SLOTS - 1) % SLOTS), pred=i > 0)
-        step += 1
-    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    barrier()
-    hopper.mbarrier.arrive(free.index((step + SLOTS - 1) % SLOTS))
-    if GATED:
-        a, b = gl.split(gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, MP]), (0, 2, 3, 1)))
-    else:  # both halves of the rows met both runs of the inputs: keep each with its own
-        acc = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, 2, MP]), (0, 2, 4, 1, 3))
-        first, second = gl.split(acc)
-        a, b = gl.split(first)[0], gl.split(second)[1]
-    a = gl.convert_layout(gl.reshape(a, [HALF, MP]), OUT, assert_trivial=True)
-    b = gl.convert_layout(gl.reshape(b, [HALF, MP]), OUT, assert_trivial=True)
-    return a, b, step
-
-
-@gluon_jit
-def _outputs(n, end, rows, N, OUT: gl.constexpr, HALF: gl.constexpr, MP: gl.constexpr):
-    """A tile's outputs, from n up to `end`, for MP rows: which [HALF], which exist there, their places
-    [HALF, MP] in [rows, N], and which of these exist."""
-    n += gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
-    m = gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))
-    inside = n < gl.minimum(end, N)
-    return n, inside, m[None, :] * N + n[:, None], inside[:, None] & (m < rows)[None, :]
-
-
-@gluon_jit
-def _add_bias(out, bias_p, n, inside):
-    if bias_p is not None:
-        out += gl.load(bias_p + n, mask=inside, other=0.0).to(gl.float32)[:, None]
-    return out
-
-
-@gluon_jit
-def _residual_layer(
-    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, rows, N,
-    OUT: gl.constexpr,
-):  # fmt: skip
-    """x = residual + W y + b; and for the RMSNorm after it `scaled`, x times the norm's weight, and this
-    program's part of each row's sum of squares: the next layer divides its product by the norm."""
-    HALF: gl.constexpr = ring.shape[1] // 2
-    MP: gl.constexpr = xs.shape[1] // 2
-    first, count, tiles = _share(N, HALF)
-    squares = gl.full([MP], 0.0, gl.float32, gl.SliceLayout(0, OUT))
-    for i in range(tiles):
-        start, end = _tile(first, count, tiles, i)
-        n, inside, at, real = _outputs(start, end, rows, N, OUT, HALF, MP)
-        norm = gl.load(norm_p + n, mask=inside, other=0.0).to(gl.float32)
-        residual = gl.load(residual_p + at, mask=real, other=0.0).to(gl.float32)
-        a, b, step = _halves_product(ring, xs, ready, free, step, K, False, OUT)
-        x = (_add_bias(a + b, bias_p, n, inside) + residual).to(x_p.dtype.element_ty)
-        gl.store(x_p + at, x, mask=real)
-        x = x.to(gl.float32)
-        gl.store(scaled_p + at, (x * norm[:, None]).to(scaled_p.dtype.element_ty), mask=real)
-        squares += gl.sum(x * x, 0)
-    m = gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))
-    gl.store(squares_p + gl.program_id(0) * MP + m, squares)
-    return step
-
-
-@gluon_jit
-def _inverse_norm(squares_p, K, eps, PP: gl.constexpr, MP: gl.constexpr, OUT: gl.constexpr):
-    """1 / rms [MP] of each row, from the sums of squares [programs, MP]."""
-    SQUARES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // MP, MP // 4], [4, 1], [1, 0])
-    program = gl.arange(0, PP, layout=gl.SliceLayout(1, SQUARES))
-    m = gl.arange(0, MP, layout=gl.SliceLayout(0, SQUARES))
-    at = squares_p + program[:, None] * MP + m[None, :]
-    mask = (program < gl.num_programs(0))[:, None]
-    # Not from L1, which does not see what other programs write.
-    squares = gl.sum(gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"), 0)
-    return gl.convert_layout(gl.rsqrt(squares / K + eps), gl.SliceLayout(0, OUT))
-
-
-@gluon_jit
-def _normed_layer(
-    ring, xs, ready, free, step, K, bias_p, squares_p, eps, out_p, rows, N,
-    GATED: gl.constexpr, PP: gl.constexpr, OUT: gl.constexpr,
-):  # fmt: skip
-    """W norm(x) + b, or of gate and up silu(gate) * up."""
-    HALF: gl.constexpr = ring.shape[1] // 2
-    MP: gl.constexpr = xs.shape[1] // 2
-    first, count, tiles = _share(N, HALF)
-    norm = gl.full([MP], 0.0, gl.float32, gl.SliceLayout(0, OUT))
-    for i in range(tiles):
-        start, end = _tile(first, count, tiles, i)
-        a, b, step = _halves_product(ring, xs, ready, free, step, K, GATED, OUT)
-        if i == 0:
-            norm = _inverse_norm(squares_p, K, eps, PP, MP, OUT)
-        n, inside, at, real = _outputs(start, end, rows, N, OUT, HALF, MP)
-        if GATED:
-            gate = _add_bias(a * norm[None, :], bias_p, n, inside)
-            up = _add_bias(b * norm[None, :], bias_p, N + n, inside)
-            out = gate / (1 + gl.exp(-gate)) * up
-        else:
-            out = _add_bias((a + b) * norm[None, :], bias_p, n, inside)
-        gl.store(out_p + at, out.to(out_p.dtype.element_ty), mask=real)
-    return step
-
-
-@gluon_jit
-def _multiply(
-    ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p, next_norm_p, bias_p, sum_p,
-    scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, heads_dim, dim, ffn, N, eps, next_eps,
-    PP: gl.constexpr,
-):  # fmt: skip
-    """The consumer, four warps: a layer after the other."""
-    _wait_for_previous()
-    OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
-    step = _residual_layer(
-        ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p, residual_p, norm_p, sum_p, scaled_p,
-        squares_p, rows, dim, OUT,
-    )  # fmt: skip
-    _arrive(counters_p)
-    step = _normed_layer(
-        ring, xs, ready, free, step, dim, w13_bias_p, squares_p, eps, gated_p, rows, ffn, True, PP, OUT
-    )
-    _arrive(counters_p + 1)
-    step = _residual_layer(
-        ring, xs, ready, free, step, ffn, w2_bias_p, sum_p, next_norm_p, x_p, scaled_p,
-        squares_p, rows, dim, OUT,
-    )  # fmt: skip
-    _arrive(counters_p + 2)
-    _normed_layer(
-        ring, xs, ready, free, step, dim, bias_p, squares_p, next_eps, out_p, rows, N, False, PP, OUT
-    )
-
-
-@gluon_jit
-def _linear_chain_kernel(
-    wo, w13, w2, w, attended, scaled, gated, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
-    next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, eps, next_eps,
-    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr,
-):  # fmt: skip
-    # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
-    # the slots of a ring, and on into the next layer's while the programs wait for one another in between:
-    # the memory never rests. A slot has two halves of HALF weight rows: of w13 gate and up, of the others,
-    # of which a program has fewer, the same outputs over two runs of inputs. The halves take turns of eight
-    # rows, so that a thread has both of an output. MP and PP are rows and programs, padded.
-    KB: gl.constexpr = wo.block_shape[1]
-    dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
-    ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
-    xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, KB], attended.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=2)  # both producers
-        hopper.mbarrier.init(free.index(slot), count=1)
-    hopper.fence_async_shared()
-    barrier()
-    gl.warp_specialize(
-        [
-            (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
-                         next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p,
-                         rows, heads_dim, dim, ffn, N, eps, next_eps, PP)),
-            (_stream_weights, (wo, w13, w2, w, ring, ready, free)),
-            (_stream_inputs, (attended, scaled, gated, counters_p, N, xs, ready, free, HALF)),
-        ],
-        [1, 1],  # warps, beside the four of the first
-        [40, 40],  # registers a thread
-    )  # fmt: skip
-
-
-@functools.cache
-def _chain_counters(device: torch.device, programs: int) -> Tensor:
-    """Arrivals of so many programs at each of a chain's three grid-wide barriers, over all launches."""
-    return torch.zeros(3, dtype=torch.int64, device=device)
-
-
-def _chain_results(attended, x, weights, biases, norms, eps):
-    return torch.empty_like(x), x.new_empty(len(x), len(weights[3]))
-
-
-@operator(_chain_results)
-def linear_chain(
-    attended: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], norms: list[Tensor],
-    eps: list[float]
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The linear layers from one attention to the next, for a few rows, in one launch: x' = x + W_o attended,
-    x'' = x' + W_2 SwiGLU(W_13 norm(x')) (arXiv 2002.05202, RMSNorm 1910.07467), W norm(x'').
-
-    attended [rows, heads * D] and x [rows, dim] of at most CHAIN_ROWS rows in bf16; weights: W_o
-    [dim, heads * D], W_13 [2 ffn, dim], gate first, W_2 [dim, ffn], and W [N, dim], the next layer's W_qkv or
-    the logits'; biases: of each, or None; norms and eps: weight [dim] and epsilon of the RMSNorm before W_13
-    and of that before W -> x'' [rows, dim], and W norm(x'') + b [rows, N]. heads * D, dim and ffn are
-    multiples of 8 (bulk copies take rows of whole 16 bytes); ValueError for what does not fit.
-
-    A few rows cost what the weights' bytes cost. Layer by layer, each launch would begin and end with some
-    3 us in which little is read; here all programs run through all layers, and wait for one another between
-    them with the next weights on their way. The first ones are read while the kernel before still runs, which
-    must not write them (see overlapped). For Hopper, in Gluon; the first call on a device must not be in a
-    capture. Truth: model.decode_layer."""
-    listed = [len(each) for each in (weights, biases, norms, eps)]
-    need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
-    matrices = all(each.ndim == 2 for each in (x, *weights))
-    need(matrices and len(x), f"x and weights must be matrices: {[list(t.shape) for t in (x, *weights)]}")
-    wo, w13, w2, w = weights
-    (rows, dim), heads_dim, ffn, N = x.shape, wo.shape[1], w2.shape[1], len(w)
-    copied = {"attended": (attended, rows, heads_dim), "wo": (wo, dim, heads_dim), "w13": (w13, 2 * ffn, dim)}
-    copied |= {"w2": (w2, dim, ffn), "w": (w, N, dim)}
-    given = copied | {name: (norm, dim) for name, norm in zip(("norm", "next norm"), norms, strict=True)}
-    for name, bias, weight in zip(("wo", "w13", "w2", "w"), biases, weights, strict=True):
-        if bias is not None:
-            given[f"bias of {name}"] = (bias, len(weight))
-    for name, (tensor, *sizes) in given.items():
-        shape(name, tensor, *sizes, dtype=x.dtype)
-    together(x=x, **{name: tensor for name, (tensor, *_) in given.items()})
-    for name, (tensor, *_) in copied.items():
-        need(aligned(tensor), f"{name} must start at a multiple of 16 bytes")
-    need(
-        chains_linears(x, heads_dim, dim, ffn),
-        f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU: not {describe(x)} on "
-        f"{x.device}, with layers of {heads_dim} and {ffn} inputs",
-    )
-    device = torch.cuda.get_device_properties(x.device)
-    # Every program must have outputs of the layers that end in x (see _stream_inputs).
-    programs = min(device.multi_processor_count, dim // 8)
-    MP, HALF, KB = 8 if rows <= 8 else 16, 32, 128
-    spare = 2048  # of shared memory, for barriers and sums over warps
-    SLOTS = (device.shared_memory_per_block_optin - spare) // (2 * (HALF + MP) * KB * 2)
-    kw = {"dtype": x.dtype, "device": x.device}
-    total, scaled, out_x = (torch.empty(rows, dim, **kw) for _ in range(3))
-    gated, out = torch.empty(rows, ffn, **kw), torch.empty(rows, N, **kw)
-    squares = torch.empty(programs, MP, dtype=torch.float32, device=x.device)
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    blocks = [TensorDescriptor.from_tensor(weight, [8, KB], layout) for weight in weights]
-    blocks += [TensorDescriptor.from_tensor(t, [MP, KB], layout) for t in (attended, scaled, gated)]
-    _linear_chain_kernel[programs,](
-        *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
-        gated, out_x, out, _chain_counters(x.device, programs), rows, *eps, MP, HALF, SLOTS, power2(programs),
-        num_warps=4, launch_cooperative_grid=True, **overlapped(x.device),
-    )  # fmt: skip
-    return out_x, out
-
-
-def chains_linears(x: Tensor, *inputs: int) -> bool:
-    """Whether `linear_chain` serves rows x in layers of so many inputs. Not in fp16, which may not hold x
-    before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
-    fits = len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
-    return fits and on_hopper(x.device)
-
-
 # -------------------------------------------------------------------------------------------------- benchmark
 
 
@@ -4297,31 +2922,31 @@ def sals_case(
     return case
 
 
-def sals_calls(case: dict) -> dict:
-    """Operator -> the calls to time, one for each set of inputs."""
+def sals_calls(ops, case: dict) -> dict:
+    """Operator of the module ops -> the calls to time, one for each set of inputs."""
     c, scale = case, case["D"] ** -0.5
     shared = (c["pos"], c["rope"])
 
     def append(s, queries=None):
         stores = (s["latent"], s["latent_scale"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        return sals_append(s["new"], s["q"], s["k"], s["k"], queries, *shared, *stores, c["bits"])
+        return ops.sals_append(s["new"], s["q"], s["k"], s["k"], queries, *shared, *stores, c["bits"])
 
     def softmax(s):
-        return softmax_scores(s["softmax"], s["latent"], s["latent_scale"], c["pos"], scale)
+        return ops.softmax_scores(s["softmax"], s["latent"], s["latent_scale"], c["pos"], scale)
 
     def keys(s):
         return s["latent"], s["latent_scale"], c["basis"], c["basis_scale"]
 
     def attend(s, index):
         rest = (s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        return sals_attend(s["q"], index, *keys(s), *rest, *shared, c["bits"])
+        return ops.sals_attend(s["q"], index, *keys(s), *rest, *shared, c["bits"])
 
     def logits(s):
         words = rope_words(c["rope"], c["S"], c["D"], s["q"].dtype)
-        return _logits_and_windows(s["q"], s["index"], *keys(s), s["ring_k"], s["ring_v"], c["pos"], words)
+        return _logits(s["q"], s["index"], *keys(s), c["pos"], words, c["z"])
 
     def choose(scores):
-        return select(scores, c["pos"], c["x"], c["y"], c["z"])
+        return ops.select(scores, c["pos"], c["x"], c["y"], c["z"])
 
     def whole(s, queries=None):
         q, scores = append(s, queries)
@@ -4340,24 +2965,23 @@ def sals_calls(case: dict) -> dict:
     }
     if c["int8"]:
         del operators["sals eager"]
-    chosen = (c["B"], c["x"] + c["y"], c["Hkv"], c["D"], c["r"], c["bits"], 1 if c["int8"] else 2)
-    if c["Hq"] != c["Hkv"] or attends_at_once(c["pos"].device, *chosen):  # one kernel does it all
+    if c["Hq"] != c["Hkv"] or ops.sals_attend is not sals_attend:  # which may make none by themselves
         del operators["logits"]
     return {name: [lambda s=s, f=f: f(s) for s in case["sets"]] for name, f in operators.items()}
 
 
-def sals_limits(c: dict, bandwidth: float, flops: float) -> dict:
-    """Microseconds of each operator at the measured limits: its bytes (of the logits without those of the
-    windows that some kernels attend beside them); for attend and its logits the matrix FLOPs (`flops` is of
-    the latents' dtype), if they take longer; for the whole the sum of append, scores and attend, without
-    selection."""
+def sals_limits(ops, c: dict, bandwidth: float, flops: float) -> dict:
+    """Microseconds of each operator at the measured limits: its bytes; for attend and its logits the matrix
+    FLOPs (`flops` is of the latents' dtype), if they take longer; for the whole the sum of append, scores and
+    attend, without selection."""
     B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
     size, scale = (1, 4) if c["int8"] else (2, 0)  # bytes of a number, and beside each row
     append = 2 * B * (2 * r + kv * 4) / bandwidth
     score = B * S * (size * r // 2 + scale) / bandwidth
     # A normaliser is known after one pass. Weights that are not kept on the chip until then cost 4 bytes a
     # head (a half, written and read), or the latents again.
-    kept = scores_at_once(B, S, c["Hq"], r // 2, torch.bfloat16, c["sets"][0]["latent"])
+    at_once = getattr(ops, "scores_at_once", lambda *_: None)
+    kept = at_once(B, S, c["Hq"], r // 2, torch.bfloat16, c["sets"][0]["latent"])
     again = 0 if kept else B * S * min(4 * c["Hq"], size * r // 2 + scale)
     softmax = score + again / bandwidth
     token = size * r + scale + kv * c["bits"] // 8 + kv // 8
@@ -4394,7 +3018,7 @@ def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
     return {name: (calls, 4 * B * S * Hkv * D) for name, calls in operators.items()}
 
 
-def int8_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
+def int8_calls(ops, B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
     """The same with keys in int8 beside values of 4 and of 2 bits, and for the append of a token to them."""
     operators, device = {}, "cuda"
     angles = torch.rand(S, D // 2, device=device)
@@ -4409,15 +3033,16 @@ def int8_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
             q = torch.randn(B, Hq, D, dtype=torch.bfloat16, device=device)
             new = torch.randn(2, B, Hkv, D, dtype=torch.bfloat16, device=device)
             sets.append((q, new, (k, k_scale, codes, low_scale)))
-        appends = [lambda s=s, bits=bits: int8_append(s[0], *s[1], pos, rope, *s[2], bits) for s in sets]
-        calls = [lambda s=s, bits=bits: int8_attend(s[0], *s[2], pos, bits) for s in sets]
+        appends = [lambda s=s, bits=bits: ops.int8_append(s[0], *s[1], pos, rope, *s[2], bits) for s in sets]
+        calls = [lambda s=s, bits=bits: ops.int8_attend(s[0], *s[2], pos, bits) for s in sets]
         operators[f"int8 append, {bits} bit"] = (appends, B * (4 * Hq * D + Hkv * (4 * D + token)))
         operators[f"int8 keys, {bits} bit"] = (calls, nbytes)
     return operators
 
 
-def linear_calls(rows: int, Hq: int, Hkv: int, D: int, ffn: int) -> dict:
-    """The same for the linear layers from one attention to the next, and for torch's products alone."""
+def linear_calls(ops, rows: int, Hq: int, Hkv: int, D: int, ffn: int) -> dict:
+    """The same for the linear layers from one attention to the next: torch's products alone, and in one
+    operator where ops has it."""
     dim, kw = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}
     sizes = [(dim, dim), (2 * ffn, dim), (dim, ffn), ((Hq + 2 * Hkv) * D, dim)]
     nbytes = 2 * sum(N * K for N, K in sizes)
@@ -4429,9 +3054,10 @@ def linear_calls(rows: int, Hq: int, Hkv: int, D: int, ffn: int) -> dict:
         for weight in weights:
             torch.nn.functional.linear(inputs[weight.shape[1]], weight)
 
-    ours = [lambda w=w: linear_chain(attended, x, w, [None] * 4, norms, [1e-5] * 2) for w in sets]
     operators = {"torch's linear": ([lambda w=w: products(w) for w in sets], nbytes)}
-    if chains_linears(x, dim, ffn):
+    if hasattr(ops, "linear_chain") and ops.chains_linears(x, dim, ffn):
+        rest = ([None] * 4, norms, [1e-5] * 2)
+        ours = [lambda w=w: ops.linear_chain(attended, x, w, *rest) for w in sets]
         operators["linear chain"] = (ours, nbytes)
     return operators
 
@@ -4480,9 +3106,11 @@ SHAPES = {  # name -> (Hq, Hkv, D), ffn, [(r, bits of V, int8 latents)], [(B, S)
 }
 
 
-def benchmark(names: list[str], grid: list[tuple[int, ...]], words: list[str] | None, report) -> list[dict]:
-    """Times every operator, or those with one of the words in their name, at every shape; report(row) is
-    called for each as it comes. Raises ValueError for a word that no operator has."""
+def benchmark(
+    ops, names: list[str], grid: list[tuple[int, ...]], words: list[str] | None, report
+) -> list[dict]:
+    """Times every operator of the module ops, or those with one of the words in their name, at every shape;
+    report(row) is called for each as it comes. Raises ValueError for a word that no operator has."""
     bandwidth, flops = measured_limits()
     rows, known = [], set()
 
@@ -4502,14 +3130,14 @@ def benchmark(names: list[str], grid: list[tuple[int, ...]], words: list[str] | 
     for name in names:
         (Hq, Hkv, D), ffn, settings, shapes, (x, y, z) = SHAPES[name]
         for batch in (1, 4, 8, 16) if not grid else ():
-            for operator, (calls, nbytes) in linear_calls(batch, Hq, Hkv, D, ffn).items():
+            for operator, (calls, nbytes) in linear_calls(ops, batch, Hq, Hkv, D, ffn).items():
                 measure(name, batch, 1, "-", operator, calls, nbytes / bandwidth)
         for B, S in shapes:
             if grid and (B, S) not in grid:
                 continue
             pos = torch.full((B,), S - 1, dtype=torch.int32, device="cuda")
             sizes = (B, S, Hq, Hkv, D, pos)
-            operators = dense_calls(*sizes) | int8_calls(*sizes) | fdc_calls(*sizes)
+            operators = dense_calls(*sizes) | int8_calls(ops, *sizes) | fdc_calls(*sizes)
             for operator, (calls, nbytes) in operators.items():
                 measure(name, B, S, "-", operator, calls, nbytes / bandwidth)
             pos.copy_(S * (2 * torch.arange(B) + 1) // (2 * B))  # unequal rows, half as long on average
@@ -4521,9 +3149,9 @@ def benchmark(names: list[str], grid: list[tuple[int, ...]], words: list[str] | 
             torch.cuda.empty_cache()
             for r, bits, int8 in settings:
                 case = sals_case(B, S, Hq, Hkv, D, r, bits, int8, x, y, z)
-                limits = sals_limits(case, bandwidth, 2 * flops if int8 else flops)
+                limits = sals_limits(ops, case, bandwidth, 2 * flops if int8 else flops)
                 setting = f"r{r} {bits} bit" + (" int8" if int8 else "")
-                for operator, calls in sals_calls(case).items():
+                for operator, calls in sals_calls(ops, case).items():
                     measure(name, B, S, setting, operator, calls, limits[operator])
                 del case, calls
                 torch.cuda.empty_cache()
@@ -4533,12 +3161,11 @@ def benchmark(names: list[str], grid: list[tuple[int, ...]], words: list[str] | 
     return rows
 
 
-def main() -> None:
+def main(ops) -> None:
     import argparse
     import csv
     import json
     import os
-    import sys
 
     def fail(message: str):
         print(f"error: {message}", file=sys.stderr)
@@ -4567,7 +3194,7 @@ def main() -> None:
         print((line + "{share:>8.1%}").format(**row), file=sys.stderr, flush=True)
 
     try:
-        rows = benchmark(options.model, grid, options.operator, report)
+        rows = benchmark(ops, options.model, grid, options.operator, report)
     except ValueError as error:
         fail(str(error))
     if options.csv:
@@ -4581,4 +3208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.modules[__name__])

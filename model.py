@@ -333,12 +333,13 @@ def decode_layer(
     """One layer of the decode step.
 
     qkv: what its wqkv gave; x [B, dim]: the residual stream -> x after the layer, and linear(norm(x)): the
-    next layer's wqkv or, after the last, the logits. In one kernel (kernels.linear_chain) where that serves:
+    next layer's wqkv or, after the last, the logits. In one kernel (hopper.linear_chain) where that serves:
     few rows of bf16 on Hopper."""
     attention, mlp, mlp_norm = layer.attention, layer.feed_forward, layer.ffn_norm
     attended = attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
     kernels, linears = cache.room.kernels, (attention.wo, mlp.w13, mlp.w2, linear)
-    if kernels and kernels.chains_linears(x, *(each.in_features for each in linears[:3])):
+    widths = [each.in_features for each in linears[:3]]
+    if hasattr(kernels, "linear_chain") and kernels.chains_linears(x, *widths):
         weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
         norms, eps = [mlp_norm.weight, norm.weight], [mlp_norm.eps, norm.eps]
         return kernels.linear_chain(attended.contiguous(), x, weights, biases, norms, eps)

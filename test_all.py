@@ -4386,17 +4386,6 @@ def test_smollm2_agrees_with_transformers(smollm2):
 # In triton's interpreter on the CPU (fp32 and fp16: tl.dot on bf16 is wrong there), in fp16 and bf16 on CUDA.
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-H200 = {  # properties
-    "multi_processor_count": 132,
-    "shared_memory_per_block_optin": 227 * 1024,
-    "shared_memory_per_multiprocessor": 228 * 1024,
-}
-
-
-def hopper():
-    return kernels.on_hopper(torch.device(DEVICE))
-
-
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 NAN = float("nan")
@@ -4488,90 +4477,6 @@ def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch, int8):
     truth = sals_scores(queries.float(), decoded[..., :32], live, "softmax", 0.25)
     out = kernels.softmax_scores(queries, *stored, pos, 16**-0.5)
     close(out[live], truth[live], torch.float16)
-
-
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "B, S, heads, r_score, r, plan",
-    [
-        (3, 1001, 32, 64, 128, (3, 3, 2)),
-        (3, 300, 1, 192, 208, (3, 1, 8)),
-        (2, 5000, 64, 512, 1024, (40, 1, 3)),
-        (5, 129, 8, 128, 128, (1, 2, 4)),
-        (1, 20000, 32, 256, 512, (128, 2, 2)),
-        (3, 12000, 32, 64, 64, None),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_kernel_softmax_scores_at_once(monkeypatch, dtype, B, S, heads, r_score, r, plan, int8):
-    """One program a row, programs without tokens, more slots than chunks, and what is planned for the shape;
-    a launch after the other gives the same to the bit."""
-    monkeypatch.setattr(kernels, "_head_logits_kernel", None)
-    if plan:
-        monkeypatch.setattr(kernels, "scores_at_once", lambda *_: plan)
-    queries, latent = 3 * randn(B, heads, r_score + 8, dtype=dtype), randn(B, S, r, dtype=dtype)
-    queries = queries.flatten(1)[:, : heads * r_score].unflatten(1, (heads, r_score))  # rows apart
-    queries[:, 0] *= 0 if heads > 1 else 1  # a head without a largest number
-    pos = positions(*[S - 1, S // 2, 0, 127, 128][:B])
-    live = torch.arange(S, device=DEVICE) <= pos[:, None]
-    stored, decoded = latents_of(latent, live, int8)
-    truth = sals_scores(queries.float(), decoded[..., :r_score], live, "softmax", 0.25)
-    out = [kernels.softmax_scores(queries, *stored, pos, 16**-0.5) for _ in range(3)]
-    assert (out[0][~live] == -torch.inf).all() and all(torch.equal(out[0], again) for again in out)
-    close(out[0][live], truth[live], dtype)
-
-
-@pytest.mark.parametrize("int8", [False, True])
-def test_kernel_softmax_scores_at_once_compiles_without_a_gpu(int8):
-    program = f"""
-        kernels._softmax_scores_kernel = Compile("_softmax_scores_kernel")
-        kernels.on_hopper = lambda *_: True
-        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
-        zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
-        latent, scale = zeros(4, 10000, 128), zeros(4, 10000, dtype=torch.float32)
-        if {int8}:
-            latent = latent.to(torch.int8)
-        pos = zeros(4, dtype=torch.int32)
-        kernels.softmax_scores(zeros(4, 32, 64), latent, scale if {int8} else None, pos, 1.0)
-    """
-    after = """
-        # No GPU need show that one of these is missing, or that a barrier between programs is.
-        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
-        assert ptx.count(".gpu.acquire") == 1 and ptx.count(".gpu.release.add") == 1
-        # Two fit a multiprocessor, lest the launch fails.
-        assert kernel.metadata.launch_cooperative_grid and kernel.metadata.shared <= 113 * 1024
-    """
-    compile_for_hopper(program, after)
-
-
-@pytest.mark.parametrize(
-    "B, S, heads, r_score, r, dtype, itemsize, plan",
-    [
-        (8, 32768, 32, 64, 128, torch.bfloat16, 1, (33, 8, 4)),
-        (8, 32768, 32, 512, 1024, torch.bfloat16, 2, (16, 16, 3)),  # one program a multiprocessor
-        (1, 131072, 32, 64, 128, torch.float16, 2, (128, 8, 8)),  # as many as multiprocessors
-        (8, 32768, 64, 64, 128, torch.bfloat16, 1, None),  # too many tokens for so many heads
-        (8, 16384, 64, 64, 128, torch.bfloat16, 1, (33, 4, 4)),
-        (8, 16384, 65, 64, 128, torch.bfloat16, 1, None),
-        (4, 131072, 32, 64, 128, torch.bfloat16, 1, None),  # too many tokens
-        (8, 4096, 32, 64, 128, torch.bfloat16, 1, None),  # too few
-        (300, 32768, 32, 64, 128, torch.bfloat16, 1, None),  # too many rows
-        (8, 32768, 32, 32, 64, torch.bfloat16, 1, None),
-        (8, 32768, 32, 1024, 2048, torch.bfloat16, 1, None),
-        (8, 32768, 32, 64, 100, torch.bfloat16, 1, None),
-        (8, 32768, 32, 64, 128, torch.float32, 4, None),
-    ],
-)
-def test_softmax_scores_are_made_at_once_where_their_weights_fit(
-    monkeypatch, B, S, heads, r_score, r, dtype, itemsize, plan
-):
-    monkeypatch.setattr(kernels, "on_hopper", lambda _: True)
-    monkeypatch.setattr(kernels.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**H200))
-    stored = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}[itemsize]
-    latent = torch.empty(1, dtype=stored).expand(B, S, r)
-    assert kernels.scores_at_once(B, S, heads, r_score, dtype, latent) == plan
 
 
 @pytest.mark.parametrize(
@@ -4753,7 +4658,7 @@ def test_kernel_sals_attend_window_of_several_tiles(G, first, last):
     check_sals_attend(torch.float16, 3, 200, 2, G, 64, 32, 4, 33, 100, (199, 120, 30), (first, last))
 
 
-def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None, int8=False):
+def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None, int8=False, ops=kernels):
     pos = positions(*pos)
     group = min(32, D)
     q, latent = randn(B, Hkv * G, D, dtype=dtype), randn(B, S, r, dtype=dtype)
@@ -4794,7 +4699,7 @@ def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None, i
     ring_k[empty], ring_v[empty] = NAN, NAN
     rope = kernels.rope_pairs(cos, sin, dtype)
     stores = (*latents, *paired, values, low_scale, ring_k, ring_v)
-    close(kernels.sals_attend(q, given, *stores, pos, rope, bits), truth, dtype)
+    close(ops.sals_attend(q, given, *stores, pos, rope, bits), truth, dtype)
 
 
 # (tokens a tile, heads a tile, ranks a step, warps, stages, programs): tiles that span one, two and several
@@ -4833,258 +4738,17 @@ def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n, int8
     check_sals_attend(torch.float16, 3, 200, 2, 4, D, 57, 4, n, 24, (199, 120, 30), int8=int8)
 
 
-# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
-# the ring has slots, programs of one head and of several tiles.
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "B, Hkv, D, chunks, n, z, programs",
-    [
-        (1, 2, 128, 1, 64, 24, 132),
-        (3, 4, 128, 2, 128, 64, 3),
-        (3, 3, 128, 4, 70, 100, 5),
-        (9, 5, 64, 3, 9, 1, 132),
-        (17, 4, 128, 2, 8, 130, 4),
-        (2, 32, 128, 8, 448, 300, 7),
-        (5, 8, 64, 5, 130, 33, 2),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_kernel_sals_attend_streams_the_basis(monkeypatch, dtype, B, Hkv, D, chunks, n, z, programs, int8):
-    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: False)
-    monkeypatch.setattr(kernels, "streams_basis", lambda *_: True)
-    monkeypatch.setattr(kernels, "_logits_kernel", None)
-    monkeypatch.setattr(kernels, "SMS", programs)
-    pos = [max(3, 599 - 150 * b) for b in range(B)]
-    check_sals_attend(dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), 4, n, z, pos, int8=int8)
-
-
-def test_kernel_streams_the_basis_where_hopper_can(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, fits = torch.device("cuda"), (7168, 448, 32, 128, 512, 2)
-    assert kernels.streams_basis(cuda, *fits) and kernels.streams_basis(cuda, 7168, 448, 32, 128, 1024, 1)
-    assert not kernels.streams_basis(torch.device("cpu"), *fits)
-    for place, other in enumerate([1024, 7, 4, 256, 1024]):  # each alone too few, or too many
-        assert not kernels.streams_basis(cuda, *fits[:place], other, *fits[place + 1 :]), place
-    assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 500, 2)  # no whole chunks
-    assert not kernels.streams_basis(cuda, 7168, 448, 32, 128, 256, 4)  # fp32
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not kernels.streams_basis(cuda, *fits)
-
-
-# Tiles that end before their second half or in it, ranks of one chunk and of more chunks than the ring has
-# slots, programs of one head, of part of a tile and of several, windows of several tiles and hardly begun.
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "B, Hkv, D, chunks, n, bits, z, programs",
-    [
-        (1, 2, 128, 1, 64, 2, 24, 2),
-        (3, 4, 128, 2, 128, 4, 24, 1),
-        (3, 3, 128, 4, 70, 2, 100, 3),
-        (9, 5, 64, 3, 9, 2, 1, 5),
-        (17, 4, 128, 2, 8, 8, 24, 3),
-        (2, 32, 128, 8, 448, 2, 64, 7),
-        (5, 8, 64, 5, 130, 4, 33, 3),
-        (1, 3, 64, 8, 300, 8, 24, 2),
-        (2, 4, 128, 8, 257, 4, 24, None),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_kernel_sals_attend_at_once(monkeypatch, dtype, B, Hkv, D, chunks, n, bits, z, programs, int8):
-    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: True)
-    monkeypatch.setattr(kernels, "_values_kernel", None)
-    if programs:  # a row
-        monkeypatch.setattr(kernels, "row_programs", lambda *_: programs)
-    pos = [max(3, 599 - 150 * b) for b in range(B)]
-    check_sals_attend(dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), bits, n, z, pos, int8=int8)
-
-
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("first, last", [(-3, 3), (3, -3), (-40, -40)])
-@pytest.mark.parametrize("kernel", ["attends_at_once", "streams_basis"])
-@poisoned
-def test_kernel_sals_attend_on_hopper_window_of_several_tiles(monkeypatch, kernel, first, last):
-    for name in ("attends_at_once", "streams_basis"):
-        monkeypatch.setattr(kernels, name, lambda *_, name=name: name == kernel)
-    window = (first, last)
-    check_sals_attend(torch.float16, 3, 200, 2, 1, 64, 64, 4, 33, 100, (199, 120, 30), window)
-
-
-@pytest.mark.parametrize("B", [1, 2, 3, 4, 8, 16, 50, 132])
-@pytest.mark.parametrize("n", [1, 128, 448, 960, 4032])
-@pytest.mark.parametrize("Hkv", [1, 8, 32])
-def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(B, n, Hkv):
-    programs, tiles = kernels.row_programs(B, n, Hkv, 132), -(-n // 128)
-    most = min(132 // B, tiles * Hkv)
-    assert 1 <= programs <= most <= 4 * programs / 3
-    starts = {program * tiles * Hkv // programs for program in range(programs)}
-    assert len(starts) == programs
-    if most % tiles <= most / 4 and most >= tiles:
-        assert {tile * Hkv for tile in range(tiles)} <= starts
-
-
-def test_kernel_attends_at_once_where_hopper_can(monkeypatch):
-    multiprocessors = SimpleNamespace(multi_processor_count=100)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, fits = torch.device("cuda"), (4, 960, 32, 128, 512, 2, 2)
-    assert kernels.attends_at_once(cuda, 8, 448, 32, 128, 512, 2, 2)
-    assert kernels.attends_at_once(cuda, *fits) and kernels.attends_at_once(cuda, 4, 960, 32, 128, 1024, 2, 1)
-    assert kernels.attends_at_once(cuda, 100, 300, 1, 128, 512, 2, 2)
-    assert not kernels.attends_at_once(cuda, 101, 300, 1, 128, 512, 2, 2)  # rows without a program
-    assert not kernels.attends_at_once(torch.device("cpu"), *fits)
-    for place, other in enumerate([9, 130, 8, 96, 1024, 16, 4]):  # each alone too few or too many
-        assert not kernels.attends_at_once(cuda, *fits[:place], other, *fits[place + 1 :]), place
-    assert not kernels.attends_at_once(cuda, 4, 960, 32, 128, 500, 2, 2)  # no whole chunks
-    assert not kernels.attends_at_once(cuda, 4, 960, 32, 128, 256, 2, 4)  # fp32
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not kernels.attends_at_once(cuda, *fits)
-
-
 @pytest.mark.parametrize("int8", [False, True])
 def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
     seen, config = [], kernels.logits_config
-    monkeypatch.setattr(kernels, "streams_basis", lambda *shape: seen.append(shape[-1]) or False)
-    monkeypatch.setattr(kernels, "attends_at_once", lambda *shape: seen.append(shape[-1]) or False)
     monkeypatch.setattr(kernels, "logits_config", lambda *shape: seen.append(shape[-1]) or config(*shape))
     check_sals_attend(torch.float32, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), int8=int8)
-    assert seen == [4, 4, 4]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 130, 90), (16, 5, None), (4, 300, 9)])
-@poisoned
-def test_kernel_values_take_windows_that_are_attended_with_the_logits(monkeypatch, dtype, bits, z, n):
-    """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
-    make = kernels._logits_and_windows
-
-    def make_both(q, index, latent, latent_scale, basis, basis_scale, ring_k, ring_v, pos, words):
-        logits, _ = make(q, index, latent, latent_scale, basis, basis_scale, ring_k, ring_v, pos, words)
-        parts, slot = torch.arange(kernels.window_parts(z), device=DEVICE), torch.arange(z, device=DEVICE)
-        mine = (slot // 64 * 4 + slot % 4) == parts[:, None]  # [parts, z]
-        mine = mine & (slot <= pos[:, None])[:, None, None]  # [B, 1, parts, z]
-        k, v = (torch.nan_to_num(t).float().transpose(1, 2) for t in (ring_k, ring_v))  # [B, Hkv, z, D]
-        scores = (k @ q.float()[..., None]).mT * (q.shape[-1] ** -0.5 * kernels.LOG2E)
-        tops = torch.where(mine, scores, -1e30).amax(-1)
-        weights = torch.where(mine, torch.exp2(scores - tops[..., None]), 0.0)
-        windows = (tops, weights.sum(-1), weights @ v)
-        ring_k.fill_(NAN)  # what is attended is not read again
-        return logits, windows
-
-    monkeypatch.setattr(kernels, "_logits_and_windows", make_both)
-    S = z + 84
-    check_sals_attend(dtype, 4, S, 2, 1, 32, 24, bits, n, z, (S - 1, 0, 70, 7))
-
-
-def test_kernel_sals_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(monkeypatch):
-    asked, attend = [], kernels.sals_attend
-
-    def shifted(q, index, latent, *rest):
-        room = torch.empty(latent.numel() + 1, dtype=latent.dtype, device=latent.device)
-        return attend(q, index, room[1:].view(latent.shape).copy_(latent), *rest)
-
-    monkeypatch.setattr(kernels, "attends_at_once", lambda *_: asked.append(True) or True)
-    monkeypatch.setattr(kernels, "_attend_at_once", None)
-    monkeypatch.setattr(kernels, "sals_attend", shifted)
-    check_sals_attend(torch.float16, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,))
-    assert asked
-
-
-def test_kernel_int8_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(monkeypatch):
-    asked, attend = [], kernels.int8_attend
-
-    def shifted(q, k, *rest):
-        room = torch.empty(k.numel() + 1, dtype=k.dtype, device=k.device)
-        return attend(q, room[1:].view(k.shape).copy_(k), *rest)
-
-    monkeypatch.setattr(kernels, "shares_int8", lambda *_: asked.append(True) or True)
-    monkeypatch.setattr(kernels, "_attend_int8_shared", None)
-    monkeypatch.setattr(kernels, "int8_attend", shifted)
-    check_int8_attend(torch.float16, 2, 90, 2, 4, 64, 4, (80, 3))
-    assert asked
-
-
-@pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
-def test_kernel_that_streams_the_basis_compiles_without_a_gpu(dtype, r):
-    """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
-    program = f"""
-        kernels._streamed_logits_kernel = Compile("_streamed_logits_kernel")
-        kernels.streams_basis = lambda *_: True
-        int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
-        index, pos, words = (torch.zeros(n, dtype=torch.int32) for n in (16 * 448, 16, 500 * 64))
-        latent, basis = (torch.zeros(*n, {r}, dtype=torch.{dtype}) for n in ((16, 500), (32, 128)))
-        scales = (torch.zeros(16, 500), torch.zeros(32, 128, 1)) if int8 else (None, None)
-        keys, ring = (latent, scales[0], basis, scales[1]), torch.zeros(16, 64, 32, 128, dtype=q.dtype)
-        kernels._logits_and_windows(q, index.view(16, 448), *keys, ring, ring, pos, words.view(500, 64))
-    """
-    compile_for_hopper(program, waits=3)  # both consumers, and the windows
-
-
-@pytest.mark.parametrize(
-    "dtype, r, D, bits, heads",
-    [("bfloat16", 512, 128, 2, 32), ("int8", 1024, 128, 8, 32), ("int8", 256, 64, 4, 1)],
-)
-def test_kernel_that_attends_at_once_compiles_without_a_gpu(dtype, r, D, bits, heads):
-    """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
-    program = f"""
-        kernels._sals_kernel = Compile("_sals_kernel")
-        kernels.attends_at_once, kernels.merge_splits = lambda *_: True, lambda out, *_: out
-        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
-        zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
-        latent, basis = zeros(4, 500, {r}, dtype=torch.{dtype}), zeros({heads}, {D}, {r}, dtype=torch.{dtype})
-        scales = [None, None]
-        if latent.dtype == torch.int8:
-            scales = [torch.zeros(4, 500), torch.zeros({heads}, {D}, 1)]
-        codes = zeros(4, 500, {heads}, {D} * {bits} // 8, dtype=torch.uint8)
-        low_scale = zeros(4, 500, {heads}, {D} // 32, 2, dtype=torch.half)
-        index, pos = zeros(4, 448, dtype=torch.int32), zeros(4, dtype=torch.int32)
-        ring, rope = zeros(4, 64, {heads}, {D}), zeros(500, {D} // 2, 2, dtype=torch.half)
-        stores = (latent, scales[0], basis, scales[1], codes, low_scale, ring, ring)
-        kernels.sals_attend(zeros(4, {heads}, {D}), index, *stores, pos, rope, {bits})
-    """
-    compile_for_hopper(program, waits=3)  # both halves, and the values
-
-
-@pytest.mark.parametrize("rows, biased", [(4, False), (16, True)])
-def test_kernel_of_the_linear_chain_compiles_without_a_gpu(rows, biased):
-    program = f"""
-        kernels._linear_chain_kernel = Compile("_linear_chain_kernel")
-        kernels.chains_linears = lambda *_: True
-        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
-        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)
-        weights = [zeros(*shape) for shape in ((256, 512), (1536, 256), (256, 768), (1000, 256))]
-        biases = [zeros(len(weight)) if {biased} else None for weight in weights]
-        norms = [zeros(256), zeros(256)]
-        kernels.linear_chain(zeros({rows}, 512), zeros({rows}, 256), weights, biases, norms, [1e-5, 1e-5])
-    """
-    after = """
-        # No GPU need show that one of these is missing.
-        assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
-        assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
-    """
-    compile_for_hopper(program, after, waits=2)  # the producer of the inputs, the consumer
-
-
-def compile_for_hopper(program, after="", multiply="wgmma", waits=1):
-    """Runs a program that compiles one kernel, by Compile; what comes out must use what Hopper has, wait for
-    the kernel before in so many partitions (none: it is not launched before that ends), and pass `after`, a
-    program that sees its ptx."""
-    check = f"""
-        (kernel,) = compiled.values()
-        ptx = kernel.asm["ptx"]
-        assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
-        assert "{multiply}" in ptx and "cp.async.bulk" in ptx
-        assert ptx.count("griddepcontrol.wait") == {waits}
-    """
-    run_for_hopper(program, check, after)
+    assert seen == [4]
 
 
 def run_for_hopper(*programs):
-    """Runs them with a driver that can only compile: Compile stands for a kernel, and puts into `compiled`
-    what a launch of it compiles, by its name."""
+    """Runs them with a driver that can only compile: Compile stands for a kernel of a module, and puts into
+    `compiled` what a launch of it compiles, by its name."""
     before = """
         import torch, types, kernels
         from triton.backends.compiler import GPUTarget
@@ -5097,8 +4761,8 @@ def run_for_hopper(*programs):
         kernels.nvidia_generation = lambda device: 9
         compiled = {}
         class Compile:
-            def __init__(self, name):
-                self.kernel, self.name = getattr(kernels, name), name
+            def __init__(self, name, module=kernels):
+                self.kernel, self.name = getattr(module, name), name
             def __getitem__(self, grid):
                 def launch(*args, **options):
                     assert self.name not in compiled
@@ -5116,12 +4780,8 @@ def test_kernels_wait_for_the_one_before_they_touch_memory():
     """At a rank at which the attention with shared keys does not read its basis, a weight, ahead of that."""
     run_for_hopper("""
         names = {name for name in vars(kernels) if name.endswith("_kernel")} - {"_fetch_kernel"}
-        gluon = {"_streamed_logits_kernel", "_sals_kernel", "_int8_shared_kernel", "_linear_chain_kernel"}
-        names -= gluon | {"_softmax_scores_kernel"}  # which have tests of their own
         for name in names:
             setattr(kernels, name, Compile(name))
-        kernels.streams_basis = kernels.attends_at_once = kernels.shares_int8 = lambda *_: False
-        kernels.scores_at_once = lambda *_: None
         def zeros(*shape, dtype=torch.bfloat16):
             return torch.zeros(*shape, dtype=dtype)
         B, S, D, r, z = 2, 5000, 64, 320, 16
@@ -5158,120 +4818,21 @@ def test_kernels_wait_for_the_one_before_they_touch_memory():
     """)
 
 
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("score", ["sum", "softmax", "softmax at once"])
-@pytest.mark.parametrize(
-    "Hq, Hkv, bits, int8, kernel",
-    [
-        (8, 2, 2, False, "grouped"),
-        (8, 2, 4, True, "grouped"),
-        (4, 4, 2, False, "logits"),
-        (4, 4, 4, True, "logits"),
-        (32, 32, 16, False, "streamed_logits"),
-        (32, 32, 2, True, "sals"),
-    ],
-)
-def test_launches_that_overlap_give_the_same_steps(monkeypatch, score, Hq, Hkv, bits, int8, kernel):
-    """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
-    B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
-    for other in {"grouped", "logits", "streamed_logits", "sals"} - {kernel}:
-        monkeypatch.setattr(kernels, f"_{other}_kernel", None)
-    monkeypatch.setattr(kernels, "scores_at_once", lambda *_: (4, 12, 2) if score.endswith("once") else None)
-    torch.manual_seed(0)
-    case = kernels.sals_case(B, S, Hq, Hkv, D, r, min(bits, 8), int8, x, y, z)
-    dim, kw = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}
-    widths = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if score == "sum" else Hq)]
-    sizes = [(dim, dim), (2 * ffn, dim), (dim, ffn), (sum(widths), dim)]
-    weights = [torch.randn(N, K, **kw) * K**-0.5 for N, K in sizes]
-    norms, first = [torch.ones(dim, **kw)] * 2, torch.randn(2, B, dim, **kw)
-    stores = []
-    for s in case["sets"][:2]:
-        values = (torch.randn(B, S, Hkv, D, **kw), None) if bits == 16 else (s["codes"], s["low_scale"])
-        stores.append((s["latent"], s["latent_scale"], *values, s["ring_k"], s["ring_v"]))
-    written = [t for kept in stores for t in kept if t is not None]
-    begin = [t.clone() for t in written]
-    shared = (case["pos"], case["rope"])
-
-    def steps():
-        attended, x_ = first
-        seen = []
-        for kept in stores * 3:
-            x_, new = kernels.linear_chain(attended, x_, weights, [None] * 4, norms, [1e-5] * 2)
-            q, k, v, latent, queries = new.split(widths, 1)
-            q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
-            summed = queries if score == "sum" else None
-            q, scores = kernels.sals_append(latent, q, k, v, summed, *shared, *kept, bits)
-            if score != "sum":
-                queries = queries.unflatten(1, (Hq, -1))
-                scores = kernels.softmax_scores(queries, *kept[:2], case["pos"], D**-0.5)
-            index = kernels.select(scores, case["pos"], x, y, z)
-            basis = (case["basis"], case["basis_scale"])
-            attended = kernels.sals_attend(q, index, *kept[:2], *basis, *kept[2:], *shared, bits)
-            attended = attended.flatten(1)
-            seen += [x_, index, attended]
-        return seen
-
-    def replayed(times):
-        steps()  # before a capture, as linear_chain asks
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            seen = steps()
-        for _ in range(times):
-            # Were it all there from the replay before, what is read too early would look right.
-            for t, start in zip(written, begin, strict=True):
-                t.copy_(start)
-            for t in seen:
-                t.zero_()
-            graph.replay()
-            yield [t.clone() for t in seen]
-
-    assert kernels.overlapped(torch.device("cuda"))["launch_pdl"]
-    overlapped = list(replayed(20))
-    monkeypatch.setattr(kernels, "overlapped", lambda device: {})
-    (truth,) = replayed(1)
-    assert all(t.count_nonzero() for t in truth)
-    for result in overlapped:
-        assert all(torch.equal(a, b) for a, b in zip(result, truth, strict=True))
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
 @pytest.mark.parametrize(
-    "B, S, Hkv, G, r, bits, n, kernel",
+    "B, S, Hkv, G, r, bits, n",
     [
-        (16, 1000, 32, 1, 512, 2, 448, "attends_at_once"),
-        (16, 1000, 32, 1, 512, 2, 448, "streams_basis"),
-        (16, 1000, 32, 1, 512, 2, 448, None),
-        (4, 5000, 32, 1, 512, 4, 4032, "attends_at_once"),
-        (8, 3000, 8, 4, 256, 4, 1984, None),
-        (1, 3000, 8, 4, 256, 4, None, None),
+        (16, 1000, 32, 1, 512, 2, 448),
+        (4, 5000, 32, 1, 512, 4, 4032),
+        (8, 3000, 8, 4, 256, 4, 1984),
+        (1, 3000, 8, 4, 256, 4, None),
     ],
 )
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_real_sizes(monkeypatch, B, S, Hkv, G, r, bits, n, int8, kernel):
-    for name in ("attends_at_once", "streams_basis"):
-        monkeypatch.setattr(kernels, name, lambda *_, name=name: name == kernel and hopper())
+def test_kernel_sals_attend_real_sizes(B, S, Hkv, G, r, bits, n, int8):
     pos = [S - 1 - 7 * b for b in range(B)]
     check_sals_attend(torch.bfloat16, B, S, Hkv, G, 128, r, bits, n, 64, pos, int8=int8)
-
-
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-def test_kernel_sals_attend_at_once_gives_the_same_bits_again():
-    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
-    would show."""
-    first, second = (kernels.sals_case(B, 4096, 32, 32, 128, 512, 2, True, 16, 432, 64) for B in (4, 3))
-    calls = kernels.sals_calls(first)["attend"][:2] + kernels.sals_calls(second)["attend"][:1]
-    truths = [call() for call in calls]
-    assert not torch.equal(*truths[:2])
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        outs = [call() for call in calls * 10]
-    for _ in range(10):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(out, truths[i % 3]) for i, out in enumerate(outs))
 
 
 ALL_TOKENS = [  # B, S, Hkv, G, D, pos
@@ -5307,7 +4868,7 @@ def test_kernel_dense_attend(dtype, B, S, Hkv, G, D, pos):
     close(kernels.dense_attend(q, k, v, pos), truth, dtype)
 
 
-def check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos):
+def check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos, ops=kernels):
     pos, group = positions(*pos), min(32, D)
     q = randn(B, Hkv * G, D, dtype=dtype)
     k, k_scale = compress.quantize_int8(randn(B, Hkv, S, D, seed=1))
@@ -5320,7 +4881,7 @@ def check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos):
         low_scale[later] = NAN
     truth = attention_truth(q, k * k_scale, decoded, later)
     k_scale = k_scale[..., 0].masked_fill(later, NAN)
-    close(kernels.int8_attend(q, k, k_scale, values, low_scale, pos, bits), truth, dtype)
+    close(ops.int8_attend(q, k, k_scale, values, low_scale, pos, bits), truth, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -5358,31 +4919,6 @@ def test_kernel_int8_attend_tiles(monkeypatch, G, config):
 @poisoned
 def test_kernel_int8_attend_real_sizes(G, bits):
     check_int8_attend(torch.bfloat16, 4, 3000, 8, G, 128, bits, (2999, 2000, 1, 17))
-
-
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
-@poisoned
-def test_kernel_int8_attend_shared(monkeypatch, bits, G, programs):
-    """One program a head, which writes the result itself, several, and more than short rows have tiles."""
-    monkeypatch.setattr(kernels, "SMS", programs)
-    monkeypatch.setattr(kernels, "_int8_kernel", None)
-    check_int8_attend(torch.bfloat16, 4, 1001, 3, G, 128, bits, (1000, 0, 511, 32))
-    check_int8_attend(torch.bfloat16, 2, 7, 1, G, 128, bits, (6, 2))  # fewer tokens in all than in a tile
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_kernel_int8_attend_shared_compiles_without_a_gpu(bits):
-    program = f"""
-        kernels._int8_shared_kernel = Compile("_int8_shared_kernel")
-        kernels.shares_int8, kernels.SMS = lambda *_: True, 1
-        k, codes = torch.zeros(2, 8, 500, 128, dtype=torch.int8), torch.zeros(2, 8, 500, 16 * {bits})
-        q, pos = torch.zeros(2, 32, 128, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
-        low_scale = torch.zeros(2, 8, 500, 4, 2, dtype=torch.half)
-        kernels.int8_attend(q, k, torch.zeros(2, 8, 500), codes.to(torch.uint8), low_scale, pos, {bits})
-    """
-    compile_for_hopper(program, multiply="mma.sync", waits=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -5553,8 +5089,6 @@ def test_kernel_operators_of_sals_do_what_torch_compile_is_told(scored, int8):
     check(kernels.int8_append, (k, k, k, pos, rope, *keys, 16))
     check(kernels.int8_append, (k, k, k, pos, rope, *keys[:2], *quantize(values, 4, 16), 4))
     check(kernels.int8_attend, (k, *keys, pos, 16))
-    if hopper():
-        check(kernels.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
 FDC_RANKS = {  # d_qk of each head, then d_v
@@ -5805,145 +5339,6 @@ def test_methods_select_alike_with_the_kernel_and_without(method, options, monke
     assert error(results[1][1], results[0][1]) < 1e-5
 
 
-def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
-    """Arguments of kernels.linear_chain."""
-    shapes, dtype = [(dim, heads_dim), (2 * ffn, dim), (dim, ffn), (N, dim)], torch.bfloat16
-    weights = [randn(*shape, seed=i, dtype=dtype) * shape[1] ** -0.5 for i, shape in enumerate(shapes)]
-    biases = [randn(len(w), seed=4 + i, dtype=dtype) if biased else None for i, w in enumerate(weights)]
-    norms = [(1 + randn(dim, seed=i) / 4).to(dtype) for i in range(2)]
-    attended, x = randn(rows, heads_dim, dtype=dtype) * size, randn(rows, dim, seed=1, dtype=dtype) * size
-    return attended, x, weights, biases, norms, [0.1, 1e-5]
-
-
-def chain_truth(attended, x, weights, biases, norms, eps):
-    """linear_chain in fp32, as model.decode_layer has it."""
-    w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
-    norm, next_norm = (
-        lambda t, n=n, e=e: F.rms_norm(t, n.shape, n.float(), e) for n, e in zip(norms, eps, strict=True)
-    )
-    dtype, x = x.dtype, x.float() + F.linear(attended.float(), w[0], b[0])
-    gate, up = F.linear(norm(x), w[1], b[1]).chunk(2, -1)
-    x = x + F.linear(F.silu(gate) * up, w[2], b[2])
-    return x.to(dtype), F.linear(next_norm(x), w[3], b[3]).to(dtype)
-
-
-def check_chain(given, outs):
-    for out, truth in zip(outs, chain_truth(*given), strict=True):
-        close(out, truth.float(), torch.bfloat16)
-        wrong, size = ((x.float() ** 2).mean(0) for x in (out - truth, truth))  # of each output
-        assert wrong.max() < 3e-3 * size.mean()
-
-
-# Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer than a
-# layer; 1 to 16 rows.
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize(
-    "sizes", [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
-)
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
-@pytest.mark.parametrize("programs", [3, 20, 132])
-@pytest.mark.parametrize("biased", [False, True])
-@poisoned
-def test_kernel_linear_chain(monkeypatch, rows, sizes, programs, biased):
-    device = torch.cuda.get_device_properties(0)
-    few = SimpleNamespace(
-        multi_processor_count=programs,
-        shared_memory_per_block_optin=device.shared_memory_per_block_optin,
-        major=device.major,
-        minor=device.minor,
-    )
-    programs = min(programs, sizes[1] // 8)
-    counters = kernels._chain_counters(torch.device("cuda", 0), programs)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
-    given, before = chain_inputs(rows, *sizes, biased), counters.clone()
-    first = kernels.linear_chain(*given)
-    check_chain(given, first)
-    for _ in range(10):  # the same to the bit: no order of programs shows
-        assert all(map(torch.equal, kernels.linear_chain(*given), first))
-    assert (counters - before).tolist() == [11 * programs] * 3
-
-
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("rows", [1, 4, 8, 16])
-@pytest.mark.parametrize(
-    "sizes", [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
-)
-@pytest.mark.parametrize("size", [1e-3, 1, 300])
-def test_kernel_linear_chain_real_sizes(rows, sizes, size):
-    """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
-    epsilons."""
-    chains, outs, graphs = [chain_inputs(rows, *sizes, size=size), chain_inputs(2, 64, 512, 96, 200)], [], []
-    for given in chains:
-        outs.append([kernels.linear_chain(*given)])
-        check_chain(given, outs[-1][0])
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            outs[-1] += [kernels.linear_chain(*given) for _ in range(5)]
-    for _ in range(10):
-        for graph in graphs:
-            graph.replay()
-    for first, *others in outs:
-        assert all(torch.equal(a, b) for out in others for a, b in zip(out, first, strict=True))
-
-
-@pytest.mark.skipif(not hopper(), reason="Hopper's instructions")
-@pytest.mark.parametrize("method", ["dense", "elitekv"])
-def test_nano_in_bf16_decodes_by_chains(method, monkeypatch):
-    """Compiled and in a CUDA graph, with the logits of PyTorch's products."""
-    logits, launches, kernel = [], [], kernels._linear_chain_kernel
-
-    class Spy:
-        def __getitem__(self, grid):
-            launches.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(kernels, "_linear_chain_kernel", Spy())
-    ids = random_ids(260, 1)
-    for kernels_ in (False, True):
-        model = load_model(NANO, torch.device("cuda"), torch.bfloat16)
-        artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
-        room = Room(model, 1, 300, kernels_)
-        caches = METHODS[method].build(model, settings_from(method, {}), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), compiled=kernels_, graphed=kernels_)
-        engine.prefill([ids[:200]])
-        made = []
-        for token in ids[200:]:
-            engine.feed([token])
-            made.append(engine.logits[0].float().cpu())
-        logits.append(torch.stack(made))
-        assert bool(launches) == kernels_
-    assert error(logits[1], logits[0]) < 5e-2
-
-
-def test_kernel_linear_chain_refuses():
-    names = ("attended", "x", "weights", "biases", "norms", "eps")
-    given = dict(zip(names, chain_inputs(2, 48, 64, 32, 40, biased=True), strict=True))
-
-    def refused(message, **bad):
-        with pytest.raises(ValueError, match=message):
-            kernels.linear_chain(**(given | bad))
-
-    for place, name in enumerate(("wo", "w13", "w2", "w")):
-        for what in ("weights", "biases"):
-            bad = list(given[what])
-            bad[place] = bad[place].float()
-            refused(f"{name} must be torch.bfloat16", **{what: bad})
-            bad[place] = given[what][place][1:].clone()
-            refused("bias of w must be" if name == "w" else f"{name} must be", **{what: bad})
-    refused("attended must be", attended=given["attended"][:1])
-    refused("must be matrices", x=given["x"][None])
-    refused("must be matrices", x=given["x"][:0])
-    refused("4 weights and biases, 2 norms", norms=given["norms"][:1])
-    refused("x .* must be contiguous", x=randn(64, 2, dtype=torch.bfloat16).T)
-    refused("next norm must be", norms=[given["norms"][0], given["norms"][1][:32]])
-    askew, weights = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32), given["weights"]
-    refused("w2 must start at a multiple of 16", weights=[*weights[:2], askew, weights[3]])
-    if not hopper():
-        refused("on a Hopper GPU: not bfloat16 \\[2, 64\\] on ")
-    for rows, heads_dim in ((17, 48), (2, 44)):
-        refused("at most 16 rows", **dict(zip(names, chain_inputs(rows, heads_dim, 64, 32, 40), strict=True)))
-
-
 def test_kernel_int8_attend_refuses():
     q, v, k_scale = randn(1, 2, 32), randn(1, 2, 9, 32), randn(1, 2, 9)
     k, wide = v.to(torch.int8), (1, 1, 1, 17)
@@ -5980,64 +5375,8 @@ def test_kernel_int8_append_refuses():
             kernels.int8_append(**given)
 
 
-@pytest.mark.parametrize(
-    "method, changes",
-    [
-        ("dense", {"qkv_bias": True, "mlp_bias": True, "out_bias": True}),
-        ("dense", {"qk_norm": True, "group": 4}),
-        ("dense", {"tied": True}),
-        ("sals", {}),
-        ("elitekv", {}),
-        ("fdc", {"n_heads": 5, "n_kv_heads": 5, "head_dim": 16}),  # whose wo has 80 inputs
-    ],
-)
-def test_decode_layers_in_chains_equal_those_in_products(method, changes, monkeypatch):
-    """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
-    calls, results = [], []
-    monkeypatch.setattr(kernels, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given))
-    for chained in (False, True):
-        monkeypatch.setattr(kernels, "chains_linears", lambda *_, chained=chained: chained)
-        model = tiny_model(**({"dim": 64, "ffn_dim": 192} | changes)).to(DEVICE)
-        for layer in model.layers:
-            layer.ffn_norm.eps = 0.1  # another than the first norm's
-        room = Room(model, 2, 40, True)
-        settings = settings_from(method, {"sals": SPARSE, "fdc": {"rate": 0.4}}.get(method, {}))
-        caches = METHODS[method].build(model, settings, room, artifact_of(method, model))
-        engine = Engine(model, caches, room, Sampling())
-        engine.prefill([random_ids(n, n) for n in (5, 21)])
-        results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
-        assert len(calls) == 2 * len(model.layers) * chained
-    assert results[0][0] == results[1][0]
-    assert error(results[1][1], results[0][1]) < 1e-5
-    assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
-
-
 def attentions(model: Llama) -> list:
     return [layer.attention for layer in model.layers]
-
-
-class CudaRows:
-    """What chains_linears looks at."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, rows, dtype=torch.bfloat16):
-        self.rows, self.dtype = rows, dtype
-
-    def __len__(self):
-        return self.rows
-
-
-def test_which_rows_chains_serve(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert kernels.chains_linears(CudaRows(16), 128, 200)
-    assert not kernels.chains_linears(CudaRows(16), 128, 100)
-    assert not kernels.chains_linears(CudaRows(17), 128)
-    assert not kernels.chains_linears(torch.zeros(1, 64, dtype=torch.bfloat16), 64)  # on the CPU
-    assert not kernels.chains_linears(CudaRows(1, torch.float16), 64)
-    for capability in ((8, 0), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert not kernels.chains_linears(CudaRows(16), 128)
 
 
 def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
@@ -7563,7 +6902,7 @@ def test_a_kl_to_itself_is_no_less_than_zero(checkpoint):
     [["--model", "13b"], ["--shape", "foo"], ["--shape", "7x77"], ["--fast"], ["--csv", "nowhere/x.csv"]],
 )
 def test_the_benchmarks_errors_are_one_line(argv, monkeypatch, capsys):
-    code, out, err = run_main(kernels.main, argv, monkeypatch, capsys)
+    code, out, err = run_main(lambda: kernels.main(kernels), argv, monkeypatch, capsys)
     assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert argv[-1] in err  # what is wrong is said, not that there is no GPU
 
@@ -7572,7 +6911,7 @@ def test_the_benchmarks_errors_are_one_line(argv, monkeypatch, capsys):
 def test_the_benchmark_knows_the_words_of_its_operators():
     rows = []
     with pytest.raises(ValueError, match="--operator nosuch: in no name of .*dense"):
-        kernels.benchmark(["7b"], [(8, 1024)], ["dense FA2", "nosuch"], rows.append)
+        kernels.benchmark(kernels, ["7b"], [(8, 1024)], ["dense FA2", "nosuch"], rows.append)
     assert [row["operator"] for row in rows[2:]] == ["dense FA2"]
 
 
@@ -7840,3 +7179,771 @@ def test_masked_and_overlap_print_and_give_json(checkpoint, monkeypatch, capsys)
     (scores,) = json.loads(out.splitlines()[-1]).values()
     assert code == 0 and len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
     assert " ".join(f"{s:.3f}" for s in scores) in out
+
+
+# -------------------------------------------------------------------------------------------------- hopper.py
+# Skipped where there is no such file, or no Gluon. No interpreter runs Gluon: its kernels run on Hopper GPUs
+# only, and elsewhere are compiled.
+
+ON_HOPPER = kernels.nvidia_generation(torch.device(DEVICE)) == 9
+needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
+H200 = {  # properties
+    "multi_processor_count": 132,
+    "shared_memory_per_block_optin": 227 * 1024,
+    "shared_memory_per_multiprocessor": 228 * 1024,
+}
+
+
+@pytest.fixture
+def hopper():
+    return pytest.importorskip("hopper")
+
+
+def test_hopper_takes_the_place_of_kernels_on_such_a_gpu(hopper, monkeypatch):
+    cuda, config = torch.device("cuda"), tiny_model().config
+    for capability, module in (((8, 0), kernels), ((9, 0), hopper), ((10, 0), kernels)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert compress.triton_kernels(config, cuda, None) is module
+    for name in vars(kernels):
+        assert name.startswith("__") or hasattr(hopper, name)
+    with pytest.raises(AttributeError, match="no attribute 'nosuch'"):
+        hopper.nosuch  # noqa: B018
+
+
+def test_hopper_may_be_deleted(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "hopper", None)  # as if there were no such file
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert compress.triton_kernels(tiny_model().config, torch.device("cuda"), None) is kernels
+    for file in ("kernels.py", "model.py", "compress.py", "generate.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    command = [sys.executable, "generate.py", "--checkpoint", NANO, "--prompt", "hello", "--kernels"]
+    command += ["--method", "sals", "--max_new_tokens", "2", "--skip", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_hopper_times_its_operators_by_the_benchmark_of_kernels(hopper):
+    command = [sys.executable, "hopper.py", "--model", "13b"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "13b" in done.stderr
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_hopper_operators_do_what_torch_compile_is_told(hopper, int8):
+    """On Hopper int8_attend and linear_chain run kernels of this file; all else goes to kernels.py's."""
+    B, S, Hkv, D, r, z, n = 2, 300, 2, 64, 128, 4, 64
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    pos, rope = positions(299, 100), kernels.rope_pairs(*tables(S, D), dtype)
+    latents, _ = latents_of(
+        randn(B, S, r, dtype=dtype), torch.ones(B, S, dtype=torch.bool, device=DEVICE), int8
+    )
+    v, ring, q = (randn(B, k, Hkv, D, dtype=dtype) for k in (S, z, 1))
+    q = q[:, 0].contiguous()
+    index = torch.arange(n, dtype=torch.int32, device=DEVICE).repeat(B, 1)
+    basis = (randn(Hkv, D, r, dtype=dtype), None)
+    if int8:
+        basis = (torch.ones(Hkv, D, r, dtype=torch.int8, device=DEVICE), torch.ones(Hkv, D, 1, device=DEVICE))
+    check = torch.library.opcheck
+    check(hopper.softmax_scores, (randn(B, 3, 64, dtype=dtype), *latents, pos, 0.5))
+    stores = (*latents, *basis, *quantize(v, 4, 32), ring, ring, pos, rope, 4)
+    for given in (index, None):
+        check(hopper.sals_attend, (q, given, *stores))
+    keys, scale = compress.quantize_int8(randn(B, Hkv, S, 128))
+    values = quantize(randn(B, Hkv, S, 128), 4, 32)
+    query = randn(B, 2 * Hkv, 128, dtype=dtype)
+    check(hopper.int8_attend, (query, keys, scale[..., 0].contiguous(), *values, pos, 4))
+    if ON_HOPPER:
+        check(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
+
+
+def test_hopper_operators_refuse_what_those_of_kernels_do(hopper):
+    with pytest.raises(ValueError, match="contiguous"):
+        hopper.softmax_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], None, positions(9), 1.0)
+    rope, codes = kernels.rope_pairs(*tables(10, 16), torch.float32), randn(1, 10, 4).to(torch.int8)
+    stores = (randn(1, 10, 1, 16), None, randn(1, 2, 1, 16), randn(1, 2, 1, 16), positions(9), rope, 16)
+    with pytest.raises(ValueError, match="int8 together"):
+        hopper.sals_attend(randn(1, 1, 16), None, codes, randn(1, 10), randn(1, 16, 4), None, *stores)
+    with pytest.raises(ValueError, match="k must be torch.int8"):
+        k = randn(1, 2, 9, 32)
+        hopper.int8_attend(randn(1, 2, 32), k, randn(1, 2, 9), k, None, positions(8), 16)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "B, S, heads, r_score, r, plan",
+    [
+        (3, 1001, 32, 64, 128, (3, 3, 2)),
+        (3, 300, 1, 192, 208, (3, 1, 8)),
+        (2, 5000, 64, 512, 1024, (40, 1, 3)),
+        (5, 129, 8, 128, 128, (1, 2, 4)),
+        (1, 20000, 32, 256, 512, (128, 2, 2)),
+        (3, 12000, 32, 64, 64, None),
+    ],
+)
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_hopper_softmax_scores_at_once(hopper, monkeypatch, dtype, B, S, heads, r_score, r, plan, int8):
+    """One program a row, programs without tokens, more slots than chunks, and what is planned for the shape;
+    a launch after the other gives the same to the bit."""
+    monkeypatch.setattr(kernels, "softmax_scores", None)
+    if plan:
+        monkeypatch.setattr(hopper, "scores_at_once", lambda *_: plan)
+    queries, latent = 3 * randn(B, heads, r_score + 8, dtype=dtype), randn(B, S, r, dtype=dtype)
+    queries = queries.flatten(1)[:, : heads * r_score].unflatten(1, (heads, r_score))  # rows apart
+    queries[:, 0] *= 0 if heads > 1 else 1  # a head without a largest number
+    pos = positions(*[S - 1, S // 2, 0, 127, 128][:B])
+    live = torch.arange(S, device=DEVICE) <= pos[:, None]
+    stored, decoded = latents_of(latent, live, int8)
+    truth = sals_scores(queries.float(), decoded[..., :r_score], live, "softmax", 0.25)
+    out = [hopper.softmax_scores(queries, *stored, pos, 16**-0.5) for _ in range(3)]
+    assert (out[0][~live] == -torch.inf).all() and all(torch.equal(out[0], again) for again in out)
+    close(out[0][live], truth[live], dtype)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_hopper_softmax_scores_at_once_compiles_without_a_gpu(hopper, int8):
+    program = f"""
+        hopper._softmax_scores_kernel = Compile("_softmax_scores_kernel", hopper)
+        hopper.on_hopper = lambda *_: True
+        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
+        zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
+        latent, scale = zeros(4, 10000, 128), zeros(4, 10000, dtype=torch.float32)
+        if {int8}:
+            latent = latent.to(torch.int8)
+        pos = zeros(4, dtype=torch.int32)
+        hopper.softmax_scores(zeros(4, 32, 64), latent, scale if {int8} else None, pos, 1.0)
+    """
+    after = """
+        # No GPU need show that one of these is missing, or that a barrier between programs is.
+        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+        assert ptx.count(".gpu.acquire") == 1 and ptx.count(".gpu.release.add") == 1
+        # Two fit a multiprocessor, lest the launch fails.
+        assert kernel.metadata.launch_cooperative_grid and kernel.metadata.shared <= 113 * 1024
+    """
+    compile_for_hopper(program, after)
+
+
+@pytest.mark.parametrize(
+    "B, S, heads, r_score, r, dtype, itemsize, plan",
+    [
+        (8, 32768, 32, 64, 128, torch.bfloat16, 1, (33, 8, 4)),
+        (8, 32768, 32, 512, 1024, torch.bfloat16, 2, (16, 16, 3)),  # one program a multiprocessor
+        (1, 131072, 32, 64, 128, torch.float16, 2, (128, 8, 8)),  # as many as multiprocessors
+        (8, 32768, 64, 64, 128, torch.bfloat16, 1, None),  # too many tokens for so many heads
+        (8, 16384, 64, 64, 128, torch.bfloat16, 1, (33, 4, 4)),
+        (8, 16384, 65, 64, 128, torch.bfloat16, 1, None),
+        (4, 131072, 32, 64, 128, torch.bfloat16, 1, None),  # too many tokens
+        (8, 4096, 32, 64, 128, torch.bfloat16, 1, None),  # too few
+        (300, 32768, 32, 64, 128, torch.bfloat16, 1, None),  # too many rows
+        (8, 32768, 32, 32, 64, torch.bfloat16, 1, None),
+        (8, 32768, 32, 1024, 2048, torch.bfloat16, 1, None),
+        (8, 32768, 32, 64, 100, torch.bfloat16, 1, None),
+        (8, 32768, 32, 64, 128, torch.float32, 4, None),
+    ],
+)
+def test_softmax_scores_are_made_at_once_where_their_weights_fit(
+    hopper, monkeypatch, B, S, heads, r_score, r, dtype, itemsize, plan
+):
+    monkeypatch.setattr(hopper, "on_hopper", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**H200))
+    stored = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}[itemsize]
+    latent = torch.empty(1, dtype=stored).expand(B, S, r)
+    assert hopper.scores_at_once(B, S, heads, r_score, dtype, latent) == plan
+
+
+# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
+# the ring has slots, programs of one head and of several tiles.
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "B, Hkv, D, chunks, n, z, programs",
+    [
+        (1, 2, 128, 1, 64, 24, 132),
+        (3, 4, 128, 2, 128, 64, 3),
+        (3, 3, 128, 4, 70, 100, 5),
+        (9, 5, 64, 3, 9, 1, 132),
+        (17, 4, 128, 2, 8, 130, 4),
+        (2, 32, 128, 8, 448, 300, 7),
+        (5, 8, 64, 5, 130, 33, 2),
+    ],
+)
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_hopper_sals_attend_streams_the_basis(
+    hopper, monkeypatch, dtype, B, Hkv, D, chunks, n, z, programs, int8
+):
+    monkeypatch.setattr(hopper, "attends_at_once", lambda *_: False)
+    monkeypatch.setattr(hopper, "streams_basis", lambda *_: True)
+    monkeypatch.setattr(kernels, "sals_attend", None)
+    for module in (hopper, kernels):
+        monkeypatch.setattr(module, "SMS", programs)
+    pos = [max(3, 599 - 150 * b) for b in range(B)]
+    check_sals_attend(
+        dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), 4, n, z, pos, int8=int8, ops=hopper
+    )
+
+
+def test_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda, fits = torch.device("cuda"), (7168, 448, 32, 128, 512, 2)
+    assert hopper.streams_basis(cuda, *fits) and hopper.streams_basis(cuda, 7168, 448, 32, 128, 1024, 1)
+    assert not hopper.streams_basis(torch.device("cpu"), *fits)
+    for place, other in enumerate([1024, 7, 4, 256, 1024]):  # each alone too few, or too many
+        assert not hopper.streams_basis(cuda, *fits[:place], other, *fits[place + 1 :]), place
+    assert not hopper.streams_basis(cuda, 7168, 448, 32, 128, 500, 2)  # no whole chunks
+    assert not hopper.streams_basis(cuda, 7168, 448, 32, 128, 256, 4)  # fp32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not hopper.streams_basis(cuda, *fits)
+
+
+@pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
+def test_hopper_kernel_that_streams_the_basis_compiles_without_a_gpu(hopper, dtype, r):
+    """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
+    program = f"""
+        hopper._streamed_logits_kernel = Compile("_streamed_logits_kernel", hopper)
+        hopper.streams_basis = lambda *_: True
+        int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
+        index, pos, words = (torch.zeros(n, dtype=torch.int32) for n in (16 * 448, 16, 500 * 64))
+        latent, basis = (torch.zeros(*n, {r}, dtype=torch.{dtype}) for n in ((16, 500), (32, 128)))
+        scales = (torch.zeros(16, 500), torch.zeros(32, 128, 1)) if int8 else (None, None)
+        keys, ring = (latent, scales[0], basis, scales[1]), torch.zeros(16, 64, 32, 128, dtype=q.dtype)
+        hopper._logits_and_windows(q, index.view(16, 448), *keys, ring, ring, pos, words.view(500, 64))
+    """
+    compile_for_hopper(program, waits=3)  # both consumers, and the windows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 130, 90), (16, 5, 84), (4, 300, 9)])
+@poisoned
+def test_hopper_values_take_windows_that_are_attended_with_the_logits(hopper, monkeypatch, dtype, bits, z, n):
+    """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
+
+    def make_both(q, index, latent, latent_scale, basis, basis_scale, ring_k, ring_v, pos, words):
+        logits = kernels._logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
+        parts, slot = torch.arange(hopper.window_parts(z), device=DEVICE), torch.arange(z, device=DEVICE)
+        mine = (slot // 64 * 4 + slot % 4) == parts[:, None]  # [parts, z]
+        mine = mine & (slot <= pos[:, None])[:, None, None]  # [B, 1, parts, z]
+        k, v = (torch.nan_to_num(t).float().transpose(1, 2) for t in (ring_k, ring_v))  # [B, Hkv, z, D]
+        scores = (k @ q.float()[..., None]).mT * (q.shape[-1] ** -0.5 * kernels.LOG2E)
+        tops = torch.where(mine, scores, -1e30).amax(-1)
+        weights = torch.where(mine, torch.exp2(scores - tops[..., None]), 0.0)
+        windows = (tops, weights.sum(-1), weights @ v)
+        ring_k.fill_(NAN)  # what is attended is not read again
+        return logits, windows
+
+    monkeypatch.setattr(hopper, "attends_at_once", lambda *_: False)
+    monkeypatch.setattr(hopper, "streams_basis", lambda *_: True)
+    monkeypatch.setattr(hopper, "_logits_and_windows", make_both)
+    S = z + 84
+    check_sals_attend(dtype, 4, S, 2, 1, 32, 24, bits, n, z, (S - 1, 0, 70, 7), ops=hopper)
+
+
+# Tiles that end before their second half or in it, ranks of one chunk and of more chunks than the ring has
+# slots, programs of one head, of part of a tile and of several, windows of several tiles and hardly begun.
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "B, Hkv, D, chunks, n, bits, z, programs",
+    [
+        (1, 2, 128, 1, 64, 2, 24, 2),
+        (3, 4, 128, 2, 128, 4, 24, 1),
+        (3, 3, 128, 4, 70, 2, 100, 3),
+        (9, 5, 64, 3, 9, 2, 1, 5),
+        (17, 4, 128, 2, 8, 8, 24, 3),
+        (2, 32, 128, 8, 448, 2, 64, 7),
+        (5, 8, 64, 5, 130, 4, 33, 3),
+        (1, 3, 64, 8, 300, 8, 24, 2),
+        (2, 4, 128, 8, 257, 4, 24, None),
+    ],
+)
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_hopper_sals_attend_at_once(
+    hopper, monkeypatch, dtype, B, Hkv, D, chunks, n, bits, z, programs, int8
+):
+    monkeypatch.setattr(hopper, "attends_at_once", lambda *_: True)
+    for module, name in ((hopper, "_attend_streamed"), (kernels, "sals_attend")):
+        monkeypatch.setattr(module, name, None)
+    if programs:  # a row
+        monkeypatch.setattr(hopper, "row_programs", lambda *_: programs)
+    pos = [max(3, 599 - 150 * b) for b in range(B)]
+    check_sals_attend(
+        dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), bits, n, z, pos, int8=int8, ops=hopper
+    )
+
+
+@needs_hopper
+@pytest.mark.parametrize("first, last", [(-3, 3), (3, -3), (-40, -40)])
+@pytest.mark.parametrize("kernel", ["attends_at_once", "streams_basis"])
+@poisoned
+def test_hopper_sals_attend_window_of_several_tiles(hopper, monkeypatch, kernel, first, last):
+    for name in ("attends_at_once", "streams_basis"):
+        monkeypatch.setattr(hopper, name, lambda *_, name=name: name == kernel)
+    window = (first, last)
+    check_sals_attend(torch.float16, 3, 200, 2, 1, 64, 64, 4, 33, 100, (199, 120, 30), window, ops=hopper)
+
+
+@pytest.mark.parametrize("B", [1, 2, 3, 4, 8, 16, 50, 132])
+@pytest.mark.parametrize("n", [1, 128, 448, 960, 4032])
+@pytest.mark.parametrize("Hkv", [1, 8, 32])
+def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper, B, n, Hkv):
+    programs, tiles = hopper.row_programs(B, n, Hkv, 132), -(-n // 128)
+    most = min(132 // B, tiles * Hkv)
+    assert 1 <= programs <= most <= 4 * programs / 3
+    starts = {program * tiles * Hkv // programs for program in range(programs)}
+    assert len(starts) == programs
+    if most % tiles <= most / 4 and most >= tiles:
+        assert {tile * Hkv for tile in range(tiles)} <= starts
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, int8):
+    seen = []
+    for name in ("attends_at_once", "streams_basis"):
+        monkeypatch.setattr(hopper, name, lambda *shape: seen.append(shape[-1]) or False)
+    check_sals_attend(torch.float32, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), int8=int8, ops=hopper)
+    assert seen == [4, 4]
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "B, S, bits, n, kernel",
+    [
+        (16, 1000, 2, 448, "attends_at_once"),
+        (16, 1000, 2, 448, "streams_basis"),
+        (4, 5000, 4, 4032, "attends_at_once"),
+    ],
+)
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_hopper_sals_attend_real_sizes(hopper, monkeypatch, B, S, bits, n, int8, kernel):
+    for name in ("attends_at_once", "streams_basis"):
+        monkeypatch.setattr(hopper, name, lambda *_, name=name: name == kernel)
+    monkeypatch.setattr(kernels, "sals_attend", None)
+    pos = [S - 1 - 7 * b for b in range(B)]
+    check_sals_attend(torch.bfloat16, B, S, 32, 1, 128, 512, bits, n, 64, pos, int8=int8, ops=hopper)
+
+
+def test_hopper_attends_at_once_where_it_can(hopper, monkeypatch):
+    multiprocessors = SimpleNamespace(multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda, fits = torch.device("cuda"), (4, 960, 32, 128, 512, 2, 2)
+    assert hopper.attends_at_once(cuda, 8, 448, 32, 128, 512, 2, 2)
+    assert hopper.attends_at_once(cuda, *fits) and hopper.attends_at_once(cuda, 4, 960, 32, 128, 1024, 2, 1)
+    assert hopper.attends_at_once(cuda, 100, 300, 1, 128, 512, 2, 2)
+    assert not hopper.attends_at_once(cuda, 101, 300, 1, 128, 512, 2, 2)  # rows without a program
+    assert not hopper.attends_at_once(torch.device("cpu"), *fits)
+    for place, other in enumerate([9, 130, 8, 96, 1024, 16, 4]):  # each alone too few or too many
+        assert not hopper.attends_at_once(cuda, *fits[:place], other, *fits[place + 1 :]), place
+    assert not hopper.attends_at_once(cuda, 4, 960, 32, 128, 500, 2, 2)  # no whole chunks
+    assert not hopper.attends_at_once(cuda, 4, 960, 32, 128, 256, 2, 4)  # fp32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not hopper.attends_at_once(cuda, *fits)
+
+
+@pytest.mark.parametrize(
+    "dtype, r, D, bits, heads",
+    [("bfloat16", 512, 128, 2, 32), ("int8", 1024, 128, 8, 32), ("int8", 256, 64, 4, 1)],
+)
+def test_hopper_kernel_that_attends_at_once_compiles_without_a_gpu(hopper, dtype, r, D, bits, heads):
+    """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
+    program = f"""
+        hopper._sals_kernel = Compile("_sals_kernel", hopper)
+        hopper.attends_at_once, hopper.merge_splits = lambda *_: True, lambda out, *_: out
+        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
+        zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
+        latent, basis = zeros(4, 500, {r}, dtype=torch.{dtype}), zeros({heads}, {D}, {r}, dtype=torch.{dtype})
+        scales = [None, None]
+        if latent.dtype == torch.int8:
+            scales = [torch.zeros(4, 500), torch.zeros({heads}, {D}, 1)]
+        codes = zeros(4, 500, {heads}, {D} * {bits} // 8, dtype=torch.uint8)
+        low_scale = zeros(4, 500, {heads}, {D} // 32, 2, dtype=torch.half)
+        index, pos = zeros(4, 448, dtype=torch.int32), zeros(4, dtype=torch.int32)
+        ring, rope = zeros(4, 64, {heads}, {D}), zeros(500, {D} // 2, 2, dtype=torch.half)
+        stores = (latent, scales[0], basis, scales[1], codes, low_scale, ring, ring)
+        hopper.sals_attend(zeros(4, {heads}, {D}), index, *stores, pos, rope, {bits})
+    """
+    compile_for_hopper(program, waits=3)  # both halves, and the values
+
+
+def test_hopper_sals_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch):
+    asked, attend = [], hopper.sals_attend
+
+    def shifted(q, index, latent, *rest):
+        room = torch.empty(latent.numel() + 1, dtype=latent.dtype, device=latent.device)
+        return attend(q, index, room[1:].view(latent.shape).copy_(latent), *rest)
+
+    monkeypatch.setattr(hopper, "attends_at_once", lambda *_: asked.append(True) or True)
+    monkeypatch.setattr(hopper, "_attend_at_once", None)
+    monkeypatch.setattr(hopper, "sals_attend", shifted)
+    check_sals_attend(torch.float16, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), ops=hopper)
+    assert asked
+
+
+@needs_hopper
+def test_hopper_sals_attend_at_once_gives_the_same_bits_again(hopper):
+    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
+    would show."""
+    first, second = (kernels.sals_case(B, 4096, 32, 32, 128, 512, 2, True, 16, 432, 64) for B in (4, 3))
+    calls = kernels.sals_calls(hopper, first)["attend"][:2] + kernels.sals_calls(hopper, second)["attend"][:1]
+    truths = [call() for call in calls]
+    assert not torch.equal(*truths[:2])
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        outs = [call() for call in calls * 10]
+    for _ in range(10):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, truths[i % 3]) for i, out in enumerate(outs))
+
+
+@needs_hopper
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
+@poisoned
+def test_hopper_int8_attend_shared(hopper, monkeypatch, bits, G, programs):
+    """One program a head, which writes the result itself, several, and more than short rows have tiles."""
+    monkeypatch.setattr(hopper, "SMS", programs)
+    monkeypatch.setattr(kernels, "int8_attend", None)
+    check_int8_attend(torch.bfloat16, 4, 1001, 3, G, 128, bits, (1000, 0, 511, 32), ops=hopper)
+    few = (6, 2)  # tokens in all, than in a tile
+    check_int8_attend(torch.bfloat16, 2, 7, 1, G, 128, bits, few, ops=hopper)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_hopper_int8_attend_shared_compiles_without_a_gpu(hopper, bits):
+    program = f"""
+        hopper._int8_shared_kernel = Compile("_int8_shared_kernel", hopper)
+        hopper.shares_int8, hopper.SMS = lambda *_: True, 1
+        k, codes = torch.zeros(2, 8, 500, 128, dtype=torch.int8), torch.zeros(2, 8, 500, 16 * {bits})
+        q, pos = torch.zeros(2, 32, 128, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+        low_scale = torch.zeros(2, 8, 500, 4, 2, dtype=torch.half)
+        hopper.int8_attend(q, k, torch.zeros(2, 8, 500), codes.to(torch.uint8), low_scale, pos, {bits})
+    """
+    compile_for_hopper(program, multiply="mma.sync", waits=0)
+
+
+def test_hopper_int8_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch):
+    asked, attend = [], hopper.int8_attend
+
+    def shifted(q, k, *rest):
+        room = torch.empty(k.numel() + 1, dtype=k.dtype, device=k.device)
+        return attend(q, room[1:].view(k.shape).copy_(k), *rest)
+
+    monkeypatch.setattr(hopper, "shares_int8", lambda *_: asked.append(True) or True)
+    monkeypatch.setattr(hopper, "_attend_int8_shared", None)
+    monkeypatch.setattr(hopper, "int8_attend", shifted)
+    check_int8_attend(torch.float16, 2, 90, 2, 4, 64, 4, (80, 3), ops=hopper)
+    assert asked
+
+
+@needs_hopper
+@pytest.mark.parametrize("score", ["sum", "softmax", "softmax at once"])
+@pytest.mark.parametrize(
+    "Hq, Hkv, bits, int8, kernel",
+    [
+        (8, 2, 2, False, "grouped"),
+        (8, 2, 4, True, "grouped"),
+        (4, 4, 2, False, "logits"),
+        (4, 4, 4, True, "logits"),
+        (32, 32, 16, False, "streamed_logits"),
+        (32, 32, 2, True, "sals"),
+    ],
+)
+def test_launches_that_overlap_give_the_same_steps(hopper, monkeypatch, score, Hq, Hkv, bits, int8, kernel):
+    """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
+    B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
+    for other in {"grouped", "logits", "streamed_logits", "sals"} - {kernel}:
+        module = kernels if other in ("grouped", "logits") else hopper
+        monkeypatch.setattr(module, f"_{other}_kernel", None)
+    monkeypatch.setattr(hopper, "scores_at_once", lambda *_: (4, 12, 2) if score.endswith("once") else None)
+    torch.manual_seed(0)
+    case = kernels.sals_case(B, S, Hq, Hkv, D, r, min(bits, 8), int8, x, y, z)
+    dim, kw = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}
+    widths = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if score == "sum" else Hq)]
+    sizes = [(dim, dim), (2 * ffn, dim), (dim, ffn), (sum(widths), dim)]
+    weights = [torch.randn(N, K, **kw) * K**-0.5 for N, K in sizes]
+    norms, first = [torch.ones(dim, **kw)] * 2, torch.randn(2, B, dim, **kw)
+    stores = []
+    for s in case["sets"][:2]:
+        values = (torch.randn(B, S, Hkv, D, **kw), None) if bits == 16 else (s["codes"], s["low_scale"])
+        stores.append((s["latent"], s["latent_scale"], *values, s["ring_k"], s["ring_v"]))
+    written = [t for kept in stores for t in kept if t is not None]
+    begin = [t.clone() for t in written]
+    shared = (case["pos"], case["rope"])
+
+    def steps():
+        attended, x_ = first
+        seen = []
+        for kept in stores * 3:
+            x_, new = hopper.linear_chain(attended, x_, weights, [None] * 4, norms, [1e-5] * 2)
+            q, k, v, latent, queries = new.split(widths, 1)
+            q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
+            summed = queries if score == "sum" else None
+            q, scores = hopper.sals_append(latent, q, k, v, summed, *shared, *kept, bits)
+            if score != "sum":
+                queries = queries.unflatten(1, (Hq, -1))
+                scores = hopper.softmax_scores(queries, *kept[:2], case["pos"], D**-0.5)
+            index = hopper.select(scores, case["pos"], x, y, z)
+            basis = (case["basis"], case["basis_scale"])
+            attended = hopper.sals_attend(q, index, *kept[:2], *basis, *kept[2:], *shared, bits)
+            attended = attended.flatten(1)
+            seen += [x_, index, attended]
+        return seen
+
+    def replayed(times):
+        steps()  # before a capture, as linear_chain asks
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            seen = steps()
+        for _ in range(times):
+            # Were it all there from the replay before, what is read too early would look right.
+            for t, start in zip(written, begin, strict=True):
+                t.copy_(start)
+            for t in seen:
+                t.zero_()
+            graph.replay()
+            yield [t.clone() for t in seen]
+
+    assert kernels.overlapped(torch.device("cuda"))["launch_pdl"]
+    overlapped = list(replayed(20))
+    for module in (hopper, kernels):
+        monkeypatch.setattr(module, "overlapped", lambda device: {})
+    (truth,) = replayed(1)
+    assert all(t.count_nonzero() for t in truth)
+    for result in overlapped:
+        assert all(torch.equal(a, b) for a, b in zip(result, truth, strict=True))
+
+
+def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
+    """Arguments of hopper.linear_chain."""
+    shapes, dtype = [(dim, heads_dim), (2 * ffn, dim), (dim, ffn), (N, dim)], torch.bfloat16
+    weights = [randn(*shape, seed=i, dtype=dtype) * shape[1] ** -0.5 for i, shape in enumerate(shapes)]
+    biases = [randn(len(w), seed=4 + i, dtype=dtype) if biased else None for i, w in enumerate(weights)]
+    norms = [(1 + randn(dim, seed=i) / 4).to(dtype) for i in range(2)]
+    attended, x = randn(rows, heads_dim, dtype=dtype) * size, randn(rows, dim, seed=1, dtype=dtype) * size
+    return attended, x, weights, biases, norms, [0.1, 1e-5]
+
+
+def chain_truth(attended, x, weights, biases, norms, eps):
+    """linear_chain in fp32, as model.decode_layer has it."""
+    w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
+    norm, next_norm = (
+        lambda t, n=n, e=e: F.rms_norm(t, n.shape, n.float(), e) for n, e in zip(norms, eps, strict=True)
+    )
+    dtype, x = x.dtype, x.float() + F.linear(attended.float(), w[0], b[0])
+    gate, up = F.linear(norm(x), w[1], b[1]).chunk(2, -1)
+    x = x + F.linear(F.silu(gate) * up, w[2], b[2])
+    return x.to(dtype), F.linear(next_norm(x), w[3], b[3]).to(dtype)
+
+
+def check_chain(given, outs):
+    for out, truth in zip(outs, chain_truth(*given), strict=True):
+        close(out, truth.float(), torch.bfloat16)
+        wrong, size = ((x.float() ** 2).mean(0) for x in (out - truth, truth))  # of each output
+        assert wrong.max() < 3e-3 * size.mean()
+
+
+# Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer than a
+# layer; 1 to 16 rows.
+@needs_hopper
+@pytest.mark.parametrize(
+    "sizes", [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
+)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("programs", [3, 20, 132])
+@pytest.mark.parametrize("biased", [False, True])
+@poisoned
+def test_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased):
+    device = torch.cuda.get_device_properties(0)
+    few = SimpleNamespace(
+        multi_processor_count=programs,
+        shared_memory_per_block_optin=device.shared_memory_per_block_optin,
+        major=device.major,
+        minor=device.minor,
+    )
+    programs = min(programs, sizes[1] // 8)
+    counters = hopper._chain_counters(torch.device("cuda", 0), programs)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    given, before = chain_inputs(rows, *sizes, biased), counters.clone()
+    first = hopper.linear_chain(*given)
+    check_chain(given, first)
+    for _ in range(10):  # the same to the bit: no order of programs shows
+        assert all(map(torch.equal, hopper.linear_chain(*given), first))
+    assert (counters - before).tolist() == [11 * programs] * 3
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize(
+    "sizes", [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
+)
+@pytest.mark.parametrize("size", [1e-3, 1, 300])
+def test_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
+    """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
+    epsilons."""
+    chains, outs, graphs = [chain_inputs(rows, *sizes, size=size), chain_inputs(2, 64, 512, 96, 200)], [], []
+    for given in chains:
+        outs.append([hopper.linear_chain(*given)])
+        check_chain(given, outs[-1][0])
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs[-1] += [hopper.linear_chain(*given) for _ in range(5)]
+    for _ in range(10):
+        for graph in graphs:
+            graph.replay()
+    for first, *others in outs:
+        assert all(torch.equal(a, b) for out in others for a, b in zip(out, first, strict=True))
+
+
+@needs_hopper
+@pytest.mark.parametrize("method", ["dense", "elitekv"])
+def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
+    """Compiled and in a CUDA graph, with the logits of PyTorch's products."""
+    logits, launches, kernel = [], [], hopper._linear_chain_kernel
+
+    class Spy:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(hopper, "_linear_chain_kernel", Spy())
+    ids = random_ids(260, 1)
+    for kernels_ in (False, True):
+        model = load_model(NANO, torch.device("cuda"), torch.bfloat16)
+        artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
+        room = Room(model, 1, 300, kernels_)
+        caches = METHODS[method].build(model, settings_from(method, {}), room, artifact)
+        engine = Engine(model, caches, room, Sampling(), compiled=kernels_, graphed=kernels_)
+        engine.prefill([ids[:200]])
+        made = []
+        for token in ids[200:]:
+            engine.feed([token])
+            made.append(engine.logits[0].float().cpu())
+        logits.append(torch.stack(made))
+        assert bool(launches) == kernels_
+    assert error(logits[1], logits[0]) < 5e-2
+
+
+def test_hopper_linear_chain_refuses(hopper):
+    names = ("attended", "x", "weights", "biases", "norms", "eps")
+    given = dict(zip(names, chain_inputs(2, 48, 64, 32, 40, biased=True), strict=True))
+
+    def refused(message, **bad):
+        with pytest.raises(ValueError, match=message):
+            hopper.linear_chain(**(given | bad))
+
+    for place, name in enumerate(("wo", "w13", "w2", "w")):
+        for what in ("weights", "biases"):
+            bad = list(given[what])
+            bad[place] = bad[place].float()
+            refused(f"{name} must be torch.bfloat16", **{what: bad})
+            bad[place] = given[what][place][1:].clone()
+            refused("bias of w must be" if name == "w" else f"{name} must be", **{what: bad})
+    refused("attended must be", attended=given["attended"][:1])
+    refused("must be matrices", x=given["x"][None])
+    refused("must be matrices", x=given["x"][:0])
+    refused("4 weights and biases, 2 norms", norms=given["norms"][:1])
+    refused("x .* must be contiguous", x=randn(64, 2, dtype=torch.bfloat16).T)
+    refused("next norm must be", norms=[given["norms"][0], given["norms"][1][:32]])
+    askew, weights = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32), given["weights"]
+    refused("w2 must start at a multiple of 16", weights=[*weights[:2], askew, weights[3]])
+    if not ON_HOPPER:
+        refused("on a Hopper GPU: not bfloat16 \\[2, 64\\] on ")
+    for rows, heads_dim in ((17, 48), (2, 44)):
+        refused("at most 16 rows", **dict(zip(names, chain_inputs(rows, heads_dim, 64, 32, 40), strict=True)))
+
+
+@pytest.mark.parametrize(
+    "method, changes",
+    [
+        ("dense", {"qkv_bias": True, "mlp_bias": True, "out_bias": True}),
+        ("dense", {"qk_norm": True, "group": 4}),
+        ("dense", {"tied": True}),
+        ("sals", {}),
+        ("elitekv", {}),
+        ("fdc", {"n_heads": 5, "n_kv_heads": 5, "head_dim": 16}),  # whose wo has 80 inputs
+    ],
+)
+def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes, monkeypatch):
+    """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
+    calls, results = [], []
+    monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given))
+    for chained in (False, True):
+        monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
+        model = tiny_model(**({"dim": 64, "ffn_dim": 192} | changes)).to(DEVICE)
+        for layer in model.layers:
+            layer.ffn_norm.eps = 0.1  # another than the first norm's
+        room = Room(model, 2, 40, True)
+        room.kernels = hopper
+        settings = settings_from(method, {"sals": SPARSE, "fdc": {"rate": 0.4}}.get(method, {}))
+        caches = METHODS[method].build(model, settings, room, artifact_of(method, model))
+        engine = Engine(model, caches, room, Sampling())
+        engine.prefill([random_ids(n, n) for n in (5, 21)])
+        results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
+        assert len(calls) == 2 * len(model.layers) * chained
+    assert results[0][0] == results[1][0]
+    assert error(results[1][1], results[0][1]) < 1e-5
+    assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
+
+
+class CudaRows:
+    """What chains_linears looks at."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, rows, dtype=torch.bfloat16):
+        self.rows, self.dtype = rows, dtype
+
+    def __len__(self):
+        return self.rows
+
+
+def test_which_rows_chains_serve(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert hopper.chains_linears(CudaRows(16), 128, 200)
+    assert not hopper.chains_linears(CudaRows(16), 128, 100)
+    assert not hopper.chains_linears(CudaRows(17), 128)
+    assert not hopper.chains_linears(torch.zeros(1, 64, dtype=torch.bfloat16), 64)  # on the CPU
+    assert not hopper.chains_linears(CudaRows(1, torch.float16), 64)
+    for capability in ((8, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert not hopper.chains_linears(CudaRows(16), 128)
+
+
+@pytest.mark.parametrize("rows, biased", [(4, False), (16, True)])
+def test_hopper_kernel_of_the_linear_chain_compiles_without_a_gpu(hopper, rows, biased):
+    program = f"""
+        hopper._linear_chain_kernel = Compile("_linear_chain_kernel", hopper)
+        hopper.chains_linears = lambda *_: True
+        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
+        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)
+        weights = [zeros(*shape) for shape in ((256, 512), (1536, 256), (256, 768), (1000, 256))]
+        biases = [zeros(len(weight)) if {biased} else None for weight in weights]
+        norms = [zeros(256), zeros(256)]
+        hopper.linear_chain(zeros({rows}, 512), zeros({rows}, 256), weights, biases, norms, [1e-5, 1e-5])
+    """
+    after = """
+        # No GPU need show that one of these is missing.
+        assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
+        assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
+    """
+    compile_for_hopper(program, after, waits=2)  # the producer of the inputs, the consumer
+
+
+def compile_for_hopper(program, after="", multiply="wgmma", waits=1):
+    """Runs a program that compiles one kernel, by Compile; what comes out must use what Hopper has, wait for
+    the kernel before in so many partitions (none: it is not launched before that ends), and pass `after`, a
+    program that sees its ptx."""
+    check = f"""
+        (kernel,) = compiled.values()
+        ptx = kernel.asm["ptx"]
+        assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
+        assert "{multiply}" in ptx and "cp.async.bulk" in ptx
+        assert ptx.count("griddepcontrol.wait") == {waits}
+    """
+    run_for_hopper("import hopper\n", program, check, after)
