@@ -146,7 +146,8 @@ class Room:
             return attend(q, k, v, live, scale)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
         k, v = (
-            store.read(chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2) for store in (keys, values)
+            store.read(chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
+            for store in (keys, values)
         )
         return attend(q, k, v, index >= 0, scale)
 
@@ -1852,7 +1853,9 @@ class StreamingCache(Cache):
         self.k[rows, :, slot], self.v[rows, :, slot] = self.rope(k, pos), v
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
-        return self.room.attend(self.rope(q, pos), Plain(self.k), Plain(self.v), pos)  # slots fill from the left
+        return self.room.attend(
+            self.rope(q, pos), Plain(self.k), Plain(self.v), pos
+        )  # slots fill from the left
 
     def formula(self) -> int:
         return dense_bytes(self.room) // self.room.capacity * (self.x + self.w)

@@ -237,99 +237,6 @@ def _split_rows(x):
     return high, low, largest / (127 * 254)
 
 
-@jit
-def _head_logits_kernel(
-    query_p, latent_p, scale_p, pos_p, weight_p, tile_max_p, max_p, sum_p, S, heads, r_score, r, row, scale,
-    boost, tiles, block, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, HP: tl.constexpr,
-    BLOCKS: tl.constexpr
-):  # fmt: skip
-    _wait_for_previous()
-    b = tl.program_id(1).to(tl.int64)
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    length = tl.load(pos_p + b) + 1
-    head = tl.arange(0, HP)
-    share = tl.cdiv(tl.cdiv(length, T), splits)  # tiles of this program, of the live ones only
-    dims = tl.arange(0, RB)[None, :]
-    query_at = query_p + b * row + head[:, None] * r_score + dims
-    # Int8 latents are multiplied as they are where the queries can be split once and for all tiles.
-    SPLIT: tl.constexpr = scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
-    if NR == 1:
-        if not BLOCKS:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
-            query = tl.load(query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
-            if SPLIT:
-                high, low, query_scale = _split_rows(query)
-    top = tl.full([HP], float("-inf"), tl.float32)
-    total = tl.zeros([T, HP], tl.float32)  # summed over T at the end, not in every tile
-    for tile in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))):
-        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-        live = tokens < length
-        logits = tl.zeros([T, HP], tl.float32)
-        latent_at = latent_p + (b * S + tokens[:, None]) * r + dims
-        tile_query_at = query_at
-        if BLOCKS:  # a tile lies in one block of tokens
-            tile_query_at = query_at + (tile * T // block).to(tl.int64) * heads * r_score
-        if NR == 1:
-            if BLOCKS:
-                query = tl.load(tile_query_at, mask=(head < heads)[:, None] & (dims < r_score), other=0.0)
-                if SPLIT:
-                    high, low, query_scale = _split_rows(query)
-            rows = tl.load(latent_at, mask=live[:, None] & (dims < r_score), other=0.0)
-            if SPLIT:
-                coarse = tl.dot(rows, tl.trans(high), out_dtype=tl.int32).to(tl.float32)
-                fine = tl.dot(rows, tl.trans(low), out_dtype=tl.int32).to(tl.float32)
-                logits = (coarse * 254 + fine) * query_scale[None, :]
-            else:
-                logits = tl.dot(rows.to(query.dtype), tl.trans(query), logits, input_precision="ieee")
-        else:
-            for i in range(0, NR * RB, RB):
-                inside = dims + i < r_score
-                rows = tl.load(latent_at + i, mask=live[:, None] & inside, other=0.0)
-                part = tl.load(tile_query_at + i, mask=(head < heads)[:, None] & inside, other=0.0)
-                logits = tl.dot(rows.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-        if scale_p is not None:
-            logits *= tl.load(scale_p + b * S + tokens, mask=live, other=0.0)[:, None]
-        logits = tl.where(live[:, None], logits * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 0))
-        weight = tl.exp2(logits - new_top[None, :])
-        total = total * tl.exp2(top - new_top)[None, :] + weight
-        top = new_top
-        tl.store(
-            weight_p + (b * S + tokens[:, None]) * HP + head[None, :],
-            (weight * boost).to(weight_p.dtype.element_ty),
-            mask=live[:, None],
-        )
-        tl.store(tile_max_p + (b * tiles + tile) * HP + head, top)
-    tl.store(max_p + (b * splits + split) * HP + head, top)
-    tl.store(sum_p + (b * splits + split) * HP + head, tl.sum(total, 0))
-
-
-@jit
-def _normalise_kernel(
-    weight_p, tile_max_p, max_p, sum_p, pos_p, out_p, S, heads, splits, boost, tiles,
-    T: tl.constexpr, HP: tl.constexpr, SP: tl.constexpr
-):  # fmt: skip
-    _wait_for_previous()
-    _let_next_begin()
-    b = tl.program_id(1).to(tl.int64)
-    length = tl.load(pos_p + b) + 1
-    head, split = tl.arange(0, HP), tl.arange(0, SP)
-    at = (b * splits + split[:, None]) * HP + head[None, :]
-    tops = tl.load(max_p + at, mask=(split < splits)[:, None], other=float("-inf"))
-    sums = tl.load(sum_p + at, mask=(split < splits)[:, None], other=0.0)
-    top = tl.max(tops, 0)
-    total = tl.sum(sums * tl.exp2(tops - top[None, :]), 0) * boost
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=3):
-        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-        live = tokens < length
-        some = (head < heads) & (head * 0 + tile * T < length)
-        tile_top = tl.load(tile_max_p + (b * tiles + tile) * HP + head, mask=some, other=float("-inf"))
-        factor = tl.where(some, tl.exp2(tile_top - top) / total, 0.0)
-        weight_at = weight_p + (b * S + tokens[:, None]) * HP + head[None, :]
-        weight = tl.load(weight_at, mask=live[:, None], other=0.0)
-        score = tl.where(live, tl.sum(weight.to(tl.float32) * factor[None, :], 1), float("-inf"))
-        tl.store(out_p + b * S + tokens, score, mask=tokens < S)
-
-
 @operator(lambda queries, latent, *_: latent.new_empty(latent.shape[:2], dtype=torch.float32))
 def softmax_scores(
     queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float, block: int = 0
@@ -344,32 +251,8 @@ def softmax_scores(
     second kernel multiplies by exp(that maximum - maximum) / sum. Truth: compress.sals_scores over
     Latents.read. The rule sum: sals_append."""
     check_softmax_scores(queries, latent, latent_scale, pos, block)
-    (*_, heads, r_score), (B, S, r) = queries.shape, latent.shape
-    row = queries.stride(0)
-    out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
-    HP = max(16, power2(heads))
-    exact = queries.dtype == torch.float32
-    T, RB, warps, stages, programs = softmax_config(HP, r_score, tile_itemsize(queries.dtype, latent))
-    if block:
-        T = min(T, block & -block)  # a power of two that divides it
-        stages = max(1, stages - 1)  # queries are loaded for each tile, too
-    tiles = cdiv(S, T)
-    splits = max(1, min(tiles, programs // B, max(128, 256 // B)))  # whose sums every program below reads
-    # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
-    weight = torch.empty(B, S, HP, dtype=torch.float32 if exact else torch.float16, device=latent.device)
-    boost = 1.0 if exact else 2.0**15
-    tile_max = torch.empty(B, tiles, HP, dtype=torch.float32, device=latent.device)
-    tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
-    _head_logits_kernel[splits, B](
-        queries, latent, latent_scale, pos, weight, tile_max, tops, sums, S, heads, r_score, r, row,
-        scale * LOG2E, boost, tiles, block, T, RB, cdiv(r_score, RB), HP, block > 0, num_warps=warps,
-        num_stages=stages, **overlapped(latent.device),
-    )  # fmt: skip
-    _normalise_kernel[max(1, min(tiles, 2 * SMS, 4 * SMS // B)), B](
-        weight, tile_max, tops, sums, pos, out, S, heads, splits, boost, tiles, T, HP, power2(splits),
-        num_warps=4, **overlapped(latent.device),
-    )  # fmt: skip
-    return out
+    latent_scale = latent_scale if latent_scale is None else latent_scale[:, None]
+    return scores(queries.unsqueeze(-3), latent[:, None], latent_scale, pos, scale, "softmax", block)[:, 0]
 
 
 def check_softmax_scores(
@@ -1163,117 +1046,6 @@ def _attend_tile(logits, live, v, top, total, out):
 
 
 @jit
-def _grouped_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis_p, basis_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
-    pos_p, rope_p, top_p, sum_p, out_p, n, S, r, z, scale,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
-    T: tl.constexpr, KB: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, FINAL: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    b = tl.program_id(2).to(tl.int64)
-    d, g, pair = tl.arange(0, DP), tl.arange(0, GP), tl.arange(0, DP // 2)
-    # The basis is a weight: it comes while the kernel before still runs.
-    dims = tl.arange(0, KB)
-    basis_at = basis_p + (h * DP + d)[None, :] * r + dims[:, None]
-    if WHOLE:  # all ranks in one product, and the basis stays through the loop
-        basis = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
-    _wait_for_previous()
-    _let_next_begin()
-    pos = tl.load(pos_p + b)
-    length = n
-    if not CHOSEN:
-        length = tl.maximum(pos - z + 1, 0)
-    share = tl.cdiv(tl.cdiv(length, T), splits)
-    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
-    place = first * T + tl.arange(0, T)
-    if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
-        ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
-    C: tl.constexpr = PLANES * RUNS * RUN
-    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    query_p = q_p + (b * heads + h) * G * D
-    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
-    paired = d // 2 + (d % 2) * (D // 2)
-    real = (g < G)[None, :] & (d < D)[:, None]
-    query = tl.load(query_p + g[None, :] * D + paired[:, None], mask=real, other=0.0)
-    INT8: tl.constexpr = latent_scale_p is not None
-    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
-    dtype: tl.constexpr = q_p.dtype.element_ty
-    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
-    LARGE: tl.constexpr = 1024.0 if dtype == tl.float16 else 1.0
-    if INT8:
-        query = (query * (tl.load(basis_scale_p + h * DP + d) * LARGE)[:, None]).to(dtype)
-    top = tl.full([GP], -1e30, tl.float32)
-    total = tl.zeros([T, GP], tl.float32)
-    out = tl.zeros([GP, C], tl.float32)
-    if split == splits - 1:  # the exact window
-        q = tl.load(query_p + g[None, :] * D + d[:, None], mask=real, other=0.0)
-        for start in tl.range(0, z, T, num_stages=1):
-            slot = start + tl.arange(0, T)
-            live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
-            ring_at = (b * z + slot[:, None]) * (heads * D) + h * D
-            k = tl.load(ring_k_p + ring_at + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(
-                ring_v_p + ring_at + channel[None, :], mask=live[:, None] & inside[None, :], other=0.0
-            )
-            logits = tl.dot(k, q, input_precision="ieee") * scale
-            top, total, out = _attend_tile(logits, live, v, top, total, out)
-    for tile in tl.range(first, stop, num_stages=STAGES):
-        place = tile * T + tl.arange(0, T)
-        if CHOSEN:
-            live = ahead >= 0
-            token = ahead
-            ahead = tl.load(index_p + b * n + place + T, mask=place + T < n, other=-1)
-        else:
-            live = place < length
-            token = place
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        token = tl.where(live, token, 0)
-        head = (b * S + token) * heads + h
-        if BITS == 16:
-            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
-        else:
-            code, pairs = _load_values(values_p, low_scale_p, head, D, GROUP, PLANES, WIDTH, RUNS, RUN)
-        table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
-        cos, sin = _load_rope(rope_p, table, (pair < D // 2)[None, :], WORDS)
-        latent_at = latent_p + (b * S + token)[:, None] * r + dims[None, :]
-        if INT8:
-            token_scale = tl.load(latent_scale_p + b * S + token) * scale
-        if WHOLE:
-            left = tl.load(latent_at, mask=(dims < r)[None, :], other=0.0)
-            k = tl.dot(left, basis, input_precision="ieee", out_dtype=SUM)
-        else:
-            k = tl.zeros([T, DP], SUM)
-            for start in range(0, r, KB):
-                left = tl.load(latent_at + start, mask=(dims + start < r)[None, :], other=0.0)
-                right = tl.load(basis_at + start, mask=(dims + start < r)[:, None], other=0.0)
-                k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
-        if INT8:
-            k = k.to(tl.float32) / LARGE
-        a, c = tl.split(tl.reshape(k, [T, DP // 2, 2]))
-        rotated = tl.reshape(tl.join(a * cos - c * sin, c * cos + a * sin), [T, DP]).to(dtype)
-        logits = tl.dot(rotated, query, input_precision="ieee")
-        logits *= token_scale[:, None] if INT8 else scale
-        if BITS < 16:
-            code, low, step = _decode(code, pairs, dtype, BITS, PLANES)
-            v = tl.reshape(code * step + low, [T, C]).to(dtype)
-        top, total, out = _attend_tile(logits, live, v, top, total, out)
-    total = tl.sum(total, 0)
-    head_row = (b * heads + h) * G + g
-    if FINAL:
-        out_at = out_p + head_row[:, None] * D + channel[None, :]
-        result = (out / total[:, None]).to(out_p.dtype.element_ty)
-        tl.store(out_at, result, mask=(g < G)[:, None] & inside[None, :])
-    else:
-        at = head_row * splits + split
-        tl.store(top_p + at, top, mask=g < G)
-        tl.store(sum_p + at, total, mask=g < G)
-        tl.store(out_p + at[:, None] * D + channel[None, :], out, mask=(g < G)[:, None] & inside[None, :])
-
-
-@jit
 def _merge_kernel(top_p, sum_p, part_p, out_p, splits, D: tl.constexpr, DP: tl.constexpr, SB: tl.constexpr):
     _wait_for_previous()
     _let_next_begin()
@@ -1349,38 +1121,29 @@ def sals_attend(
 
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
-    query heads share keys (G > 1) one kernel does all, the basis of its head waiting in shared memory. Where
-    they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
+    query heads share keys (G > 1) `attend` does all. Where they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
     one decodes V and attends the rest. Splits merge by log-sum-exp. The basis may be read while the kernel
     before still runs, which must not write it (see overlapped).
     Truth: SalsCache.reconstruct and attend."""
     stores = (latent, latent_scale, basis, basis_scale, values, low_scale, ring_k, ring_v)
     words = check_sals_attend(q, index, *stores, pos, rope, bits)
-    (B, Hq, D), (S, r), (Hkv, DP, _), z = q.shape, latent.shape[1:], basis.shape, ring_k.shape[1]
+    (B, Hq, D), S, (Hkv, DP, _), z = q.shape, latent.shape[1], basis.shape, ring_k.shape[1]
+    if Hq > Hkv:
+        shared = (
+            None if x is None else x[:, None].expand(-1, Hkv, *x.shape[1:]) for x in (latent, latent_scale)
+        )
+        keys = [*shared, basis, basis_scale, None, rope]
+        by_head = [x.transpose(1, 2) for x in (values, low_scale) if x is not None]
+        return attend(q, "latents", keys, by_head, bits, pos, index, [ring_k, ring_v], D**-0.5)
     n = S if index is None else index.shape[1]
-    G = Hq // Hkv
-    scale = D**-0.5 * LOG2E
-    given = pos if index is None else index
-    stored = value_words(values, low_scale, pos)
-    packing = value_packing(D, bits)
-    if G > 1:
-        T, KB, warps, stages, splits = grouped_config(B, n, Hkv, r, tile_itemsize(q.dtype, latent))
-    else:
-        T, warps, stages, splits = values_config(B, n, Hkv, DP)
+    T, warps, stages, splits = values_config(B, n, Hkv, DP)
     out, tops, sums, parts = split_outputs(q, splits)
-    if G > 1:
-        _grouped_kernel[splits, Hkv, B](
-            q, given, latent, latent_scale, basis, basis_scale, *stored, ring_k, ring_v, pos, words, tops,
-            sums, parts, n, S, r, z, scale, D, DP, G, max(16, power2(G)), *packing, T, KB, KB >= r, stages,
-            index is not None, splits == 1, rope.dtype == torch.float16, num_warps=warps,
-            **overlapped(q.device),
-        )  # fmt: skip
-    else:
-        logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
-        _values_kernel[splits, Hkv, B](
-            logits, q, given, *stored, ring_k, ring_v, pos, tops, sums, parts, n, S, z, scale, D, *packing, T,
-            stages, index is not None, splits == 1, num_warps=warps, **overlapped(q.device),
-        )  # fmt: skip
+    logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
+    _values_kernel[splits, Hkv, B](
+        logits, q, pos if index is None else index, *value_words(values, low_scale, pos), ring_k, ring_v, pos,
+        tops, sums, parts, n, S, z, D**-0.5 * LOG2E, D, *value_packing(D, bits), T, stages, index is not None,
+        splits == 1, num_warps=warps, **overlapped(q.device),
+    )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
 
@@ -1445,16 +1208,6 @@ def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tupl
 def values_config(B: int, n: int, Hkv: int, DP: int) -> tuple:
     """(tokens a tile, warps, stages, splits)."""
     return 32, 4 if DP > 128 else 2, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
-
-
-def grouped_config(B: int, n: int, Hkv: int, r: int, itemsize: int) -> tuple:
-    """(tokens a tile, ranks a step: all where they fit, warps, stages, splits) by shape."""
-    KB = max(32, power2(r))
-    # Two programs must fit a multiprocessor's shared memory.
-    stages = 3 if itemsize == 1 and KB <= 128 else 2 if KB * itemsize <= 256 else 1
-    if KB * itemsize > 512:
-        KB, stages = 128 // itemsize, 2
-    return 64, KB, 4, stages, max(1, min(cdiv(n, 128), 2 * SMS // (B * Hkv)))
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
@@ -1777,11 +1530,16 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
         shape("bias (of interleave_rope)", bias, Hkv, DP, 1, dtype=torch.float32)
     words = rope_words(rope, S, D, q.dtype)
     together(basis=basis, basis_scale=basis_scale, bias=bias, rope=rope)
-    KB, itemsize = max(32, power2(r)), tile_itemsize(q.dtype, latent)
-    if KB * itemsize > 512:  # the basis does not wait in shared memory, but comes again for each tile
-        KB = 128 // itemsize
+    KB = ranks_at_once(r, tile_itemsize(q.dtype, latent))
     stores = (latent, latent_scale, basis, basis_scale, bias, words, 0 if basis.ndim == 3 else Hkv * DP * r)
     return stores, steps, (D, DP, r, KB), (_latent_queries, _latent_logits)
+
+
+def ranks_at_once(r: int, itemsize: int) -> int:
+    """How many ranks of latents a product takes: all, so that the basis waits in shared memory, while it is small;
+    else as many as a line of memory holds, and the basis comes again for each tile."""
+    KB = max(32, power2(r))
+    return KB if KB * itemsize <= 512 else 128 // itemsize
 
 
 def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
@@ -1868,7 +1626,7 @@ def attend(
     T, warps, stages, fill = attend_config(kind, q.element_size())
     if kind == "channels" and index is None:
         T, sizes = 32, (*sizes[:3], 1)  # a tile is a group
-    splits = max(1, min(cdiv(n, 128), fill * SMS // (B * programs)))
+    splits = attend_splits(n, B * programs, fill)
     out, tops, sums, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, tuple(window[:1]) or (None,), tuple(window[1:]) or (None,), pos,
@@ -1876,6 +1634,11 @@ def attend(
         (G, max(16, power2(G)), *sizes), packing, T, stages, splits == 1, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
+
+
+def attend_splits(n: int, programs: int, fill: int) -> int:
+    """Into how many parts n tokens are cut, so that `fill` programs a multiprocessor have work."""
+    return max(1, min(cdiv(n, 128), fill * SMS // programs))
 
 
 def attend_config(kind: str, itemsize: int) -> tuple[int, int, int, int]:

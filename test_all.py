@@ -4733,8 +4733,10 @@ def test_kernel_sals_attend_tiles(monkeypatch, n, logits, values, int8):
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
 def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n, int8):
-    tile, step, *rest = config
-    monkeypatch.setattr(kernels, "grouped_config", lambda *_: (tile, max(32, step) if int8 else step, *rest))
+    tile, step, warps, stages, splits = config
+    monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: max(32, step) if int8 else step)
+    monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, warps, stages, 1))
+    monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
     check_sals_attend(torch.float16, 3, 200, 2, 4, D, 57, 4, n, 24, (199, 120, 30), int8=int8)
 
 
