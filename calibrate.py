@@ -846,9 +846,7 @@ def run_fit(args: argparse.Namespace) -> None:
     if args.shards > 1 and args.method != "sals":
         raise UserError("--shards is for sals: the artifacts of the other methods serve any number of ranks")
     if model.config.n_kv_heads % args.shards:
-        raise UserError(
-            f"--shards {args.shards}: it must divide the model's {model.config.n_kv_heads} KV heads"
-        )
+        raise UserError(f"--shards {args.shards}: it must divide the {model.config.n_kv_heads} KV heads")
     tokens = calibration_windows(args, model, tokenizer)
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
@@ -1211,9 +1209,8 @@ def ledger(engine: Engine, length: int) -> dict:
     tokens = engine.room.rows * engine.room.capacity
     own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
     measured, read, host = map(sum, zip(*itertools.chain(*gathered(own)), strict=True))
-    return {"bytes/token": measured / tokens, "read/step": read} | (
-        {"host/token": host / tokens} if host else {}
-    )
+    row = {"bytes/token": measured / tokens, "read/step": read}
+    return row | ({"host/token": host / tokens} if host else {})
 
 
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:

@@ -2823,8 +2823,8 @@ def model_identity(model: Llama) -> dict[str, str]:
 
 
 def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
-    """What `calibrate.py fit` stored for this method beside the checkpoint: name -> tensor, on the CPU. Each of
-    several ranks has its KV heads' share.
+    """What `calibrate.py fit` stored for this method beside the checkpoint: name -> tensor, on the CPU; of
+    several ranks, each has the share of its KV heads.
 
     Raises UserError where there is none, where it is damaged, and where it was fitted to another model."""
     shards = model.whole.n_kv_heads // model.config.n_kv_heads

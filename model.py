@@ -181,9 +181,7 @@ class ModelConfig:
             return not (self.n_heads % n or self.ffn_dim % n or most % least)
 
         if n > 1 and self.elitekv:
-            raise UserError(
-                "the latent of an uptrained EliteKV model joins all heads: run it without torchrun"
-            )
+            raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
         if not fits(n):
             raise UserError(
                 f"{n} ranks cannot evenly share {self.n_heads} query heads, {self.n_kv_heads} KV heads and "
