@@ -1004,8 +1004,10 @@ def joined_ranks() -> Iterator[None]:
         yield
         return
     store, rank, n = next(rendezvous("env://"))
-    # A rank that fails ends the others: the timeout is only for people who think before they type.
-    dist.init_process_group(store=store, rank=rank, world_size=n, timeout=timedelta(days=1))
+    # Gloo for what is on the CPU. The timeout is long because ranks may wait for a user who types; they need
+    # none for one that failed.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=timedelta(days=1))
     stderr = sys.stderr
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")

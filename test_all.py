@@ -7911,7 +7911,8 @@ def ranked_argv(folder: Path) -> list[str]:
 def ranked_main(folder: Path) -> None:
     rank, n = model_file.ranks()
     torch.save(ranked(folder), folder / f"{n}-{rank}.pt")
-    generate.run_generate(generate.parse_args(ranked_argv(folder)))
+    argv = [*ranked_argv(folder), "--seed", str(rank)]  # rank 0 draws for all
+    generate.run_generate(generate.parse_args(argv))
     sys.stdout.flush()
     model_file.gathered("all have printed")
     if rank == n - 1:
