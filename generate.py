@@ -990,10 +990,17 @@ def fail(message: object) -> None:
     """Ends with exit code 2 and one line on stderr: at most 300 characters, none that moves a terminal."""
     line = f"error: {message}"
     line = line if len(line) <= 300 else f"{line[:150]} ... {line[-145:]}"
-    print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr, flush=True)
+    print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
     if ranks()[1] > 1:
-        os._exit(2)  # at once: what Python does at its end would wait for the other ranks
+        leave(2)
     sys.exit(2)
+
+
+def leave(code: int) -> None:
+    """Ends one of several ranks at once: Python's own end may wait for the others."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 @contextmanager
@@ -1015,10 +1022,11 @@ def joined_ranks() -> Iterator[None]:
         yield
     except Exception:
         if store.add("failed", 1) > 1:
-            os._exit(2)
+            leave(2)
         sys.stderr = stderr
         raise
     dist.destroy_process_group()
+    leave(0)
 
 
 def run_command(run: Callable[[], None]) -> None:

@@ -7903,7 +7903,7 @@ def ranked(folder: Path) -> dict[str, tuple]:
 
 
 def ranked_argv(folder: Path) -> list[str]:
-    argv = ["--checkpoint", folder / "four", "--prompt", "Twelve", "--prompt", "The magic", "--method", "loki"]
+    argv = ["--checkpoint", folder / "four", "--method", "loki", "--prompt", "Twelve", "--prompt", "The red"]
     argv += ["--temperature", "2", "--ignore_eos", "--max_new_tokens", "6", "--device", "cpu", "--json"]
     return [str(word) for word in argv]
 
