@@ -7990,6 +7990,20 @@ def test_shares_of_a_layer_sum_to_the_layer(family, n, tmp_path, monkeypatch):
     assert weights == whole[2] + (n > 4) * 2 * 4 * 16 * 48  # each KV head twice for 8 ranks
 
 
+def test_random_weights_of_ranks_agree_where_they_are_not_shared(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
+    models = []
+    for rank in range(2):
+        play_rank(monkeypatch, rank, 2)
+        models.append(random_model("tiny", CPU, torch.float32))
+    first, second = models
+    assert torch.equal(first.output.weight, second.output.weight)
+    assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
+    assert first.config.n_kv_heads == 2 and first.whole.n_kv_heads == 4
+    artifact = compress.random_artifact("sals", first.config)
+    assert METHODS["sals"].build(first, SalsSettings(), Room(first, 1, 64), artifact)
+
+
 def test_shards_of_sals_are_the_blocks_of_the_covariance(tmp_path, monkeypatch):
     folder = tiny_checkpoint(tmp_path)
     model = load_model(folder, CPU, torch.float32)
