@@ -109,8 +109,10 @@ from model import (
     checked,
     fingerprint,
     free_memory,
+    gathered,
     load_model,
     load_tokenizer,
+    ranks,
     read_json,
     rope_tables,
     scale_llama3,
@@ -455,9 +457,13 @@ class KeyMoments:
 
     def centred_heads(self, c: ModelConfig) -> Tensor:
         """The covariance of each KV head alone, about its mean: [L, Hkv, D, D]."""
-        centred = self.second - self.mean[:, :, None] * self.mean[:, None, :]
-        blocks = centred.unflatten(2, (c.n_kv_heads, -1)).unflatten(1, (c.n_kv_heads, -1))
-        return torch.stack([blocks[:, h, :, h] for h in range(c.n_kv_heads)], dim=1)
+        return diagonal_blocks(self.second - self.mean[:, :, None] * self.mean[:, None, :], c.n_kv_heads)
+
+
+def diagonal_blocks(m: Tensor, n: int) -> Tensor:
+    """The n blocks on the diagonal of m [L, N, N] -> [L, n, N/n, N/n]."""
+    blocks = m.unflatten(2, (n, -1)).unflatten(1, (n, -1))
+    return torch.stack([blocks[:, i, :, i] for i in range(n)], dim=1)
 
 
 @torch.inference_mode()
@@ -519,27 +525,31 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_sals(
-    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
+    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float, shards: int = 1
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """U of each layer: leading eigenvectors of its joint pre-RoPE key covariance, of the keys k as they are
     (SALS sec. 4.2) and of S k (ours).
 
     An error e of a key changes a logit by q^T R e, where R rotates pair p by an angle that depends on the
     distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims
-    of pair p, the U of S k is the one that keeps the logits best."""
+    of pair p, the U of S k is the one that keeps the logits best.
+
+    shards: of so many ranks each has a U of its own heads (ours), from its block of the covariance. A basis
+    [Hkv*D, r / shards] holds them one below the other."""
     c, second = model.config, moments["pre"].second
     scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
-    r = max(1, round(max_rank * c.kv_dim))
+    width = c.kv_dim // shards
+    r = max(1, round(max_rank * width))
     tensors, energy = {"scale": scale.float()}, {}
     for metric, s in (("query", scale), ("key", torch.ones_like(scale))):
-        values, vectors = eigen(s[:, :, None] * second * s[:, None])
-        tensors[f"{metric}_eigenvalues"] = values.float()
+        values, vectors = eigen(diagonal_blocks(s[:, :, None] * second * s[:, None], shards))
+        tensors[f"{metric}_eigenvalues"] = values.flatten(1).float()
         for i in range(c.n_layers):
-            tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float().contiguous()
+            tensors[f"{i}.{metric}_basis"] = vectors[i, ..., :r].flatten(0, 1).float().contiguous()
         for share in (0.25, 0.125):
-            kept = values[:, : round(share * c.kv_dim)].sum(1) / values.sum(1)
+            kept = values[..., : round(share * width)].sum((1, 2)) / values.sum((1, 2))
             energy[f"{share:.1%}, {metric}"] = f"{kept.mean():.4f}"
     return tensors, {
         "max_rank": str(max_rank),
@@ -833,11 +843,18 @@ def run_fit(args: argparse.Namespace) -> None:
     cannot take the model."""
     model, tokenizer = load(args)
     check_folder("--checkpoint", args.checkpoint)
+    if args.shards > 1 and args.method != "sals":
+        raise UserError("--shards is for sals: the artifacts of the other methods serve any number of ranks")
+    if model.config.n_kv_heads % args.shards:
+        raise UserError(f"--shards {args.shards}: it must divide the {model.config.n_kv_heads} KV heads")
     tokens = calibration_windows(args, model, tokenizer)
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
-    extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
+    extra = {
+        "fdc": {"accuracy": args.accuracy, "positions": args.positions},
+        "sals": {"shards": args.shards},
+    }
     for method in methods:
         try:
             tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
@@ -846,7 +863,7 @@ def run_fit(args: argparse.Namespace) -> None:
                 raise
             print(f"{method}: not fitted: {error}", file=sys.stderr)
             continue
-        path = artifact_path(args.checkpoint, method)
+        path = artifact_path(args.checkpoint, method, args.shards)
         save_artifact(tensors, path, {"method": method} | model_identity(model) | source | facts)
         size = human(path.stat().st_size)
         print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
@@ -1183,7 +1200,8 @@ def perplexity_row(
         reference.setdefault(name, log_p)
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
         errors[f"kl {name}"] = standard_error(kl)
-        seen += [result for cache in engine.caches if (result := cache.result())]
+        own = [result for cache in engine.caches if (result := cache.result())]
+        seen += itertools.chain(*gathered(own))
     row |= {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
     return row | {"errors": errors}
 
@@ -1195,12 +1213,12 @@ def standard_error(samples: np.ndarray) -> float:
 
 def ledger(engine: Engine, length: int) -> dict:
     """Bytes per token of the cache's true size (on the device, and in host memory where a method uses it),
-    and bytes that a step reads from a row of `length` tokens."""
-    tokens, host = engine.room.rows * engine.room.capacity, sum(c.host_bytes() for c in engine.caches)
-    return {
-        "bytes/token": sum(cache.measured() for cache in engine.caches) / tokens,
-        "read/step": sum(cache.bytes_read(length) for cache in engine.caches),
-    } | ({"host/token": host / tokens} if host else {})
+    and bytes that a step reads from a row of `length` tokens; of all ranks together."""
+    tokens = engine.room.rows * engine.room.capacity
+    own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
+    measured, read, host = map(sum, zip(*itertools.chain(*gathered(own)), strict=True))
+    row = {"bytes/token": measured / tokens, "read/step": read}
+    return row | ({"host/token": host / tokens} if host else {})
 
 
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
@@ -1233,6 +1251,8 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
 
 
 def run_eval(args: argparse.Namespace) -> None:
+    if ranks()[0]:
+        args.csv = None  # rank 0 writes it
     if args.csv:
         check_file("--csv", args.csv)  # now, rather than after the evaluation
     if not args.samples and not args.perplexity_rows:
@@ -2295,6 +2315,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="directions stored, as a share of Hkv*D (default 0.5); any rank up to it can be chosen later",
     )
     p.add_argument(
+        "--shards",
+        type=whole(1),
+        default=1,
+        help="sals: ranks of torchrun to fit for (default 1); the other methods' artifacts serve any number",
+    )
+    p.add_argument(
         "--accuracy",
         type=fraction,
         default=0.99,
@@ -2446,8 +2472,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def run(args: argparse.Namespace) -> None:
+    if ranks()[1] > 1 and args.run is not run_eval:
+        raise UserError("of these commands only eval takes torchrun; start the others with python")
+    args.run(args)
+
+
 def main() -> None:
-    run_command(lambda: (args := parse_args(sys.argv[1:])).run(args))
+    run_command(lambda: run(parse_args(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from model import (
     apply_rope,
     causal_attention,
     rope_tables,
+    share,
 )
 
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
@@ -976,7 +977,7 @@ class EliteSettings:
     r: int = setting(0, "r: elite pairs of each head, which stay rotated (0: as calibrated or uptrained)")
     d_ckv: int = setting(
         0,
-        "d_ckv: dims of the latent that the other keys and V share (0: as calibrated or uptrained)",
+        "d_ckv: dims of the latent that a rank's other keys and V share (0: as calibrated or uptrained)",
         sets="bytes",
     )
     pairs: str = setting(
@@ -2910,13 +2911,13 @@ def palu_tensors(c: ModelConfig) -> Stored:
 # -------------------------------------------------------------------------------------- calibration artifacts
 
 
-def artifact_path(folder: Path, method: str) -> Path:
-    return folder / f"{method}.safetensors"
+def artifact_path(folder: Path, method: str, shards: int = 1) -> Path:
+    return folder / f"{method}{f'-{shards}' if shards > 1 else ''}.safetensors"
 
 
 def model_identity(model: Llama) -> dict[str, str]:
     """What an artifact must agree on with the model: its shape and the fingerprint of its weights."""
-    c = model.config
+    c = model.whole
     return {
         "shape": f"{c.n_layers}x{c.n_heads}x{c.n_kv_heads}x{c.head_dim}",
         "fingerprint": model.fingerprint,
@@ -2924,11 +2925,14 @@ def model_identity(model: Llama) -> dict[str, str]:
 
 
 def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
-    """What `calibrate.py fit` stored for this method beside the checkpoint: name -> tensor, on the CPU.
+    """What `calibrate.py fit` stored for this method beside the checkpoint: name -> tensor, on the CPU; of
+    several ranks, each has the share of its KV heads.
 
     Raises UserError where there is none, where it is damaged, and where it was fitted to another model."""
-    path = artifact_path(folder, method)
+    shards = model.whole.n_kv_heads // model.config.n_kv_heads
+    path = artifact_path(folder, method, shards if METHODS[method].joint else 1)
     command = f"python calibrate.py fit --checkpoint {folder} --method {method}"
+    command += f" --shards {shards}" if METHODS[method].joint and shards > 1 else ""
     if model.config.elitekv and method != "elitekv":
         raise UserError(ONLY_ELITEKV)
     if not path.is_file():
@@ -2945,9 +2949,13 @@ def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
                 f"{path}: fitted to another model ({key} {metadata.get(key)}, this one has {value}); "
                 f"make it again: {command}"
             )
-    for name, stored in METHODS[method].tensors(model.config).items():
+    for name, stored in METHODS[method].tensors(model.whole).items():
         if fault := artifact_fault(tensors.get(name), *stored):
             raise UserError(f"{path}: {name} {fault}; make it again: {command}")
+    for name, (_, *shape) in METHODS[method].tensors(model.config).items():
+        tensors[name] = share(tensors[name], shape)
+    if "d_ckv" in tensors:  # EliteKV: each rank has a latent of its own heads, made of its weights (ours)
+        tensors["d_ckv"] = (tensors["d_ckv"] // shards).clamp(min=1)
     return tensors
 
 
@@ -2996,13 +3004,15 @@ def random_basis(*shape: int) -> Tensor:
 @dataclass
 class Method:
     """A row of METHODS: its settings, how its caches are built, and for a method that `calibrate.py fit`
-    must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for)."""
+    must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for).
+    joint: the artifact joins KV heads, so that several ranks need one of as many shards."""
 
     settings: type
     build: Callable[..., list[Cache]]
     about: str
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], dict[str, Tensor]] | None = None
+    joint: bool = False
 
     @property
     def fitted(self) -> bool:
@@ -3012,7 +3022,7 @@ class Method:
 METHODS = {
     "dense": Method(DenseSettings, build_dense, "the full cache"),
     "sals": Method(
-        SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors
+        SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors, joint=True
     ),
     "elitekv": Method(
         EliteSettings,

@@ -4,6 +4,7 @@
     python generate.py --method sals --help          every option, with the method's own settings
     python generate.py --checkpoint FOLDER --prompt "Once upon a time" --max_new_tokens 100
     python generate.py --random_weights llama-3.1-8b --prompt 32768 --batch_size 8 --method sals --json
+    torchrun --nproc_per_node 4 generate.py ...      the same on 4 GPUs, or in 4 processes of a CPU
 Text goes to stdout, the report to stderr; --json adds the report as one JSON object, stdout's last line.
 """
 
@@ -17,13 +18,17 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from compress import (
     METHODS,
@@ -48,10 +53,12 @@ from model import (
     decode_layer,
     encode_chat,
     free_memory,
+    gathered,
     human,
     load_model,
     load_tokenizer,
     random_model,
+    ranks,
 )
 
 try:
@@ -198,8 +205,14 @@ class Engine:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
         steps = (self.first, self.layer)
         self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, *steps))
-        self.tokens.copy_(self.sampling(self.logits))
+        self._sample()
         self.pos += 1
+
+    def _sample(self) -> None:
+        """Replaces `tokens` by the next ones: on every rank those that rank 0 draws."""
+        self.tokens.copy_(self.sampling(self.logits))
+        if ranks()[1] > 1:
+            dist.broadcast(self.tokens, 0)
 
     def _capture(self) -> Callable[[], None]:
         """The step as one CUDA graph; warmed up on a side stream first, as capture requires."""
@@ -211,7 +224,7 @@ class Engine:
                 self.pos.zero_()  # a cache may have room for no more
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
             self._step()
         return graph.replay
 
@@ -226,7 +239,7 @@ class Engine:
         for hook in hooks:
             hook.remove()
         bar.close()
-        self.tokens.copy_(self.sampling(self.logits))
+        self._sample()
 
     def feed(self, ids: list[int]) -> None:
         """Reads more of the prompt, the same for every row, token by token through the cache."""
@@ -289,6 +302,11 @@ def decode_rows(
 # ------------------------------------------------------------------------------------------- the command line
 
 
+def first_reads(read: Callable[[], str | None]) -> str | None:
+    """What read() gives on rank 0, for all ranks: they have one stdin."""
+    return gathered(None if ranks()[0] else read())[0]
+
+
 def valid_text(read: Callable[[], str], source: str | Path) -> str:
     """What read() returns. Raises UserError where it is no UTF-8, as stdin and arguments may be."""
     try:
@@ -310,7 +328,7 @@ def prompt_text(prompt: str) -> str:
     if prompt.startswith("@"):
         text = read_text(Path(prompt[1:]))
     else:
-        text = valid_text(sys.stdin.read if prompt == "-" else lambda: prompt, "--prompt")
+        text = valid_text(lambda: first_reads(sys.stdin.read) if prompt == "-" else prompt, "--prompt")
     if not text:
         raise UserError("the prompt is empty; give some text, @file, - or a number of tokens")
     return text
@@ -386,6 +404,12 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
         raise UserError(f"--device {args.device} is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
+    if device.type == "cuda" and ranks()[1] > 1:
+        own, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if own >= count:
+            raise UserError(f"a rank needs a CUDA device of its own; use --nproc_per_node {count}")
+        torch.cuda.set_device(own)
+        device = torch.device("cuda", own)
     return device, DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
@@ -524,7 +548,7 @@ def measure_bandwidth(device: torch.device) -> float:
 def report(
     engine: Engine, method: str, options: dict, prompts: list[list[int]], output: Output, args, tokenizer
 ) -> dict:
-    """The run in figures: counts are per row, bytes are those of the whole cache."""
+    """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
     room, model = engine.room, engine.model
     lengths = [len(p) + output.asked + len(t) for p, t in zip(prompts, output.token_ids, strict=True)]
     read = sum(cache.bytes_read(n) for cache in engine.caches for n in lengths)
@@ -533,6 +557,15 @@ def report(
     )
     per_step = output.decode_s / max(1, output.steps)
     rates = [rate for rate in (cache.miss_rate() for cache in engine.caches) if rate is not None]
+    own = {
+        "cache_bytes_measured": sum(cache.measured() for cache in engine.caches),
+        "cache_bytes_formula": sum(cache.formula() for cache in engine.caches),
+        "cache_bytes_dense": dense_bytes(room) * len(engine.caches),
+        "cache_bytes_host": sum(cache.host_bytes() for cache in engine.caches),
+        "bytes_read_per_step": read,
+        "peak_memory_bytes": peak_memory(room.device),
+    }
+    each = gathered(own)
     return {
         "method": method,
         "settings": dataclasses.asdict(settings_from(method, options)),
@@ -549,17 +582,13 @@ def report(
         "prefill_s": round(output.prefill_s, 4),
         "first_token_s": round(output.first_token_s, 4),
         "decode_tokens_per_s": round(room.rows / per_step, 2) if output.steps else None,
-        "cache_bytes_measured": sum(cache.measured() for cache in engine.caches),
-        "cache_bytes_formula": sum(cache.formula() for cache in engine.caches),
-        "cache_bytes_dense": dense_bytes(room) * len(engine.caches),
-        "cache_bytes_host": sum(cache.host_bytes() for cache in engine.caches),
+        **{name: sum(rank[name] for rank in each) for name in own},
+        "ranks": each,
         "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
         "cache_tokens": room.rows * room.capacity,
-        "bytes_read_per_step": read,
         "bandwidth_share": round((weights + read) / per_step / measure_bandwidth(room.device), 4)
         if output.steps
         else None,
-        "peak_memory_bytes": peak_memory(room.device),
         "capture_s": round(engine.capture_s, 3),
         "seed": args.seed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -584,6 +613,11 @@ def print_report(r: dict) -> None:
     )
     each = round(dense / tokens)
     missed = "" if r["miss_rate"] is None else f"; {r['miss_rate']:.1%} of the selected rows come from there"
+    most = {name: human(max(rank[name] for rank in r["ranks"])) for name in r["ranks"][0]}
+    each_rank = (
+        f"\n{len(r['ranks'])} ranks      each at most {most['cache_bytes_measured']} of cache, "
+        f"{most['bytes_read_per_step']} a step, {most['peak_memory_bytes']} at the peak"
+    )
     host = f"\nhost memory  {human(r['cache_bytes_host'])}{missed}" if r["cache_bytes_host"] else ""
     print(
         f"""
@@ -594,7 +628,7 @@ decode       {r["decode_tokens_per_s"]} tokens/s{share}
 cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
 per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {each} B dense{host}
 each step    reads {human(r["bytes_read_per_step"])} of cache
-peak memory  {human(r["peak_memory_bytes"])}""",
+peak memory  {human(r["peak_memory_bytes"])}{each_rank if len(r["ranks"]) > 1 else ""}""",
         file=sys.stderr,
     )
 
@@ -905,6 +939,14 @@ def run_generate(args: argparse.Namespace) -> None:
         print(json.dumps(figures, separators=(",", ":")))
 
 
+def read_turn() -> str | None:
+    """A line of the terminal; None at its end."""
+    try:
+        return valid_text(lambda: input("> "), "stdin")
+    except EOFError:
+        return None
+
+
 def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
     capacity = args.context or min(4096, model.config.max_positions)
@@ -915,9 +957,8 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     history, transcript, held = [], [], 0  # messages, token ids, and how many of these the cache holds
     torch.manual_seed(args.seed)
     while True:
-        try:
-            line = valid_text(lambda: input("> "), "stdin")
-        except EOFError:
+        line = first_reads(read_turn)
+        if line is None:
             return print()
         if not line:
             continue
@@ -950,7 +991,42 @@ def fail(message: object) -> None:
     line = f"error: {message}"
     line = line if len(line) <= 300 else f"{line[:150]} ... {line[-145:]}"
     print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
+    if ranks()[1] > 1:
+        leave(2)
     sys.exit(2)
+
+
+def leave(code: int) -> None:
+    """Ends one of several ranks at once: Python's own end may wait for the others."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+@contextmanager
+def joined_ranks() -> Iterator[None]:
+    """Around a command: joins the processes that torchrun started. Only rank 0 speaks; the first rank that
+    fails says why and ends, and the others end without a word."""
+    if not (dist.is_available() and dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"):
+        yield
+        return
+    store, rank, n = next(rendezvous("env://"))
+    # Gloo for what is on the CPU. The timeout is long because ranks may wait for a user who types; they need
+    # none for one that failed.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=timedelta(days=1))
+    stderr = sys.stderr
+    if rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+    try:
+        yield
+    except Exception:
+        if store.add("failed", 1) > 1:
+            leave(2)
+        sys.stderr = stderr
+        raise
+    dist.destroy_process_group()
+    leave(0)
 
 
 def run_command(run: Callable[[], None]) -> None:
@@ -960,7 +1036,8 @@ def run_command(run: Callable[[], None]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows fewer characters than a model
     try:
-        run()
+        with joined_ranks():
+            run()
     except UserError as error:
         fail(error)
     except BrokenPipeError:  # whoever read stdout has gone, as head does

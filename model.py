@@ -27,6 +27,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -63,6 +64,47 @@ def read_json(path: Path) -> dict:
     if not isinstance(data, dict):
         raise UserError(f"{path}: not a JSON object; download it again")
     return data
+
+
+# ---------------------------------------------------------------------------------------------- several ranks
+# torchrun starts N processes, the ranks. Each runs a Llama with a smaller config: its share of the heads and
+# of ffn_dim. So methods and caches need not know of the others. W_o and W_2 sum their results over the ranks.
+
+
+def ranks() -> tuple[int, int]:
+    """This process's rank and how many ranks there are: 0 and 1 unless torchrun started several."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gathered(value) -> list:
+    """What every rank gives as `value`, by rank; on all ranks."""
+    values = [value] * ranks()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def share(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
+    """This rank's part of a tensor of the whole model, a view of this shape; a dim of None is not shared.
+
+    Where a dim has fewer parts than there are ranks, as few KV heads do, neighbours have the same part."""
+    rank, n = ranks()
+    for dim, size in enumerate(shape):
+        if size is not None and size < whole.shape[dim]:
+            whole = whole.narrow(dim, rank * (whole.shape[dim] // size) // n * size, size)
+    return whole
+
+
+class SummedLinear(nn.Linear):
+    """A linear layer of whose inputs each rank has a share: the results are summed over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if ranks()[1] > 1:
+            dist.all_reduce(y)
+        return y
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -128,6 +170,25 @@ class ModelConfig:
             raise ValueError(f"head_dim is {self.head_dim}, and RoPE rotates pairs of dims")
         if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
             raise ValueError(f"RoPE with rope_theta {self.rope_theta} and {self.rope_scaling} is not finite")
+
+    def shard(self, n: int) -> "ModelConfig":
+        """The config of one of n ranks. KV heads may be fewer than ranks: each then serves several.
+
+        Raises UserError where heads or ffn_dim cannot be shared evenly."""
+
+        def fits(n: int) -> bool:
+            most, least = max(n, self.n_kv_heads), min(n, self.n_kv_heads)
+            return not (self.n_heads % n or self.ffn_dim % n or most % least)
+
+        if n > 1 and self.elitekv:
+            raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
+        if not fits(n):
+            raise UserError(
+                f"{n} ranks cannot evenly share {self.n_heads} query heads, {self.n_kv_heads} KV heads and "
+                f"ffn_dim {self.ffn_dim}; use --nproc_per_node {next(m for m in range(n, 0, -1) if fits(m))}"
+            )
+        heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
+        return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
 
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
@@ -279,7 +340,7 @@ class Attention(nn.Module):
         self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
         self.wqkv = nn.Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
-        self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
+        self.wo = SummedLinear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
@@ -301,7 +362,7 @@ class FeedForward(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
-        self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
+        self.w2 = SummedLinear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
@@ -334,12 +395,13 @@ def decode_layer(
 
     qkv: what its wqkv gave; x [B, dim]: the residual stream -> x after the layer, and linear(norm(x)): the
     next layer's wqkv or, after the last, the logits. In one kernel (hopper.linear_chain) where that serves:
-    few rows of bf16 on Hopper."""
+    few rows of bf16 on Hopper, and one rank."""
     attention, mlp, mlp_norm = layer.attention, layer.feed_forward, layer.ffn_norm
     attended = attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
     kernels, linears = cache.room.kernels, (attention.wo, mlp.w13, mlp.w2, linear)
     widths = [each.in_features for each in linears[:3]]
-    if hasattr(kernels, "linear_chain") and kernels.chains_linears(x, *widths):
+    chains = ranks()[1] == 1 and hasattr(kernels, "linear_chain")
+    if chains and kernels.chains_linears(x, *widths):
         weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
         norms, eps = [mlp_norm.weight, norm.weight], [mlp_norm.eps, norm.eps]
         return kernels.linear_chain(attended.contiguous(), x, weights, biases, norms, eps)
@@ -355,7 +417,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config = config
+        self.config = self.whole = config  # `whole` is the model's; several ranks have smaller configs
         self.fingerprint = "random"  # names the weights; an artifact of other weights is refused
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
@@ -498,12 +560,13 @@ def free_memory(device: torch.device) -> int:
         return sys.maxsize
 
 
-def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
-    """The network with uninitialised weights, allocated once, on its device and in its dtype.
+def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
+    """The network, or this rank's share of it, with uninitialised weights: allocated once, on its device.
 
     Raises UserError where they would not fit."""
     with torch.device("meta"):
-        model = Llama(config).to(dtype)
+        model = Llama(whole.shard(ranks()[1])).to(dtype)
+    model.whole = whole
     needed, free = sum(p.numel() for p in model.parameters()) * dtype.itemsize, free_memory(device)
     if needed > free:
         raise UserError(
@@ -511,9 +574,23 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
             "use a smaller model" + (" or --dtype bf16" if dtype == torch.float32 else "")
         )
     model = model.to_empty(device=device).eval().requires_grad_(False)
-    if config.tied:
+    if whole.tied:
         model.output.weight = model.tok_embeddings.weight
     return model
+
+
+def copy_share(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -> None:
+    """Copies this rank's share of a file's tensor, which is mapped: what is not copied need not be read.
+
+    configs: the whole model's and this rank's. Phi-3 fuses projections: a rank has its share of each."""
+
+    def parts(rows: Tensor, c: ModelConfig) -> Iterable[Tensor]:
+        heads = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
+        fused = heads if "qkv_proj" in name else [c.ffn_dim] * 2 if "gate_up_proj" in name else len(rows)
+        return rows.split(fused)
+
+    for part, target in zip(*map(parts, (tensor, slot), configs), strict=True):
+        target.copy_(share(part, target.shape))
 
 
 def named_slots(model: Llama, headers: dict) -> dict[str, Tensor]:
@@ -560,11 +637,13 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     with torch.device("meta"):
         check_weights(folder, Llama(config), headers)
     model = empty_model(config, device, dtype)
-    slots = named_slots(model, headers)
+    slots, rank = named_slots(model, headers), ranks()[0]
     for file in files:
         with safe_open(file, "pt") as tensors:
             for name in (name for name in slots if headers[name][0] == file):
-                slots[name].copy_(tensors.get_tensor(name))
+                copy_share(tensors.get_tensor(name), slots[name], name, config, model.config)
+                if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
+                    slots[name].zero_()  # one rank adds it to the sum
                 if not torch.stack(slots[name].aminmax()).isfinite().all():
                     raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
     model.fingerprint = fingerprint(files)

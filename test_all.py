@@ -5976,6 +5976,7 @@ def tiny_checkpoint(folder: Path, **changes) -> Path:
     """A folder with a random model that nano's tokenizer fits, calibrated for SALS."""
     model = tiny_model(vocab_size=4096, tied=True, **changes)
     save_checkpoint(model, folder)
+    edit_json(folder / "config.json", attention_bias=model.config.out_bias, mlp_bias=model.config.mlp_bias)
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
     for method in ("sals", "loki", "elitekv", "fdc", "palu", "doublesparse"):
@@ -7181,6 +7182,212 @@ def test_masked_and_overlap_print_and_give_json(checkpoint, monkeypatch, capsys)
     (scores,) = json.loads(out.splitlines()[-1]).values()
     assert code == 0 and len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
     assert " ".join(f"{s:.3f}" for s in scores) in out
+
+
+# ---------------------------------------------------------------------------------------------- several ranks
+# torchrun runs this file as a script: `ranked` goes through all cases in every process. Then the last rank
+# fails on purpose. Tests of one process play the ranks one after another.
+
+RANKED = [
+    ("dense", {}),
+    ("streaming", {"sinks": 2, "recent": 20}),
+    ("lrqk", LRQK),
+    ("loki", {"k": 12, "d": 0.5}),
+    ("fdc", {}),
+    ("palu", {}),
+    *(row for row in ROWS if row[0] != "shadowkv" and not {"gumbel", "share_heads"} & set(row[1])),
+]
+JOINT = [  # a rank's latent is of its own heads: at full rank it loses nothing, whatever the ranks
+    ("sals", FULL | {"skip": ""}),
+    ("sals", FULL | {"skip": "", "fold": False, "score": "sum"}),
+    ("elitekv", {"r": 2}),
+    ("shadowkv", {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}),
+]
+
+
+def ranked_checkpoints(folder: Path) -> None:
+    """A model with all biases, calibrated for 1, 2 and 4 ranks, and one of fewer KV heads than ranks."""
+    biases = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+    tiny_checkpoint(folder / "four", n_layers=2, **biases)
+    tiny_checkpoint(folder / "two", n_layers=2, group=4)
+    model = load_model(folder / "four", CPU, torch.float32)
+    width = model.config.kv_dim
+    for n in (2, 4):
+        blocks = torch.cat([orthonormal(width // n, i) for i in range(n)])
+        made = {name: t if name == "scale" else blocks.clone() for name, t in bases(model).items()}
+        save_artifact(made, artifact_path(folder / "four", "sals", n), model_identity(model))
+
+
+def ranked(folder: Path) -> dict[str, tuple]:
+    """Of each case: teacher-forced logits of two rows of unlike lengths, the greedy tokens that follow, the
+    cache's bytes, and how many weights there are."""
+    found = {}
+    for name, (method, options) in [("four", case) for case in RANKED + JOINT] + [("two", RANKED[0])]:
+        model = load_model(folder / name, CPU, torch.float32)
+        c, room = model.config, Room(model, 2, 90)
+        settings = settings_from(method, options)
+        if method == "elitekv":  # all that the latent can hold
+            settings.d_ckv = min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * settings.r))
+        artifact = load_artifact(folder / name, method, model) if METHODS[method].fitted else {}
+        engine = Engine(model, METHODS[method].build(model, settings, room, artifact), room, Sampling())
+        logits = logits_through(engine, [random_ids(70), random_ids(41, 1)], [random_ids(8, 2)] * 2)
+        tokens = decode_rows(engine, 4, lambda ids: False).token_ids
+        figures = [sum(c.measured() for c in engine.caches), sum(c.formula() for c in engine.caches)]
+        found[f"{name} {method} {options}"] = (
+            logits,
+            tokens,
+            figures,
+            sum(p.numel() for p in model.parameters()),
+        )
+    return found
+
+
+def ranked_argv(folder: Path) -> list[str]:
+    argv = ["--checkpoint", folder / "four", "--method", "loki", "--prompt", "Twelve", "--prompt", "The red"]
+    argv += ["--temperature", "2", "--ignore_eos", "--max_new_tokens", "6", "--device", "cpu", "--json"]
+    return [str(word) for word in argv]
+
+
+def ranked_main(folder: Path) -> None:
+    rank, n = model_file.ranks()
+    torch.save(ranked(folder), folder / f"{n}-{rank}.pt")
+    argv = [*ranked_argv(folder), "--seed", str(rank)]  # rank 0 draws for all
+    generate.run_generate(generate.parse_args(argv))
+    sys.stdout.flush()
+    model_file.gathered("all have printed")
+    if rank == n - 1:
+        raise UserError("the last rank fails")
+    model_file.gathered("the others wait for it")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    ranked_checkpoints(folder)
+    return folder, ranked(folder)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, monkeypatch, capsys):
+    folder, alone = one_rank
+    report = generated(ranked_argv(folder), monkeypatch, capsys)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n]
+    command += ["--redirects", 3, "--log_dir", folder / f"logs{n}", __file__, folder]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+    logs = {kind: sorted(folder.glob(f"logs{n}/**/{kind}.log")) for kind in ("stdout", "stderr")}
+    text = {kind: [file.read_text() for file in files] for kind, files in logs.items()}
+    assert done.returncode == 1 and "exitcode  : 2" in done.stderr, "".join(text["stderr"])
+    assert text["stderr"][-1] == "error: the last rank fails\n" and "rror" not in "".join(text["stderr"][:-1])
+    assert text["stdout"][0].startswith("[row 0]") and not any(text["stdout"][1:])
+
+    together = [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)]
+    for case, (logits, tokens, (measured, formula), weights) in alone.items():
+        joint = case.split()[1] in [method for method, _ in JOINT]
+        assert error(together[0][case][0], logits) < (1e-4 if joint else 1e-5), case
+        assert all(torch.equal(rank[case][0], together[0][case][0]) for rank in together), case
+        assert all(rank[case][1] == tokens for rank in together), case
+        assert all(rank[case][2][0] == rank[case][2][1] for rank in together), case
+        assert all(rank[case][3] < weights for rank in together)
+        if not joint and case.startswith("four"):
+            total = sum(rank[case][2][0] for rank in together)
+            assert measured == formula <= total < 1.01 * measured, case  # LRQK counts its misses on each rank
+    ranked_report = json.loads(text["stdout"][0].splitlines()[-1])
+    for name in ("token_ids", "text", "cache_bytes_measured", "cache_bytes_dense", "bytes_read_per_step"):
+        assert ranked_report[name] == report[name]
+    assert len(report["ranks"]) == 1 and len(ranked_report["ranks"]) == n
+    assert (
+        sum(rank["bytes_read_per_step"] for rank in ranked_report["ranks"]) == report["bytes_read_per_step"]
+    )
+
+
+def play_rank(monkeypatch, rank: int, n: int) -> None:
+    for module in (model_file, calibrate, generate):
+        monkeypatch.setattr(module, "ranks", lambda: (rank, n))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3 fuses q, k, v and gate, up
+@pytest.mark.parametrize("n", [2, 4, 8])  # of 4 KV heads
+def test_shares_of_a_layer_sum_to_the_layer(family, n, tmp_path, monkeypatch):
+    save_checkpoint(tiny_model(family=family), tmp_path)
+    edit_json(tmp_path / "config.json", model_type=family)
+    x = torch.randn(1, 20, 48)
+
+    def parts() -> tuple[torch.Tensor, torch.Tensor, int]:
+        model = load_model(tmp_path, CPU, torch.float32)
+        layer, tables = model.layers[1], rope_tables(model.config, 20, CPU)
+        linears = (layer.attention.wqkv, layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2)
+        attended = layer.attention(x, layer.attention.causal(*tables))
+        return attended, layer.feed_forward(x), sum(linear.weight.numel() for linear in linears)
+
+    whole, shares = parts(), []
+    monkeypatch.setattr(model_file.dist, "all_reduce", lambda y: None)
+    for rank in range(n):
+        play_rank(monkeypatch, rank, n)
+        shares.append(parts())
+    attended, mlp, weights = map(sum, zip(*shares, strict=True))
+    assert error(attended, whole[0]) < 1e-5 and error(mlp, whole[1]) < 1e-5
+    assert weights == whole[2] + (n > 4) * 2 * 4 * 16 * 48  # each KV head twice for 8 ranks
+
+
+def test_random_weights_of_ranks_agree_where_they_are_not_shared(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
+    models = []
+    for rank in range(2):
+        play_rank(monkeypatch, rank, 2)
+        models.append(random_model("tiny", CPU, torch.float32))
+    first, second = models
+    assert torch.equal(first.output.weight, second.output.weight)
+    assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
+    assert first.config.n_kv_heads == 2 and first.whole.n_kv_heads == 4
+    artifact = compress.random_artifact("sals", first.config)
+    assert METHODS["sals"].build(first, SalsSettings(), Room(first, 1, 64), artifact)
+
+
+def test_shards_of_sals_are_the_blocks_of_the_covariance(tmp_path, monkeypatch):
+    folder = tiny_checkpoint(tmp_path)
+    model = load_model(folder, CPU, torch.float32)
+    tokens = torch.tensor(random_ids(400)).view(2, 200)
+    moments = key_moments(model, tokens, "test")
+    made, _ = fit_sals(model, tokens, moments, 0.5, shards=2)
+    save_artifact(made, artifact_path(folder, "sals", 2), model_identity(model))
+    for rank, heads in enumerate((slice(0, 32), slice(32, 64))):
+        play_rank(monkeypatch, rank, 2)
+        own = load_artifact(folder, "sals", load_model(folder, CPU, torch.float32))
+        basis = own["3.key_basis"].double()  # [32, 16]
+        truth = eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
+        assert error(basis @ basis.T, truth @ truth.T) < 1e-3
+        assert torch.equal(own["scale"], made["scale"][:, heads])
+
+
+def test_ranks_that_cannot_be_are_refused_in_one_line(checkpoint, tmp_path, monkeypatch, capsys):
+    fit = ["fit", "--checkpoint", checkpoint, "--windows", 1, "--window", 32, "--method"]
+    run = ["--checkpoint", checkpoint, "--prompt", "hello", "--method"]
+    uptrained = tiny_checkpoint(tmp_path)
+    edit_json(uptrained / "config.json", elitekv=True)
+    cases = [
+        (1, calibrate, [*fit, "sals", "--shards", 3], "must divide the 4 KV heads"),
+        (1, calibrate, [*fit, "loki", "--shards", 2], "the artifacts of the other methods serve any number"),
+        (2, calibrate, [*fit, "sals"], "only eval takes torchrun"),
+        (2, generate, [*run, "sals"], "fit --checkpoint {} --method sals --shards 2"),
+        (
+            3,
+            generate,
+            [*run, "dense"],
+            "3 ranks cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
+        ),
+        (2, generate, ["--checkpoint", uptrained, "--prompt", "a"], "one latent of all heads"),
+    ]
+    monkeypatch.setattr(generate.os, "_exit", sys.exit)
+    for n, module, argv, message in cases:
+        play_rank(monkeypatch, 0, n)
+        code, out, err = run_main(module.main, argv, monkeypatch, capsys)
+        assert code == 2 and message.format(checkpoint) in err and err.count("\n") == 1, (argv, err)
+    assert [tiny_config().shard(n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
+
+
+if __name__ == "__main__":
+    generate.run_command(lambda: ranked_main(Path(sys.argv[1])))
 
 
 # -------------------------------------------------------------------------------------------------- hopper.py
