@@ -142,12 +142,12 @@ class Room:
             stores = (keys.kind, keys.stores(), values.stores(), values.bits)
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, list(window), scale)
         if index is None:
-            k, v = keys.read(), values.read()
+            k, v = keys.read(pos), values.read(pos)
             live = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]
             return attend(q, k, v, live, scale)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
         k, v = (
-            store.read(chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
+            store.read(pos, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
             for store in (keys, values)
         )
         return attend(q, k, v, index >= 0, scale)
@@ -294,8 +294,16 @@ class Plain:
     rows: Tensor
     kind, bits = "plain", 16
 
-    def read(self, index: Tensor | None = None) -> Tensor:
-        """Of all tokens, or of index [B, Hkv, n] -> [B, Hkv, n, width]."""
+    def write_prompt(self, row: int, x: Tensor) -> None:
+        """Stores x [S, Hkv, width] of a whole prompt."""
+        self.rows[row, :, : len(x)] = x.transpose(0, 1)
+
+    def write(self, pos: Tensor, x: Tensor) -> None:
+        """Stores x [B, Hkv, width] of one token a row."""
+        self.rows[torch.arange(len(pos), device=pos.device), :, pos] = x
+
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        """Of all tokens up to pos, or of index [B, Hkv, n] -> [B, Hkv, n, width]."""
         return self.rows if index is None else gather_rows(self.rows, index)
 
     def stores(self) -> list[Tensor | None]:
@@ -314,7 +322,7 @@ class RebuiltKeys:
     paired: tuple[Tensor, Tensor] | None = None  # basis and bias as the kernels take them: paired_basis
     kind = "latents"
 
-    def read(self, index: Tensor | None = None) -> Tensor:
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         """Of all tokens, or of index [B, Hkv, n] -> [B, Hkv, n, D]."""
         latents = self.latents if index is None else gather_rows(self.latents, index)
         k = latents @ self.basis.mT + self.bias[:, None]
@@ -354,37 +362,66 @@ class DenseSettings:
 
 
 class DenseCache(Cache):
-    """Post-RoPE K and V of every token: the truth that all others are measured against."""
+    """Post-RoPE K and V of every token: the truth that all others are measured against.
 
-    def __init__(self, room: Room):
+    The base of the caches that keep K and V by position: `select` names the tokens that a step attends.
+    bits below 16: K and V in KIVI's codes, of which the last `residual` tokens stay exact. width: numbers of
+    a stored key, else the head dim."""
+
+    def __init__(self, room: Room, bits: int = 16, residual: int = 128, width: int = 0):
         super().__init__(room)
-        c = room.config
-        self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, c.head_dim))
-        self.register_buffer("v", self.store(c.n_kv_heads, room.capacity, c.head_dim))
+        c, self.bits, self.width = room.config, bits, width or room.config.head_dim
+        if bits == 16:
+            self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, self.width))
+            self.register_buffer("v", self.store(c.n_kv_heads, room.capacity, c.head_dim))
+            self.keys, self.values = Plain(self.k), Plain(self.v)
+        else:
+            check_groups(bits, c.head_dim)
+            self.keys = PackedKeys(self, bits, residual)
+            self.values = PackedValues(self, bits, self.keys.R)
+
+    def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
+        """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
+
+    def note(self, pos: Tensor, k: Tensor) -> None:
+        """The same for one token a row, k [B, Hkv, D] after RoPE."""
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
+        """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none; None: all tokens."""
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
         q, k = self.rope(q, span), self.rope(k, span)
-        self.k[row, :, span], self.v[row, :, span] = k.transpose(0, 1), v.transpose(0, 1)
+        self.keys.write_prompt(row, k)
+        self.values.write_prompt(row, v)
+        self.note_prompt(row, k, q[-1:])
         return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows = self.room.row_ids
-        self.k[rows, :, pos], self.v[rows, :, pos] = self.rope(k, pos), v
-        q = self.rope(q, pos)
-        if self.room.kernels:
-            return self.room.kernels.dense_attend(q, self.k, self.v, pos)
-        return attend(q, self.k, self.v, self.room.positions <= pos[:, None])
+        q, k = self.rope(q, pos), self.rope(k, pos)
+        self.keys.write(pos, k)
+        self.values.write(pos, v)
+        self.note(pos, k)
+        index = self.select(pos, q)
+        if index is not None:
+            self.attends(pos, index, index >= 0)
+        return self.room.attend(q, self.keys, self.values, pos, index)
 
     def formula(self) -> int:
-        return dense_bytes(self.room)
+        if self.bits < 16:
+            return self.keys.formula() + self.values.formula()
+        return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Rows of K and of V that one decode step must read, a KV head."""
         return length, length
 
     def bytes_read(self, length: int) -> int:
-        return round(sum(self.tokens_read(length)) * self.config.kv_dim * self.room.dtype.itemsize)
+        keys, values = self.tokens_read(length)
+        if self.bits < 16:
+            return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values))
+        c = self.config
+        return round((keys * self.width + values * c.head_dim) * c.n_kv_heads * self.room.dtype.itemsize)
 
 
 def dense_bytes(room: Room) -> int:
@@ -1335,20 +1372,18 @@ class LokiSettings:
         return x, max(0, total - x - z), z
 
 
-class LokiCache(Cache):
+class LokiCache(DenseCache):
     """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V.
 
     The leading d components score all tokens; each query head attends its own k best, exactly. Since P is a
     rotation, full logits are unchanged (Lemma 4.1) and no second copy of the keys is kept."""
 
     def __init__(self, room: Room, settings: LokiSettings, basis: Tensor, d: int):
-        super().__init__(room)
-        c, self.settings, self.d = room.config, settings, d
+        # Components that are cached: the scale of their logits stays that of the full head dim.
+        super().__init__(room, settings.kv_bits, width=d if settings.reduced else 0)
+        self.settings, self.d = settings, d
         self.x, self.y, self.z = settings.budget(room.capacity)
-        self.width = d if settings.reduced else c.head_dim  # components that are cached
         self.basis = basis.to(room.device, room.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
-        self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, self.width))
-        self.register_buffer("v", self.store(c.n_kv_heads, room.capacity, c.head_dim))
 
     def rotate(self, x: Tensor) -> Tensor:
         """x [..., H, D] after RoPE -> the same in the basis of its KV head, [..., Hkv, H / Hkv, width]."""
@@ -1358,34 +1393,29 @@ class LokiCache(Cache):
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
         q, k = self.rope(q, span), self.rope(k, span)
-        self.k[row, :, span] = self.rotate(k)[:, :, 0].transpose(0, 1)
-        self.v[row, :, span] = v.transpose(0, 1)
+        self.keys.write_prompt(row, self.rotate(k)[:, :, 0])
+        self.values.write_prompt(row, v)
         return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows = self.room.row_ids
-        self.k[rows, :, pos], self.v[rows, :, pos] = self.rotate(self.rope(k, pos))[:, :, 0], v
-        q = self.rotate(self.rope(q, pos))  # [B, Hkv, G, width]
-        if self.settings.reduced:  # the scale stays that of the full head dim
-            live = (self.room.positions <= pos[:, None])[:, None, None]
-            scale = self.config.head_dim**-0.5
-            return F.scaled_dot_product_attention(q, self.k, self.v, live, scale=scale).flatten(1, 2)
-        index = self.select(pos, q)  # [B, Hkv, G, k]
-        self.attends(pos, index, index >= 0)
-        return self.room.attend(q.flatten(1, 2), Plain(self.k), Plain(self.v), pos, index.flatten(1, 2))
+        self.keys.write(pos, self.rotate(self.rope(k, pos))[:, :, 0])
+        self.values.write(pos, v)
+        q, index = self.rotate(self.rope(q, pos)), None  # [B, Hkv, G, width]
+        if not self.settings.reduced:
+            index = self.select(pos, q)  # [B, Hkv, G, k]
+            self.attends(pos, index, index >= 0)
+            index = index.flatten(1, 2)
+        return self.room.attend(q.flatten(1, 2), self.keys, self.values, pos, index)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
 
         q [B, Hkv, G, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer."""
-        scores = self.room.scores(q[..., : self.d], self.k, pos, "each")
+        scores = self.room.scores(q[..., : self.d], self.keys.read(pos), pos, "each")
         wanted, forced = None, self.x + self.z
         if self.settings.k <= 1:  # a share of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
         return best_tokens(self.room, scores, pos, self.x, self.y, self.z, wanted)
-
-    def formula(self) -> int:
-        return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
@@ -1393,11 +1423,6 @@ class LokiCache(Cache):
             return length, length
         chosen = min(length, self.config.group * sum(self.settings.budget(length)))
         return chosen + length * self.d / self.width, chosen
-
-    def bytes_read(self, length: int) -> int:
-        c, (keys, values) = self.config, self.tokens_read(length)
-        row = c.n_kv_heads * self.room.dtype.itemsize
-        return round((keys * self.width + values * c.head_dim) * row)
 
 
 def rank_at(values: Tensor, share: float) -> Tensor:
@@ -1424,7 +1449,7 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[
             d = round(rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained).double().mean().item())
         return LokiCache(room, settings, artifact[f"{kind}.basis"][i], d)
 
-    return packed(map(cache, range(len(model.layers))), settings.kv_bits)  # packed before the next is made
+    return [cache(i) for i in range(len(model.layers))]
 
 
 def loki_tensors(c: ModelConfig) -> Stored:
@@ -1902,42 +1927,22 @@ class TopKSettings:
 
 
 class SelectiveCache(DenseCache):
-    """A full cache of which each step attends `count` tokens a KV head, those that `select` names."""
+    """A full cache of which each step attends `count` tokens a KV head, those that `choose` names."""
 
-    def __init__(self, room: Room, count: int):
-        super().__init__(room)
+    def __init__(self, room: Room, count: int, bits: int):
+        super().__init__(room, bits)
         self.count = count
 
-    def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
-        """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
+    def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
+        return self.choose(pos, q) if self.count < self.room.capacity else None
 
-    def note(self, pos: Tensor, k: Tensor) -> None:
-        """The same for one token a row, k [B, Hkv, D] after RoPE."""
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none."""
         raise NotImplementedError
 
     def scores(self, pos: Tensor, q: Tensor, rows: Tensor) -> Tensor:
         """group_scores [B, Hkv, N] of q [B, Hq, d] and what is stored of each token or page [B, Hkv, N, d]."""
         return self.room.scores(q.unflatten(1, (rows.shape[1], -1)), rows, pos, "largest")
-
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        out, length = super().prefill(row, q, k, v), q.shape[0]
-        self.note_prompt(
-            row, self.k[row, :, :length].transpose(0, 1), self.rope(q[-1:], slice(length - 1, length))
-        )
-        return out
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        if self.count >= self.room.capacity:
-            return super().decode(pos, q, k, v)
-        rows, q, k = self.room.row_ids, self.rope(q, pos), self.rope(k, pos)
-        self.k[rows, :, pos], self.v[rows, :, pos] = k, v
-        self.note(pos, k)
-        index = self.select(pos, q)
-        self.attends(pos, index, index >= 0)
-        return self.room.attend(q, Plain(self.k), Plain(self.v), pos, index)
 
     def index_read(self, length: int) -> int:
         """Bytes beside K and V that selection reads, where there is anything to select."""
@@ -1953,18 +1958,19 @@ class SelectiveCache(DenseCache):
 class TopKCache(SelectiveCache):
     def __init__(self, room: Room, settings: TopKSettings):
         x, y, z = settings.budget(room.capacity)
-        super().__init__(room, x + y + z)
+        super().__init__(room, x + y + z, settings.kv_bits)
         self.x, self.y, self.z = x, y, z
 
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        return best_tokens(self.room, self.scores(pos, q, self.k), pos, self.x, self.y, self.z)
+    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
+        scores = self.scores(pos, q, self.keys.read(pos))
+        return best_tokens(self.room, scores, pos, self.x, self.y, self.z)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return length, min(length, self.count)
 
 
 def build_topk(model: Llama, settings: TopKSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    return packed((TopKCache(room, settings) for _ in model.layers), settings.kv_bits)
+    return [TopKCache(room, settings) for _ in model.layers]
 
 
 # -------------------------------------------------------------------------------------------------------- H2O
@@ -2110,7 +2116,7 @@ class QuestCache(SelectiveCache):
     """K and V in full, and for each page the largest and the least key of every channel, after RoPE."""
 
     def __init__(self, room: Room, settings: QuestSettings):
-        super().__init__(room, *settings.budget(room.capacity))
+        super().__init__(room, *settings.budget(room.capacity), settings.kv_bits)
         c, self.page = room.config, min(settings.page, room.capacity)
         self.pages = -(-room.capacity // self.page)
         self.register_buffer("bounds", self.store(c.n_kv_heads, self.pages, 2 * c.head_dim))
@@ -2131,7 +2137,7 @@ class QuestCache(SelectiveCache):
         )
         self.bounds[where] = torch.cat((high, low), -1)
 
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
         scores = self.scores(last, page_queries(q), self.bounds)
         # [B, Hkv, n], the last one forced.
@@ -2140,7 +2146,7 @@ class QuestCache(SelectiveCache):
         return index.where(index <= pos[:, None, None], -1)
 
     def formula(self) -> int:
-        return dense_bytes(self.room) // self.room.capacity * (self.room.capacity + self.pages)
+        return super().formula() + dense_bytes(self.room) // self.room.capacity * self.pages
 
     def index_read(self, length: int) -> int:
         return -(-length // self.page) * 2 * self.config.kv_dim * self.room.dtype.itemsize
@@ -2150,10 +2156,10 @@ def build_quest(
     model: Llama, settings: QuestSettings, room: Room, artifact: dict[str, Tensor]
 ) -> list[Cache]:
     skipped = skipped_layers(settings, len(model.layers))
-    caches = (
-        DenseCache(room) if i in skipped else QuestCache(room, settings) for i in range(len(model.layers))
-    )
-    return packed(caches, settings.kv_bits)
+    return [
+        DenseCache(room, settings.kv_bits) if i in skipped else QuestCache(room, settings)
+        for i in range(len(model.layers))
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- Double Sparse
@@ -2191,7 +2197,7 @@ class DoubleSparseCache(SelectiveCache):
 
     def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
         x, y, z = settings.budget(room.capacity)
-        super().__init__(room, x + y + z)
+        super().__init__(room, x + y + z, settings.kv_bits)
         c, self.x, self.z = room.config, x, z
         selects = self.count < room.capacity
         self.every, self.share_heads = (settings.every, settings.share_heads) if selects else (1, 0)
@@ -2217,7 +2223,7 @@ class DoubleSparseCache(SelectiveCache):
         if self.share_heads:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
             pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.x + self.z + 1, len(k) // 2)
-            index = self.choose(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
+            index = self.best(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)
             self.head[row] = share_map(member @ member.T, self.share_heads).int()
@@ -2225,13 +2231,13 @@ class DoubleSparseCache(SelectiveCache):
     def note(self, pos: Tensor, k: Tensor) -> None:
         self.label[self.room.row_ids, :, pos] = self.labels(k)
 
-    def choose(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
+    def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
         scores = self.scores(pos, self.labels(q), label)
         return best_tokens(self.room, scores, pos, self.x, count - self.x - self.z, self.z)
 
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        index = self.choose(pos, q, self.label, self.held_count)
+    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
+        index = self.best(pos, q, self.label, self.held_count)
         if self.share_heads:
             index = index.gather(1, self.head.long()[..., None].expand_as(index))
         if self.every == 1:
@@ -2273,11 +2279,12 @@ def build_doublesparse(
     if settings.every < 1 or (settings.every > y + 1 and x + y + z < room.capacity):
         raise UserError(f"--every {settings.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
     skipped = skipped_layers(settings, len(model.layers))
-    caches = (
-        DenseCache(room) if i in skipped else DoubleSparseCache(room, settings, artifact["importance"][i])
+    return [
+        DenseCache(room, settings.kv_bits)
+        if i in skipped
+        else DoubleSparseCache(room, settings, artifact["importance"][i])
         for i in range(len(model.layers))
-    )
-    return packed(caches, settings.kv_bits)
+    ]
 
 
 def doublesparse_tensors(c: ModelConfig) -> Stored:
@@ -2295,109 +2302,115 @@ class KiviSettings:
     residual: int = setting(128, "R: last tokens that stay exact")
 
 
-class KiviCache(Cache):
-    """Packed K and V in the place of those that another cache keeps by position.
+class PackedKeys(nn.Module):
+    """Keys in codes, quantised per channel in groups of 32 tokens. A store.
 
-    inner: a cache with k and v [B, Hkv, capacity, width]. Of these only one working copy is left, which all
-    layers share and each fills from its packed ones before a step (a fused kernel would need none).
-    Keys wait in a ring until R of them are there, and are then quantised per channel in groups of 32 tokens;
-    a value is quantised per token in groups of 32 channels, and read from its ring while among the last R."""
+    They wait in a ring until R of them are there. width: numbers of a key."""
 
-    def __init__(self, inner: Cache, bits: int, residual: int):
-        super().__init__(inner.room)
-        _, heads, capacity, self.width = inner.k.shape
-        self.inner, self.bits = inner, bits
+    kind = "channels"
+
+    def __init__(self, cache: "DenseCache", bits: int, residual: int):
+        super().__init__()
+        self.room, self.bits, self.width = cache.room, bits, cache.width
+        capacity, heads = cache.room.capacity, cache.config.n_kv_heads
         self.R = min(residual, -(-capacity // 32) * 32)
         self.groups = -(-capacity // self.R) * self.R // 32
         shape = (heads, self.groups, self.width)
-        self.register_buffer("codes", self.store(*shape, 32 * bits // 8, dtype=torch.uint8))
-        self.register_buffer("low_scale", self.store(*shape, 1, 2, dtype=torch.float16))
-        self.register_buffer("ring_k", self.store(heads, self.R, self.width))
-        self.values = Values(self, capacity, bits)
-        self.register_buffer("ring_v", self.store(self.R, heads, inner.v.shape[-1]))
+        self.register_buffer("codes", cache.store(*shape, 32 * bits // 8, dtype=torch.uint8))
+        self.register_buffer("low_scale", cache.store(*shape, 1, 2, dtype=torch.float16))
+        self.register_buffer("ring", cache.store(self.R, heads, self.width))
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        out, length = self.inner.prefill(row, q, k, v, *folded), q.shape[0]
-        full = length // self.R * self.R
+    def write_prompt(self, row: int, x: Tensor) -> None:
+        full = len(x) // self.R * self.R
         where = (row, slice(None), slice(0, full // 32))
-        self.codes[where], self.low_scale[where] = self.quantize_keys(self.inner.k[row, :, :full])
-        waiting = torch.arange(full, length, device=q.device)
-        self.ring_k[row, :, waiting % self.R] = self.inner.k[row, :, waiting]
-        self.values.write((row, slice(0, length)), v)
-        last = torch.arange(max(0, length - self.R), length, device=q.device)
-        self.ring_v[row, last % self.R] = v[last]
-        return out
+        self.codes[where], self.low_scale[where] = self.quantize(x[:full].transpose(0, 1))
+        waiting = torch.arange(full, len(x), device=x.device)
+        self.ring[row, waiting % self.R] = x[waiting]
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        self.unpack(pos)
-        out, rows = self.inner.decode(pos, q, k, v, *folded), self.room.row_ids
-        self.ring_k[rows, :, pos % self.R] = self.inner.k[rows, :, pos]
-        self.values.write((rows, pos), v)
-        self.ring_v[rows, pos % self.R] = v
+    def write(self, pos: Tensor, x: Tensor) -> None:
+        rows, n = self.room.row_ids, self.R // 32
+        self.ring[rows, pos % self.R] = x
         # The block is written at every step and read when it is full: a condition would have to ask the host.
-        n = self.R // 32
         groups = (pos // self.R * n)[:, None] + torch.arange(n, device=pos.device)  # [B, n]
-        codes, low_scale = self.quantize_keys(self.ring_k)
+        codes, low_scale = self.quantize(self.ring.transpose(1, 2))
         self.codes[rows[:, None], :, groups] = codes.transpose(1, 2)
         self.low_scale[rows[:, None], :, groups] = low_scale.transpose(1, 2)
-        return out
 
-    def quantize_keys(self, k: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, k: Tensor) -> tuple[Tensor, Tensor]:
         """k [..., n, width] -> codes [..., n / 32, width, 32 bits / 8] and (minimum, scale) of each."""
         return quantize(k.unflatten(-2, (-1, 32)).transpose(-1, -2), self.bits, 32)
 
-    def unpack(self, pos: Tensor) -> None:
-        """Fills inner's k and v with the tokens before pos."""
-        places, R = self.room.positions, self.R
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        places = self.room.positions
         k = dequantize(self.codes, self.low_scale, self.bits, 32, self.room.dtype)  # [B, Hkv, n, width, 32]
         k = k.transpose(-1, -2).flatten(2, 3)[:, :, : len(places)]
-        exact = places >= (pos // R * R)[:, None]
-        self.inner.k.copy_(torch.where(exact[:, None, :, None], self.ring_k[:, :, places % R], k))
-        exact = places >= pos[:, None] - R
-        v = torch.where(exact[..., None, None], self.ring_v[:, places % R], self.values.read((slice(None),)))
-        self.inner.v.copy_(v.transpose(1, 2))
+        exact = places >= (pos // self.R * self.R)[:, None]
+        k = torch.where(exact[:, None, :, None], self.ring[:, places % self.R].transpose(1, 2), k)
+        return k if index is None else gather_rows(k, index)
+
+    def stores(self) -> list[Tensor]:
+        return [self.codes, self.low_scale, self.ring]
 
     def key_bytes(self) -> float:
         """Bytes of one quantised key of all heads: codes, and its share of its group's (minimum, scale)."""
-        return self.config.n_kv_heads * self.width * (self.bits + 1) / 8
+        return self.room.config.n_kv_heads * self.width * (self.bits + 1) / 8
 
     def formula(self) -> int:
-        c, room = self.config, self.room
-        unpacked = room.rows * room.capacity * (c.n_kv_heads * self.width + c.kv_dim) * room.dtype.itemsize
-        packed = round(self.groups * 32 * self.key_bytes()) + room.capacity * self.values.row_bytes
-        ring = self.R * (c.n_kv_heads * self.width + c.kv_dim) * room.dtype.itemsize
-        return self.inner.formula() - unpacked + room.rows * (packed + ring)
+        ring = self.R * self.room.config.n_kv_heads * self.width * self.room.dtype.itemsize
+        return self.room.rows * (round(self.groups * 32 * self.key_bytes()) + ring)
 
-    def bytes_read(self, length: int) -> int:
-        """As inner's, with K and V at their packed size. Where only some tokens are read, those in the rings
-        are taken to be among them."""
-        size, (keys, values) = self.room.dtype.itemsize, self.inner.tokens_read(length)
-        key_row, value_row = self.config.n_kv_heads * self.width * size, self.config.kv_dim * size
-        exact_k, exact_v = min(keys, (length - 1) % self.R + 1), min(values, self.R + 1)  # the new one too
-        index = self.inner.bytes_read(length) - round(keys * key_row + values * value_row)
-        read_k = exact_k * key_row + (keys - exact_k) * self.key_bytes()
-        return index + round(read_k + exact_v * value_row + (values - exact_v) * self.values.row_bytes)
+    def bytes_of(self, keys: float, length: int) -> float:
+        """Bytes of so many keys of a row of `length` tokens; those in the ring are taken to be among them."""
+        exact = min(keys, (length - 1) % self.R + 1)
+        whole = self.room.config.n_kv_heads * self.width * self.room.dtype.itemsize
+        return exact * whole + (keys - exact) * self.key_bytes()
 
 
-def packed(caches: Iterable[Cache], bits: int, residual: int = 128) -> list[Cache]:
-    """KIVI's quantiser on top of caches that keep K and V by position; bits = 16 leaves them as they are."""
-    if bits == 16:
-        return list(caches)
-    result, shared = [], {}
-    for cache in caches:
-        check_groups(bits, cache.config.head_dim)
-        for name in ("k", "v"):
-            tensor = getattr(cache, name)
-            delattr(cache, name)  # no buffer any more, so not in the ledger: working memory of all layers
-            setattr(cache, name, shared.setdefault((name, tensor.shape), tensor))
-        result.append(KiviCache(cache, bits, residual))
-    return result
+class PackedValues(nn.Module):
+    """Values in codes, quantised per token in groups of 32 channels, and the last R of them exact in a ring. A
+    store."""
+
+    def __init__(self, cache: "DenseCache", bits: int, R: int):
+        super().__init__()
+        self.room, self.bits, c = cache.room, bits, cache.config
+        self.packed, self.R = Values(cache, cache.room.capacity, bits), R
+        self.register_buffer("ring", cache.store(self.R, c.n_kv_heads, c.head_dim))
+
+    def write_prompt(self, row: int, x: Tensor) -> None:
+        self.packed.write((row, slice(0, len(x))), x)
+        last = torch.arange(max(0, len(x) - self.R), len(x), device=x.device)
+        self.ring[row, last % self.R] = x[last]
+
+    def write(self, pos: Tensor, x: Tensor) -> None:
+        rows = self.room.row_ids
+        self.packed.write((rows, pos), x)
+        self.ring[rows, pos % self.R] = x
+
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        places = self.room.positions
+        exact = (places > pos[:, None] - self.R)[..., None, None]
+        v = torch.where(exact, self.ring[:, places % self.R], self.packed.read((slice(None),))).transpose(
+            1, 2
+        )
+        return v if index is None else gather_rows(v, index)
+
+    def stores(self) -> list[Tensor]:
+        return [*(x.transpose(1, 2) for x in self.packed.stores()), self.ring]
+
+    def formula(self) -> int:
+        ring = self.R * self.room.config.kv_dim * self.room.dtype.itemsize
+        return self.room.rows * (self.room.capacity * self.packed.row_bytes + ring)
+
+    def bytes_of(self, values: float) -> float:
+        exact = min(values, self.R)
+        whole = self.room.config.kv_dim * self.room.dtype.itemsize
+        return exact * whole + (values - exact) * self.packed.row_bytes
 
 
 def build_kivi(model: Llama, settings: KiviSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
     if settings.residual < 32 or settings.residual % 32:
         raise UserError(f"--residual {settings.residual}: give a multiple of 32, at least 32")
-    return packed((DenseCache(room) for _ in model.layers), settings.bits, settings.residual)
+    return [DenseCache(room, settings.bits, settings.residual) for _ in model.layers]
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV

@@ -1605,6 +1605,8 @@ def attend(
     [B, z, Hkv, D and DV], filled from the left, which are attended besides, or () with z = 0.
     Truth: compress.attend over what the stores read."""
     (B, Hq, _), (Hkv, S) = q.shape, values[0].shape[1:3]
+    if kind == "plain" and index is None and not window and keys[0].shape == values[0].shape:
+        return dense_attend(q, keys[0], values[0], pos)
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     key_stores, key_steps, sizes, functions = KEYS[kind](q, keys, Hkv)
     value_stores, value_steps, packing, decoder = packed_values(q, values, bits)
@@ -1743,7 +1745,7 @@ def _dense_kernel(
     split, splits = tl.program_id(0), tl.num_programs(0)
     h, heads = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
-    length = tl.load(pos_p + b) + 1
+    length = tl.minimum(tl.load(pos_p + b) + 1, S)
     share = tl.cdiv(tl.cdiv(length, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     d = tl.arange(0, DP)
