@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,20 +127,17 @@ class Room:
             return group_scores(logits, live)
         return logits.masked_fill(~live[:, None, None], -torch.inf)
 
-    def attend(
-        self, q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None, window: tuple = ()
-    ) -> Tensor:
+    def attend(self, q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None) -> Tensor:
         """Attention of one query a row over stored tokens: the one way in which methods attend.
 
         q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores (Plain and those like it).
-        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; without it all up to pos that
-        are not in the window. window: exact K and V [B, z, Hkv, .] of the newest tokens, slots filled from the
-        left, or of those since the last multiple of keys.block."""
+        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; without it all up to
+        pos."""
         scale = self.config.head_dim**-0.5
         if self.kernels:
             index = index if index is None else index.int().contiguous()
             stores = (keys.kind, keys.stores(), values.stores(), values.bits)
-            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, list(window), scale)
+            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, [], scale)
         if index is None:
             k, v = keys.read(pos), values.read(pos)
             live = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]
@@ -313,7 +310,7 @@ class Plain:
 
 @dataclass
 class RebuiltKeys:
-    """Keys RoPE(latent basis^T + bias) of latents [B, Hkv, S, r]; basis [Hkv, D, r], bias [Hkv, D]. A store."""
+    """Keys RoPE(latent basis^T + bias): latents [B, Hkv, S, r], basis [Hkv, D, r], bias [Hkv, D]. A store."""
 
     room: Room
     latents: Tensor
@@ -387,7 +384,7 @@ class DenseCache(Cache):
         """The same for one token a row, k [B, Hkv, D] after RoPE."""
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none; None: all tokens."""
+        """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none; None for all."""
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
@@ -1190,7 +1187,7 @@ def dense_attention(elite: EliteAttention) -> Attention:
 
 
 class EliteCache(Cache):
-    """One row a token: a latent of all heads' values and un-rotated keys, then each head's rotated elite keys.
+    """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
     Decode absorbs B_k into the query and B_v into the output, so that the latent is key and value at once; a
     query has zeros where the elite keys of other heads stand."""
@@ -1941,7 +1938,7 @@ class SelectiveCache(DenseCache):
         raise NotImplementedError
 
     def scores(self, pos: Tensor, q: Tensor, rows: Tensor) -> Tensor:
-        """group_scores [B, Hkv, N] of q [B, Hq, d] and what is stored of each token or page [B, Hkv, N, d]."""
+        """group_scores [B, Hkv, N] of q [B, Hq, d] and rows [B, Hkv, N, d] of tokens or pages."""
         return self.room.scores(q.unflatten(1, (rows.shape[1], -1)), rows, pos, "largest")
 
     def index_read(self, length: int) -> int:
@@ -2367,7 +2364,7 @@ class PackedKeys(nn.Module):
 
 
 class PackedValues(nn.Module):
-    """Values in codes, quantised per token in groups of 32 channels, and the last R of them exact in a ring. A
+    """Values in codes, quantised per token in groups of 32 channels; the last R are exact, in a ring. A
     store."""
 
     def __init__(self, cache: "DenseCache", bits: int, R: int):

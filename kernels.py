@@ -294,7 +294,7 @@ def _scores_kernel(
     T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
     RULE: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a head's rows with its N queries (in log2 units but for RULE each), and what RULE sums over them."""
+    """Logits of a head's rows with its N queries, in log2 units but for the rule each, and what RULE sums."""
     _wait_for_previous()
     split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -408,7 +408,8 @@ def _reduce_scores_kernel(
     )
 )
 def scores(
-    queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str, block: int = 0
+    queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
+    block: int = 0
 ) -> Tensor:  # fmt: skip
     """Scores of a row's tokens from the leading dims of what is stored of them, which is read once.
 
@@ -459,7 +460,8 @@ def scores(
     tops, sums = empty(2, B, H, splits if rule != "each" else 0, NP, dtype=torch.float32)
     _scores_kernel[splits, H, B](
         queries, rows, row_scale, pos, kept, tile_max, tops, sums, query_steps, steps, S, N, r_score, r,
-        scale if rule == "each" else scale * LOG2E, boost, tiles, block, T, RB, cdiv(r_score, RB), NP, block > 0, rule, num_warps=warps,
+        scale * (1 if rule == "each" else LOG2E), boost, tiles, block, T, RB, cdiv(r_score, RB), NP, block >
+        0, rule, num_warps=warps,
         num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":
@@ -1121,10 +1123,10 @@ def sals_attend(
 
     K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
     scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
-    query heads share keys (G > 1) `attend` does all. Where they do not, the product is most of the work: one kernel with large tiles keeps only the logits, a second
-    one decodes V and attends the rest. Splits merge by log-sum-exp. The basis may be read while the kernel
-    before still runs, which must not write it (see overlapped).
-    Truth: SalsCache.reconstruct and attend."""
+    query heads share keys (G > 1) `attend` does all. Where they do not, the product is most of the work: one
+    kernel with large tiles keeps only the logits, a second one decodes V and attends the rest. Splits merge
+    by log-sum-exp. The basis may be read while the kernel before still runs, which must not write it (see
+    overlapped). Truth: SalsCache.reconstruct and attend."""
     stores = (latent, latent_scale, basis, basis_scale, values, low_scale, ring_k, ring_v)
     words = check_sals_attend(q, index, *stores, pos, rope, bits)
     (B, Hq, D), S, (Hkv, DP, _), z = q.shape, latent.shape[1], basis.shape, ring_k.shape[1]
@@ -1212,11 +1214,11 @@ def values_config(B: int, n: int, Hkv: int, DP: int) -> tuple:
 
 # ------------------------------------------------------------------------------ attention over stored tokens
 #
-# A store is a matrix whose rows belong to one token of one KV head: row = b * steps[0] + h * steps[1] + token *
-# steps[2]. A format of keys is two functions: QUERIES prepares a group's queries once, LOGITS multiplies them
-# with the keys of a tile of rows. A format of values is one function: VALUES, a tile of rows in q's dtype.
-# SHAPE holds a launch's sizes: queries of a group G, padded to GP; key dims D, padded to DP; and for latents
-# their rank r and how many ranks a product takes, KB. PACKING: of value_packing.
+# A store is a matrix. A row belongs to one token of one KV head: it is number b * steps[0] + h * steps[1] +
+# token * steps[2]. A format of keys is two functions: QUERIES prepares a group's queries once, LOGITS
+# multiplies them with the keys of a tile of rows. A format of values is one function: VALUES, a tile of rows
+# in q's dtype. SHAPE holds a launch's sizes: queries of a group G, padded to GP; key dims D, padded to DP;
+# and for latents their rank r and how many ranks a product takes, KB. PACKING: of value_packing.
 
 
 @jit
@@ -1237,8 +1239,8 @@ def _plain_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr
 
 @jit
 def _int8_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
-    """The queries as two int8 numbers and a scale each, so that tensor cores take the keys' codes as they are;
-    in fp32 as they are."""
+    """The queries as two int8 numbers and a scale each, so that tensor cores take the keys' codes as they
+    are; in fp32 as they are."""
     query = _plain_queries(q_p, b, h, keys, SHAPE)
     if query.dtype == tl.float32:
         return query, query, query
@@ -1289,8 +1291,8 @@ def _latent_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _latent_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias): latents in rows [.., r], of q's
-    dtype or int8 with a scale a row; basis [Hkv, DP, r] alike, with a scale for each of its rows."""
+    """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias): latents in rows [.., r], of
+    q's dtype or int8 with a scale a row; basis [Hkv, DP, r] alike, with a scale for each of its rows."""
     latent_p, latent_scale_p, basis_p, _, bias_p, rope_p, basis_step = keys
     query, basis = queries
     D: tl.constexpr = SHAPE[2]
@@ -1327,8 +1329,8 @@ def _latent_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.conste
 
 @jit
 def _channel_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of KIVI's keys: each channel in codes over groups of 32 tokens, exact in a ring since the
-    last multiple of its length. A tile of tokens in line is one group; chosen tokens each look theirs up."""
+    """Logits [T, GP] of KIVI's keys: each channel in codes over groups of 32 tokens; since the last multiple
+    of R exact, in a ring. A tile of tokens in line is one group; chosen tokens each look theirs up."""
     codes_p, low_scale_p, ring_p, R, Hkv = keys
     D: tl.constexpr = SHAPE[2]
     BITS: tl.constexpr = SHAPE[4]
@@ -1385,7 +1387,7 @@ def _plain_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: t
 
 @jit
 def _code_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C] of packed codes, rows of words [.., DV * bits / 32] and of (minimum, scale) [.., DV / group]."""
+    """V [T, C] of packed codes: rows of words [.., DV * bits / 32] and (minimum, scale) [.., DV / group]."""
     BITS: tl.constexpr = PACKING[0]
     PLANES: tl.constexpr = PACKING[2]
     WIDTH: tl.constexpr = PACKING[3]
@@ -1487,8 +1489,8 @@ def _attend_kernel(
 
 
 def row_steps(name: str, x: Tensor) -> tuple[int, ...]:
-    """How many rows lie between the batch rows, the KV heads and the tokens of x [B, Hkv, S, width], a view of
-    a store. Raises ValueError where the rows do not lie whole, at multiples of their width."""
+    """How many rows lie between the batch rows, the KV heads and the tokens of x [B, Hkv, S, width], a view
+    of a store. Raises ValueError where the rows do not lie whole, at multiples of their width."""
     width, strides = x.shape[3], x.stride()
     need(
         (strides[3] == 1 or width == 1) and not any(s % width for s in strides[:3]),
@@ -1498,7 +1500,7 @@ def row_steps(name: str, x: Tensor) -> tuple[int, ...]:
 
 
 def plain_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    """(stores, steps, (D, DP, r, KB), functions) of keys of q's dtype; the same of the other formats below."""
+    """(stores, steps, (D, DP, r, KB), functions) of keys of q's dtype; the formats below give the same."""
     (k,), (B, _, D) = keys, q.shape
     shape("keys", k, B, Hkv, k.shape[2], D, dtype=q.dtype)
     return (k,), row_steps("keys", k), (D, max(16, power2(D)), 0, 0), (_plain_queries, _plain_logits)
@@ -1536,8 +1538,8 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
 
 
 def ranks_at_once(r: int, itemsize: int) -> int:
-    """How many ranks of latents a product takes: all, so that the basis waits in shared memory, while it is small;
-    else as many as a line of memory holds, and the basis comes again for each tile."""
+    """How many ranks of latents a product takes: all, so that the basis waits in shared memory, while it is
+    small; else as many as a line of memory holds, and the basis comes again for each tile."""
     KB = max(32, power2(r))
     return KB if KB * itemsize <= 512 else 128 // itemsize
 
@@ -1593,17 +1595,18 @@ def attend(
     kind of the keys; each store is a view [B, Hkv, S, width] (row_steps) where nothing else is said:
         plain    k [.., D] of q's dtype
         int8     k [.., D] int8, scale [B, Hkv, S] fp32
-        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; basis [Hkv, DP, r] of interleave_rope, or
-                 one for each row [B, Hkv, DP, r]; its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32,
-                 or None; rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias). Latent and
-                 basis are int8 with scales, or of q's dtype without
-        channels codes [B, Hkv, n, D, 4 * bits] uint8 of n groups of 32 tokens, low_scale [B, Hkv, n, D, 1, 2] fp16,
-                 ring [B, R, Hkv, D] of the tokens since the last multiple of R, which are exact
+        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; basis [Hkv, DP, r] of interleave_rope,
+                 or one for each row [B, Hkv, DP, r]; its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1]
+                 fp32, or None; rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias).
+                 Latent and basis are int8 with scales, or of q's dtype without
+        channels codes [B, Hkv, n, D, 4 * bits] uint8 of n groups of 32 tokens, low_scale [B, Hkv, n, D, 1, 2]
+                 fp16, ring [B, R, Hkv, D] of the tokens since the last multiple of R, which are exact
     values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8, low_scale
-    [.., DV / group, 2] fp16, and where the last R tokens are exact their ring [B, R, Hkv, DV]. index int32: the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or
-    [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S. window: exact keys and values
-    [B, z, Hkv, D and DV], filled from the left, which are attended besides, or () with z = 0.
-    Truth: compress.attend over what the stores read."""
+    [.., DV / group, 2] fp16, and where the last R tokens are exact their ring [B, R, Hkv, DV]. index int32:
+    the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens
+    up to pos - z are attended, at most S. window: exact keys and values [B, z, Hkv, D and DV], filled from
+    the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores
+    read."""
     (B, Hq, _), (Hkv, S) = q.shape, values[0].shape[1:3]
     if kind == "plain" and index is None and not window and keys[0].shape == values[0].shape:
         return dense_attend(q, keys[0], values[0], pos)
@@ -1633,7 +1636,8 @@ def attend(
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, tuple(window[:1]) or (None,), tuple(window[1:]) or (None,), pos,
         tops, sums, parts, key_steps, value_steps, n, z, sets, Hkv, scale * LOG2E, *functions, decoder,
-        (G, max(16, power2(G)), *sizes), packing, T, stages, splits == 1, num_warps=warps, **overlapped(q.device),
+        (G, max(16, power2(G)), *sizes), packing, T, stages, splits == 1, num_warps=warps,
+        **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -1667,7 +1671,7 @@ def _attend_latent_kernel(
     H: tl.constexpr, HP: tl.constexpr, T: tl.constexpr, WB: tl.constexpr, VB: tl.constexpr,
     FINAL: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(scale q R^T) R[:, :DV]: a row is key and value of all heads, which share what is read of it.
+    """out = softmax(scale q R^T) R[:, :DV]: a row is key and value of all heads, for which it is read once.
 
     A program keeps the sums of VB of the DV dims; where these are not all, each makes the logits again."""
     _wait_for_previous()
@@ -1706,9 +1710,10 @@ def _attend_latent_kernel(
 
 @operator(lambda q, latent, pos, DV, scale: q.new_empty(*q.shape[:2], DV))
 def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float) -> Tensor:
-    """Attention of one token a row over rows that are key and value of all heads, as in MLA's absorbed decode.
+    """Attention of one token a row over rows that are key and value of all heads, as in MLA's absorbed
+    decode.
 
-    q [B, Hq, W], latent [B, S, W] of the same dtype: keys, and in their leading DV numbers values; the tokens
+    q [B, Hq, W], latent [B, S, W] of the same dtype: keys, and in their leading DV numbers values. Tokens
     0..pos are attended -> [B, Hq, DV]. Truth: compress.attend with one KV head."""
     (B, Hq, W), S = q.shape, latent.shape[1]
     shape("latent", latent, B, S, W, dtype=q.dtype)
@@ -1719,8 +1724,8 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
     splits = max(1, min(cdiv(S, 2 * T), 2 * SMS // (B * blocks)))
     out, tops, sums, parts = split_outputs(q, splits, DV)
     _attend_latent_kernel[splits * blocks, B](
-        q, latent, pos, tops, sums, parts, S, W, DV, scale * LOG2E, blocks, Hq, max(16, power2(Hq)), T, WB, VB,
-        splits == 1, num_warps=warps, num_stages=2, **overlapped(q.device),
+        q, latent, pos, tops, sums, parts, S, W, DV, scale * LOG2E, blocks, Hq, max(16, power2(Hq)), T, WB,
+        VB, splits == 1, num_warps=warps, num_stages=2, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 

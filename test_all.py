@@ -24,7 +24,6 @@ import sys
 import textwrap
 import time
 import unicodedata
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
