@@ -122,6 +122,14 @@ def nvidia_generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if nvidia else 0
 
 
+def roomy(device: torch.device) -> bool:
+    """Whether a program can have 160 KB of shared memory (A100, H100), and not only the 99 KB of other
+    GPUs."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
+
+
 def power2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -1532,16 +1540,16 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
         shape("bias (of interleave_rope)", bias, Hkv, DP, 1, dtype=torch.float32)
     words = rope_words(rope, S, D, q.dtype)
     together(basis=basis, basis_scale=basis_scale, bias=bias, rope=rope)
-    KB = ranks_at_once(r, tile_itemsize(q.dtype, latent))
+    KB = ranks_at_once(r, tile_itemsize(q.dtype, latent), roomy(q.device))
     stores = (latent, latent_scale, basis, basis_scale, bias, words, 0 if basis.ndim == 3 else Hkv * DP * r)
     return stores, steps, (D, DP, r, KB), (_latent_queries, _latent_logits)
 
 
-def ranks_at_once(r: int, itemsize: int) -> int:
-    """How many ranks of latents a product takes: all, so that the basis waits in shared memory, while it is
-    small; else as many as a line of memory holds, and the basis comes again for each tile."""
+def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
+    """How many ranks of latents a product takes: all, so that the basis waits in shared memory, where it
+    fits; else as many as a line of memory holds, and the basis comes again for each tile."""
     KB = max(32, power2(r))
-    return KB if KB * itemsize <= 512 else 128 // itemsize
+    return KB if KB * itemsize <= (512 if roomy else 256) else 128 // itemsize
 
 
 def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
@@ -1629,8 +1637,8 @@ def attend(
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
     T, warps, stages, fill = attend_config(kind, q.element_size())
-    if kind == "channels" and index is None:
-        T, sizes = 32, (*sizes[:3], 1)  # a tile is a group
+    if kind == "channels":
+        T, sizes = 32, (*sizes[:3], index is None)  # a tile of tokens in line is a group
     splits = attend_splits(n, B * programs, fill)
     out, tops, sums, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, programs, B](
@@ -1798,7 +1806,7 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     shape("v", v, B, Hkv, S, D, dtype=q.dtype)
     check(pos, B, q=q, k=k, v=v)
     G, DP = Hq // Hkv, power2(D)
-    T, warps, stages, fill = dense_config(B * Hkv, q.element_size())
+    T, warps, stages, fill = dense_config(B * Hkv, q.element_size(), roomy(q.device))
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))  # whole waves of programs
     out, tops, sums, parts = split_outputs(q, splits)
     _dense_kernel[splits, Hkv, B](
@@ -1808,12 +1816,12 @@ def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     return merge_splits(out, tops, sums, parts)
 
 
-def dense_config(programs: int, itemsize: int) -> tuple[int, int, int, int]:
+def dense_config(programs: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor) by B * Hkv, the fewest programs there are."""
     if itemsize == 4:
         return 32, 4, 2, 4
     # Large tiles while two programs a multiprocessor do all; beyond, tiles of which more fit at a time.
-    return (128, 4, 2, 2) if programs <= 2 * SMS else (64, 4, 2, 6)
+    return (128, 4, 2, 2) if roomy and programs <= 2 * SMS else (64, 4, 2, 6)
 
 
 # ------------------------------------------------------------------------------- attention over keys in int8

@@ -1792,7 +1792,7 @@ def test_hshare_holds_a_selection_and_lets_new_tokens_join():
         held = cache.held[0].clone()
         if (n - 30) % 5 == 0:
             pos = torch.tensor([n])
-            fresh = cache.choose(pos, cache.rope(q[n : n + 1], pos), cache.label, 16)[0]
+            fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.label, 16)[0]
             assert fresh.shape == (4, 16)
         assert torch.equal(held, fresh.int()) and int(cache.since) == 30 + (n - 30) // 5 * 5
         mask = torch.zeros(1, 4, 100, dtype=torch.bool).scatter_(2, held[None].long(), True)
@@ -3244,7 +3244,7 @@ def test_the_same_seed_gives_the_same_sample():
 
 
 def test_a_capture_warms_up_in_a_cache_of_one_token(monkeypatch):
-    model, without = tiny_model(), contextlib.nullcontext
+    model, without = tiny_model(), lambda *_, **__: contextlib.nullcontext()
     for name in ("Stream", "current_stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", without)
@@ -4726,20 +4726,20 @@ def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
     assert seen == [4]
 
 
-def run_for_hopper(*programs):
+def run_for_hopper(*programs, capability=90):
     """Runs them with a driver that can only compile: Compile stands for a kernel of a module, and puts into
     `compiled` what a launch of it compiles, by its name."""
-    before = """
+    before = f"""
         import torch, types, kernels
         from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
         class Hopper:  # enough of a driver to compile
-            get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+            get_current_target = staticmethod(lambda: GPUTarget("cuda", {capability}, 32))
             get_current_device = staticmethod(lambda: 0)
             get_current_stream = staticmethod(lambda device: 0)
         driver.set_active(Hopper())
-        kernels.nvidia_generation = lambda device: 9
-        compiled = {}
+        kernels.nvidia_generation = lambda device: {capability} // 10
+        compiled, most = {{}}, 227 * 1024 if {capability} == 90 else 99 * 1024
         class Compile:
             def __init__(self, name, module=kernels):
                 self.kernel, self.name = getattr(module, name), name
@@ -4747,6 +4747,7 @@ def run_for_hopper(*programs):
                 def launch(*args, **options):
                     assert self.name not in compiled
                     compiled[self.name] = self.kernel.warmup(*args, grid=grid, **options)
+                    assert compiled[self.name].metadata.shared <= most, self.name
                 return launch
     """
     program = "".join(map(textwrap.dedent, (before, *programs)))
@@ -4783,6 +4784,7 @@ def test_kernels_wait_for_the_one_before_they_touch_memory():
         kernels.int8_append(q, k, k, pos, rope, *kept, 4)
         kernels.int8_attend(q, *kept, pos, 4)
         kernels.dense_attend(q, zeros(B, Hkv, S, D), zeros(B, Hkv, S, D), pos)
+        kernels.attend_latent(q, zeros(B, S, D), pos, 48, 1.0)
         ranks = [32, 32]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * 64)
         kernels.fdc_append(q, k, zeros(B, 32), zeros(1, D, 32), packed, table, ranks, pos, rope)
@@ -4796,6 +4798,57 @@ def test_kernels_wait_for_the_one_before_they_touch_memory():
             for touch in ("ld.global", "st.global", "cp.async", "atom", "red.", "launch_dependents"):
                 assert touch not in before, (name, touch)
     """)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability):
+    """Of every format and rule at the sizes of an 8B and a 7B model, for the triton that is installed."""
+    run_for_hopper(
+        """
+        most = 99 * 1024
+        kernels.merge_splits = lambda out, *_: out
+        def fresh(name):
+            compiled.clear()
+            setattr(kernels, name, Compile(name))
+        for name in ("_attend_kernel", "_attend_latent_kernel", "_scores_kernel", "_reduce_scores_kernel"):
+            fresh(name)
+        def zeros(*shape, dtype=torch.bfloat16):
+            return torch.zeros(*shape, dtype=dtype)
+        B, S, D, u8, i8, i32, half = 2, 4096, 128, torch.uint8, torch.int8, torch.int32, torch.half
+        pos = zeros(B, dtype=i32)
+        for H, G in ((8, 4), (32, 1)):
+            q, k = zeros(B, H * G, D), zeros(B, H, S, D)
+            window = [zeros(B, 80, H, D)] * 2
+            codes = [zeros(B, H, S, D // 2, dtype=u8), zeros(B, H, S, D // 32, 2, dtype=half)]
+            scale = zeros(B, H, S, dtype=torch.float32)
+            rope, ring = zeros(S, D // 2, 2, dtype=half), zeros(B, 128, H, D)
+            groups = (B, H, S // 32, D)
+            channels = [zeros(*groups, 16, dtype=u8), zeros(*groups, 1, 2, dtype=half), ring]
+            latent = [zeros(B, H, S, 256), None, zeros(H, D, 256), None, None, rope]
+            int8 = [zeros(B, H, S, 512, dtype=i8), scale, zeros(H, D, 512, dtype=i8)]
+            int8 += [zeros(H, D, 1, dtype=torch.float32), None, rope]
+            cases = [("plain", [k], [k], 16, []), ("int8", [k.to(i8), scale], codes, 4, [])]
+            cases += [("latents", keys, codes, 4, window) for keys in (latent, int8)]
+            cases += [("channels", channels, [*codes, ring], 4, [])]
+            for kind, keys, values, bits, beside in cases:
+                for index in (None, zeros(B, H * G, 448, dtype=i32)):
+                    if kind == "plain" and index is None:
+                        continue  # that is dense_attend
+                    compiled.clear()
+                    kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0)
+            for rule in ("each", "largest", "softmax"):
+                compiled.clear()
+                kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
+            compiled.clear()
+            kernels.attend_latent(q.flatten(1).view(B, H * G, D), zeros(B, S, D), pos, 96, 1.0)
+        compiled.clear()
+        kernels.attend_latent(zeros(B, 32, 2048), zeros(B, S, 2048), pos, 1536, 1.0)
+        compiled.clear()
+        queries, rows = zeros(B, 32, 1, 32, 256), zeros(B, 1, S, 512, dtype=i8)
+        kernels.scores(queries, rows, scale[:, :1].contiguous(), pos, 1.0, "softmax", 128)
+        """,
+        capability=capability,
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
@@ -5915,8 +5968,9 @@ def test_kl_is_that_of_the_dense_model_to_the_cache():
     engine = make_engine(tiny_model(), "streaming", 2, 50, sinks=1, recent=4)
     _, kl, other = calibrate.eval_perplexity(engine, tokens, 40, dense, bar)
     bar.close()
-    truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1).mean().item()
-    assert kl == pytest.approx(truth, rel=0.01)
+    truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1).mean(0)
+    assert kl == pytest.approx(truth.numpy(), rel=0.01)  # of each row
+    assert calibrate.standard_error(kl) == pytest.approx(np.abs(np.diff(truth)).item() / 2, rel=0.05)
 
 
 def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
@@ -6878,7 +6932,7 @@ def test_a_kl_to_itself_is_no_less_than_zero(checkpoint):
     for _ in range(2):
         engine = make_engine(model, "dense", 2, 50)
         _, kl, reference = calibrate.eval_perplexity(engine, tokens, 40, reference, bar)
-        assert 0 <= kl < 1e-5
+        assert (kl >= 0).all() and (kl < 1e-5).all()
 
 
 @pytest.mark.parametrize(
