@@ -1616,7 +1616,8 @@ def attend(
     the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores
     read."""
     (B, Hq, _), (Hkv, S) = q.shape, values[0].shape[1:3]
-    if kind == "plain" and index is None and not window and keys[0].shape == values[0].shape:
+    alike = keys[0].shape == values[0].shape and keys[0].is_contiguous() and values[0].is_contiguous()
+    if kind == "plain" and index is None and not window and alike:
         return dense_attend(q, keys[0], values[0], pos)
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     key_stores, key_steps, sizes, functions = KEYS[kind](q, keys, Hkv)

@@ -4888,6 +4888,115 @@ def tokens_after(pos, Hkv, S):
     return (torch.arange(S, device=DEVICE) > pos[:, None])[:, None].expand(-1, Hkv, -1)
 
 
+def stored_keys(kind, dtype, B, S, Hkv, D, pos):
+    """Random stores of a format as kernels.attend takes them, and the keys [B, Hkv, S, D] fp32 they hold."""
+    k = randn(B, Hkv, S, D, seed=1, dtype=dtype)
+    if kind == "plain":
+        return [k], k.float()
+    if kind == "int8":
+        codes, scale = compress.quantize_int8(k)
+        return [codes, scale[..., 0].contiguous()], codes * scale
+    if kind == "latents":  # of all heads, and with a bias
+        latent, basis = randn(B, S, 24, dtype=dtype), 0.2 * randn(Hkv * D, 24, seed=2, dtype=dtype)
+        bias, (cos, sin) = randn(Hkv * D, 1, seed=3), tables(S, D)
+        flat = latent.float() @ basis.float().T + bias[:, 0]
+        truth = apply_rope(flat.unflatten(-1, (Hkv, D)), cos, sin).transpose(1, 2)
+        paired = [kernels.interleave_rope(x, Hkv) for x in (basis, bias)]
+        stores = [latent[:, None].expand(-1, Hkv, -1, -1), None, paired[0], None, paired[1]]
+        return [*stores, kernels.rope_pairs(cos, sin, dtype)], truth
+    R = 32
+    padded = F.pad(k, (0, 0, 0, -S % 32)).unflatten(2, (-1, 32)).transpose(-1, -2).contiguous()
+    codes, low_scale = quantize(padded, 4, 32)
+    truth = compress.dequantize(codes, low_scale, 4, 32, dtype).transpose(-1, -2).flatten(2, 3)[:, :, :S]
+    ring, places = randn(B, R, Hkv, D, seed=4, dtype=dtype), torch.arange(S, device=DEVICE)
+    exact = (places >= (pos // R * R)[:, None])[:, None, :, None]
+    truth = torch.where(exact, ring[:, places % R].transpose(1, 2), truth)
+    return [codes, low_scale, ring], truth.float()
+
+
+def chosen_tokens(sets, n, B, S, pos):
+    """n places of so many sets of distinct tokens up to pos, a few of them of none; and which tokens those
+    are [B, sets, S]."""
+    order = randn(B, *sets, S, seed=5)
+    order = order.masked_fill(torch.arange(S, device=DEVICE) > pos.view(-1, *[1] * len(sets), 1), -torch.inf)
+    best, index = order.topk(min(n, S))
+    index = index.where((best > -torch.inf) & (index % 7 != 3) | (index == 0), -1).int()
+    index[..., -1] = 0  # there is one in every set
+    index[..., :-1] = index[..., :-1].where(index[..., :-1] != 0, -1)
+    member = torch.zeros(*index.shape[:-1], S + 1, dtype=torch.bool, device=DEVICE)
+    return index, member.scatter(-1, index.long().where(index >= 0, S), True)[..., :S]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["plain", "int8", "latents", "channels"])
+@pytest.mark.parametrize("tokens", ["all", "row", "KV head", "query head"])
+@pytest.mark.parametrize("bits, z", [(16, 0), (4, 24)])
+@pytest.mark.parametrize(
+    "B, S, Hkv, G, D, pos",
+    [(1, 70, 2, 1, 64, (69,)), (3, 130, 2, 4, 128, (129, 64, 31)), (2, 300, 1, 3, 96, (299, 32))],
+)
+@poisoned
+def test_kernel_attend(dtype, kind, tokens, bits, z, B, S, Hkv, G, D, pos):
+    """Every format of keys and of values, every kind of index, with a window of exact tokens and without."""
+    pos = positions(*pos)
+    q, v = randn(B, Hkv * G, D, dtype=dtype), randn(B, S, Hkv, D, seed=6, dtype=dtype)
+    keys, k = stored_keys(kind, dtype, B, S, Hkv, D, pos)
+    values, decoded = [v.transpose(1, 2)], v
+    if bits < 16:
+        values = [x.transpose(1, 2) for x in quantize(v, bits, 32)]
+        decoded = compress.dequantize(*(x.transpose(1, 2) for x in values), bits, 32, dtype)
+    if tokens == "all":
+        index, later = None, tokens_after(pos - z, Hkv * G, S)
+    else:
+        sets = {"row": (), "KV head": (Hkv,), "query head": (Hkv * G,)}[tokens]
+        index, member = chosen_tokens(sets, 40, B, S, pos)
+        later = ~member.reshape(B, -1, S).repeat_interleave(Hkv * G // max(1, *sets, 1), 1)
+    window = [randn(B, z, Hkv, D, seed=seed, dtype=dtype) for seed in (7, 8)] if z else []
+    v = decoded.transpose(1, 2).float()
+    if z:
+        k, v = (torch.cat((x, w.transpose(1, 2).float()), 2) for x, w in zip((k, v), window, strict=True))
+        empty = torch.arange(z, device=DEVICE) > pos[:, None]
+        later = torch.cat((later, empty[:, None].expand(-1, Hkv * G, -1)), 2)
+        for x in window:
+            x[empty] = NAN
+    k, v = (x.repeat_interleave(G, 1) for x in (k, v))
+    truth = attention_truth(q, k, v, later)
+    close(kernels.attend(q, kind, keys, values, bits, pos, index, window, D**-0.5), truth, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["each", "largest", "softmax"])
+@pytest.mark.parametrize("block", [0, 48])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    "B, S, H, N, r, r_score", [(1, 70, 1, 4, 32, 16), (3, 300, 2, 1, 48, 20), (2, 90, 3, 6, 64, 64)]
+)
+@poisoned
+def test_kernel_scores(dtype, rule, block, int8, B, S, H, N, r, r_score):
+    """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8."""
+    pos = positions(*(S - 1 - 37 * b for b in range(B)))
+    live = torch.arange(S, device=DEVICE) <= pos[:, None]
+    x = randn(B, S, H, r, dtype=dtype)
+    rows, scale = compress.quantize_int8(x) if int8 else (x, None)
+    decoded = (rows * scale if int8 else x).float()[..., :r_score].transpose(1, 2)
+    scale = scale[..., 0].transpose(1, 2) if int8 else None
+    n = -(-S // block) if block else 1
+    queries = 2 * randn(B, n, H, N, r_score, seed=1, dtype=dtype)
+    of_token = torch.arange(S, device=DEVICE) // (block or S)
+    logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded) * 0.3
+    logits = logits.masked_fill(~live[:, None, None], -torch.inf)
+    if rule == "each":
+        truth = logits.flatten(1, 2)
+    elif rule == "largest":  # ranks alike without the constant of a single query
+        truth = compress.group_scores(logits, live) if N > 1 else logits[:, :, 0]
+    else:
+        truth = logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
+    queries, rows = queries if block else queries[:, 0], rows.transpose(1, 2)
+    out = kernels.scores(queries, rows, scale, pos, 0.3, rule, block)
+    assert torch.equal(out > -torch.inf, truth > -torch.inf)
+    close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("B, S, Hkv, G, D, pos", ALL_TOKENS)
 @poisoned
