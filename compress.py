@@ -134,14 +134,15 @@ class Room:
         index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; without it all up to
         pos."""
         scale = self.config.head_dim**-0.5
-        if self.kernels:
+        if self.kernels and self.config.head_dim % 16 == 0:
             index = index if index is None else index.int().contiguous()
             stores = (keys.kind, keys.stores(), values.stores(), values.bits)
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, [], scale)
-        if index is None:
-            k, v = keys.read(pos), values.read(pos)
-            live = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]
-            return attend(q, k, v, live, scale)
+        if index is None:  # no key and no value is decoded: its codes are multiplied
+            logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
+            later = torch.arange(logits.shape[-1], device=pos.device) > pos[:, None, None, None]
+            weights = logits.masked_fill(later, -torch.inf).softmax(-1)  # [B, Hkv, G, S]
+            return values.mix(weights.to(q.dtype), pos).flatten(1, 2)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
         k, v = (
             store.read(pos, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
@@ -284,6 +285,16 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
 
 
+def weigh(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N].
+
+    Compiled, as one loop that never holds the codes in floating point; a matrix product would first write
+    them to memory, four bytes or more for each."""
+    if torch.compiler.is_compiling() and codes.device.type == "cpu":
+        return (w[..., None] * codes[..., None, :, :]).sum(-2)
+    return w @ codes.to(w.dtype)
+
+
 @dataclass
 class Plain:
     """Keys or values [B, Hkv, S, width] as they are. A store: what Room.attend reads."""
@@ -303,9 +314,58 @@ class Plain:
         """Of all tokens up to pos, or of index [B, Hkv, n] -> [B, Hkv, n, width]."""
         return self.rows if index is None else gather_rows(self.rows, index)
 
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        """q [B, Hkv, G, width] times the keys of all tokens -> [B, Hkv, G, S]."""
+        return q @ self.rows.mT
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        """weights [B, Hkv, G, S] times the values of all tokens -> [B, Hkv, G, width]."""
+        return weights @ self.rows
+
     def stores(self) -> list[Tensor | None]:
         """What the kernels take (kernels.attend)."""
         return [self.rows]
+
+
+@dataclass
+class Int8Keys:
+    """Keys in int8 codes [B, Hkv, S, D] with a scale each [B, Hkv, S]. A store."""
+
+    codes: Tensor
+    scale: Tensor
+    kind = "int8"
+
+    def stores(self) -> list[Tensor]:
+        return [self.codes, self.scale]
+
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        return weigh(q, self.codes.mT) * self.scale[:, :, None].to(q.dtype)
+
+
+@dataclass
+class CodedValues:
+    """Values in codes [B, Hkv, S, D * bits / 8] with (minimum, scale) of groups [B, Hkv, S, n, 2] (quantize).
+    A store."""
+
+    codes: Tensor
+    low_scale: Tensor
+    bits: int
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        """The codes' weights are those of the tokens times a group's scale: a product for each run of
+        channels that one group and one plane of the codes hold."""
+        low, scale = self.low_scale.to(weights.dtype).unbind(-1)  # [B, Hkv, S, n]
+        width, (n, bits) = self.codes.shape[-1], (low.shape[-1], self.bits)
+        group = width * 8 // bits // n  # channels
+        run, parts = min(group, width), []
+        for channel in range(0, group * n, run):
+            plane, byte = divmod(channel, width)
+            codes = (self.codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
+            parts.append(weigh(weights * scale[:, :, None, :, channel // group], codes))
+        return torch.cat(parts, -1) + (weights @ low).repeat_interleave(group, -1)
+
+    def stores(self) -> list[Tensor]:
+        return [self.codes, self.low_scale]
 
 
 @dataclass
@@ -325,6 +385,9 @@ class RebuiltKeys:
         k = latents @ self.basis.mT + self.bias[:, None]
         where = slice(0, k.shape[2]) if index is None else index
         return self.room.rope(k[..., None, :], where)[..., 0, :]
+
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        return q @ self.read(pos).mT
 
     def stores(self) -> list[Tensor | None]:
         basis, bias = self.paired
@@ -481,6 +544,7 @@ class Values(nn.Module):
         super().__init__()
         c = cache.config
         self.bits, self.group, self.dtype = bits, min(32, c.head_dim), cache.room.dtype
+        self.heads_first = heads_first
         self.row_bytes = c.kv_dim * self.dtype.itemsize  # of one token
         rows = (c.n_kv_heads, tokens) if heads_first else (tokens, c.n_kv_heads)
         if bits == 16:
@@ -507,6 +571,12 @@ class Values(nn.Module):
     def stores(self) -> tuple[Tensor, Tensor | None]:
         """What the kernels take: codes with (minimum, scale), or plain V and None."""
         return (self.plain, None) if self.bits == 16 else (self.codes, self.low_scale)
+
+    def by_head(self) -> Plain | CodedValues:
+        """As a store, [B, Hkv, tokens, ...]."""
+        stores = (x if x is None or self.heads_first else x.transpose(1, 2) for x in self.stores())
+        rows, low_scale = stores
+        return Plain(rows) if self.bits == 16 else CodedValues(rows, low_scale, self.bits)
 
 
 def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
@@ -886,9 +956,8 @@ class Int8Cache(Cache):
         if self.fused:
             return self.decode_fused(pos, q, k, v)
         self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
-        k = (self.k * self.k_scale[..., None]).to(self.room.dtype)
-        live = self.room.positions <= pos[:, None]
-        return attend(self.rope(q, pos), k, self.values.read((slice(None),)), live)
+        keys = Int8Keys(self.k, self.k_scale)
+        return self.room.attend(self.rope(q, pos), keys, self.values.by_head(), pos)
 
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same in Triton kernels, which read RoPE's table in fp16 where the cache is of 16 bits."""
@@ -2345,6 +2414,18 @@ class PackedKeys(nn.Module):
         k = torch.where(exact[:, None, :, None], self.ring[:, places % self.R].transpose(1, 2), k)
         return k if index is None else gather_rows(k, index)
 
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
+        low, scale = self.low_scale[..., 0, :].to(q.dtype).unbind(-1)  # [B, Hkv, n, width]
+        weights = (q[:, :, None] * scale[:, :, :, None]).contiguous()  # [B, Hkv, n, G, width]
+        planes = ((self.codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
+        coded = torch.cat([weigh(weights, plane) for plane in planes], -1)  # [B, Hkv, n, G, 32]
+        coded = (coded + (q[:, :, None] @ low[..., None])).transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
+        places = self.room.positions
+        exact = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
+        waits = places >= (pos // self.R * self.R)[:, None, None, None]
+        return torch.where(waits, exact[..., places % self.R], coded[..., : len(places)])
+
     def stores(self) -> list[Tensor]:
         return [self.codes, self.low_scale, self.ring]
 
@@ -2390,6 +2471,13 @@ class PackedValues(nn.Module):
             1, 2
         )
         return v if index is None else gather_rows(v, index)
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        exact = self.room.positions > pos[:, None, None, None] - self.R
+        position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
+        recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
+        recent = recent.masked_fill(position < 0, 0) @ self.ring.transpose(1, 2)
+        return self.packed.by_head().mix(weights.masked_fill(exact, 0), pos) + recent
 
     def stores(self) -> list[Tensor]:
         return [*(x.transpose(1, 2) for x in self.packed.stores()), self.ring]
