@@ -286,13 +286,15 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def weigh(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N].
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
 
     Compiled, as one loop that never holds the codes in floating point; a matrix product would first write
     them to memory, four bytes or more for each."""
-    if torch.compiler.is_compiling() and codes.device.type == "cpu":
-        return (w[..., None] * codes[..., None, :, :]).sum(-2)
-    return w @ codes.to(w.dtype)
+    fused = torch.compiler.is_compiling() and codes.device.type == "cpu"
+    if codes.stride(-2) == 1:  # in the order in which they lie
+        rows = codes.mT
+        return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fused else w @ rows.to(w.dtype).mT
+    return (w[..., None] * codes[..., None, :, :]).sum(-2) if fused else w @ codes.to(w.dtype)
 
 
 @dataclass
@@ -706,9 +708,9 @@ class Latents(nn.Module):
             self.rows[where], scale = quantize_int8(x)
             self.scale[where] = scale[..., 0]
 
-    def read(self, where: tuple, dims: int | None = None) -> Tensor:
-        """The leading dims (all if not given) of the latents at index `where` of [B, tokens]."""
-        rows = self.rows[where][..., :dims]
+    def read(self, where: tuple) -> Tensor:
+        """The latents at index `where` of [B, tokens]."""
+        rows = self.rows[where].to(self.dtype)
         return rows if self.scale is None else (rows * self.scale[where][..., None]).to(self.dtype)
 
     def token_bytes(self, dims: int) -> int:
@@ -737,19 +739,29 @@ def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor
 
 
 def sals_scores(
-    queries: Tensor, latent: Tensor, live: Tensor, rule: str, scale: float, block: int = 0
+    queries: Tensor,
+    latent: Tensor,
+    live: Tensor,
+    rule: str,
+    scale: float,
+    block: int = 0,
+    token_scale: Tensor | None = None,
 ) -> Tensor:
     """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
 
     With `block`, queries [B, n, heads, r*]: one for each block of so many tokens, the last maybe of fewer.
-    sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours): each head's logits become attention weights over
-    the live tokens before they are summed, so that one loud head cannot decide for all."""
+    token_scale [B, S]: of latents that are codes. sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours): each
+    head's logits become attention weights over the live tokens before they are summed, so that one loud head
+    cannot decide for all."""
     if block:
         n = queries.shape[1] - 1  # whole blocks, and the last one
-        logits = (latent[:, : n * block].unflatten(1, (n, block)) @ queries[:, :n].mT).flatten(1, 2)
-        logits = torch.cat((logits, latent[:, n * block :] @ queries[:, n].mT), 1).mT.float()
+        whole, last = latent[:, : n * block].unflatten(1, (n, block)), latent[:, n * block :]
+        logits = weigh(queries[:, :n], whole.mT).transpose(1, 2).flatten(2)  # [B, heads, n * block]
+        logits = torch.cat((logits, weigh(queries[:, n], last.mT)), -1).float()
     else:
-        logits = (queries @ latent.mT).float()  # [B, heads, S]
+        logits = weigh(queries, latent.mT).float()  # [B, heads, S]
+    if token_scale is not None:
+        logits = logits * token_scale[:, None]
     if rule == "softmax":
         logits = (logits * scale).masked_fill(~live[:, None], -torch.inf).softmax(-1)
     return logits.sum(1)
@@ -839,8 +851,9 @@ class SalsCache(Cache):
         if self.sparse:
             queries = self.queries(pos, q, *folded[1:])
             live = self.room.positions <= pos[:, None]
-            latent = self.latents.read((slice(None),), self.r_score)
-            scores = sals_scores(queries, latent, live, self.settings.score, self.logit_scale, self.block)
+            latent, rule = self.latents.rows[..., : self.r_score], self.settings.score
+            given = (rule, self.logit_scale, self.block, self.latents.scale)
+            scores = sals_scores(queries, latent, live, *given)
             index = self.select(pos, scores)
             index, live = index.clamp(min=0), index >= 0
         else:
