@@ -127,21 +127,26 @@ class Room:
             return group_scores(logits, live)
         return logits.masked_fill(~live[:, None, None], -torch.inf)
 
-    def attend(self, q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None, live: Tensor | None = None
+    ) -> Tensor:
         """Attention of one query a row over stored tokens: the one way in which methods attend.
 
         q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores (Plain and those like it).
-        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; without it all up to
-        pos."""
+        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; or live [B, Hkv, S]: which
+        of all count; without both all up to pos."""
         scale = self.config.head_dim**-0.5
         if self.kernels and self.config.head_dim % 16 == 0:
+            if live is not None:
+                index = torch.arange(live.shape[-1], device=pos.device).where(live, -1)
             index = index if index is None else index.int().contiguous()
             stores = (keys.kind, keys.stores(), values.stores(), values.bits)
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, [], scale)
         if index is None:  # no key and no value is decoded: its codes are multiplied
             logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
-            later = torch.arange(logits.shape[-1], device=pos.device) > pos[:, None, None, None]
-            weights = logits.masked_fill(later, -torch.inf).softmax(-1)  # [B, Hkv, G, S]
+            if live is None:
+                live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None, None]
+            weights = logits.masked_fill(~live[:, :, None], -torch.inf).softmax(-1)  # [B, Hkv, G, S]
             return values.mix(weights.to(q.dtype), pos).flatten(1, 2)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
         k, v = (
@@ -282,7 +287,15 @@ def group_scores(logits: Tensor, live: Tensor) -> Tensor:
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
-    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
+    if not x.is_contiguous():
+        return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
+    return x.flatten(0, 2).index_select(0, row_numbers(x, index).flatten()).view(*index.shape, x.shape[-1])
+
+
+def row_numbers(x: Tensor, index: Tensor) -> Tensor:
+    """Where the rows at index [B, Hkv, n] stand among all rows of x [B, Hkv, S, D], end to end."""
+    first = torch.arange(0, x.shape[:3].numel(), x.shape[2], device=x.device)
+    return index.long() + first.view(*x.shape[:2], 1)
 
 
 def weigh(w: Tensor, codes: Tensor) -> Tensor:
@@ -750,9 +763,9 @@ def sals_scores(
     """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
 
     With `block`, queries [B, n, heads, r*]: one for each block of so many tokens, the last maybe of fewer.
-    token_scale [B, S]: of latents that are codes. sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours): each
-    head's logits become attention weights over the live tokens before they are summed, so that one loud head
-    cannot decide for all."""
+    token_scale [B, S]: of latents that are codes. sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours):
+    each head's logits become attention weights over the live tokens before they are summed, so that one loud
+    head cannot decide for all."""
     if block:
         n = queries.shape[1] - 1  # whole blocks, and the last one
         whole, last = latent[:, : n * block].unflatten(1, (n, block)), latent[:, n * block :]
@@ -1727,9 +1740,10 @@ def fetch_rows(
 ) -> None:
     """hot[place] = rows[index] where miss, for K and V: k, v [B, Hkv, S, D], hot_k, hot_v [B, Hkv, n, D];
     index, place (distinct), miss [B, Hkv, k]. On CUDA kernels.fetch_rows reads the missing rows only."""
-    index, place = (t[..., None].expand(-1, -1, -1, k.shape[-1]) for t in (index, place))
+    slots = row_numbers(hot_k, place).flatten()
     for rows, hot in ((k, hot_k), (v, hot_v)):
-        hot.scatter_(2, place, torch.where(miss[..., None], rows.gather(2, index), hot.gather(2, place)))
+        new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
+        hot.view(-1, hot.shape[-1]).index_copy_(0, slots, new.flatten(0, 2))
 
 
 def host_rows(room: Room, *shape: int) -> Tensor:
@@ -1833,8 +1847,7 @@ class LrqkCache(Cache):
         self.load(slice(None), pos, q_hat)
         self.attends(pos, self.pos_of, self.stamp == self.step, recent=self.z)
         live = torch.cat((self.stamp == self.step, self.ring_live(pos)), -1)
-        slots = torch.arange(live.shape[-1], device=pos.device).where(live, -1)  # [B, Hkv, C + z]
-        return self.room.attend(q.flatten(1, 2), Plain(self.hot_k), Plain(self.hot_v), pos, slots)
+        return self.room.attend(q.flatten(1, 2), Plain(self.hot_k), Plain(self.hot_v), pos, live=live)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
@@ -2142,8 +2155,7 @@ class H2oCache(Cache):
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
         self.attention += self.weights(logits, step, first).sum(2)
-        slots = torch.arange(self.slots, device=pos.device).where(live, -1)  # [B, Hkv, C]
-        return self.room.attend(q, Plain(self.k), Plain(self.v), pos, slots)
+        return self.room.attend(q, Plain(self.k), Plain(self.v), pos, live=live)
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and one length a row."""
