@@ -142,10 +142,12 @@ class Room:
             index = index if index is None else index.int().contiguous()
             stores = (keys.kind, keys.stores(), values.stores(), values.bits)
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, [], scale)
+        if index is None and isinstance(keys, Plain) and isinstance(values, Plain):
+            live = keys.written(pos) if live is None else live
+            return attend(q, keys.rows, values.rows, live, scale)
         if index is None:  # no key and no value is decoded: its codes are multiplied
             logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
-            if live is None:
-                live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None, None]
+            live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None, None]
             weights = logits.masked_fill(~live[:, :, None], -torch.inf).softmax(-1)  # [B, Hkv, G, S]
             return values.mix(weights.to(q.dtype), pos).flatten(1, 2)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
@@ -329,12 +331,14 @@ class Plain:
         """Of all tokens up to pos, or of index [B, Hkv, n] -> [B, Hkv, n, width]."""
         return self.rows if index is None else gather_rows(self.rows, index)
 
-    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        """q [B, Hkv, G, width] times the keys of all tokens -> [B, Hkv, G, S]."""
-        return q @ self.rows.mT
+    def written(self, pos: Tensor) -> Tensor:
+        """Which of the tokens lie up to pos, [B, S]."""
+        return torch.arange(self.rows.shape[2], device=pos.device) <= pos[:, None]
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        """weights [B, Hkv, G, S] times the values of all tokens -> [B, Hkv, G, width]."""
+        """weights [B, Hkv, G, S] times the values of all tokens -> [B, Hkv, G, width]. Of keys, which are
+        codes or latents, the other stores give `logits`: q [B, Hkv, G, D] times all keys -> [B, Hkv, G,
+        S]."""
         return weights @ self.rows
 
     def stores(self) -> list[Tensor | None]:
