@@ -5233,6 +5233,21 @@ def test_kernel_operators_of_sals_do_what_torch_compile_is_told(scored, int8):
     check(kernels.int8_attend, (k, *keys, pos, 16))
 
 
+@pytest.mark.parametrize("kind", ["plain", "int8", "latents", "channels"])
+def test_kernel_operators_do_what_torch_compile_is_told(kind):
+    """Shapes and dtypes of their results; they write none of what they are given."""
+    B, S, Hkv, D, check = 2, 64, 2, 32, torch.library.opcheck
+    pos, q, v = positions(63, 3), randn(B, 2 * Hkv, D), randn(B, Hkv, S, D)
+    keys, _ = stored_keys(kind, torch.float32, B, S, Hkv, D, pos)
+    index, _ = chosen_tokens((Hkv,), 20, B, S, pos)
+    for values, bits in (([v], 16), (list(quantize(v, 4, 32)), 4)):
+        for given in (None, index):
+            check(kernels.attend, (q, kind, keys, values, bits, pos, given, [], 0.1))
+    check(kernels.attend_latent, (q, v[:, 0].contiguous(), pos, 20, 0.1))
+    for rule in ("each", "largest", "softmax"):
+        check(kernels.scores, (q.unflatten(1, (Hkv, 2)).contiguous(), v, None, pos, 0.1, rule))
+
+
 FDC_RANKS = {  # d_qk of each head, then d_v
     "equal": [32, 32, 32, 32],
     "unequal": [16, 96, 48, 64, 80, 16],
