@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class Room:
             logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
             live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None, None]
             weights = logits.masked_fill(~live[:, :, None], -torch.inf).softmax(-1)  # [B, Hkv, G, S]
-            return values.mix(weights.to(q.dtype), pos).flatten(1, 2)
+            return values.mix(weights, pos).to(q.dtype).flatten(1, 2)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
         k, v = (
             store.read(pos, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
@@ -336,10 +337,10 @@ class Plain:
         return torch.arange(self.rows.shape[2], device=pos.device) <= pos[:, None]
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        """weights [B, Hkv, G, S] times the values of all tokens -> [B, Hkv, G, width]. Of keys, which are
-        codes or latents, the other stores give `logits`: q [B, Hkv, G, D] times all keys -> [B, Hkv, G,
+        """weights [B, Hkv, G, S] fp32 times the values of all tokens -> [B, Hkv, G, width]. Of keys, which
+        are codes or latents, the other stores give `logits`: q [B, Hkv, G, D] times all keys -> [B, Hkv, G,
         S]."""
-        return weights @ self.rows
+        return weights.to(self.rows.dtype) @ self.rows
 
     def stores(self) -> list[Tensor | None]:
         """What the kernels take (kernels.attend)."""
@@ -358,7 +359,8 @@ class Int8Keys:
         return [self.codes, self.scale]
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        return weigh(q, self.codes.mT) * self.scale[:, :, None].to(q.dtype)
+        # Sums of products with codes can exceed fp16's range.
+        return weigh(q / 128, self.codes.mT).float() * (self.scale * 128)[:, :, None]
 
 
 @dataclass
@@ -376,7 +378,7 @@ class CodedValues:
         low, scale = self.low_scale.to(weights.dtype).unbind(-1)  # [B, Hkv, S, n]
         width, (n, bits) = self.codes.shape[-1], (low.shape[-1], self.bits)
         group = width * 8 // bits // n  # channels
-        run, parts = min(group, width), []
+        run, parts = math.gcd(group, width), []
         for channel in range(0, group * n, run):
             plane, byte = divmod(channel, width)
             codes = (self.codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
@@ -770,6 +772,8 @@ def sals_scores(
     token_scale [B, S]: of latents that are codes. sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours):
     each head's logits become attention weights over the live tokens before they are summed, so that one loud
     head cannot decide for all."""
+    if token_scale is not None:  # sums of products with codes can exceed fp16's range
+        queries, token_scale = queries / 128, token_scale * 128
     if block:
         n = queries.shape[1] - 1  # whole blocks, and the last one
         whole, last = latent[:, : n * block].unflatten(1, (n, block)), latent[:, n * block :]
@@ -2445,11 +2449,12 @@ class PackedKeys(nn.Module):
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
-        low, scale = self.low_scale[..., 0, :].to(q.dtype).unbind(-1)  # [B, Hkv, n, width]
-        weights = (q[:, :, None] * scale[:, :, :, None]).contiguous()  # [B, Hkv, n, G, width]
+        low, scale = self.low_scale[..., 0, :].float().unbind(-1)  # [B, Hkv, n, width]
+        weights = (q[:, :, None] * scale[:, :, :, None].to(q.dtype)).contiguous()  # [B, Hkv, n, G, width]
         planes = ((self.codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
         coded = torch.cat([weigh(weights, plane) for plane in planes], -1)  # [B, Hkv, n, G, 32]
-        coded = (coded + (q[:, :, None] @ low[..., None])).transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
+        coded = coded.float() + q[:, :, None].float() @ low[..., None]
+        coded = coded.transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
         places = self.room.positions
         exact = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
         waits = places >= (pos // self.R * self.R)[:, None, None, None]
@@ -2505,7 +2510,7 @@ class PackedValues(nn.Module):
         exact = self.room.positions > pos[:, None, None, None] - self.R
         position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
         recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
-        recent = recent.masked_fill(position < 0, 0) @ self.ring.transpose(1, 2)
+        recent = recent.masked_fill(position < 0, 0).to(self.ring.dtype) @ self.ring.transpose(1, 2)
         return self.packed.by_head().mix(weights.masked_fill(exact, 0), pos) + recent
 
     def stores(self) -> list[Tensor]:

@@ -1617,6 +1617,7 @@ def attend(
     read."""
     (B, Hq, _), (Hkv, S) = q.shape, values[0].shape[1:3]
     alike = keys[0].shape == values[0].shape and keys[0].is_contiguous() and values[0].is_contiguous()
+    alike = alike and scale == q.shape[2] ** -0.5
     if kind == "plain" and index is None and not window and alike:
         return dense_attend(q, keys[0], values[0], pos)
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")

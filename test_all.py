@@ -1865,6 +1865,36 @@ def test_hshare_holds_no_longer_than_its_budget():
 # ---- KIVI
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 160])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, dtype):
+    """Values in runs of channels, keys in int8 and in KIVI's groups; large queries in fp16, too."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(2, 3, 40, head_dim), torch.rand(2, 3, 4, 40)
+    codes, low_scale = quantize(x, bits, min(32, head_dim))
+    decoded = compress.dequantize(codes, low_scale, bits, min(32, head_dim), torch.float32)
+    mixed = compress.CodedValues(codes, low_scale, bits).mix(weights, None)
+    assert error(mixed, weights @ decoded) < 1e-5
+    codes, scale = compress.quantize_int8(x)
+    q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
+    logits = compress.Int8Keys(codes, scale[..., 0]).logits(q, None)
+    assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kivi_multiplies_the_codes_that_it_would_decode(bits):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(100, 8, 96), torch.randn(100, 4, 96), torch.randn(100, 4, 96)
+    cache = row_cache("kivi", tiny_model(head_dim=96), 1, 140, bits=bits, residual=64)
+    cache.prefill(0, q, k, v)
+    pos, query = torch.tensor([99]), torch.randn(1, 4, 2, 96)
+    keys, values = (x.read(pos)[:, :, :100] for x in (cache.keys, cache.values))
+    assert error(cache.keys.logits(query, pos)[..., :100], query @ keys.mT) < 1e-5
+    weights = F.pad(torch.rand(1, 4, 2, 100), (0, 40))
+    assert error(cache.values.mix(weights, pos), weights[..., :100] @ values) < 1e-5
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("n_prompt", [1, 31, 32, 63, 64, 65, 100, 128])
 def test_kivi_chunked_is_one_shot(bits, n_prompt):
