@@ -25,16 +25,17 @@ import kernels
 from kernels import (
     LOG2E,
     SMS,
-    _add_values,
     _columns,
     _decode_planes,
     _half_at,
+    _largest_logit,
+    _largest_sum,
+    _leave_split,
     _let_next_begin,
-    _load_values,
     _merge_parts,
     _split_int8,
     _split_rows,
-    _sum_values,
+    _sum_tokens,
     _wait_for_previous,
     cdiv,
     check_int8_attend,
@@ -450,8 +451,7 @@ def _tile_logits(
     ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
     INT8: gl.constexpr = latent_scale_p is not None
     dtype: gl.constexpr = queries.dtype
-    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
-    LARGE: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
+    LARGE: gl.constexpr = _largest_sum(dtype)
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
     COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
@@ -618,55 +618,24 @@ def _windowed_values_kernel(
     b = tl.program_id(2).to(tl.int64)
     share = tl.cdiv(tl.cdiv(n, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(n, T))
-    C: tl.constexpr = PLANES * RUNS * RUN
     channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    total = tl.zeros([T], tl.float32)
-    out = tl.zeros([T, C], tl.float32)
-    base = tl.zeros([T, PLANES, RUNS], tl.float32)
-    # The logits are there: with their maximum known first, nothing is ever rescaled.
     logits_p += (b * heads + h) * n
-    LOOK: tl.constexpr = 512
-    peak = tl.full([LOOK], -1e30, tl.float32)
-    for start in range(first * T, stop * T, LOOK):
-        place = start + tl.arange(0, LOOK)
-        mask = place < tl.minimum(n, stop * T)
-        peak = tl.maximum(peak, tl.load(logits_p + place, mask=mask, other=-1e30))
-    top = tl.max(peak, 0)
-    extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros([C], tl.float32)
+    top = _largest_logit(logits_p, first, stop, n, T)
+    extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros(channel.shape, tl.float32)
     if split == splits - 1:  # the exact window
         first_part = (b * heads + h) * window_parts
         top, extra_total, extra = _merge_parts(
             top, window_top_p, window_sum_p, window_part_p, first_part, window_parts, 1, D, channel,
             inside, SB
         )  # fmt: skip
-    place = first * T + tl.arange(0, T)
-    # One tile ahead: a load that waits for the load of its own index would not be prefetched.
-    ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
-    for tile in tl.range(first, stop, num_stages=STAGES):
-        place = tile * T + tl.arange(0, T)
-        live = ahead >= 0
-        token = tl.where(live, ahead, 0)
-        ahead = tl.load(index_p + b * n + place + T, mask=place + T < n, other=-1)
-        head = (b * S + token) * heads + h
-        score = tl.load(logits_p + place, mask=live, other=-1e30)
-        weight = tl.where(live, tl.exp2(score - top), 0.0)
-        total += weight
-        if BITS == 16:
-            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
-            out += v.to(tl.float32) * weight[:, None]
-        else:
-            code, pairs = _load_values(values_p, low_scale_p, head, D, GROUP, PLANES, WIDTH, RUNS, RUN)
-            out, base = _add_values(out, base, code, pairs, weight, q_p.dtype.element_ty, BITS)
-    total = tl.sum(total, 0) + extra_total
-    result = _sum_values(out, base) + extra
-    if FINAL:
-        out_at = out_p + (b * heads + h) * D + channel
-        tl.store(out_at, (result / total).to(out_p.dtype.element_ty), mask=inside)
-    else:
-        at = (b * heads + h) * splits + split
-        tl.store(top_p + at, top)
-        tl.store(sum_p + at, total)
-        tl.store(out_p + at * D + channel, result, mask=inside)
+    total, out = _sum_tokens(
+        top, logits_p, index_p, values_p, low_scale_p, b, h, heads, n, S, n, first, stop,
+        q_p.dtype.element_ty, D, BITS, GROUP, PLANES, WIDTH, RUNS, RUN, T, STAGES, True,
+    )  # fmt: skip
+    _leave_split(
+        top, total + extra_total, out + extra, top_p, sum_p, out_p, b * heads + h, split, splits, channel,
+        inside, D, FINAL,
+    )  # fmt: skip
 
 
 def _attend_streamed(

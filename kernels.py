@@ -454,9 +454,8 @@ def scores(
         T = min(T, block & -block)  # a power of two that divides it
         stages = max(1, stages - 1)  # queries are loaded for each tile, too
     tiles = cdiv(S, T)
-    splits = max(
-        1, min(tiles, programs // (B * H), max(128, 256 // B))
-    )  # whose sums every program below reads
+    # Every program of the second kernel reads the sums of all splits.
+    splits = max(1, min(tiles, programs // (B * H), max(128, 256 // B)))
     empty = functools.partial(torch.empty, device=rows.device)
     # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
     boost, soft = 1.0 if exact else 2.0**15, rule == "softmax"
@@ -748,6 +747,13 @@ def _load_rope(rope_p, at, mask, WORDS: tl.constexpr):
         )
 
 
+@constexpr_function
+def _largest_sum(dtype):
+    """Sums of int8 products can exceed fp16's range. In fp16 the keys are divided by this, and the query is
+    multiplied by it."""
+    return 1024.0 if dtype == tl.float16 else 1.0
+
+
 @jit
 def _logits_kernel(
     q_p, index_p, latent_p, latent_scale_p, basis_p, basis_scale_p, pos_p, rope_p, logits_p,
@@ -771,8 +777,7 @@ def _logits_kernel(
     INT8: tl.constexpr = latent_scale_p is not None
     SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
     dtype: tl.constexpr = q_p.dtype.element_ty
-    # fp16 cannot hold sums of codes: they are divided by LARGE, and the query, which can hold it, multiplied.
-    LARGE: tl.constexpr = 1024.0 if dtype == tl.float16 else 1.0
+    LARGE: tl.constexpr = _largest_sum(dtype)
     for tile in range(first // blocks, tl.cdiv(stop, blocks)):
         first_row = tile * T // n
         line = tile * T + tl.arange(0, T)
@@ -973,41 +978,30 @@ def _merge_parts(top, top_p, sum_p, part_p, first, count, step, D, d, inside, SB
 
 
 @jit
-def _values_kernel(
-    logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p, n, S, z,
-    scale, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
-    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, FINAL: tl.constexpr,
-):  # fmt: skip
-    _wait_for_previous()
-    _let_next_begin()
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    h, heads = tl.program_id(1), tl.num_programs(1)
-    b = tl.program_id(2).to(tl.int64)
-    length = n
-    if not CHOSEN:
-        length = tl.maximum(tl.load(pos_p + b) - z + 1, 0)
-    share = tl.cdiv(tl.cdiv(length, T), splits)
-    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
-    C: tl.constexpr = PLANES * RUNS * RUN
-    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    total = tl.zeros([T], tl.float32)
-    out = tl.zeros([T, C], tl.float32)
-    base = tl.zeros([T, PLANES, RUNS], tl.float32)
-    # The logits are there: with their maximum known first, nothing is ever rescaled.
-    logits_p += (b * heads + h) * n
+def _largest_logit(logits_p, first, stop, length, T: tl.constexpr):
+    """Of tiles first .. stop - 1 of a head's logits, of which `length` count."""
     LOOK: tl.constexpr = 512
     peak = tl.full([LOOK], -1e30, tl.float32)
     for start in range(first * T, stop * T, LOOK):
         place = start + tl.arange(0, LOOK)
         mask = place < tl.minimum(length, stop * T)
         peak = tl.maximum(peak, tl.load(logits_p + place, mask=mask, other=-1e30))
-    top = tl.max(peak, 0)
-    extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros([C], tl.float32)
-    if split == splits - 1:  # the exact window
-        top, extra_total, extra = _attend_ring(
-            top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D, channel, inside, T
-        )
+    return tl.max(peak, 0)
+
+
+@jit
+def _sum_tokens(
+    top, logits_p, index_p, values_p, low_scale_p, b, h, heads, n, S, length, first, stop,
+    dtype: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
+    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Of tiles first .. stop - 1 of a head's tokens, the sums of weights exp2(logit - top) and of weighted
+    values [C]."""
+    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
+    total = tl.zeros([T], tl.float32)
+    out = tl.zeros([T, PLANES * RUNS * RUN], tl.float32)
+    base = tl.zeros([T, PLANES, RUNS], tl.float32)
     place = first * T + tl.arange(0, T)
     if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
         ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
@@ -1029,17 +1023,59 @@ def _values_kernel(
             out += v.to(tl.float32) * weight[:, None]
         else:
             code, pairs = _load_values(values_p, low_scale_p, head, D, GROUP, PLANES, WIDTH, RUNS, RUN)
-            out, base = _add_values(out, base, code, pairs, weight, q_p.dtype.element_ty, BITS)
-    total = tl.sum(total, 0) + extra_total
-    result = _sum_values(out, base) + extra
+            out, base = _add_values(out, base, code, pairs, weight, dtype, BITS)
+    return tl.sum(total, 0), _sum_values(out, base)
+
+
+@jit
+def _leave_split(
+    top, total, result, top_p, sum_p, out_p, head, split, splits, channel, inside, D: tl.constexpr,
+    FINAL: tl.constexpr
+):  # fmt: skip
+    """Stores a split's part of a head's softmax, or where it is the only one the result."""
     if FINAL:
-        out_at = out_p + (b * heads + h) * D + channel
-        tl.store(out_at, (result / total).to(out_p.dtype.element_ty), mask=inside)
+        tl.store(out_p + head * D + channel, (result / total).to(out_p.dtype.element_ty), mask=inside)
     else:
-        at = (b * heads + h) * splits + split
+        at = head * splits + split
         tl.store(top_p + at, top)
         tl.store(sum_p + at, total)
         tl.store(out_p + at * D + channel, result, mask=inside)
+
+
+@jit
+def _values_kernel(
+    logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p, n, S, z,
+    scale, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
+    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    CHOSEN: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    _wait_for_previous()
+    _let_next_begin()
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    h, heads = tl.program_id(1), tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    length = n
+    if not CHOSEN:
+        length = tl.maximum(tl.load(pos_p + b) - z + 1, 0)
+    share = tl.cdiv(tl.cdiv(length, T), splits)
+    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
+    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
+    logits_p += (b * heads + h) * n
+    # The logits are there: with their maximum known first, nothing is ever rescaled.
+    top = _largest_logit(logits_p, first, stop, length, T)
+    extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros(channel.shape, tl.float32)
+    if split == splits - 1:  # the exact window
+        top, extra_total, extra = _attend_ring(
+            top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D, channel, inside, T
+        )
+    total, out = _sum_tokens(
+        top, logits_p, index_p, values_p, low_scale_p, b, h, heads, n, S, length, first, stop,
+        q_p.dtype.element_ty, D, BITS, GROUP, PLANES, WIDTH, RUNS, RUN, T, STAGES, CHOSEN,
+    )  # fmt: skip
+    _leave_split(
+        top, total + extra_total, out + extra, top_p, sum_p, out_p, b * heads + h, split, splits, channel,
+        inside, D, FINAL,
+    )  # fmt: skip
 
 
 @jit
@@ -1271,18 +1307,11 @@ def _int8_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexp
         return logits.to(tl.float32) * (scale[:, None] * query_scale[None, :])
 
 
-@constexpr_function
-def _largest_sum(dtype):
-    """Sums of int8 products can exceed fp16's range. In fp16 the keys are divided by this, and the query is
-    multiplied by it."""
-    return 1024.0 if dtype == tl.float16 else 1.0
-
-
 @jit
 def _latent_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
     """The queries as columns in the order of the basis (interleave_rope), [DP, GP], and the basis [KB, DP]
     where one product takes all ranks."""
-    _, _, basis_p, basis_scale_p, _, _, basis_step = keys
+    _, _, basis_p, basis_scale_p, _, _ = keys
     g, d, dims = tl.arange(0, SHAPE[1]), tl.arange(0, SHAPE[3]), tl.arange(0, SHAPE[5])
     paired = d // 2 + (d % 2) * (SHAPE[2] // 2)
     real = (g < SHAPE[0])[None, :] & (d < SHAPE[2])[:, None]
@@ -1292,7 +1321,7 @@ def _latent_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
         query = (query * scale[:, None]).to(query.dtype)
     basis = query
     if SHAPE[5] >= SHAPE[4]:
-        basis_at = basis_p + b * basis_step + (h * SHAPE[3] + d)[None, :] * SHAPE[4] + dims[:, None]
+        basis_at = basis_p + (h * SHAPE[3] + d)[None, :] * SHAPE[4] + dims[:, None]
         basis = tl.load(basis_at, mask=(dims < SHAPE[4])[:, None], other=0.0)
     return query, basis
 
@@ -1301,7 +1330,7 @@ def _latent_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 def _latent_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias): latents in rows [.., r], of
     q's dtype or int8 with a scale a row; basis [Hkv, DP, r] alike, with a scale for each of its rows."""
-    latent_p, latent_scale_p, basis_p, _, bias_p, rope_p, basis_step = keys
+    latent_p, latent_scale_p, basis_p, _, bias_p, rope_p = keys
     query, basis = queries
     D: tl.constexpr = SHAPE[2]
     DP: tl.constexpr = SHAPE[3]
@@ -1315,7 +1344,7 @@ def _latent_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.conste
         left = tl.load(latent_at, mask=(dims < R)[None, :], other=0.0)
         k = tl.dot(left, basis, input_precision="ieee", out_dtype=SUM)
     else:
-        basis_at = basis_p + b * basis_step + (h * DP + d)[None, :] * R + dims[:, None]
+        basis_at = basis_p + (h * DP + d)[None, :] * R + dims[:, None]
         k = tl.zeros([row.shape[0], DP], SUM)
         for start in range(0, R, KB):
             left = tl.load(latent_at + start, mask=(dims + start < R)[None, :], other=0.0)
@@ -1528,8 +1557,7 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (latent, latent_scale, basis, basis_scale, bias, rope), (B, _, D) = keys, q.shape
     (S, r), DP = latent.shape[2:], max(16, power2(D))
     shape("latents", latent, B, Hkv, S, r, dtype=q.dtype if latent_scale is None else torch.int8)
-    shape("basis (of interleave_rope)", basis, *basis.shape[:-3], Hkv, DP, r, dtype=latent.dtype)
-    need(basis.ndim == 3 or basis.shape[0] == B, f"basis must be [Hkv, DP, r] or [{B}, Hkv, DP, r]")
+    shape("basis (of interleave_rope)", basis, Hkv, DP, r, dtype=latent.dtype)
     need((latent_scale is None) == (basis_scale is None), "latents and basis are of int8 together")
     steps = row_steps("latents", latent)
     if latent_scale is not None:
@@ -1541,7 +1569,7 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     words = rope_words(rope, S, D, q.dtype)
     together(basis=basis, basis_scale=basis_scale, bias=bias, rope=rope)
     KB = ranks_at_once(r, tile_itemsize(q.dtype, latent), roomy(q.device))
-    stores = (latent, latent_scale, basis, basis_scale, bias, words, 0 if basis.ndim == 3 else Hkv * DP * r)
+    stores = (latent, latent_scale, basis, basis_scale, bias, words)
     return stores, steps, (D, DP, r, KB), (_latent_queries, _latent_logits)
 
 
@@ -1603,10 +1631,10 @@ def attend(
     kind of the keys; each store is a view [B, Hkv, S, width] (row_steps) where nothing else is said:
         plain    k [.., D] of q's dtype
         int8     k [.., D] int8, scale [B, Hkv, S] fp32
-        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; basis [Hkv, DP, r] of interleave_rope,
-                 or one for each row [B, Hkv, DP, r]; its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1]
-                 fp32, or None; rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias).
-                 Latent and basis are int8 with scales, or of q's dtype without
+        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; basis [Hkv, DP, r] of interleave_rope;
+                 its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32, or None; rope [>= S, D/2, 2] of
+                 rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are int8 with scales, or
+                 of q's dtype without
         channels codes [B, Hkv, n, D, 4 * bits] uint8 of n groups of 32 tokens, low_scale [B, Hkv, n, D, 1, 2]
                  fp16, ring [B, R, Hkv, D] of the tokens since the last multiple of R, which are exact
     values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8, low_scale
