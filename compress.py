@@ -97,6 +97,10 @@ class Room:
         """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
         return apply_rope(x, self.cos[positions], self.sin[positions])
 
+    def rope_one(self, x: Tensor, positions: Tensor | slice) -> Tensor:
+        """The same of x [..., D], of one head each."""
+        return self.rope(x[..., None, :], positions)[..., 0, :]
+
     def select(
         self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
     ) -> Tensor:
@@ -194,6 +198,7 @@ class Cache(nn.Module):
         return torch.zeros(self.room.rows, *shape, dtype=dtype or self.room.dtype, device=self.room.device)
 
     def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
+        """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
         return self.room.rope(x, positions)
 
     def attends(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
@@ -403,9 +408,8 @@ class RebuiltKeys:
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         """Of all tokens, or of index [B, Hkv, n] -> [B, Hkv, n, D]."""
         latents = self.latents if index is None else gather_rows(self.latents, index)
-        k = latents @ self.basis.mT + self.bias[:, None]
-        where = slice(0, k.shape[2]) if index is None else index
-        return self.room.rope(k[..., None, :], where)[..., 0, :]
+        where = slice(0, latents.shape[2]) if index is None else index
+        return self.room.rope_one(latents @ self.basis.mT + self.bias[:, None], where)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return q @ self.read(pos).mT
@@ -461,6 +465,10 @@ class DenseCache(Cache):
             self.keys = PackedKeys(self, bits, residual)
             self.values = PackedValues(self, bits, self.keys.R)
 
+    def stored(self, k: Tensor) -> Tensor:
+        """What is kept of keys k [..., Hkv, D] after RoPE, [..., Hkv, width]."""
+        return k
+
     def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
         """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
 
@@ -473,14 +481,14 @@ class DenseCache(Cache):
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
         q, k = self.rope(q, span), self.rope(k, span)
-        self.keys.write_prompt(row, k)
+        self.keys.write_prompt(row, self.stored(k))
         self.values.write_prompt(row, v)
         self.note_prompt(row, k, q[-1:])
         return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q, k = self.rope(q, pos), self.rope(k, pos)
-        self.keys.write(pos, k)
+        self.keys.write(pos, self.stored(k))
         self.values.write(pos, v)
         self.note(pos, k)
         index = self.select(pos, q)
@@ -595,8 +603,7 @@ class Values(nn.Module):
 
     def by_head(self) -> Plain | CodedValues:
         """As a store, [B, Hkv, tokens, ...]."""
-        stores = (x if x is None or self.heads_first else x.transpose(1, 2) for x in self.stores())
-        rows, low_scale = stores
+        rows, low_scale = (x if x is None or self.heads_first else x.transpose(1, 2) for x in self.stores())
         return Plain(rows) if self.bits == 16 else CodedValues(rows, low_scale, self.bits)
 
 
@@ -1490,15 +1497,11 @@ class LokiCache(DenseCache):
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
         return grouped @ self.basis[..., : self.width]
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        span = slice(0, q.shape[0])
-        q, k = self.rope(q, span), self.rope(k, span)
-        self.keys.write_prompt(row, self.rotate(k)[:, :, 0])
-        self.values.write_prompt(row, v)
-        return causal_attention(q, k, v)
+    def stored(self, k: Tensor) -> Tensor:
+        return self.rotate(k)[..., 0, :]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        self.keys.write(pos, self.rotate(self.rope(k, pos))[:, :, 0])
+        self.keys.write(pos, self.stored(self.rope(k, pos)))
         self.values.write(pos, v)
         q, index = self.rotate(self.rope(q, pos)), None  # [B, Hkv, G, width]
         if not self.settings.reduced:
@@ -1979,9 +1982,8 @@ class StreamingCache(Cache):
         self.k[rows, :, slot], self.v[rows, :, slot] = self.rope(k, pos), v
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
-        return self.room.attend(
-            self.rope(q, pos), Plain(self.k), Plain(self.v), pos
-        )  # slots fill from the left
+        # Slots fill from the left: those up to pos hold a token.
+        return self.room.attend(self.rope(q, pos), Plain(self.k), Plain(self.v), pos)
 
     def formula(self) -> int:
         return dense_bytes(self.room) // self.room.capacity * (self.x + self.w)
@@ -2501,9 +2503,8 @@ class PackedValues(nn.Module):
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         places = self.room.positions
         exact = (places > pos[:, None] - self.R)[..., None, None]
-        v = torch.where(exact, self.ring[:, places % self.R], self.packed.read((slice(None),))).transpose(
-            1, 2
-        )
+        decoded = self.packed.read((slice(None),))  # [B, tokens, Hkv, D]
+        v = torch.where(exact, self.ring[:, places % self.R], decoded).transpose(1, 2)
         return v if index is None else gather_rows(v, index)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
@@ -2669,8 +2670,7 @@ class ShadowKvCache(Cache):
         """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
         latent = self.latent[self.room.row_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
-        k = self.rope(k[..., None, :], index)[..., 0, :]
-        return k, gather_rows(self.host_v, index)
+        return self.room.rope_one(k, index), gather_rows(self.host_v, index)
 
     def formula(self) -> int:
         """On the device; V of every token is host_bytes()."""
@@ -3019,7 +3019,7 @@ class PaluCache(FdcCache):
 
     def keys(self, head: int, stored: Tensor) -> Tensor:
         rebuilt = stored @ self.bases[head].T + self.bias[head]  # [..., S, D]
-        return self.rope(rebuilt[..., None, :], slice(0, stored.shape[-2]))[..., 0, :]
+        return self.room.rope_one(rebuilt, slice(0, stored.shape[-2]))
 
 
 def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
