@@ -162,6 +162,14 @@ class Room:
         )
         return attend(q, k, v, index >= 0, scale)
 
+    def attend_logits(self, logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """Attention whose logits [B, Hkv, G, S] fp32 are there, over v [B, Hkv, S, D] -> [B, Hkv G, D]."""
+        if self.kernels:
+            return self.kernels.attend_logits(logits, v, pos.int())
+        live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
+        weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
+        return (weights.to(v.dtype) @ v).flatten(1, 2)
+
     def paired_basis(self, basis: Tensor, bias: Tensor) -> tuple[Tensor, Tensor] | None:
         """Of RebuiltKeys, as the kernels take them; None where there are none."""
         if not self.kernels:
@@ -527,32 +535,36 @@ def build_dense(
 # -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
 
 
-def quantize(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Asymmetric codes of groups of channels within each token (KIVI's value scheme, arXiv 2402.02750).
+def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Asymmetric codes of groups along `dim`: of channels within each token, as KIVI's values, or with dim -2
+    of tokens within each channel, as its keys (arXiv 2402.02750).
 
-    x [..., D] -> codes [..., D * bits / 8] uint8 and (minimum, scale) [..., D / group, 2] fp16.
+    x [..., S, D] -> codes [..., S, D * bits / 8] uint8, and (minimum, scale) of each group in fp16,
+    [..., S, D / group, 2] or [..., S / group, D, 2].
     Byte j holds channels j, j + n, j + 2n, ... (n = D * bits / 8) from its lowest bits up: unpacking gives
     contiguous runs of channels, which is what a GPU kernel wants."""
-    grouped = x.float().unflatten(-1, (-1, group))  # [..., D / group, group]
-    low, high = grouped.aminmax(dim=-1)
+    grouped = x.float().unflatten(dim, (-1, group))
+    low, high = grouped.aminmax(dim=dim, keepdim=True)
     # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
     low = low.half()
     scale = ((high - low.float()) / (2**bits - 1)).half()
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
-    codes = ((grouped - low.float()[..., None]) / step[..., None]).round().clamp(0, 2**bits - 1)
-    planes = codes.flatten(-2).to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
+    codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
+    planes = codes.flatten(dim - 1, dim).to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
     packed = planes[..., 0, :].clone()
     for i in range(1, 8 // bits):
         packed |= planes[..., i, :] << (i * bits)
-    return packed, torch.stack((low, scale), dim=-1)
+    return packed, torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
-def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype: torch.dtype) -> Tensor:
-    """The inverse: codes [..., D * bits / 8], low_scale [..., D / group, 2] -> x [..., D]."""
+def dequantize(
+    codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype: torch.dtype, dim: int = -1
+) -> Tensor:
+    """The inverse: codes [..., S, D * bits / 8] and the groups' (minimum, scale) -> x [..., S, D]."""
     planes = [(codes >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)]
-    grouped = torch.cat(planes, dim=-1).float().unflatten(-1, (-1, group))
-    low, scale = low_scale.float().unbind(-1)
-    return (grouped * scale[..., None] + low[..., None]).flatten(-2).to(dtype)
+    grouped = torch.cat(planes, dim=-1).float().unflatten(dim, (-1, group))
+    low, scale = (part.unsqueeze(dim) for part in low_scale.float().unbind(-1))
+    return (grouped * scale + low).flatten(dim - 1, dim).to(dtype)
 
 
 def check_groups(bits: int, head_dim: int) -> None:
@@ -1465,6 +1477,11 @@ class LokiSettings:
         "instead of d: per layer the mean of its heads' Rank@v for this share, rounded (App. B.2; 0: off)",
     )
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
+    share: str = setting(
+        "query",
+        "who has k tokens of its own: each query head (paper), or all of a KV head's group together (ours)",
+        ("query", "group"),
+    )
     sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
     recent: int = setting(0, "last tokens that are always among the k (the paper: none)")
     reduced: bool = setting(
@@ -1505,16 +1522,18 @@ class LokiCache(DenseCache):
         self.values.write(pos, v)
         q, index = self.rotate(self.rope(q, pos)), None  # [B, Hkv, G, width]
         if not self.settings.reduced:
-            index = self.select(pos, q)  # [B, Hkv, G, k]
+            index = self.select(pos, q)  # [B, Hkv, G, k], or [B, Hkv, k] of a group
             self.attends(pos, index, index >= 0)
-            index = index.flatten(1, 2)
+            index = index.flatten(1, -2)
         return self.room.attend(q.flatten(1, 2), self.keys, self.values, pos, index)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
 
-        q [B, Hkv, G, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer."""
-        scores = self.room.scores(q[..., : self.d], self.keys.read(pos), pos, "each")
+        q [B, Hkv, G, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer. A group
+        that shares its tokens ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
+        rule = {"query": "each", "group": "largest"}[self.settings.share]
+        scores = self.room.scores(q[..., : self.d], self.keys.read(pos), pos, rule)
         wanted, forced = None, self.x + self.z
         if self.settings.k <= 1:  # a share of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
@@ -1524,7 +1543,8 @@ class LokiCache(DenseCache):
         """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
         if self.settings.reduced:
             return length, length
-        chosen = min(length, self.config.group * sum(self.settings.budget(length)))
+        sets = self.config.group if self.settings.share == "query" else 1
+        chosen = min(length, sets * sum(self.settings.budget(length)))
         return chosen + length * self.d / self.width, chosen
 
 
@@ -1733,9 +1753,12 @@ def lrqk_resolve(
     slot = slot_of.gather(-1, index).long()
     hit = slot >= 0  # what does not count has no slot
     stamp.scatter_reduce_(-1, slot.clamp(min=0), torch.where(hit, step, -1), "amax")
-    oldest = stamp.argsort(dim=-1, stable=True)  # the hits' slots come last
-    rank = ((~hit).cumsum(-1) - 1).clamp(min=0)
-    place = torch.where(hit, slot, oldest.gather(-1, rank))  # distinct: k entries, C >= k slots
+    rank = (~hit).cumsum(-1).clamp(min=1)  # of a miss among the misses, from 1
+    if stamp.shape[-1] == index.shape[-1]:  # the misses need all slots that are free: any order will do
+        oldest = torch.searchsorted((stamp < step).cumsum(-1), rank).clamp(max=stamp.shape[-1] - 1)
+    else:
+        oldest = stamp.argsort(dim=-1, stable=True).gather(-1, rank - 1)  # the hits' slots come last
+    place = torch.where(hit, slot, oldest)  # distinct: k entries, C >= k slots
     miss = live & ~hit
     before = pos_of.gather(-1, place)
     # An entry that evicts nothing clears its own place, which the next line fills again.
@@ -2165,7 +2188,7 @@ class H2oCache(Cache):
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
         self.attention += self.weights(logits, step, first).sum(2)
-        return self.room.attend(q, Plain(self.k), Plain(self.v), pos, live=live)
+        return self.room.attend_logits(logits, self.v, every)
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and one length a row."""
@@ -2413,53 +2436,57 @@ class PackedKeys(nn.Module):
     def __init__(self, cache: "DenseCache", bits: int, residual: int):
         super().__init__()
         self.room, self.bits, self.width = cache.room, bits, cache.width
+        if self.width * bits % 8:
+            raise UserError(f"keys of {self.width} numbers do not fill bytes with {bits} bits each")
         capacity, heads = cache.room.capacity, cache.config.n_kv_heads
         self.R = min(residual, -(-capacity // 32) * 32)
         self.groups = -(-capacity // self.R) * self.R // 32
-        shape = (heads, self.groups, self.width)
-        self.register_buffer("codes", cache.store(*shape, 32 * bits // 8, dtype=torch.uint8))
-        self.register_buffer("low_scale", cache.store(*shape, 1, 2, dtype=torch.float16))
+        codes, pairs = (self.groups * 32, self.width * bits // 8), (self.groups, self.width, 2)
+        self.register_buffer("codes", cache.store(heads, *codes, dtype=torch.uint8))
+        self.register_buffer("low_scale", cache.store(heads, *pairs, dtype=torch.float16))
         self.register_buffer("ring", cache.store(self.R, heads, self.width))
 
     def write_prompt(self, row: int, x: Tensor) -> None:
         full = len(x) // self.R * self.R
-        where = (row, slice(None), slice(0, full // 32))
-        self.codes[where], self.low_scale[where] = self.quantize(x[:full].transpose(0, 1))
+        codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
+        self.codes[row, :, :full], self.low_scale[row, :, : full // 32] = codes, low_scale
         waiting = torch.arange(full, len(x), device=x.device)
         self.ring[row, waiting % self.R] = x[waiting]
 
     def write(self, pos: Tensor, x: Tensor) -> None:
-        rows, n = self.room.row_ids, self.R // 32
-        self.ring[rows, pos % self.R] = x
+        rows, first = self.room.row_ids[:, None], (pos // self.R * self.R)[:, None]
+        self.ring[self.room.row_ids, pos % self.R] = x
         # The block is written at every step and read when it is full: a condition would have to ask the host.
-        groups = (pos // self.R * n)[:, None] + torch.arange(n, device=pos.device)  # [B, n]
-        codes, low_scale = self.quantize(self.ring.transpose(1, 2))
-        self.codes[rows[:, None], :, groups] = codes.transpose(1, 2)
-        self.low_scale[rows[:, None], :, groups] = low_scale.transpose(1, 2)
+        codes, low_scale = quantize(self.ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        tokens = first + torch.arange(self.R, device=pos.device)
+        groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
+        self.codes[rows, :, tokens] = codes.transpose(1, 2)
+        self.low_scale[rows, :, groups] = low_scale.transpose(1, 2)
 
-    def quantize(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """k [..., n, width] -> codes [..., n / 32, width, 32 bits / 8] and (minimum, scale) of each."""
-        return quantize(k.unflatten(-2, (-1, 32)).transpose(-1, -2), self.bits, 32)
+    def exact(self, pos: Tensor, places: Tensor) -> Tensor:
+        """Which of the places, with rows first, wait in the ring."""
+        return places >= (pos // self.R * self.R).view(-1, *[1] * (places.ndim - 1))
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        k = dequantize(self.codes, self.low_scale, self.bits, 32, self.room.dtype, -2)
         places = self.room.positions
-        k = dequantize(self.codes, self.low_scale, self.bits, 32, self.room.dtype)  # [B, Hkv, n, width, 32]
-        k = k.transpose(-1, -2).flatten(2, 3)[:, :, : len(places)]
-        exact = places >= (pos // self.R * self.R)[:, None]
-        k = torch.where(exact[:, None, :, None], self.ring[:, places % self.R].transpose(1, 2), k)
+        k, exact = k[:, :, : len(places)], self.exact(pos, places[None])[:, None, :, None]
+        k = torch.where(exact, self.ring[:, places % self.R].transpose(1, 2), k)
         return k if index is None else gather_rows(k, index)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
-        low, scale = self.low_scale[..., 0, :].float().unbind(-1)  # [B, Hkv, n, width]
-        weights = (q[:, :, None] * scale[:, :, :, None].to(q.dtype)).contiguous()  # [B, Hkv, n, G, width]
-        planes = ((self.codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
-        coded = torch.cat([weigh(weights, plane) for plane in planes], -1)  # [B, Hkv, n, G, 32]
-        coded = coded.float() + q[:, :, None].float() @ low[..., None]
+        low, scale = self.low_scale.float().unbind(-1)  # [B, Hkv, n, width]
+        weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, Hkv, n, G, width]
+        codes = self.codes.unflatten(2, (-1, 32)).mT  # [B, Hkv, n, width * bits / 8, 32]
+        planes = ((codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
+        parts = (x.contiguous() for x in weights.chunk(8 // self.bits, -1))
+        coded = sum(weigh(x, plane).float() for x, plane in zip(parts, planes, strict=True))
+        coded = coded + q[:, :, None].float() @ low[..., None]  # [B, Hkv, n, G, 32]
         coded = coded.transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
         places = self.room.positions
         exact = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
-        waits = places >= (pos // self.R * self.R)[:, None, None, None]
+        waits = self.exact(pos, places[None, None, None])
         return torch.where(waits, exact[..., places % self.R], coded[..., : len(places)])
 
     def stores(self) -> list[Tensor]:
@@ -2653,13 +2680,14 @@ class ShadowKvCache(Cache):
         near = position[:, None].expand(-1, live.shape[1], -1)
         self.attends(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
         k_all = torch.cat((self.outlier_k, k_chosen, self.ring_k), 2)
-        return attend(q, k_all, torch.cat((self.outlier_v, v_chosen, self.ring_v), 2), lives)
+        v_all = torch.cat((self.outlier_v, v_chosen, self.ring_v), 2)
+        return self.room.attend(q, Plain(k_all), Plain(v_all), pos, live=lives)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
         ids, heads = torch.arange(self.chunks, device=pos.device), self.config.n_kv_heads
-        logits = q.unflatten(1, (heads, -1)) @ self.landmark.transpose(-1, -2) * self.config.head_dim**-0.5
-        scores = group_scores(logits, ids < (pos[:, None] + 1) // self.chunk)  # whole chunks
+        whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
+        scores = self.room.scores(q.unflatten(1, (heads, -1)), self.landmark, whole, "largest")
         outlier = (self.outlier[..., None] == ids).any(2)
         scores = scores.masked_fill(outlier, -torch.inf)
         last = self.local(pos) - 1  # the newest chunk that is not recent
@@ -2813,8 +2841,12 @@ class FdcCache(Cache):
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
         """x [..., H, D] before RoPE -> x R after RoPE for each KV head, [..., H / Hkv, d_qk]."""
-        grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
-        return [grouped[..., h, :, :] @ basis for h, basis in enumerate(self.bases)]
+        return self.project(self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1)))
+
+    def project(self, grouped: Tensor) -> list[Tensor]:
+        """grouped [..., Hkv, n, D] times each head's R -> [..., n, d_qk] for each."""
+        wide = torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)  # zero beyond a head's d_qk
+        return [wide[..., h, :, : basis.shape[1]] for h, basis in enumerate(self.bases)]
 
     def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
         return self.compress(q, positions)
@@ -3000,8 +3032,7 @@ class PaluCache(FdcCache):
         self.paired = room.paired_basis(self.basis, bias)
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        x = x - self.bias
-        return [x[..., h, None, :] @ basis for h, basis in enumerate(self.bases)]
+        return self.project((x - self.bias).unsqueeze(-2))
 
     def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
         return list(self.rope(q, positions).unflatten(-2, (self.config.n_kv_heads, -1)).unbind(-3))

@@ -298,9 +298,8 @@ def _scores_kernel(
     tile_max_p,  # softmax: the running maximum of each tile [B, H, tiles, NP] fp32
     max_p,  # [B, H, splits, NP] fp32
     sum_p,  # [B, H, splits, NP] fp32
-    query_steps, steps, S, N, r_score, r, scale, boost, tiles, block,
-    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, NP: tl.constexpr, BLOCKS: tl.constexpr,
-    RULE: tl.constexpr,
+    query_steps, steps, S, N, r_score, r, scale, boost, tiles, per_block,
+    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr, NP: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Logits of a head's rows with its N queries, in log2 units but for the rule each, and what RULE sums."""
     _wait_for_previous()
@@ -308,59 +307,57 @@ def _scores_kernel(
     b = tl.program_id(2).to(tl.int64)
     length = tl.load(pos_p + b) + 1
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
-    share = tl.cdiv(tl.cdiv(length, T), splits)  # tiles of this program, of the live ones only
-    query_at = query_p + b * query_steps[0] + h * query_steps[2] + n[:, None] * r_score + dims
-    # Int8 rows are multiplied as they are where the queries can be split once and for all tiles.
+    # The tiles of this program, of the live ones only where a second kernel writes the scores.
+    count = tiles if RULE == "each" else tl.cdiv(length, T)
+    share = tl.cdiv(count, splits)
+    first, stop = split * share, tl.minimum((split + 1) * share, count)
+    query_p += b * query_steps[0] + h * query_steps[2]
+    query_at = query_p + n[:, None] * r_score + dims
+    # Int8 rows are multiplied as they are where the queries can be split once and for all tiles of a block.
     SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
-    if NR == 1:
-        if not BLOCKS:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
-            query = tl.load(query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
-            if SPLIT:
-                high, low, query_scale = _split_rows(query)
     top = tl.full([NP], float("-inf"), tl.float32)
     total = tl.zeros([T, NP], tl.float32)  # summed over T at the end, not in every tile
-    for tile in range(split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))):
-        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-        live = tokens < length
-        row = b * steps[0] + h * steps[1] + tokens * steps[2]
-        logits = tl.zeros([T, NP], tl.float32)
-        row_at = rows_p + row[:, None] * r + dims
-        tile_query_at = query_at
-        if BLOCKS:  # a tile lies in one block of tokens
-            tile_query_at = query_at + (tile * T // block).to(tl.int64) * query_steps[1]
-        if NR == 1:
-            if BLOCKS:
-                query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
-                if SPLIT:
-                    high, low, query_scale = _split_rows(query)
-            rows = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
+    for block in range(first // per_block, tl.cdiv(stop, per_block)):
+        tile_query_at = query_at + tl.cast(block, tl.int64) * query_steps[1]
+        if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
+            query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
             if SPLIT:
-                coarse = tl.dot(rows, tl.trans(high), out_dtype=tl.int32).to(tl.float32)
-                fine = tl.dot(rows, tl.trans(low), out_dtype=tl.int32).to(tl.float32)
-                logits = (coarse * 254 + fine) * query_scale[None, :]
+                high, low, query_scale = _split_rows(query)
+        for tile in range(tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block)):
+            tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
+            live = tokens < length
+            row = b * steps[0] + h * steps[1] + tokens * steps[2]
+            logits = tl.zeros([T, NP], tl.float32)
+            row_at = rows_p + row[:, None] * r + dims
+            if NR == 1:
+                rows = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
+                if SPLIT:
+                    coarse = tl.dot(rows, tl.trans(high), out_dtype=tl.int32).to(tl.float32)
+                    fine = tl.dot(rows, tl.trans(low), out_dtype=tl.int32).to(tl.float32)
+                    logits = (coarse * 254 + fine) * query_scale[None, :]
+                else:
+                    logits = tl.dot(rows.to(query.dtype), tl.trans(query), logits, input_precision="ieee")
             else:
-                logits = tl.dot(rows.to(query.dtype), tl.trans(query), logits, input_precision="ieee")
-        else:
-            for i in range(0, NR * RB, RB):
-                inside = dims + i < r_score
-                rows = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
-                part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
-                logits = tl.dot(rows.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-        if row_scale_p is not None:
-            logits *= tl.load(row_scale_p + row, mask=live, other=0.0)[:, None]
-        logits = tl.where(live[:, None], logits * scale, float("-inf"))
-        if RULE != "softmax":
-            at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
-            tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
-        if RULE != "each":
-            new_top = tl.maximum(top, tl.max(logits, 0))
-            weight = tl.exp2(logits - new_top[None, :])
-            total = total * tl.exp2(top - new_top)[None, :] + weight
-            top = new_top
-        if RULE == "softmax":
-            at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
-            tl.store(at, (weight * boost).to(kept_p.dtype.element_ty), mask=live[:, None])
-            tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n, top)
+                for i in range(0, NR * RB, RB):
+                    inside = dims + i < r_score
+                    rows = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
+                    part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
+                    logits = tl.dot(rows.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
+            if row_scale_p is not None:
+                logits *= tl.load(row_scale_p + row, mask=live, other=0.0)[:, None]
+            logits = tl.where(live[:, None], logits * scale, float("-inf"))
+            if RULE != "softmax":
+                at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
+                tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
+            if RULE != "each":
+                new_top = tl.maximum(top, tl.max(logits, 0))
+                weight = tl.exp2(logits - new_top[None, :])
+                total = total * tl.exp2(top - new_top)[None, :] + weight
+                top = new_top
+            if RULE == "softmax":
+                at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
+                tl.store(at, (weight * boost).to(kept_p.dtype.element_ty), mask=live[:, None])
+                tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n, top)
     if RULE != "each":
         at = ((b * H + h) * splits + split) * NP + n
         tl.store(max_p + at, top)
@@ -376,7 +373,7 @@ def _reduce_scores_kernel(
     pos_p,  # [B] int32
     out_p,  # [B, H, S] fp32
     S, N, splits, boost, tiles,
-    T: tl.constexpr, NP: tl.constexpr, SP: tl.constexpr, RULE: tl.constexpr,
+    T: tl.constexpr, NP: tl.constexpr, NQ: tl.constexpr, SP: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """softmax: sum over the queries of exp(logit) / their sum; largest: of logit - log2 of that sum the
     largest. -inf beyond pos."""
@@ -384,7 +381,7 @@ def _reduce_scores_kernel(
     _let_next_begin()
     h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     length = tl.load(pos_p + b) + 1
-    n, split = tl.arange(0, NP), tl.arange(0, SP)
+    n, split = tl.arange(0, NQ), tl.arange(0, SP)
     at = ((b * H + h) * splits + split[:, None]) * NP + n[None, :]
     tops = tl.load(max_p + at, mask=(split < splits)[:, None], other=float("-inf"))
     sums = tl.load(sum_p + at, mask=(split < splits)[:, None], other=0.0)
@@ -402,10 +399,9 @@ def _reduce_scores_kernel(
             kept = tl.load(kept_at, mask=live[:, None], other=0.0)
             score = tl.sum(kept.to(tl.float32) * factor[None, :], 1)
         else:
-            kept_at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
-            mask = live[:, None] & (n < N)[None, :]
-            kept = tl.load(kept_at, mask=mask, other=float("-inf"))
-            score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-38)))[None, :], 1) * LN2
+            kept_at = kept_p + ((b * H + h) * N + n[:, None]) * S + tokens[None, :]
+            kept = tl.load(kept_at, mask=(n < N)[:, None] & live[None, :], other=float("-inf"))
+            score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-38)))[:, None], 0) * LN2
         tl.store(out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
 
 
@@ -452,7 +448,6 @@ def scores(
     T, RB, warps, stages, programs = softmax_config(NP, r_score, tile_itemsize(queries.dtype, rows))
     if block:
         T = min(T, block & -block)  # a power of two that divides it
-        stages = max(1, stages - 1)  # queries are loaded for each tile, too
     tiles = cdiv(S, T)
     # Every program of the second kernel reads the sums of all splits.
     splits = max(1, min(tiles, programs // (B * H), max(128, 256 // B)))
@@ -462,20 +457,21 @@ def scores(
     if soft:
         kept = empty(B, H, S, NP, dtype=torch.float32 if exact else torch.float16)
     else:
-        kept = torch.full((B, H * N, S), -torch.inf, device=rows.device)
+        kept = empty(B, H * N, S, dtype=torch.float32)
     tile_max = empty(B, H, tiles if soft else 0, NP, dtype=torch.float32)
     tops, sums = empty(2, B, H, splits if rule != "each" else 0, NP, dtype=torch.float32)
     _scores_kernel[splits, H, B](
         queries, rows, row_scale, pos, kept, tile_max, tops, sums, query_steps, steps, S, N, r_score, r,
-        scale * (1 if rule == "each" else LOG2E), boost, tiles, block, T, RB, cdiv(r_score, RB), NP, block >
-        0, rule, num_warps=warps,
-        num_stages=stages, **overlapped(rows.device),
+        scale * (1 if rule == "each" else LOG2E), boost, tiles, block // T if block else tiles, T, RB,
+        cdiv(r_score, RB), NP, rule, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":
         return kept
     out = empty(B, H, S, dtype=torch.float32)
+    NQ, T = (NP, T) if soft else (power2(N), 512)
+    tiles = cdiv(S, T)
     _reduce_scores_kernel[max(1, min(tiles, 4 * SMS // (B * H))), H, B](
-        kept, tile_max, tops, sums, pos, out, S, N, splits, boost, tiles, T, NP, power2(splits), rule,
+        kept, tile_max, tops, sums, pos, out, S, N, splits, boost, tiles, T, NP, NQ, power2(splits), rule,
         num_warps=4, **overlapped(rows.device),
     )  # fmt: skip
     return out
@@ -1365,40 +1361,56 @@ def _latent_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.conste
 
 
 @jit
+def _no_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
+    return q_p
+
+
+@jit
+def _given_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] that are there: a query's lie in line, the next query's keys[1] numbers on."""
+    g = tl.arange(0, SHAPE[1])[None, :]
+    return tl.load(keys[0] + row[:, None] + g * keys[1], mask=g < SHAPE[0], other=0.0) * scale
+
+
+@jit
+def _channel_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
+    """The queries of a group as columns, in the order in which the keys' planes are decoded."""
+    WIDTH: tl.constexpr = SHAPE[2] * SHAPE[4] // 8
+    g = tl.arange(0, SHAPE[1])
+    channel, inside = _columns(8 // SHAPE[4], WIDTH, 1, SHAPE[3] * SHAPE[4] // 8)
+    real = (g < SHAPE[0])[None, :] & inside[:, None]
+    return tl.load(q_p + g[None, :] * SHAPE[2] + channel[:, None], mask=real, other=0.0)
+
+
+@jit
 def _channel_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of KIVI's keys: each channel in codes over groups of 32 tokens; since the last multiple
-    of R exact, in a ring. A tile of tokens in line is one group; chosen tokens each look theirs up."""
+    """Logits [T, GP] of KIVI's keys: rows of codes, and for 32 tokens of each channel a minimum and a scale;
+    since the last multiple of R exact, in a ring. SHAPE[5] tokens of a tile lie in one such group."""
     codes_p, low_scale_p, ring_p, R, Hkv = keys
+    T: tl.constexpr = row.shape[0]
     D: tl.constexpr = SHAPE[2]
     BITS: tl.constexpr = SHAPE[4]
-    LINE: tl.constexpr = SHAPE[5]
-    d = tl.arange(0, SHAPE[3])
-    real = d < D
+    PER: tl.constexpr = SHAPE[5]
+    PLANES: tl.constexpr = 8 // BITS
+    WIDTH: tl.constexpr = D // PLANES
+    WP: tl.constexpr = SHAPE[3] // PLANES
+    byte = tl.arange(0, WP)
+    codes = tl.load(codes_p + row[:, None] * WIDTH + byte[None, :], mask=(byte < WIDTH)[None, :], other=0)
+    group = tl.max(tl.reshape(row, [T // PER, PER]), 1) // 32  # dead slots stand at token 0
+    channel, inside = _columns(PLANES, WIDTH, 1, WP)
+    pairs = tl.load(low_scale_p + group[:, None] * D + channel[None, :], mask=inside[None, :], other=0)
+    pairs = tl.reshape(pairs, [T // PER, 1, PLANES, WP])
+    codes = tl.reshape(codes.to(tl.int32), [T // PER, PER, 1, WP])
+    codes = (codes >> (tl.arange(0, PLANES) * BITS)[None, None, :, None]) & ((1 << BITS) - 1)
+    # The codes as the lowest bits of 2**23: no conversion, which runs at a quarter of the rate.
+    codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    k = codes * _half_at(pairs, 16) + _half_at(pairs, 0)
+    k = tl.reshape(k, [T, PLANES * WP]).to(query.dtype)
     exact = token >= pos // R * R
-    ring_at = ring_p + ((b * R + token % R) * Hkv + h)[:, None] * D + d[None, :]
-    ring = tl.load(ring_at, mask=exact[:, None] & real[None, :], other=0.0)
-    if LINE:
-        group = tl.max(row, 0) // 32  # dead slots stand at token 0
-        coded = real & (d * 0 + tl.max(token, 0) < pos // R * R)
-        word, plane, byte = tl.arange(0, BITS), tl.arange(0, 8 // BITS), tl.arange(0, 4)
-        codes = tl.load(
-            codes_p + ((group * D + d) * BITS)[:, None] + word[None, :], mask=coded[:, None], other=0
-        )
-        pairs = tl.load(low_scale_p + group * D + d, mask=coded, other=0)
-        shift = plane[None, :, None, None] * BITS + byte[None, None, None, :] * 8
-        codes = (codes[:, None, :, None] >> shift) & ((1 << BITS) - 1)  # [DP, planes, BITS, 4]
-        codes = tl.reshape(codes, [SHAPE[3], 32]).to(tl.float32)
-        k = tl.trans(codes * _half_at(pairs, 16)[:, None] + _half_at(pairs, 0)[:, None])
-    else:
-        at = (row // 32)[:, None] * D + d[None, :]
-        coded = (token < pos // R * R)[:, None] & real[None, :]
-        slot = (row % 32).to(tl.int32)
-        byte, plane = slot % (BITS * 4), slot // (BITS * 4)
-        words = tl.load(codes_p + at * BITS + (byte // 4)[:, None], mask=coded, other=0)
-        codes = (words >> (byte % 4 * 8 + plane * BITS)[:, None]) & ((1 << BITS) - 1)
-        pairs = tl.load(low_scale_p + at, mask=coded, other=0)
-        k = codes.to(tl.float32) * _half_at(pairs, 16) + _half_at(pairs, 0)
-    k = tl.where(exact[:, None], ring, k.to(query.dtype))
+    if tl.max(exact.to(tl.int32), 0) > 0:
+        ring_at = ring_p + ((b * R + token % R) * Hkv + h)[:, None] * D + channel[None, :]
+        ring = tl.load(ring_at, mask=exact[:, None] & inside[None, :], other=0.0)
+        k = tl.where(exact[:, None], ring, k)
     return tl.dot(k, query, input_precision="ieee") * scale
 
 
@@ -1407,11 +1419,13 @@ def _residual_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING
     """V [T, C] of packed codes, but for the last R tokens out of a ring [B, R, Hkv, DV], exact."""
     _, _, ring_p, R, Hkv = values
     v = _code_values(values, b, h, row, token, pos, dtype, PACKING)
-    channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
     exact = token > pos - R
-    at = ((b * R + token % R) * Hkv + h)[:, None] * (PACKING[2] * PACKING[3]) + channel[None, :]
-    ring = tl.load(ring_p + at, mask=exact[:, None] & inside[None, :], other=0.0)
-    return tl.where(exact[:, None], ring, v)
+    if tl.max(exact.to(tl.int32), 0) > 0:
+        channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
+        at = ((b * R + token % R) * Hkv + h)[:, None] * (PACKING[2] * PACKING[3]) + channel[None, :]
+        ring = tl.load(ring_p + at, mask=exact[:, None] & inside[None, :], other=0.0)
+        v = tl.where(exact[:, None], ring, v)
+    return v
 
 
 @jit
@@ -1582,15 +1596,23 @@ def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
 
 def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (codes, low_scale, ring), (B, _, D) = keys, q.shape
-    groups, bits, R = codes.shape[2], codes.shape[4] // 4, ring.shape[1]
+    tokens, width, R = codes.shape[2], codes.shape[3], ring.shape[1]
+    bits = width * 8 // D
     need(bits in (2, 4) and R % 32 == 0, f"codes {list(codes.shape)} are of 2 or 4 bits, the ring of 32s")
-    shape("codes of keys", codes, B, Hkv, groups, D, bits * 4, dtype=torch.uint8)
-    shape("low_scale of keys", low_scale, B, Hkv, groups, D, 1, 2, dtype=torch.float16)
+    shape("codes of keys", codes, B, Hkv, tokens, D * bits // 8, dtype=torch.uint8)
+    shape("low_scale of keys", low_scale, B, Hkv, tokens // 32, D, 2, dtype=torch.float16)
     shape("ring of keys", ring, B, R, Hkv, D, dtype=q.dtype)
     together(codes=codes, low_scale=low_scale, ring=ring)
-    stores = (codes.view(torch.int32), low_scale.view(torch.int32), ring, R, Hkv)
-    steps = (Hkv * groups * 32, groups * 32, 1)
-    return stores, steps, (D, max(16, power2(D)), bits, 0), (_plain_queries, _channel_logits)
+    stores = (codes, low_scale.view(torch.int32), ring, R, Hkv)
+    return (
+        stores,
+        row_steps("codes", codes),
+        (D, max(16, power2(D)), bits, 32),
+        (
+            _channel_queries,
+            _channel_logits,
+        ),
+    )
 
 
 KEYS = {"plain": plain_keys, "int8": int8_keys, "latents": latent_keys, "channels": channel_keys}
@@ -1635,8 +1657,9 @@ def attend(
                  its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32, or None; rope [>= S, D/2, 2] of
                  rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are int8 with scales, or
                  of q's dtype without
-        channels codes [B, Hkv, n, D, 4 * bits] uint8 of n groups of 32 tokens, low_scale [B, Hkv, n, D, 1, 2]
-                 fp16, ring [B, R, Hkv, D] of the tokens since the last multiple of R, which are exact
+        channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens, low_scale
+                 [B, Hkv, n, D, 2] fp16, ring [B, R, Hkv, D] of the tokens since the last multiple of R, which
+                 are exact
     values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8, low_scale
     [.., DV / group, 2] fp16, and where the last R tokens are exact their ring [B, R, Hkv, DV]. index int32:
     the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens
@@ -1667,8 +1690,8 @@ def attend(
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
     T, warps, stages, fill = attend_config(kind, q.element_size())
-    if kind == "channels":
-        T, sizes = 32, (*sizes[:3], index is None)  # a tile of tokens in line is a group
+    if kind == "channels" and index is not None:
+        sizes = (*sizes[:3], 1)  # chosen tokens each look their group up
     splits = attend_splits(n, B * programs, fill)
     out, tops, sums, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, programs, B](
@@ -1676,6 +1699,30 @@ def attend(
         tops, sums, parts, key_steps, value_steps, n, z, sets, Hkv, scale * LOG2E, *functions, decoder,
         (G, max(16, power2(G)), *sizes), packing, T, stages, splits == 1, num_warps=warps,
         **overlapped(q.device),
+    )  # fmt: skip
+    return merge_splits(out, tops, sums, parts)
+
+
+@operator(lambda logits, v, pos: v.new_empty(len(v), logits.shape[1] * logits.shape[2], v.shape[3]))
+def attend_logits(logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    """Attention whose logits are there: softmax(logits) v over the tokens up to pos, at most S.
+
+    logits [B, Hkv, G, S] fp32, each query's in line; v [B, Hkv, S, DV], whole rows -> [B, Hkv * G, DV] of v's
+    dtype. Truth: Tensor.softmax, a product."""
+    (B, H, G, S), DV = logits.shape, v.shape[3]
+    need(logits.dtype == torch.float32 and logits.stride(3) == 1, "logits must be fp32, each query's in line")
+    shape("v", v, B, H, S, DV)
+    check(pos, B)
+    packing = value_packing(DV, 16)
+    T, warps, stages, fill = attend_config("plain", v.element_size())
+    splits = attend_splits(S, B * H, fill)
+    out, tops, sums, parts = split_outputs(v.new_empty(B, H * G, DV), splits)
+    steps = (logits.stride(0), logits.stride(1), 1)
+    _attend_kernel[splits, H, B](
+        v, (logits, logits.stride(2)), (v,), None, (None,), (None,), pos, tops, sums, parts, steps,
+        row_steps("v", v), S, 0, 1, H, LOG2E, _no_queries, _given_logits, _plain_values,
+        (G, max(16, power2(G)), 1, 16, 0, 0), packing, T, stages, splits == 1, num_warps=warps,
+        **overlapped(v.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
@@ -1705,45 +1752,43 @@ def _attend_latent_kernel(
     top_p,  # [B, Hq, splits] fp32
     sum_p,  # [B, Hq, splits] fp32
     out_p,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
-    S, W, DV, scale, blocks,
-    H: tl.constexpr, HP: tl.constexpr, T: tl.constexpr, WB: tl.constexpr, VB: tl.constexpr,
-    FINAL: tl.constexpr,
+    S, scale,
+    W: tl.constexpr, WP: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, T: tl.constexpr,
+    STAGES: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(scale q R^T) R[:, :DV]: a row is key and value of all heads, for which it is read once.
-
-    A program keeps the sums of VB of the DV dims; where these are not all, each makes the logits again."""
+    """out = softmax(scale q R^T) R[:, :DV]: a row is key and value of all heads, and is read once."""
     _wait_for_previous()
-    split, splits = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
-    block, b = tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
+    split, splits, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     length = tl.load(pos_p + b) + 1
     share = tl.cdiv(tl.cdiv(length, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
-    head, w, d = tl.arange(0, HP), tl.arange(0, WB), block * VB + tl.arange(0, VB)
-    query_at = q_p + (b * H + head[None, :]) * W + w[:, None]
+    head, w = tl.arange(0, HP), tl.arange(0, WP)
+    real = (head < H)[:, None] & (w < W)[None, :]
+    query = tl.load(q_p + (b * H + head[:, None]) * W + w[None, :], mask=real, other=0.0)
     top = tl.full([HP], -1e30, tl.float32)
-    total = tl.zeros([T, HP], tl.float32)
-    out = tl.zeros([HP, VB], tl.float32)
-    for tile in range(first, stop):
+    total = tl.zeros([HP], tl.float32)
+    out = tl.zeros([HP, WP], tl.float32)
+    for tile in tl.range(first, stop, num_stages=STAGES):
         token = tile * T + tl.arange(0, T)
         live = token < length
-        row = rows_p + (b * S + tl.where(live, token, 0))[:, None] * W
-        logits = tl.zeros([T, HP], tl.float32)
-        for i in range(0, W, WB):
-            part = tl.load(row + (i + w)[None, :], mask=(i + w < W)[None, :], other=0.0)
-            real = (i + w < W)[:, None] & (head < H)[None, :]
-            query = tl.load(query_at + i, mask=real, other=0.0)
-            logits = tl.dot(part, query, logits, input_precision="ieee")
-        v = tl.load(row + d[None, :], mask=(d < DV)[None, :], other=0.0)
-        top, total, out = _attend_tile(logits * scale, live, v, top, total, out)
-    total = tl.sum(total, 0)
+        row_at = rows_p + (b * S + tl.where(live, token, 0))[:, None] * W + w[None, :]
+        rows = tl.load(row_at, mask=(w < W)[None, :], other=0.0)
+        logits = tl.dot(query, tl.trans(rows), input_precision="ieee") * scale
+        logits = tl.where(live[None, :], logits, -1e30)
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        weight = tl.where(live[None, :], tl.exp2(logits - new_top[:, None]), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weight, 1)
+        out = tl.dot(weight.to(rows.dtype), rows, out * shrink[:, None], input_precision="ieee")
+        top = new_top
     at = (b * H + head) * splits + split
     if FINAL:
         out = out / total[:, None]
-    elif block == 0:
+    else:
         tl.store(top_p + at, top, mask=head < H)
         tl.store(sum_p + at, total, mask=head < H)
-    mask = (head < H)[:, None] & (d < DV)[None, :]
-    tl.store(out_p + at[:, None] * DV + d[None, :], out.to(out_p.dtype.element_ty), mask=mask)
+    mask = (head < H)[:, None] & (w < DV)[None, :]
+    tl.store(out_p + at[:, None] * DV + w[None, :], out.to(out_p.dtype.element_ty), mask=mask)
 
 
 @operator(lambda q, latent, pos, DV, scale: q.new_empty(*q.shape[:2], DV))
@@ -1752,28 +1797,35 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
     decode.
 
     q [B, Hq, W], latent [B, S, W] of the same dtype: keys, and in their leading DV numbers values. Tokens
-    0..pos are attended -> [B, Hq, DV]. Truth: compress.attend with one KV head."""
+    0..pos are attended -> [B, Hq, DV]. The sums of rows beyond 512 numbers do not fit in registers: there
+    `scores` makes the logits, and `attend_logits` reads the values again.
+    Truth: compress.attend with one KV head."""
     (B, Hq, W), S = q.shape, latent.shape[1]
     shape("latent", latent, B, S, W, dtype=q.dtype)
     need(0 < DV <= W, f"values are the leading 1 to {W} numbers of a row, not {DV}")
     check(pos, B, q=q, latent=latent)
-    T, WB, VB, warps = latent_config(Hq, W, DV, q.element_size())
-    blocks = cdiv(DV, VB)
-    splits = max(1, min(cdiv(S, 2 * T), 2 * SMS // (B * blocks)))
+    T, warps, stages, widest = latent_config(q.element_size(), roomy(q.device))
+    WP = max(16, power2(W))
+    if WP > widest:
+        logits = scores(q[:, None], latent[:, None], None, pos, scale, "each")[:, None]
+        width = math.gcd(512, DV, W)  # of the blocks that take the places of KV heads
+        blocks = latent.unflatten(-1, (-1, width))[:, :, : DV // width].transpose(1, 2)
+        out = attend_logits(logits.expand(-1, blocks.shape[1], -1, -1), blocks, pos)
+        return out.unflatten(1, (-1, Hq)).transpose(1, 2).flatten(2)
+    splits = max(1, min(cdiv(S, 2 * T), SMS // B))
     out, tops, sums, parts = split_outputs(q, splits, DV)
-    _attend_latent_kernel[splits * blocks, B](
-        q, latent, pos, tops, sums, parts, S, W, DV, scale * LOG2E, blocks, Hq, max(16, power2(Hq)), T, WB,
-        VB, splits == 1, num_warps=warps, num_stages=2, **overlapped(q.device),
+    _attend_latent_kernel[splits, B](
+        q, latent, pos, tops, sums, parts, S, scale * LOG2E, W, WP, DV, Hq, max(16, power2(Hq)), T, stages,
+        splits == 1, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
 
 
-def latent_config(Hq: int, W: int, DV: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(tokens a tile, dims of a product, value dims a program, warps)."""
+def latent_config(itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
+    """(tokens a tile, warps, stages, the widest row that one kernel attends)."""
     if itemsize == 4:
-        return 16, min(64, max(16, power2(W))), min(128, max(16, power2(DV))), 4
-    VB = min(512 if Hq <= 32 else 256, max(16, power2(DV)))
-    return 32, min(128, max(16, power2(W))), VB, 8 if VB > 128 else 4
+        return 16, 4, 2, 256
+    return (64, 8, 2, 512) if roomy else (32, 8, 2, 512)
 
 
 # -------------------------------------------------------------------------------------------- dense attention

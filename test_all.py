@@ -4852,8 +4852,7 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
             codes = [zeros(B, H, S, D // 2, dtype=u8), zeros(B, H, S, D // 32, 2, dtype=half)]
             scale = zeros(B, H, S, dtype=torch.float32)
             rope, ring = zeros(S, D // 2, 2, dtype=half), zeros(B, 128, H, D)
-            groups = (B, H, S // 32, D)
-            channels = [zeros(*groups, 16, dtype=u8), zeros(*groups, 1, 2, dtype=half), ring]
+            channels = [codes[0], zeros(B, H, S // 32, D, 2, dtype=half), ring]
             latent = [zeros(B, H, S, 256), None, zeros(H, D, 256), None, None, rope]
             int8 = [zeros(B, H, S, 512, dtype=i8), scale, zeros(H, D, 512, dtype=i8)]
             int8 += [zeros(H, D, 1, dtype=torch.float32), None, rope]
@@ -4935,9 +4934,8 @@ def stored_keys(kind, dtype, B, S, Hkv, D, pos):
         stores = [latent[:, None].expand(-1, Hkv, -1, -1), None, paired[0], None, paired[1]]
         return [*stores, kernels.rope_pairs(cos, sin, dtype)], truth
     R = 32
-    padded = F.pad(k, (0, 0, 0, -S % 32)).unflatten(2, (-1, 32)).transpose(-1, -2).contiguous()
-    codes, low_scale = quantize(padded, 4, 32)
-    truth = compress.dequantize(codes, low_scale, 4, 32, dtype).transpose(-1, -2).flatten(2, 3)[:, :, :S]
+    codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), 4, 32, -2)
+    truth = compress.dequantize(codes, low_scale, 4, 32, dtype, -2)[:, :, :S]
     ring, places = randn(B, R, Hkv, D, seed=4, dtype=dtype), torch.arange(S, device=DEVICE)
     exact = (places >= (pos // R * R)[:, None])[:, None, :, None]
     truth = torch.where(exact, ring[:, places % R].transpose(1, 2), truth)
