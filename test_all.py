@@ -7129,6 +7129,27 @@ def test_the_readmes_first_command_prints_what_the_readme_shows():
     assert "Question:" + shown in run.stdout
 
 
+def test_the_readmes_own_method_runs(checkpoint, monkeypatch, capsys):
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    prompts = [random_ids(n, n) for n in (5, 60, 33)]
+    more = [random_ids(20, 100 + n) for n in (5, 60, 33)]
+    dense = logits_through(make_engine(tiny_model(), "dense", 3, 80), prompts, more)
+    with mock.patch.dict(METHODS):
+        exec(code, {"__name__": "keynorm"})
+        whole = logits_through(make_engine(tiny_model(), "keynorm", 3, 80, keep=80), prompts, more)
+        assert error(whole, dense) < 1e-5
+        engine = make_engine(tiny_model(), "keynorm", 3, 80, keep=24)
+        few = logits_through(engine, prompts, more)
+        assert error(few[:20, 0], dense[:20, 0]) < 1e-5  # 5 + 19 tokens fit
+        assert error(few[1:, 1], dense[1:, 1]) > 1e-2  # 60 do not
+        for cache in engine.caches:
+            assert cache.measured() == cache.formula() == dense_bytes(cache.room) * 24 // 80
+        options = ["--method", "keynorm", "--keep", 24, "--checkpoint", checkpoint, "--ignore_eos"]
+        report = generated([*options, "--prompt", "hello", "--max_new_tokens", 4], monkeypatch, capsys)
+    assert report["settings"]["keep"] == 24 and len(report["token_ids"][0]) == 4
+    assert "keynorm" not in METHODS
+
+
 def generated(argv, monkeypatch, capsys) -> dict:
     code, out, err = run_main(generate.main, [*argv, "--json"], monkeypatch, capsys)
     assert code == 0, err
