@@ -907,22 +907,24 @@ class SalsCache(Cache):
 
     def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         """The same as decode in Triton kernels."""
-        kernels, room, bits, index = self.room.kernels, self.room, self.settings.bits, None
-        latents = (self.latents.rows, self.latents.scale)
-        stores = (*self.values.stores(), self.window_k, self.window_values.plain)
-        rope, basis = (pos, room.rope_pairs), (self.paired_basis, self.basis_scale)
+        kernels, rope, bits, index = self.room.kernels, self.room.rope_pairs, self.settings.bits, None
+        window = [self.window_k, self.window_values.plain]
+        stores = (self.latents.rows, self.latents.scale, *self.values.stores(), *window)
         new = folded[0] if folded else k.flatten(1) @ self.down
-        queries = self.queries(pos, q, *folded[1:]) if self.sparse else None
-        by_sum = self.sparse and self.settings.score == "sum"
-        summed = queries[..., 0, :] if by_sum else None
-        rotated, scores = kernels.sals_append(
-            new, q, k, v, summed, *rope, *latents, *stores, bits, self.block, self.exact_sinks
-        )
+        rotated = kernels.sals_append(new, q, k, v, pos, rope, *stores, bits, self.exact_sinks)
+        latents = [x if x is None else x[:, None] for x in stores[:2]]  # of all heads
         if self.sparse:
-            if not by_sum:
-                scores = kernels.softmax_scores(queries, *latents, pos, self.logit_scale, self.block)
+            rule, scale = {"softmax": ("softmax", self.logit_scale), "sum": ("each", 1.0)}[
+                self.settings.score
+            ]
+            queries = self.queries(pos, q, *folded[1:]).unsqueeze(-3)
+            scores = kernels.scores(queries, *latents, pos, scale, rule, self.block)[:, 0]
             index = self.select(pos, scores)
-        return kernels.sals_attend(rotated, index, *latents, *basis, *stores, *rope, bits)
+        latents = [x if x is None else x.expand(-1, self.config.n_kv_heads, *x.shape[2:]) for x in latents]
+        keys = [*latents, self.paired_basis, self.basis_scale, None, rope]
+        values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
+        scale = self.config.head_dim**-0.5
+        return kernels.attend(rotated, "latents", keys, values, bits, pos, index, window, scale)
 
     def queries(self, pos: Tensor, q: Tensor, *folded: Tensor) -> Tensor:
         """Latent queries: [B, heads, r*], folded in for the sum rule, or [B, n, heads, r*] of n blocks."""
@@ -991,7 +993,6 @@ class Int8Cache(Cache):
         self.register_buffer("k", self.store(heads, tokens, room.config.head_dim, dtype=torch.int8))
         self.register_buffer("k_scale", self.store(heads, tokens, dtype=torch.float32))
         self.values = Values(self, tokens, bits, heads_first=True)
-        self.fused = room.kernels is not None and room.config.head_dim % 16 == 0
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         """Stores k and v [..., D] at index `where` of [B, Hkv, tokens]."""
@@ -1006,18 +1007,9 @@ class Int8Cache(Cache):
         return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        if self.fused:
-            return self.decode_fused(pos, q, k, v)
         self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
         keys = Int8Keys(self.k, self.k_scale)
         return self.room.attend(self.rope(q, pos), keys, self.values.by_head(), pos)
-
-    def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same in Triton kernels, which read RoPE's table in fp16 where the cache is of 16 bits."""
-        kernels, bits = self.room.kernels, self.values.bits
-        stores = (self.k, self.k_scale, *self.values.stores())
-        rotated = kernels.int8_append(q, k, v, pos, self.room.rope_pairs, *stores, bits)
-        return kernels.int8_attend(rotated, *stores, pos, bits)
 
     def token_bytes(self) -> int:
         """Bytes of one token: codes and scales of K, codes and (minimum, scale) of V."""
@@ -2841,12 +2833,13 @@ class FdcCache(Cache):
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
         """x [..., H, D] before RoPE -> x R after RoPE for each KV head, [..., H / Hkv, d_qk]."""
-        return self.project(self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1)))
-
-    def project(self, grouped: Tensor) -> list[Tensor]:
-        """grouped [..., Hkv, n, D] times each head's R -> [..., n, d_qk] for each."""
-        wide = torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)  # zero beyond a head's d_qk
+        wide = self.wide(x, positions)
         return [wide[..., h, :, : basis.shape[1]] for h, basis in enumerate(self.bases)]
+
+    def wide(self, x: Tensor, positions: Tensor | slice) -> Tensor:
+        """The same in one tensor [..., Hkv, H / Hkv, max d_qk], zero beyond a head's d_qk."""
+        grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
+        return torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)
 
     def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
         return self.compress(q, positions)
@@ -2875,9 +2868,10 @@ class FdcCache(Cache):
         return torch.cat([outputs[h] for h in range(len(heads))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        if self.fused:
-            return self.decode_fused(pos, q, k, latent)
         self.append(pos, k, latent)
+        if self.fused:  # one kernel shares the work of unequal heads out evenly
+            stored = (self.packed, self.table, self.ranks, pos)
+            return self.room.kernels.fdc_attend(self.wide(q, pos).flatten(1, 2), *stored, self.scale)[:, None]
         live, outputs = self.room.positions <= pos[:, None], []
         for h, (queries, (k_store, v_store)) in enumerate(
             zip(self.queries(q, pos), self.heads(), strict=True)
@@ -2892,12 +2886,6 @@ class FdcCache(Cache):
         new = [keys[:, 0] for keys in self.compress(k, pos)]  # [B, d_qk] each
         # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
         self.packed[self.starts + token * self.strides] = torch.cat((*new, latent), -1)
-
-    def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        """The same as decode in Triton kernels, which share the work of unequal heads out evenly."""
-        kernels, stored = self.room.kernels, (self.packed, self.table, self.ranks, pos)
-        queries = kernels.fdc_append(q, k, latent, self.basis, *stored, self.room.rope_pairs)
-        return kernels.fdc_attend(queries, *stored, self.scale)[:, None]
 
     def formula(self) -> int:
         return self.room.rows * self.bytes_read(self.room.capacity)
@@ -3032,7 +3020,7 @@ class PaluCache(FdcCache):
         self.paired = room.paired_basis(self.basis, bias)
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        return self.project((x - self.bias).unsqueeze(-2))
+        return list(torch.einsum("...hd,hdr->h...r", x - self.bias, self.basis).unsqueeze(-2))
 
     def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
         return list(self.rope(q, positions).unflatten(-2, (self.config.n_kv_heads, -1)).unbind(-3))

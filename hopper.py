@@ -9,8 +9,8 @@ other name is kernels.py's own. This file is optional: delete it and everything 
 """
 
 import functools
-import math
 import sys
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,21 +26,17 @@ from kernels import (
     LOG2E,
     SMS,
     _columns,
+    _decode,
     _decode_planes,
     _half_at,
-    _largest_logit,
     _largest_sum,
-    _leave_split,
     _let_next_begin,
+    _load_values,
     _merge_parts,
-    _split_int8,
     _split_rows,
-    _sum_tokens,
     _wait_for_previous,
+    attended,
     cdiv,
-    check_int8_attend,
-    check_sals_attend,
-    check_softmax_scores,
     describe,
     merge_splits,
     need,
@@ -53,7 +49,6 @@ from kernels import (
     together,
     value_packing,
     value_words,
-    values_config,
 )
 
 # Names that changed after triton 3.6.
@@ -102,288 +97,53 @@ def _wait_for_all(counter_p, goal):
         pass
 
 
-# ------------------------------------------------------------------------------ softmax scores in one launch
+# ------------------------------------------------------------------------------ attention over stored tokens
 
 
-@gluon.jit
-def _store_queries(queries, query_p, heads, HP: gl.constexpr):
-    """A row's queries [heads, r*] into shared memory, in chunks [CHUNKS, HP, KB]; where that is of int8 their
-    high and low parts [CHUNKS, 2 HP, KB]. Returns what products of such parts are multiplied with [HP]."""
-    CHUNKS: gl.constexpr = queries.shape[0]
-    KB: gl.constexpr = queries.shape[2]
-    ROWS: gl.constexpr = gl.BlockedLayout([1, KB // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
-    head = gl.arange(0, HP, layout=gl.SliceLayout(1, ROWS))
-    at = query_p + head[:, None] * (CHUNKS * KB) + gl.arange(0, KB, layout=gl.SliceLayout(0, ROWS))[None, :]
-    real = (head < heads)[:, None]
-    largest = gl.full([HP], 0.0, gl.float32, gl.SliceLayout(1, ROWS))
-    if queries.dtype == gl.int8:
-        size = gl.abs(gl.load(at, mask=real, other=0.0).to(gl.float32))
-        for j in gl.static_range(1, CHUNKS):
-            size = gl.maximum(size, gl.abs(gl.load(at + j * KB, mask=real, other=0.0).to(gl.float32)))
-        largest = gl.max(size, 1)
-    for j in range(CHUNKS):
-        query = gl.load(at + j * KB, mask=real, other=0.0)
-        if queries.dtype == gl.int8:
-            high, low = _split_int8(query, largest)
-            queries.index(j).slice(0, HP).store(high)
-            queries.index(j).slice(HP, HP).store(low)
-        else:
-            queries.index(j).store(query)
-    hopper.fence_async_shared()
-    barrier()
-    return largest / (127 * 254)
-
-
-@gluon.jit
-def _copy_latents(latents, ring, ready, row, step, steps, CHUNKS: gl.constexpr):
-    """Copies the chunk of a step, of tiles from `row` on, to its slot of the ring, if there is the step."""
-    slot, some = step % ring.shape[0], step < steps
-    BYTES: gl.constexpr = ring.shape[1] * ring.shape[2] * ring.dtype.primitive_bitwidth // 8
-    hopper.mbarrier.expect(ready.index(slot), BYTES, pred=some)
-    at = [row + step // CHUNKS * ring.shape[1], step % CHUNKS * ring.shape[2]]
-    copy_block(latents, at, ready.index(slot), ring.index(slot), pred=some)
-
-
-@gluon.jit
-def _by_warp(products, INT8: gl.constexpr):
-    """Products [T, HP], or of high and low parts [T, 2 HP], as tokens of each warp [T / 16 W, W, 16, HP]."""
-    W: gl.constexpr = gl.num_warps()
-    T: gl.constexpr = products.shape[0]
-    if INT8:
-        both = gl.reshape(products, [T // (16 * W), W, 16, 2, products.shape[1] // 2])
-        coarse, fine = gl.split(gl.permute(both, (0, 1, 2, 4, 3)))
-        return (coarse * 254 + fine).to(gl.float32)  # of 512 ranks no more than an int32 holds
-    else:
-        return gl.reshape(products, [T // (16 * W), W, 16, products.shape[1]])
-
-
-@gluon.jit
-def _to_tokens(x):
-    """What the tokens of a warp share [W, HP], for each of them [1, W, 1, HP]."""
-    return gl.expand_dims(gl.expand_dims(x, 1), 0)
-
-
-@gluon.jit
-def _row_softmax(top_p, sum_p, first, splits, HP: gl.constexpr, SP: gl.constexpr):
-    """Maxima and sums of a row [HP], from those of its splits, which lie from line `first` on."""
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
-    part = gl.arange(0, SP, layout=gl.SliceLayout(1, PARTS))[:, None]
-    at = (first + part) * HP + gl.arange(0, HP, layout=gl.SliceLayout(0, PARTS))[None, :]
-    tops = gl.load(top_p + at, mask=part < splits, other=-1e30)
-    sums = gl.load(sum_p + at, mask=part < splits, other=0.0)
-    top = gl.max(tops, 0)
-    return top, gl.sum(sums * gl.exp2(tops - top[None, :]), 0)
-
-
-@gluon.jit
-def _softmax_scores_kernel(
-    latents, query_p, scale_p, pos_p, top_p, sum_p, out_p, counter_p, S, heads, row, scale,
-    CHUNKS: gl.constexpr, HP: gl.constexpr, N: gl.constexpr, SLOTS: gl.constexpr, SP: gl.constexpr,
-):  # fmt: skip
-    # A program streams its tiles of a row's latents past the queries. The weights stay in shared memory, each
-    # relative to the maximum so far of its warp's tokens, until all programs of the row have left maxima and
-    # sums. A warp's reductions need no other warp.
-    _wait_for_previous()
-    _let_next_begin()
-    W: gl.constexpr = gl.num_warps()
-    T: gl.constexpr = latents.block_shape[0]
-    KB: gl.constexpr = latents.block_shape[1]
-    INT8: gl.constexpr = scale_p is not None
-    COLUMNS: gl.constexpr = 2 * HP if INT8 else HP
-    STEP: gl.constexpr = 256 // latents.dtype.primitive_bitwidth
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, COLUMNS, STEP])
-    split, splits = gl.program_id(0), gl.num_programs(0)
-    b = gl.program_id(1).to(gl.int64)
-    length = gl.load(pos_p + b) + 1
-    tiles = gl.cdiv(length, T)  # live ones
-    share = gl.cdiv(tiles, splits)
-    first = split * share
-    count = gl.maximum(gl.minimum(first + share, tiles) - first, 0)
-    steps = count * CHUNKS
-    ring = gl.allocate_shared_memory(latents.dtype, [SLOTS, T, KB], latents.layout)
-    queries = gl.allocate_shared_memory(latents.dtype, [CHUNKS, COLUMNS, KB], latents.layout)
-    kept = gl.allocate_shared_memory(gl.float16, [N, T, HP], gl.NVMMASharedLayout(min(128, 2 * HP), 16, 2))
-    tops = gl.allocate_shared_memory(gl.float32, [N, W, HP], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for empty in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(empty), count=1)
-    hopper.fence_async_shared()
-    barrier()
-    latent_row = (b * S + first * T).to(gl.int32)
-    for empty in gl.static_range(SLOTS):
-        _copy_latents(latents, ring, ready, latent_row, empty, steps, CHUNKS)
-    query_scale = _store_queries(queries, query_p + b * row, heads, HP)
-    zeros = gl.full([T, COLUMNS], 0, gl.int32 if INT8 else gl.float32, MMA)
-    total = _by_warp(zeros, INT8)
-    WIDE: gl.constexpr = total.type.layout
-    TOKEN: gl.constexpr = gl.SliceLayout(3, WIDE)
-    TOP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, WIDE))
-    HEAD: gl.constexpr = gl.SliceLayout(0, TOP)
-    HALVES: gl.constexpr = gl.reshape(total, [T, HP]).type.layout
-    if INT8:  # above 0, so that -inf times it is -inf
-        head_scale = gl.maximum(gl.convert_layout(query_scale, HEAD)[None, :] * scale, 1e-30)
-        logit_scale = _to_tokens(head_scale)
-    else:
-        head_scale, logit_scale = scale, scale
-    line = gl.reshape(gl.arange(0, T, layout=gl.SliceLayout(1, MMA)), [T // (16 * W), W, 16])
-    line = gl.convert_layout(line, TOKEN, assert_trivial=True)
-    top = gl.full([W, HP], -1e30, gl.float32, TOP)
-    token = first * T + line
-    if INT8:
-        token_scale = gl.load(scale_p + b * S + token, mask=token < length, other=0.0)
-    for i in range(count):
-        products = zeros
-        for j in gl.static_range(CHUNKS):
-            step = i * CHUNKS + j
-            slot = step % SLOTS
-            hopper.mbarrier.wait(ready.index(slot), (step // SLOTS) & 1)
-            right = queries.index(j).permute((1, 0))
-            products = hopper.warpgroup_mma(ring.index(slot), right, products, use_acc=j > 0, is_async=True)
-            products = hopper.warpgroup_mma_wait(0, deps=[products])
-            barrier()
-            _copy_latents(latents, ring, ready, latent_row, step + SLOTS, steps, CHUNKS)
-        logits = _by_warp(products, INT8)  # before head_scale
-        live = token < length
-        token += T
-        if INT8:
-            past = gl.where(live, 0.0, float("-inf"))
-            logits = logits * token_scale[:, :, :, None] + past[:, :, :, None]
-            token_scale = gl.load(scale_p + b * S + token, mask=token < length, other=0.0)
-        else:
-            logits = gl.where(live[:, :, :, None], logits, float("-inf"))
-        new_top = gl.maximum(top, gl.max(gl.max(logits, 0), 1) * head_scale)
-        # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
-        weight = gl.exp2(logits * logit_scale - _to_tokens(new_top - 15))
-        total = total * _to_tokens(gl.exp2(top - new_top)) + weight
-        top = new_top
-        kept.index(i).store(gl.reshape(weight.to(gl.float16), [T, HP]))
-        tops.index(i).store(top)
-    part_top = gl.max(top, 0)
-    part_sum = gl.sum(gl.sum(gl.sum(total, 0), 1) * gl.exp2(top - part_top[None, :]), 0)
-    head = gl.arange(0, HP, layout=HEAD)
-    part = (b * splits + split) * HP + head
-    gl.store(top_p + part, part_top)
-    gl.store(sum_p + part, part_sum)
-    goal = _goal(counter_p + b, splits)
-    _arrive(counter_p + b)
-    _wait_for_all(counter_p + b, goal)
-    row_top, row_sum = _row_softmax(top_p, sum_p, b * splits, splits, HP, SP)
-    row_top, row_sum = gl.convert_layout(row_top, HEAD), gl.convert_layout(row_sum, HEAD)
-    inverse = gl.where(head < heads, 1 / row_sum, 0.0)
-    for i in range(count):
-        factor = gl.exp2(tops.index(i).load(TOP) - row_top[None, :]) * inverse[None, :]
-        weight = gl.reshape(kept.index(i).load(HALVES), total.shape)
-        weight = gl.convert_layout(weight, WIDE, assert_trivial=True).to(gl.float32)
-        token = (first + i) * T + line
-        score = gl.where(token < length, gl.sum(weight * _to_tokens(factor), 3), float("-inf"))
-        gl.store(out_p + b * S + token, score, mask=token < S)
-    for tile in range(tiles + split, gl.cdiv(S, T), splits):
-        token = tile * T + line
-        dead = gl.full(line.shape, float("-inf"), gl.float32, TOKEN)
-        gl.store(out_p + b * S + token, dead, mask=token < S)
-
-
-SCORE_TILE, SCORE_SPLITS = 128, 128  # tokens, and programs a row at most: each reads what all of them left
-
-
-@functools.cache
-def _row_counters(device: torch.device) -> Tensor:
-    """Arrivals of a row's programs at its barrier, over all launches of so many programs a row: [programs,
-    row]."""
-    rows = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return torch.zeros(SCORE_SPLITS + 1, rows, dtype=torch.int64, device=device)
-
-
-@operator(lambda queries, latent, *_: latent.new_empty(latent.shape[:2], dtype=torch.float32))
-def softmax_scores(
-    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float, block: int = 0
-) -> Tensor:
-    """kernels.softmax_scores; in one launch that reads the latents once where scores_at_once has a plan for
-    it. Each program then keeps exp(logit - running maximum), half precision, in shared memory until maximum
-    and sum of the row are known. The first such call on a device must not be in a capture."""
-    check_softmax_scores(queries, latent, latent_scale, pos, block)
-    (*_, heads, r_score), (B, S, _) = queries.shape, latent.shape
-    plan = None if block else scores_at_once(B, S, heads, r_score, queries.dtype, latent)
-    if plan is None:
-        return kernels.softmax_scores(queries, latent, latent_scale, pos, scale, block)
-    return _softmax_scores_at_once(queries, latent, latent_scale, pos, scale, *plan)
-
-
-def _softmax_scores_at_once(
-    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float,
-    splits: int, N: int, slots: int
+@operator(attended)
+def attend(
+    q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
 ) -> Tensor:  # fmt: skip
-    """softmax_scores in one launch; splits, N and slots are what scores_at_once gives."""
-    (B, heads, r_score), (S, r), itemsize = queries.shape, latent.shape[1:], latent.element_size()
-    HP, KB = max(16, power2(heads)), math.gcd(r_score, 128 // itemsize)
-    out = torch.empty(B, S, dtype=torch.float32, device=latent.device)
-    tops, sums = torch.empty(2, B, splits, HP, dtype=torch.float32, device=latent.device)
-    layout = gl.NVMMASharedLayout(KB * itemsize, 8 * itemsize, 2)
-    tiles = TensorDescriptor.from_tensor(latent.view(B * S, r), [SCORE_TILE, KB], layout)
-    _softmax_scores_kernel[splits, B](
-        tiles, queries, latent_scale, pos, tops, sums, out, _row_counters(latent.device)[splits], S, heads,
-        queries.stride(0), scale * LOG2E, r_score // KB, HP, N, slots, power2(splits),
-        num_warps=4, launch_cooperative_grid=True, **overlapped(latent.device),
-    )  # fmt: skip
-    return out
+    """kernels.attend, faster for two formats: keys in int8 that queries share (shares_int8), and chosen
+    tokens rebuilt from latents of all heads, beside an exact window, where heads share no keys: in one kernel
+    where attends_at_once says so, or where streams_basis does with another kernel for the logits, which
+    attends the exact windows beside them."""
+    rest = (pos, index, window, scale)
+    natural = scale == q.shape[2] ** -0.5
+    if kind == "int8" and index is None and not window and natural:
+        packed = all(x.is_contiguous() for x in (*keys, *values))
+        G, D = q.shape[1] // values[0].shape[1], q.shape[2]
+        if packed and shares_int8(q.device, G, D, bits, q.dtype) and aligned(keys[0], *values):
+            key_check(q, kind, keys, values, bits, pos)
+            return _attend_int8_shared(q, *keys, *values, pos, bits)
+    if kind == "latents" and natural and index is not None and index.ndim == 2 and len(window):
+        latent, latent_scale = (x if x is None else x[:, 0] for x in keys[:2])
+        basis, basis_scale, bias, _ = keys[2:]
+        by_token = [x.transpose(1, 2) for x in values]
+        joint = keys[0].stride(1) == 0 and bias is None and q.shape[1] == len(basis)
+        if joint and len(values) == 2 and all(x.is_contiguous() for x in (latent, *by_token)):
+            (B, n), (Hkv, D), r = index.shape, q.shape[1:], latent.shape[2]
+            sizes, itemsize = (n, Hkv, D, r), tile_itemsize(q.dtype, latent)
+            given = (q, index, latent, latent_scale, basis, basis_scale, *by_token, *window, pos)
+            at_once = attends_at_once(q.device, B, *sizes, bits, itemsize)
+            if at_once and aligned(latent, basis, *by_token):
+                return _attend_at_once(*given, key_check(q, kind, keys, values, bits, pos)[-1], bits)
+            if streams_basis(q.device, B * n, *sizes, itemsize) and aligned(latent, basis):
+                return _attend_streamed(*given, key_check(q, kind, keys, values, bits, pos)[-1], bits)
+    return kernels.attend(q, kind, keys, values, bits, *rest)
 
 
-def scores_at_once(
-    B: int, S: int, heads: int, r_score: int, dtype: torch.dtype, latent: Tensor
-) -> tuple[int, int, int] | None:
-    """(programs a row, tiles each, chunks of latents on their way) if softmax scores are made in one launch:
-    the weights of all tokens fit in the shared memory of two programs a multiprocessor, or of one, bulk
-    copies can take the latents, up to 64 heads the tensor cores, and (for speed) there are more tiles than
-    two for each multiprocessor."""
-    itemsize, device = latent.element_size(), latent.device
-    HP, KB, tiles = max(16, power2(heads)), math.gcd(r_score, 128 // itemsize), cdiv(S, SCORE_TILE)
-    fits = KB >= 64 and r_score <= 512 and heads <= 64 and dtype != torch.float32
-    if not (fits and aligned(latent) and latent.shape[2] * itemsize % 16 == 0 and on_hopper(device)):
-        return None
-    gpu = torch.cuda.get_device_properties(device)
-    multiprocessors = gpu.multi_processor_count
-    if B * tiles <= 2 * multiprocessors:
-        return None
-    for programs in (2 * multiprocessors, multiprocessors):
-        splits = min(programs // B, tiles, SCORE_SPLITS)
-        if splits == 0:
-            return None
-        N = cdiv(tiles, splits)
-        # The system takes 1024 bytes of each program's.
-        share = gpu.shared_memory_per_multiprocessor // cdiv(B * splits, multiprocessors) - 1024
-        spare = 4096  # for barriers, and what reductions take
-        kept = 2 * HP * r_score + N * HP * (2 * SCORE_TILE + 16)
-        room = min(share, gpu.shared_memory_per_block_optin) - spare - kept
-        slots = min(8, room // (SCORE_TILE * KB * itemsize))
-        if slots > 1:
-            return splits, N, slots
-    return None
+def key_check(
+    q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, pos: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Asks what kernels.attend asks of the stores; returns those of the keys as the kernels take them."""
+    kernels.packed_values(q, values, bits)
+    kernels.check(pos, len(q), q=q)
+    return kernels.KEYS[kind](q, keys, values[0].shape[1])[0]
 
 
 # ------------------------------------------------------------------- attention over compressed tokens (SALS)
-
-
-@operator(lambda q, *_: torch.empty_like(q))
-def sals_attend(
-    q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
-    pos: Tensor, rope: Tensor, bits: int
-) -> Tensor:  # fmt: skip
-    """kernels.sals_attend; for chosen tokens and heads that share no keys in one kernel where attends_at_once
-    says so, or where streams_basis does with another kernel for the logits, which attends the exact windows
-    beside them."""
-    keys, rest = (latent, latent_scale, basis, basis_scale), (values, low_scale, ring_k, ring_v)
-    words = check_sals_attend(q, index, *keys, *rest, pos, rope, bits)
-    if index is not None and q.shape[1] == len(basis):
-        (B, n), (Hkv, D), r = index.shape, q.shape[1:], latent.shape[2]
-        sizes = (n, Hkv, D, r)
-        itemsize = tile_itemsize(q.dtype, latent)
-        at_once = attends_at_once(q.device, B, *sizes, bits, itemsize)
-        if at_once and aligned(latent, basis, values, low_scale):
-            return _attend_at_once(q, index, *keys, *rest, pos, words, bits)
-        if streams_basis(q.device, B * n, *sizes, itemsize) and aligned(latent, basis):
-            return _attend_streamed(q, index, *keys, *rest, pos, words, bits)
-    return kernels.sals_attend(q, index, *keys, *rest, pos, rope, bits)
 
 
 @gluon.jit
@@ -603,14 +363,110 @@ def _streamed_logits_kernel(
 
 
 @triton.jit
+def _add_values(out, base, code, pairs, weight, dtype: tl.constexpr, BITS: tl.constexpr):
+    """The sums of _sum_values with a tile of V, as _load_values has it, times weight [T]."""
+    T: tl.constexpr = out.shape[0]
+    PLANES: tl.constexpr = base.shape[1]
+    weight = weight[:, None, None, None, None]
+    code, low, step = _decode(code, pairs, dtype, BITS, PLANES)
+    out += tl.reshape(code * (step * weight), out.shape)
+    if pairs.shape[3] == 1:  # of a run: its minima, times their weights, need no place for each channel
+        base += tl.reshape(low * weight, base.shape)
+    else:
+        low = tl.broadcast_to(low * weight, [T, PLANES, base.shape[2], pairs.shape[3], 4])
+        out += tl.reshape(low, out.shape)
+    return out, base
+
+
+@triton.jit
+def _sum_values(out, base):
+    """out [T, C] and base [T, PLANES, RUNS], one number for all channels of a run, summed over T -> [C]."""
+    PLANES: tl.constexpr = base.shape[1]
+    RUNS: tl.constexpr = base.shape[2]
+    C: tl.constexpr = out.shape[1]
+    bases = tl.broadcast_to(tl.sum(base, 0)[:, :, None], [PLANES, RUNS, C // (PLANES * RUNS)])
+    return tl.sum(out, 0) + tl.reshape(bases, [C])
+
+
+@triton.jit
+def _largest_logit(logits_p, first, stop, length, T: tl.constexpr):
+    """Of tiles first .. stop - 1 of a head's logits, of which `length` count."""
+    LOOK: tl.constexpr = 512
+    peak = tl.full([LOOK], -1e30, tl.float32)
+    for start in range(first * T, stop * T, LOOK):
+        place = start + tl.arange(0, LOOK)
+        mask = place < tl.minimum(length, stop * T)
+        peak = tl.maximum(peak, tl.load(logits_p + place, mask=mask, other=-1e30))
+    return tl.max(peak, 0)
+
+
+@triton.jit
+def _sum_tokens(
+    top, logits_p, index_p, values_p, low_scale_p, b, h, heads, n, S, length, first, stop,
+    dtype: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
+    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Of tiles first .. stop - 1 of a head's tokens, the sums of weights exp2(logit - top) and of weighted
+    values [C]."""
+    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
+    total = tl.zeros([T], tl.float32)
+    out = tl.zeros([T, PLANES * RUNS * RUN], tl.float32)
+    base = tl.zeros([T, PLANES, RUNS], tl.float32)
+    place = first * T + tl.arange(0, T)
+    if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
+        ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        place = tile * T + tl.arange(0, T)
+        if CHOSEN:
+            live = ahead >= 0
+            token = tl.where(live, ahead, 0)
+            ahead = tl.load(index_p + b * n + place + T, mask=place + T < n, other=-1)
+        else:
+            live = place < length
+            token = tl.where(live, place, 0)
+        head = (b * S + token) * heads + h
+        score = tl.load(logits_p + place, mask=live, other=-1e30)
+        weight = tl.where(live, tl.exp2(score - top), 0.0)
+        total += weight
+        if BITS == 16:
+            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
+            out += v.to(tl.float32) * weight[:, None]
+        else:
+            code, pairs = _load_values(values_p, low_scale_p, head, live, D, GROUP, PLANES, WIDTH, RUNS, RUN)
+            out, base = _add_values(out, base, code, pairs, weight, dtype, BITS)
+    return tl.sum(total, 0), _sum_values(out, base)
+
+
+@triton.jit
+def _leave_split(
+    top, total, result, top_p, sum_p, out_p, head, split, splits, channel, inside, D: tl.constexpr,
+    FINAL: tl.constexpr
+):  # fmt: skip
+    """Stores a split's part of a head's softmax, or where it is the only one the result."""
+    if FINAL:
+        tl.store(out_p + head * D + channel, (result / total).to(out_p.dtype.element_ty), mask=inside)
+    else:
+        at = head * splits + split
+        tl.store(top_p + at, top)
+        tl.store(sum_p + at, total)
+        tl.store(out_p + at * D + channel, result, mask=inside)
+
+
+def values_config(B: int, n: int, Hkv: int, DP: int) -> tuple:
+    """(tokens a tile, warps, stages, splits)."""
+    return 32, 4 if DP > 128 else 2, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
+
+
+@triton.jit
 def _windowed_values_kernel(
     logits_p, q_p, index_p, values_p, low_scale_p, window_top_p, window_sum_p, window_part_p, top_p, sum_p,
     out_p, n, S, window_parts, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
     WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, SB: tl.constexpr,
     STAGES: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    # kernels._values_kernel for chosen tokens, but the exact windows are attended already: their parts of the
-    # softmax are merged here.
+    # Values of chosen tokens whose logits are made. The exact windows are attended already: their parts of
+    # the softmax are merged here.
     _wait_for_previous()
     _let_next_begin()
     split, splits = tl.program_id(0), tl.num_programs(0)
@@ -1133,18 +989,6 @@ def _int8_shared_kernel(
     channel = m // 32 * 32 + m % 8 * 4 + m // 8 % 4
     at = (row * G + g) * splits + split
     gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=g < G)
-
-
-@operator(lambda q, *_: torch.empty_like(q))
-def int8_attend(
-    q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor | None, pos: Tensor, bits: int
-) -> Tensor:
-    """kernels.int8_attend; where shares_int8 says so, by warps that need none of the others."""
-    check_int8_attend(q, k, k_scale, values, low_scale, pos, bits)
-    G, D = q.shape[1] // k.shape[1], q.shape[2]
-    if shares_int8(q.device, G, D, bits, q.dtype) and aligned(k, values, low_scale):
-        return _attend_int8_shared(q, k, k_scale, values, low_scale, pos, bits)
-    return kernels.int8_attend(q, k, k_scale, values, low_scale, pos, bits)
 
 
 def _attend_int8_shared(

@@ -219,7 +219,7 @@ def _let_next_begin():
         tl.extra.cuda.gdc_launch_dependents()
 
 
-# --------------------------------------------------------------------------------------------- softmax scores
+# ---------------------------------------------------------------------------------------------------- scores
 
 
 @jit
@@ -245,35 +245,6 @@ def _split_rows(x):
     return high, low, largest / (127 * 254)
 
 
-@operator(lambda queries, latent, *_: latent.new_empty(latent.shape[:2], dtype=torch.float32))
-def softmax_scores(
-    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, scale: float, block: int = 0
-) -> Tensor:
-    """One score a token from the leading dims of its latent row, which is read once for all heads: each
-    head's softmax of its logits * scale over the tokens up to pos, summed over heads.
-
-    queries [B, heads, r*] (rows may lie apart), or [B, n, heads, r*], one for each block of `block` tokens, a
-    multiple of 16; latent [B, S, r] of the same dtype, r* <= r, or int8 codes with latent_scale [B, S] fp32;
-    scale > 0 -> [B, S] fp32, -inf beyond pos. Each program keeps exp(logit - running maximum) in half
-    precision (2 bytes a head and token, against 2 r* read) until maximum and sum of the row are known; a
-    second kernel multiplies by exp(that maximum - maximum) / sum. Truth: compress.sals_scores over
-    Latents.read. The rule sum: sals_append."""
-    check_softmax_scores(queries, latent, latent_scale, pos, block)
-    latent_scale = latent_scale if latent_scale is None else latent_scale[:, None]
-    return scores(queries.unsqueeze(-3), latent[:, None], latent_scale, pos, scale, "softmax", block)[:, 0]
-
-
-def check_softmax_scores(
-    queries: Tensor, latent: Tensor, latent_scale: Tensor | None, pos: Tensor, block: int
-) -> None:
-    """Asks that the arguments of softmax_scores are as it says."""
-    (rows, *_, r_score), (B, S, r) = queries.shape, latent.shape
-    need(rows == B and r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
-    check_blocks(queries.shape[1:-2], S, block)
-    check_latent(pos, latent, latent_scale, B, queries.dtype)
-    check(pos, B, queries=queries[0])
-
-
 def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs) by shape; HP: heads, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
@@ -283,9 +254,6 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
         return 64 if RB == 256 else 128, RB, 4, 3, 3 * SMS
     RB = min(power2(max(r_score, 16)), 64)
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
-
-
-# ---------------------------------------------------------------------------------------------------- scores
 
 
 @jit
@@ -468,9 +436,9 @@ def scores(
     if rule == "each":
         return kept
     out = empty(B, H, S, dtype=torch.float32)
-    NQ, T = (NP, T) if soft else (power2(N), 512)
+    NQ, T, fill = (NP, T, 4) if soft else (power2(N), 512, 16)
     tiles = cdiv(S, T)
-    _reduce_scores_kernel[max(1, min(tiles, 4 * SMS // (B * H))), H, B](
+    _reduce_scores_kernel[max(1, min(tiles, fill * SMS // (B * H))), H, B](
         kept, tile_max, tops, sums, pos, out, S, N, splits, boost, tiles, T, NP, NQ, power2(splits), rule,
         num_warps=4, **overlapped(rows.device),
     )  # fmt: skip
@@ -723,7 +691,7 @@ def select_config(N: int, chunk: bool = False) -> tuple[int, int]:
     return min(N, 32 * warps), warps
 
 
-# -------------------------------------------------------------------- attention over compressed tokens (SALS)
+# ---------------------------------------------------------------- what the kernels that attend have in common
 
 
 @jit
@@ -751,94 +719,6 @@ def _largest_sum(dtype):
 
 
 @jit
-def _logits_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis_p, basis_scale_p, pos_p, rope_p, logits_p,
-    B, n, S, r, z, scale, blocks, Hkv,
-    D: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    NC: tl.constexpr, T: tl.constexpr, KB: tl.constexpr, EVEN: tl.constexpr, CHOSEN: tl.constexpr,
-    WORDS: tl.constexpr,
-):  # fmt: skip
-    _wait_for_previous()
-    # The tokens of all rows stand in one line of B * n, so that a tile may span rows and none is half empty.
-    # A unit is a tile times a block of heads; every program takes an equal run of units, so that neighbours
-    # share latents.
-    pid, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    units = tl.cdiv(B * n, T).to(tl.int64) * blocks
-    first, stop = (pid * units // programs).to(tl.int32), ((pid + 1) * units // programs).to(tl.int32)
-    WIDE: tl.constexpr = HEADS * PAIRS * 2
-    wide, column, pair = tl.arange(0, WIDE), tl.arange(0, NC), tl.arange(0, PAIRS)
-    same_head = (wide // (2 * PAIRS))[:, None] == (column % HEADS)[None, :]
-    same_head = same_head & ((wide % (2 * PAIRS)) // 2 < D // 2)[:, None]
-    dim = (wide % (2 * PAIRS)) // 2 + (wide % 2) * (D // 2)
-    INT8: tl.constexpr = latent_scale_p is not None
-    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
-    dtype: tl.constexpr = q_p.dtype.element_ty
-    LARGE: tl.constexpr = _largest_sum(dtype)
-    for tile in range(first // blocks, tl.cdiv(stop, blocks)):
-        first_row = tile * T // n
-        line = tile * T + tl.arange(0, T)
-        row = line // n
-        place = line - row * n
-        block_stop = tl.minimum(stop - tile * blocks, blocks)
-        if CHOSEN:
-            token = tl.load(index_p + line, mask=line < B * n, other=-1)
-            live = token >= 0
-        else:
-            token = place
-            live = (row < B) & (token <= tl.load(pos_p + row, mask=row < B, other=0) - z)
-            block_stop = tl.where(tl.max(live.to(tl.int32), 0) > 0, block_stop, 0)
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        token = tl.where(live, token, 0)
-        stored = tl.minimum(row, B - 1).to(tl.int64) * S + token
-        latent_row = latent_p + stored[:, None] * r
-        if INT8:
-            token_scale = tl.load(latent_scale_p + stored) * scale
-        table = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
-        real_pair = (pair < D // 2)[None, :]
-        if WORDS:  # cos and sin as halves, two in a register: they wait through the loops
-            words = tl.load(rope_p + table, mask=real_pair, other=0)
-        else:
-            cos, sin = _load_rope(rope_p, table, real_pair, WORDS)
-        query_row = first_row + column // HEADS
-        real = (column < ROWS * HEADS) & (query_row < B)
-        own = same_head & real[None, :]
-        head_of = query_row.to(tl.int64) * Hkv + column % HEADS
-        for block in range(tl.maximum(first - tile * blocks, 0), block_stop):
-            head = head_of + block * HEADS
-            # Queries of other heads are zero in `query`: one product serves all heads of the tile.
-            query = tl.load(q_p + head[None, :] * D + dim[:, None], mask=own, other=0.0)
-            if INT8:
-                pair_scale = tl.load(basis_scale_p + block * WIDE + wide) * LARGE
-                query = (query * pair_scale[:, None]).to(dtype)
-            k = tl.zeros([T, WIDE], SUM)
-            for start in range(0, r, KB):
-                dims = start + tl.arange(0, KB)
-                latent_at = latent_row + dims[None, :]
-                basis_at = basis_p + (block * WIDE + wide)[None, :] * r + dims[:, None]
-                if EVEN:
-                    left, right = tl.load(latent_at), tl.load(basis_at)
-                    k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
-                else:
-                    left = tl.load(latent_at, mask=(dims < r)[None, :], other=0.0)
-                    right = tl.load(basis_at, mask=(dims < r)[:, None], other=0.0)
-                    k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
-            # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
-            if INT8:
-                k = k.to(tl.float32) / LARGE
-            a, c = tl.split(tl.reshape(k, [T, HEADS, PAIRS, 2]))
-            if WORDS:
-                cos4, sin4 = _half_at(words, 0)[:, None, :], _half_at(words, 16)[:, None, :]
-            else:
-                cos4, sin4 = cos[:, None, :], sin[:, None, :]
-            rotated = tl.reshape(tl.join(a * cos4 - c * sin4, c * cos4 + a * sin4), [T, WIDE])
-            logits = tl.dot(rotated.to(dtype), query, input_precision="ieee")
-            logits *= token_scale[:, None] if INT8 else scale
-            logits = tl.where(live[:, None], logits, float("-inf"))
-            mine = (row[:, None] == query_row[None, :]) & real[None, :]
-            tl.store(logits_p + head[None, :] * n + place[:, None], logits, mask=mine)
-
-
-@jit
 def _columns(PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
     """Column c of an unpacked tile of V is channel (plane, byte), padded where a plane is no power of two
     wide: the channel and whether it exists [C]."""
@@ -849,7 +729,7 @@ def _columns(PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN:
 
 @jit
 def _load_values(
-    codes_p, low_scale_p, head, D: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
+    codes_p, low_scale_p, head, live, D: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
     WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
     """Words of four bytes of codes [T, 1, RUNS, RUN / 4, 1], and the minimum and scale of their groups as one
@@ -860,17 +740,18 @@ def _load_values(
     code_p = codes_p + head[:, None] * (WIDTH // 4) + word
     pair_p = low_scale_p + head[:, None, None, None, None] * (D // GROUP)
     channel = tl.arange(0, PLANES)[None, :, None, None, None] * WIDTH  # the first of each plane
+    alive = live[:, None, None, None, None]
     if RUNS * RUN == WIDTH:
-        code = tl.load(code_p)
+        code = tl.load(code_p, mask=live[:, None], other=0)
         if RUN == GROUP:  # the groups lie in this order: one wide load
-            pairs = tl.load(low_scale_p + head[:, None] * (D // GROUP) + tl.arange(0, PLANES * RUNS)[None, :])
-            pairs = tl.reshape(pairs, [T, PLANES, RUNS, 1, 1])
+            pair_at = low_scale_p + head[:, None] * (D // GROUP) + tl.arange(0, PLANES * RUNS)[None, :]
+            pairs = tl.reshape(tl.load(pair_at, mask=live[:, None], other=0), [T, PLANES, RUNS, 1, 1])
         else:  # a plane is one run, of less than a group
-            pairs = tl.load(pair_p + channel // GROUP)
+            pairs = tl.load(pair_p + channel // GROUP, mask=alive, other=0)
     else:
-        code = tl.load(code_p, mask=word < WIDTH // 4, other=0)
+        code = tl.load(code_p, mask=live[:, None] & (word < WIDTH // 4), other=0)
         channel += tl.arange(0, RUN // 4)[None, None, None, :, None] * 4  # the first of each word
-        pairs = tl.load(pair_p + tl.minimum(channel, D - 1) // GROUP)
+        pairs = tl.load(pair_p + tl.minimum(channel, D - 1) // GROUP, mask=alive, other=0)
     return tl.reshape(code, [T, 1, RUNS, RUN // 4, 1]), pairs
 
 
@@ -899,59 +780,6 @@ def _decode_planes(code, pairs, plane, byte, dtype: tl.constexpr, BITS: tl.const
 
 
 @jit
-def _add_values(out, base, code, pairs, weight, dtype: tl.constexpr, BITS: tl.constexpr):
-    """The sums of _sum_values with a tile of V, as _load_values has it, times weight [T]."""
-    T: tl.constexpr = out.shape[0]
-    PLANES: tl.constexpr = base.shape[1]
-    weight = weight[:, None, None, None, None]
-    code, low, step = _decode(code, pairs, dtype, BITS, PLANES)
-    out += tl.reshape(code * (step * weight), out.shape)
-    if pairs.shape[3] == 1:  # of a run: its minima, times their weights, need no place for each channel
-        base += tl.reshape(low * weight, base.shape)
-    else:
-        low = tl.broadcast_to(low * weight, [T, PLANES, base.shape[2], pairs.shape[3], 4])
-        out += tl.reshape(low, out.shape)
-    return out, base
-
-
-@jit
-def _sum_values(out, base):
-    """out [T, C] and base [T, PLANES, RUNS], one number for all channels of a run, summed over T -> [C]."""
-    PLANES: tl.constexpr = base.shape[1]
-    RUNS: tl.constexpr = base.shape[2]
-    C: tl.constexpr = out.shape[1]
-    bases = tl.broadcast_to(tl.sum(base, 0)[:, :, None], [PLANES, RUNS, C // (PLANES * RUNS)])
-    return tl.sum(out, 0) + tl.reshape(bases, [C])
-
-
-@jit
-def _attend_ring(
-    top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D: tl.constexpr, channel, inside, T: tl.constexpr
-):  # fmt: skip
-    """The exact window of a head, T slots at a time -> the maximum of its logits and top, and for that the
-    sums of weights and of weighted values [C]."""
-    h, heads, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    pos = tl.load(pos_p + b)
-    q = tl.load(q_p + (b * heads + h) * D + channel, mask=inside, other=0.0).to(tl.float32)
-    total, out = tl.zeros([T], tl.float32), tl.zeros([T, channel.shape[0]], tl.float32)
-    for start in tl.range(0, z, T, num_stages=1):
-        slot = start + tl.arange(0, T)
-        live = (slot < z) & (slot <= pos)  # slot s holds the newest position that is s modulo z
-        at = (b * z + slot[:, None]) * (heads * D) + h * D + channel[None, :]
-        mask = live[:, None] & inside[None, :]
-        k = tl.load(ring_k_p + at, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(ring_v_p + at, mask=mask, other=0.0).to(tl.float32)
-        logits = tl.where(live, tl.sum(k * q[None, :], 1) * scale, -1e30)
-        new_top = tl.maximum(top, tl.max(logits, 0))
-        weight = tl.where(live, tl.exp2(logits - new_top), 0.0)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + weight
-        out = out * shrink + v * weight[:, None]
-        top = new_top
-    return top, tl.sum(total, 0), tl.sum(out, 0)
-
-
-@jit
 def _merge_parts(top, top_p, sum_p, part_p, first, count, step, D, d, inside, SB: tl.constexpr):
     """Of parts first, first + step, .. of a softmax, SB at a time, their maximum and top, and for that their
     sum and their row of numbers d of D."""
@@ -974,116 +802,15 @@ def _merge_parts(top, top_p, sum_p, part_p, first, count, step, D, d, inside, SB
 
 
 @jit
-def _largest_logit(logits_p, first, stop, length, T: tl.constexpr):
-    """Of tiles first .. stop - 1 of a head's logits, of which `length` count."""
-    LOOK: tl.constexpr = 512
-    peak = tl.full([LOOK], -1e30, tl.float32)
-    for start in range(first * T, stop * T, LOOK):
-        place = start + tl.arange(0, LOOK)
-        mask = place < tl.minimum(length, stop * T)
-        peak = tl.maximum(peak, tl.load(logits_p + place, mask=mask, other=-1e30))
-    return tl.max(peak, 0)
-
-
-@jit
-def _sum_tokens(
-    top, logits_p, index_p, values_p, low_scale_p, b, h, heads, n, S, length, first, stop,
-    dtype: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
-    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr,
-):  # fmt: skip
-    """Of tiles first .. stop - 1 of a head's tokens, the sums of weights exp2(logit - top) and of weighted
-    values [C]."""
-    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    total = tl.zeros([T], tl.float32)
-    out = tl.zeros([T, PLANES * RUNS * RUN], tl.float32)
-    base = tl.zeros([T, PLANES, RUNS], tl.float32)
-    place = first * T + tl.arange(0, T)
-    if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
-        ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
-    for tile in tl.range(first, stop, num_stages=STAGES):
-        place = tile * T + tl.arange(0, T)
-        if CHOSEN:
-            live = ahead >= 0
-            token = tl.where(live, ahead, 0)
-            ahead = tl.load(index_p + b * n + place + T, mask=place + T < n, other=-1)
-        else:
-            live = place < length
-            token = tl.where(live, place, 0)
-        head = (b * S + token) * heads + h
-        score = tl.load(logits_p + place, mask=live, other=-1e30)
-        weight = tl.where(live, tl.exp2(score - top), 0.0)
-        total += weight
-        if BITS == 16:
-            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
-            out += v.to(tl.float32) * weight[:, None]
-        else:
-            code, pairs = _load_values(values_p, low_scale_p, head, D, GROUP, PLANES, WIDTH, RUNS, RUN)
-            out, base = _add_values(out, base, code, pairs, weight, dtype, BITS)
-    return tl.sum(total, 0), _sum_values(out, base)
-
-
-@jit
-def _leave_split(
-    top, total, result, top_p, sum_p, out_p, head, split, splits, channel, inside, D: tl.constexpr,
-    FINAL: tl.constexpr
-):  # fmt: skip
-    """Stores a split's part of a head's softmax, or where it is the only one the result."""
-    if FINAL:
-        tl.store(out_p + head * D + channel, (result / total).to(out_p.dtype.element_ty), mask=inside)
-    else:
-        at = head * splits + split
-        tl.store(top_p + at, top)
-        tl.store(sum_p + at, total)
-        tl.store(out_p + at * D + channel, result, mask=inside)
-
-
-@jit
-def _values_kernel(
-    logits_p, q_p, index_p, values_p, low_scale_p, ring_k_p, ring_v_p, pos_p, top_p, sum_p, out_p, n, S, z,
-    scale, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
-    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, FINAL: tl.constexpr,
-):  # fmt: skip
-    _wait_for_previous()
-    _let_next_begin()
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    h, heads = tl.program_id(1), tl.num_programs(1)
-    b = tl.program_id(2).to(tl.int64)
-    length = n
-    if not CHOSEN:
-        length = tl.maximum(tl.load(pos_p + b) - z + 1, 0)
-    share = tl.cdiv(tl.cdiv(length, T), splits)
-    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
-    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    logits_p += (b * heads + h) * n
-    # The logits are there: with their maximum known first, nothing is ever rescaled.
-    top = _largest_logit(logits_p, first, stop, length, T)
-    extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros(channel.shape, tl.float32)
-    if split == splits - 1:  # the exact window
-        top, extra_total, extra = _attend_ring(
-            top, q_p, ring_k_p, ring_v_p, pos_p, z, scale, D, channel, inside, T
-        )
-    total, out = _sum_tokens(
-        top, logits_p, index_p, values_p, low_scale_p, b, h, heads, n, S, length, first, stop,
-        q_p.dtype.element_ty, D, BITS, GROUP, PLANES, WIDTH, RUNS, RUN, T, STAGES, CHOSEN,
-    )  # fmt: skip
-    _leave_split(
-        top, total + extra_total, out + extra, top_p, sum_p, out_p, b * heads + h, split, splits, channel,
-        inside, D, FINAL,
-    )  # fmt: skip
-
-
-@jit
 def _attend_tile(logits, live, v, top, total, out):
     """Online softmax: logits [T, GP] in log2 units, live [T], v [T, C] -> top [GP], total [T, GP] (summed
-    over T at the end, not in every tile) and out [GP, C] with this tile."""
+    over T at the end, not in every tile) and out [C, GP] with this tile."""
     logits = tl.where(live[:, None], logits, -1e30)
     new_top = tl.maximum(top, tl.max(logits, 0))
     weight = tl.where(live[:, None], tl.exp2(logits - new_top[None, :]), 0.0)
     shrink = tl.exp2(top - new_top)
     total = total * shrink[None, :] + weight
-    out = tl.dot(tl.trans(weight).to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+    out = tl.dot(tl.trans(v), weight.to(v.dtype), out * shrink[None, :], input_precision="ieee")
     return new_top, total, out
 
 
@@ -1146,112 +873,6 @@ def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
     return torch.nn.functional.pad(paired, (0, 0, 0, padding)).contiguous()
 
 
-@operator(lambda q, *_: torch.empty_like(q))
-def sals_attend(
-    q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
-    pos: Tensor, rope: Tensor, bits: int
-) -> Tensor:  # fmt: skip
-    """Attention of one token a row over tokens rebuilt from their latents and over the exact recent window.
-
-    q [B, Hq, D] after RoPE; index [B, n] int32 of tokens (-1: none), or None for all tokens up to pos - z;
-    latent [B, S, r] and basis [Hkv, DP, r] of interleave_rope, of q's dtype, or both in int8 with
-    latent_scale [B, S] and basis_scale [Hkv, DP, 1] fp32, alike in the two dims of a pair; values: codes
-    [B, S, Hkv, D*bits/8] uint8 with low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V
-    [B, S, Hkv, D] and None; ring_k (after RoPE) and ring_v [B, z, Hkv, D], filled from the left;
-    rope [>= S, D/2, 2] of rope_pairs -> [B, Hq, D].
-
-    K = latent[index] U_r^T is made on tensor cores (int8 codes at twice the rate, exact in int32; a token's
-    scale meets its logits, a pair's the query) and rotated at the original positions in registers. Where
-    query heads share keys (G > 1) `attend` does all. Where they do not, the product is most of the work: one
-    kernel with large tiles keeps only the logits, a second one decodes V and attends the rest. Splits merge
-    by log-sum-exp. The basis may be read while the kernel before still runs, which must not write it (see
-    overlapped). Truth: SalsCache.reconstruct and attend."""
-    stores = (latent, latent_scale, basis, basis_scale, values, low_scale, ring_k, ring_v)
-    words = check_sals_attend(q, index, *stores, pos, rope, bits)
-    (B, Hq, D), S, (Hkv, DP, _), z = q.shape, latent.shape[1], basis.shape, ring_k.shape[1]
-    if Hq > Hkv:
-        shared = (
-            None if x is None else x[:, None].expand(-1, Hkv, *x.shape[1:]) for x in (latent, latent_scale)
-        )
-        keys = [*shared, basis, basis_scale, None, rope]
-        by_head = [x.transpose(1, 2) for x in (values, low_scale) if x is not None]
-        return attend(q, "latents", keys, by_head, bits, pos, index, [ring_k, ring_v], D**-0.5)
-    n = S if index is None else index.shape[1]
-    T, warps, stages, splits = values_config(B, n, Hkv, DP)
-    out, tops, sums, parts = split_outputs(q, splits)
-    logits = _logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
-    _values_kernel[splits, Hkv, B](
-        logits, q, pos if index is None else index, *value_words(values, low_scale, pos), ring_k, ring_v, pos,
-        tops, sums, parts, n, S, z, D**-0.5 * LOG2E, D, *value_packing(D, bits), T, stages, index is not None,
-        splits == 1, num_warps=warps, **overlapped(q.device),
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
-
-
-def check_sals_attend(
-    q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
-    pos: Tensor, rope: Tensor, bits: int
-) -> Tensor:  # fmt: skip
-    """Asks that the arguments of sals_attend are as it says; returns rope_words."""
-    (B, Hq, D), (S, r), Hkv, z = q.shape, latent.shape[1:], len(basis), ring_k.shape[1]
-    need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
-    check_latent(pos, latent, latent_scale, B, q.dtype)
-    need((latent_scale is None) == (basis_scale is None), "latent and basis are of int8 together")
-    shape("basis (of interleave_rope)", basis, Hkv, power2(D), r, dtype=latent.dtype)
-    if basis_scale is not None:
-        shape("basis_scale", basis_scale, Hkv, power2(D), 1, dtype=torch.float32)
-        check(pos, B, basis_scale=basis_scale)
-    shape("ring_k", ring_k, B, z, Hkv, D, dtype=q.dtype)
-    shape("ring_v", ring_v, B, z, Hkv, D, dtype=q.dtype)
-    words = rope_words(rope, S, D, q.dtype)
-    check(pos, B, q=q, basis=basis, ring_k=ring_k, ring_v=ring_v, rope=rope)
-    check_values(pos, values, low_scale, (B, S, Hkv), D, bits, q.dtype)
-    if index is not None:
-        need(index.ndim == 2 and index.shape[0] == B, f"index must be [{B}, n], not {list(index.shape)}")
-        need(index.dtype == torch.int32, f"index must be int32, not {index.dtype}")
-        check(pos, B, index=index)
-    return words
-
-
-def _logits(
-    q: Tensor, index: Tensor | None, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, pos: Tensor, words: Tensor, z: int
-) -> Tensor:  # fmt: skip
-    """sals_attend's logits of heads that share no keys, in log2 units [B, Hkv, n]: -inf in slots of no token;
-    without an index whole tiles beyond pos - z stay unwritten."""
-    (B, Hkv, D), (S, r), DP = q.shape, latent.shape[1:], basis.shape[1]
-    n = S if index is None else index.shape[1]
-    scale, itemsize = D**-0.5 * LOG2E, tile_itemsize(q.dtype, latent)
-    logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
-    T, heads, KB, warps, stages, programs = logits_config(B * n, Hkv, DP, r, itemsize)
-    rows = 1 if n % T == 0 else min(B, (T - 2) // n + 2)  # that a tile can span
-    _logits_kernel[min(cdiv(B * n, T) * (Hkv // heads), programs),](
-        q, pos if index is None else index, latent, latent_scale, basis, basis_scale, pos, words, logits,
-        B, n, S, r, z, scale, Hkv // heads, Hkv,
-        D, DP // 2, heads, rows, max(16, power2(rows * heads)), T, KB, r % KB == 0, index is not None,
-        words.dtype == torch.int32, num_warps=warps, num_stages=stages, **overlapped(q.device),
-    )  # fmt: skip
-    return logits
-
-
-def logits_config(tokens: int, Hkv: int, DP: int, r: int, itemsize: int) -> tuple:
-    """(tokens a tile, heads a tile, ranks a step, warps, stages, programs at most) by shape."""
-    if itemsize == 4:
-        return 32, 1, 32, 4, 2, 2 * SMS
-    KB = min(128 // itemsize, max(32 // itemsize, power2(r)))
-    heads = 2 if itemsize == 2 and Hkv % 2 == 0 else 1  # twice the heads would spill sums of int8
-    if DP <= 128 and cdiv(tokens, 128) * (Hkv // heads) >= SMS:
-        return 128, heads, KB, 8, 3, SMS
-    return 64, 1, KB, 4, 3, 2 * SMS
-
-
-def values_config(B: int, n: int, Hkv: int, DP: int) -> tuple:
-    """(tokens a tile, warps, stages, splits)."""
-    return 32, 4 if DP > 128 else 2, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
-
-
 # ------------------------------------------------------------------------------ attention over stored tokens
 #
 # A store is a matrix. A row belongs to one token of one KV head: it is number b * steps[0] + h * steps[1] +
@@ -1270,10 +891,11 @@ def _plain_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _plain_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
+def _plain_logits(query, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of 16-bit or fp32 keys, rows [.., D]."""
     d = tl.arange(0, SHAPE[3])
-    k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=(d < SHAPE[2])[None, :], other=0.0)
+    mask = live[:, None] & (d < SHAPE[2])[None, :]
+    k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=mask, other=0.0)
     return tl.dot(k, query, input_precision="ieee") * scale
 
 
@@ -1290,11 +912,12 @@ def _int8_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _int8_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
+def _int8_logits(queries, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys in int8: codes in rows [.., D] and a scale a row, fp32."""
     d = tl.arange(0, SHAPE[3])
-    k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=(d < SHAPE[2])[None, :], other=0)
-    scale = tl.load(keys[1] + row) * scale
+    mask = live[:, None] & (d < SHAPE[2])[None, :]
+    k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=mask, other=0)
+    scale = tl.load(keys[1] + row, mask=live, other=0.0) * scale
     high, low, query_scale = queries
     if high.dtype == tl.float32:
         return tl.dot(k.to(tl.float32), high, input_precision="ieee") * scale[:, None]
@@ -1323,7 +946,7 @@ def _latent_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _latent_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
+def _latent_logits(queries, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias): latents in rows [.., r], of
     q's dtype or int8 with a scale a row; basis [Hkv, DP, r] alike, with a scale for each of its rows."""
     latent_p, latent_scale_p, basis_p, _, bias_p, rope_p = keys
@@ -1337,22 +960,22 @@ def _latent_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.conste
     d, pair, dims = tl.arange(0, DP), tl.arange(0, DP // 2), tl.arange(0, KB)
     latent_at = latent_p + row[:, None] * R + dims[None, :]
     if KB >= R:
-        left = tl.load(latent_at, mask=(dims < R)[None, :], other=0.0)
+        left = tl.load(latent_at, mask=live[:, None] & (dims < R)[None, :], other=0.0)
         k = tl.dot(left, basis, input_precision="ieee", out_dtype=SUM)
     else:
         basis_at = basis_p + (h * DP + d)[None, :] * R + dims[:, None]
         k = tl.zeros([row.shape[0], DP], SUM)
         for start in range(0, R, KB):
-            left = tl.load(latent_at + start, mask=(dims + start < R)[None, :], other=0.0)
+            left = tl.load(latent_at + start, mask=live[:, None] & (dims + start < R)[None, :], other=0.0)
             right = tl.load(basis_at + start, mask=(dims + start < R)[:, None], other=0.0)
             k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
     if INT8:
         k = k.to(tl.float32) / _largest_sum(query.dtype)
-        scale = (tl.load(latent_scale_p + row) * scale)[:, None]
+        scale = (tl.load(latent_scale_p + row, mask=live, other=0.0) * scale)[:, None]
     if bias_p is not None:
         k += tl.load(bias_p + h * DP + d)[None, :]
     # The basis has its RoPE pairs side by side, so that the halves of a pair lie in one thread.
-    real = (pair < D // 2)[None, :]
+    real = live[:, None] & (pair < D // 2)[None, :]
     at = token[:, None].to(tl.int64) * (D // 2) + pair[None, :]
     cos, sin = _load_rope(rope_p, at, real, rope_p.dtype.element_ty == tl.int32)
     x, y = tl.split(tl.reshape(k, [row.shape[0], DP // 2, 2]))
@@ -1366,10 +989,11 @@ def _no_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _given_logits(queries, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
+def _given_logits(queries, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] that are there: a query's lie in line, the next query's keys[1] numbers on."""
     g = tl.arange(0, SHAPE[1])[None, :]
-    return tl.load(keys[0] + row[:, None] + g * keys[1], mask=g < SHAPE[0], other=0.0) * scale
+    mask = live[:, None] & (g < SHAPE[0])
+    return tl.load(keys[0] + row[:, None] + g * keys[1], mask=mask, other=0.0) * scale
 
 
 @jit
@@ -1383,7 +1007,7 @@ def _channel_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _channel_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constexpr):
+def _channel_logits(query, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of KIVI's keys: rows of codes, and for 32 tokens of each channel a minimum and a scale;
     since the last multiple of R exact, in a ring. SHAPE[5] tokens of a tile lie in one such group."""
     codes_p, low_scale_p, ring_p, R, Hkv = keys
@@ -1395,10 +1019,12 @@ def _channel_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constex
     WIDTH: tl.constexpr = D // PLANES
     WP: tl.constexpr = SHAPE[3] // PLANES
     byte = tl.arange(0, WP)
-    codes = tl.load(codes_p + row[:, None] * WIDTH + byte[None, :], mask=(byte < WIDTH)[None, :], other=0)
-    group = tl.max(tl.reshape(row, [T // PER, PER]), 1) // 32  # dead slots stand at token 0
+    mask = live[:, None] & (byte < WIDTH)[None, :]
+    codes = tl.load(codes_p + row[:, None] * WIDTH + byte[None, :], mask=mask, other=0)
+    group = tl.max(tl.reshape(tl.where(live, row // 32, -1), [T // PER, PER]), 1)
     channel, inside = _columns(PLANES, WIDTH, 1, WP)
-    pairs = tl.load(low_scale_p + group[:, None] * D + channel[None, :], mask=inside[None, :], other=0)
+    mask = (group >= 0)[:, None] & inside[None, :]
+    pairs = tl.load(low_scale_p + group[:, None] * D + channel[None, :], mask=mask, other=0)
     pairs = tl.reshape(pairs, [T // PER, 1, PLANES, WP])
     codes = tl.reshape(codes.to(tl.int32), [T // PER, PER, 1, WP])
     codes = (codes >> (tl.arange(0, PLANES) * BITS)[None, None, :, None]) & ((1 << BITS) - 1)
@@ -1406,7 +1032,7 @@ def _channel_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constex
     codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     k = codes * _half_at(pairs, 16) + _half_at(pairs, 0)
     k = tl.reshape(k, [T, PLANES * WP]).to(query.dtype)
-    exact = token >= pos // R * R
+    exact = live & (token >= pos // R * R)
     if tl.max(exact.to(tl.int32), 0) > 0:
         ring_at = ring_p + ((b * R + token % R) * Hkv + h)[:, None] * D + channel[None, :]
         ring = tl.load(ring_at, mask=exact[:, None] & inside[None, :], other=0.0)
@@ -1415,11 +1041,11 @@ def _channel_logits(query, keys, b, h, row, token, pos, scale, SHAPE: tl.constex
 
 
 @jit
-def _residual_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
+def _residual_values(values, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
     """V [T, C] of packed codes, but for the last R tokens out of a ring [B, R, Hkv, DV], exact."""
     _, _, ring_p, R, Hkv = values
-    v = _code_values(values, b, h, row, token, pos, dtype, PACKING)
-    exact = token > pos - R
+    v = _code_values(values, b, h, row, token, live, pos, dtype, PACKING)
+    exact = live & (token > pos - R)
     if tl.max(exact.to(tl.int32), 0) > 0:
         channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
         at = ((b * R + token % R) * Hkv + h)[:, None] * (PACKING[2] * PACKING[3]) + channel[None, :]
@@ -1429,15 +1055,15 @@ def _residual_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING
 
 
 @jit
-def _plain_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
+def _plain_values(values, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
     """V [T, C] of 16 bits or fp32, rows [.., DV], in the columns of PACKING."""
     channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
     at = values[0] + row[:, None] * (PACKING[2] * PACKING[3]) + channel[None, :]
-    return tl.load(at, mask=inside[None, :], other=0.0)
+    return tl.load(at, mask=live[:, None] & inside[None, :], other=0.0)
 
 
 @jit
-def _code_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
+def _code_values(values, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
     """V [T, C] of packed codes: rows of words [.., DV * bits / 32] and (minimum, scale) [.., DV / group]."""
     BITS: tl.constexpr = PACKING[0]
     PLANES: tl.constexpr = PACKING[2]
@@ -1445,7 +1071,7 @@ def _code_values(values, b, h, row, token, pos, dtype: tl.constexpr, PACKING: tl
     RUNS: tl.constexpr = PACKING[4]
     RUN: tl.constexpr = PACKING[5]
     code, pairs = _load_values(
-        values[0], values[1], row, PLANES * WIDTH, PACKING[1], PLANES, WIDTH, RUNS, RUN
+        values[0], values[1], row, live, PLANES * WIDTH, PACKING[1], PLANES, WIDTH, RUNS, RUN
     )
     code, low, step = _decode(code, pairs, dtype, BITS, PLANES)
     return tl.reshape(code * step + low, [row.shape[0], PLANES * RUNS * RUN]).to(dtype)
@@ -1496,7 +1122,7 @@ def _attend_kernel(
     queries = QUERIES(q_p + head_row * SHAPE[2], b, h, keys, SHAPE)
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([T, GP], tl.float32)
-    out = tl.zeros([GP, C], tl.float32)
+    out = tl.zeros([C, GP], tl.float32)
     # 3. The exact window, in the last split.
     if window_keys[0] is not None:
         if split == splits - 1:
@@ -1504,9 +1130,9 @@ def _attend_kernel(
             for start in tl.range(0, z, T, num_stages=1):
                 slot = start + tl.arange(0, T)
                 live = (slot < z) & (slot <= pos)  # slots fill from the left
-                row = (b * z + tl.where(live, slot, 0)) * Hkv + h
-                logits = _plain_logits(exact, window_keys, b, h, row, slot, pos, scale, SHAPE)
-                v = _plain_values(window_values, b, h, row, slot, pos, dtype, PACKING)
+                row = (b * z + slot) * Hkv + h
+                logits = _plain_logits(exact, window_keys, b, h, row, slot, live, pos, scale, SHAPE)
+                v = _plain_values(window_values, b, h, row, slot, live, pos, dtype, PACKING)
                 top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 4. The stored tokens.
     for tile in tl.range(first, stop, num_stages=STAGES):
@@ -1518,12 +1144,10 @@ def _attend_kernel(
         else:
             token = place
             live = place < length
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        token = tl.where(live, token, 0)
         key_row = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
         value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
-        logits = LOGITS(queries, keys, b, h, key_row, token, pos, scale, SHAPE)
-        v = VALUES(values, b, h, value_row, token, pos, dtype, PACKING)
+        logits = LOGITS(queries, keys, b, h, key_row, token, live, pos, scale, SHAPE)
+        v = VALUES(values, b, h, value_row, token, live, pos, dtype, PACKING)
         top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
     total = tl.sum(total, 0)
@@ -1531,12 +1155,12 @@ def _attend_kernel(
     channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
     at = (head_row + g) * splits + split
     if FINAL:
-        out = out / total[:, None]
+        out = out / total[None, :]
     else:
         tl.store(top_p + at, top, mask=g < G)
         tl.store(sum_p + at, total, mask=g < G)
-    mask = (g < G)[:, None] & inside[None, :]
-    tl.store(out_p + at[:, None] * DV + channel[None, :], out.to(out_p.dtype.element_ty), mask=mask)
+    mask = inside[:, None] & (g < G)[None, :]
+    tl.store(out_p + at[None, :] * DV + channel[:, None], out.to(out_p.dtype.element_ty), mask=mask)
 
 
 def row_steps(name: str, x: Tensor) -> tuple[int, ...]:
@@ -1641,9 +1265,12 @@ def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
     return (*words, ring[0], R, Hkv), steps, value_packing(DV, bits), _residual_values
 
 
-@operator(
-    lambda q, kind, keys, values, bits, *_: q.new_empty(*q.shape[:2], values[0].shape[3] * max(1, 8 // bits))
-)
+def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:
+    """The shape of what attend gives."""
+    return q.new_empty(*q.shape[:2], values[0].shape[3] * max(1, 8 // bits))
+
+
+@operator(attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
@@ -1667,10 +1294,6 @@ def attend(
     the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores
     read."""
     (B, Hq, _), (Hkv, S) = q.shape, values[0].shape[1:3]
-    alike = keys[0].shape == values[0].shape and keys[0].is_contiguous() and values[0].is_contiguous()
-    alike = alike and scale == q.shape[2] ** -0.5
-    if kind == "plain" and index is None and not window and alike:
-        return dense_attend(q, keys[0], values[0], pos)
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     key_stores, key_steps, sizes, functions = KEYS[kind](q, keys, Hkv)
     value_stores, value_steps, packing, decoder = packed_values(q, values, bits)
@@ -1737,8 +1360,8 @@ def attend_config(kind: str, itemsize: int) -> tuple[int, int, int, int]:
     if itemsize == 4:
         return 32, 4, 2, 4
     if kind == "latents":
-        return 64, 4, 2, 2
-    return 64, 4, 3 if kind == "int8" else 2, 6
+        return 64, 4, 3, 2
+    return (64, 4, 3, 4) if kind == "plain" else (32, 2, 3, 8)
 
 
 # -------------------------------------------------------------- attention over latents of all heads (EliteKV)
@@ -1763,32 +1386,27 @@ def _attend_latent_kernel(
     share = tl.cdiv(tl.cdiv(length, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     head, w = tl.arange(0, HP), tl.arange(0, WP)
-    real = (head < H)[:, None] & (w < W)[None, :]
-    query = tl.load(q_p + (b * H + head[:, None]) * W + w[None, :], mask=real, other=0.0)
+    real = (head < H)[None, :] & (w < W)[:, None]
+    query = tl.load(q_p + (b * H + head[None, :]) * W + w[:, None], mask=real, other=0.0)
     top = tl.full([HP], -1e30, tl.float32)
-    total = tl.zeros([HP], tl.float32)
-    out = tl.zeros([HP, WP], tl.float32)
+    total = tl.zeros([T, HP], tl.float32)
+    out = tl.zeros([WP, HP], tl.float32)
     for tile in tl.range(first, stop, num_stages=STAGES):
         token = tile * T + tl.arange(0, T)
         live = token < length
-        row_at = rows_p + (b * S + tl.where(live, token, 0))[:, None] * W + w[None, :]
-        rows = tl.load(row_at, mask=(w < W)[None, :], other=0.0)
-        logits = tl.dot(query, tl.trans(rows), input_precision="ieee") * scale
-        logits = tl.where(live[None, :], logits, -1e30)
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        weight = tl.where(live[None, :], tl.exp2(logits - new_top[:, None]), 0.0)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weight, 1)
-        out = tl.dot(weight.to(rows.dtype), rows, out * shrink[:, None], input_precision="ieee")
-        top = new_top
+        row_at = rows_p + (b * S + token)[:, None] * W + w[None, :]
+        rows = tl.load(row_at, mask=live[:, None] & (w < W)[None, :], other=0.0)
+        logits = tl.dot(rows, query, input_precision="ieee") * scale
+        top, total, out = _attend_tile(logits, live, rows, top, total, out)
+    total = tl.sum(total, 0)
     at = (b * H + head) * splits + split
     if FINAL:
-        out = out / total[:, None]
+        out = out / total[None, :]
     else:
         tl.store(top_p + at, top, mask=head < H)
         tl.store(sum_p + at, total, mask=head < H)
-    mask = (head < H)[:, None] & (w < DV)[None, :]
-    tl.store(out_p + at[:, None] * DV + w[None, :], out.to(out_p.dtype.element_ty), mask=mask)
+    mask = (w < DV)[:, None] & (head < H)[None, :]
+    tl.store(out_p + at[None, :] * DV + w[:, None], out.to(out_p.dtype.element_ty), mask=mask)
 
 
 @operator(lambda q, latent, pos, DV, scale: q.new_empty(*q.shape[:2], DV))
@@ -1828,236 +1446,7 @@ def latent_config(itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
     return (64, 8, 2, 512) if roomy else (32, 8, 2, 512)
 
 
-# -------------------------------------------------------------------------------------------- dense attention
-
-
-@jit
-def _dense_kernel(
-    q_p, k_p, v_p, pos_p, top_p, sum_p, part_p, S, scale,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, T: tl.constexpr,
-    STAGES: tl.constexpr, FINAL: tl.constexpr,
-):  # fmt: skip
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    h, heads = tl.program_id(1), tl.num_programs(1)
-    b = tl.program_id(2).to(tl.int64)
-    length = tl.minimum(tl.load(pos_p + b) + 1, S)
-    share = tl.cdiv(tl.cdiv(length, T), splits)
-    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
-    d = tl.arange(0, DP)
-    base = (b * heads + h) * S
-    g = tl.arange(0, GP)
-    query_at = q_p + ((b * heads + h) * G + g[:, None]) * D + d[None, :]
-    q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
-    tops = tl.full([GP], float("-inf"), tl.float32)
-    totals = tl.zeros([GP], tl.float32)
-    out = tl.zeros([GP, DP], tl.float32)
-    for tile in tl.range(first, stop, num_stages=STAGES):
-        token = tile * T + tl.arange(0, T)
-        at = (base + token[:, None]) * D + d[None, :]
-        inside = (token < length)[:, None] & (d < D)[None, :]
-        k = tl.load(k_p + at, mask=inside, other=0.0)
-        v = tl.load(v_p + at, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((token < length)[None, :], scores, float("-inf"))
-        new_tops = tl.maximum(tops, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_tops[:, None])
-        shrinks = tl.exp2(tops - new_tops)
-        totals = totals * shrinks + tl.sum(weights, 1)
-        out = tl.dot(weights.to(v.dtype), v, out * shrinks[:, None], input_precision="ieee")
-        tops = new_tops
-    at = ((b * heads + h) * G + g) * splits + split
-    if FINAL:
-        out = out / totals[:, None]
-    else:
-        tl.store(top_p + at, tops, mask=g < G)
-        tl.store(sum_p + at, totals, mask=g < G)
-    mask = (g < G)[:, None] & (d < D)[None, :]
-    tl.store(part_p + at[:, None] * D + d[None, :], out.to(part_p.dtype.element_ty), mask=mask)
-
-
-@operator(lambda q, *_: torch.empty_like(q))
-def dense_attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    """Exact attention of one token a row over the tokens 0..pos of a dense cache (split-KV flash-decode).
-
-    q [B, Hq, D] after RoPE, k and v [B, Hkv, S, D] of the same dtype -> [B, Hq, D].
-    Truth: compress.attend."""
-    B, Hq, D = q.shape
-    Hkv, S = k.shape[1:3]
-    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
-    shape("k", k, B, Hkv, S, D, dtype=q.dtype)
-    shape("v", v, B, Hkv, S, D, dtype=q.dtype)
-    check(pos, B, q=q, k=k, v=v)
-    G, DP = Hq // Hkv, power2(D)
-    T, warps, stages, fill = dense_config(B * Hkv, q.element_size(), roomy(q.device))
-    splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))  # whole waves of programs
-    out, tops, sums, parts = split_outputs(q, splits)
-    _dense_kernel[splits, Hkv, B](
-        q, k, v, pos, tops, sums, parts, S, D**-0.5 * LOG2E,
-        D, DP, G, max(16, power2(G)), T, stages, splits == 1, num_warps=warps,
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
-
-
-def dense_config(programs: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
-    """(tokens a tile, warps, stages, programs a multiprocessor) by B * Hkv, the fewest programs there are."""
-    if itemsize == 4:
-        return 32, 4, 2, 4
-    # Large tiles while two programs a multiprocessor do all; beyond, tiles of which more fit at a time.
-    return (128, 4, 2, 2) if roomy and programs <= 2 * SMS else (64, 4, 2, 6)
-
-
-# ------------------------------------------------------------------------------- attention over keys in int8
-
-
-@jit
-def _int8_kernel(
-    q_p, k_p, k_scale_p, values_p, low_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
-    T: tl.constexpr, STAGES: tl.constexpr, FINAL: tl.constexpr,
-):  # fmt: skip
-    _wait_for_previous()
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    h, heads = tl.program_id(1), tl.num_programs(1)
-    row = tl.program_id(2).to(tl.int64) * heads + h
-    length = tl.load(pos_p + tl.program_id(2)) + 1
-    share = tl.cdiv(tl.cdiv(length, T), splits)
-    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
-    C: tl.constexpr = PLANES * RUNS * RUN
-    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    d, g = tl.arange(0, DP), tl.arange(0, GP)
-    query_at = q_p + (row * G + g[:, None]) * D + d[None, :]
-    q = tl.load(query_at, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
-    dtype: tl.constexpr = q_p.dtype.element_ty
-    SPLIT: tl.constexpr = dtype != tl.float32
-    if SPLIT:  # the keys' codes are multiplied as they are
-        high, low, q_scale = _split_rows(q)
-        high, low, q_scale = tl.trans(high), tl.trans(low), q_scale * scale
-    if G == 1:  # one query: its sums in registers, a column for each token of a tile
-        top = tl.max(tl.full([T], -1e30, tl.float32), 0)
-        total = tl.zeros([T], tl.float32)
-        out = tl.zeros([T, C], tl.float32)
-        base = tl.zeros([T, PLANES, RUNS], tl.float32)
-    else:
-        top = tl.full([GP], -1e30, tl.float32)
-        total = tl.zeros([T, GP], tl.float32)
-        out = tl.zeros([GP, C], tl.float32)
-    for tile in tl.range(first, stop, num_stages=STAGES):
-        place = tile * T + tl.arange(0, T)
-        live = place < length
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        token = row * S + tl.where(live, place, 0)
-        k = tl.load(k_p + token[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0)
-        k_scale = tl.load(k_scale_p + token)
-        if BITS == 16:
-            v = tl.load(values_p + token[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
-        else:
-            code, pairs = _load_values(values_p, low_scale_p, token, D, GROUP, PLANES, WIDTH, RUNS, RUN)
-        if SPLIT:
-            logits = tl.dot(k, high, out_dtype=tl.int32) * 254 + tl.dot(k, low, out_dtype=tl.int32)
-            logits = logits.to(tl.float32) * (k_scale[:, None] * q_scale[None, :])
-        else:
-            logits = tl.dot(k.to(dtype), tl.trans(q), input_precision="ieee") * (k_scale * scale)[:, None]
-        if G == 1:
-            logit = tl.where(live, tl.sum(logits, 1), -1e30)  # the other columns are 0
-            new_top = tl.maximum(top, tl.max(logit, 0))
-            if new_top > top:
-                shrink = tl.exp2(top - new_top)
-                total, out, base = total * shrink, out * shrink, base * shrink
-                top = new_top
-            weight = tl.exp2(logit - top)  # 0 where dead, since a tile has a live token
-            total += weight
-            if BITS == 16:
-                out += v.to(tl.float32) * weight[:, None]
-            else:
-                out, base = _add_values(out, base, code, pairs, weight, dtype, BITS)
-        else:
-            if BITS < 16:
-                code, least, step = _decode(code, pairs, dtype, BITS, PLANES)
-                v = tl.reshape(code * step + least, [T, C]).to(dtype)
-            top, total, out = _attend_tile(logits, live, v, top, total, out)
-    total = tl.sum(total, 0)
-    if G == 1:
-        at = row * splits + split
-        out = _sum_values(out, base)
-        if FINAL:
-            out /= total
-        tl.store(top_p + at, top)
-        tl.store(sum_p + at, total)
-        tl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=inside)
-    else:
-        at = (row * G + g) * splits + split
-        if FINAL:
-            out /= total[:, None]
-        tl.store(top_p + at, top, mask=g < G)
-        tl.store(sum_p + at, total, mask=g < G)
-        out_at = out_p + at[:, None] * D + channel[None, :]
-        tl.store(out_at, out.to(out_p.dtype.element_ty), mask=(g < G)[:, None] & inside[None, :])
-
-
-@operator(lambda q, *_: torch.empty_like(q))
-def int8_attend(
-    q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor | None, pos: Tensor, bits: int
-) -> Tensor:
-    """Attention of one token a row over the tokens 0..pos of a cache with keys in int8 and packed values.
-
-    q [B, Hq, D] after RoPE; k [B, Hkv, S, D] int8, key = k * k_scale, k_scale [B, Hkv, S] fp32; values: codes
-    [B, Hkv, S, D*bits/8] uint8 with low_scale [B, Hkv, S, D/group, 2] fp16, or at 16 bits plain V
-    [B, Hkv, S, D] and None -> [B, Hq, D].
-
-    The query is split into two int8 numbers (15 bits), so that tensor cores take the keys' codes as they are;
-    in fp32 the codes become fp32. Where heads share no keys (G = 1), V is weighed in fp32 as it is decoded;
-    else the group's queries share a decoded tile on tensor cores. Truth: Int8Cache.decode without kernels."""
-    check_int8_attend(q, k, k_scale, values, low_scale, pos, bits)
-    (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
-    G = Hq // Hkv
-    T, warps, stages, fill = int8_config(G, D, q.element_size())
-    splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
-    out, tops, sums, parts = split_outputs(q, splits)
-    _int8_kernel[splits, Hkv, B](
-        q, k, k_scale, *value_words(values, low_scale, pos), pos, tops, sums, parts, S, D**-0.5 * LOG2E,
-        D, max(32, power2(D)), G, max(16, power2(G)), *value_packing(D, bits), T, stages, splits == 1,
-        num_warps=warps, **overlapped(q.device),
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
-
-
-def check_int8_attend(
-    q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor | None, pos: Tensor, bits: int
-) -> None:
-    """Asks that the arguments of int8_attend are as it says."""
-    (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
-    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
-    need(D <= 512, f"sums of {D} products of int8 do not fit int32")
-    shape("k", k, B, Hkv, S, D, dtype=torch.int8)
-    shape("k_scale", k_scale, B, Hkv, S, dtype=torch.float32)
-    check_values(pos, values, low_scale, (B, Hkv, S), D, bits, q.dtype)
-    check(pos, B, q=q, k=k, k_scale=k_scale)
-
-
-def int8_config(G: int, D: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(tokens a tile, warps, stages, programs a multiprocessor)."""
-    if G == 1:  # a warp a program: no barriers; more sums would run out of registers
-        return (32, 1, 4, 16) if itemsize == 2 and D <= 128 else (16, 1, 3, 16)
-    return (64, 4, 3, 6) if itemsize == 2 else (32, 4, 2, 4)
-
-
-# ------------------------------------------------------------------------------------- appends and sum scores
-
-
-@jit
-def _load_new_values(
-    v_p, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr
-):  # fmt: skip
-    """A head's values [DP] of a new token; and below 16 bits as they are packed [planes, NP], where byte j
-    holds the channels that are WIDTH apart (at 16 bits the values again, which nobody reads)."""
-    d = tl.arange(0, DP)
-    v = tl.load(v_p + d, mask=d < D, other=0.0)
-    if BITS == 16:
-        return v, v
-    else:
-        plane, j = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, NP)[None, :]
-        return v, tl.load(v_p + plane * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
+# ---------------------------------------------------------------------------------------------------- append
 
 
 @jit
@@ -2066,8 +1455,8 @@ def _store_new_values(
     D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """Stores what _load_new_values gave, quantised below 16 bits, as row `stored` of the cache's tokens and
-    heads, in whichever order it has these."""
+    """Stores a head's values v [DP], below 16 bits quantised, as row `stored` of the cache's tokens and heads.
+    planes [8 / BITS, NP]: v as it is packed."""
     if BITS == 16:
         d = tl.arange(0, DP)
         tl.store(values_p + stored * D + d, v, mask=d < D)
@@ -2092,30 +1481,30 @@ def _store_new_values(
 
 
 @jit
-def _load_new_pairs(q_p, k_p, h, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
-    """A new token's key [DP / 2] of a head and the queries [GP, DP / 2] of its group, in fp32, the first dim
-    of each RoPE pair and the second; and which pairs of the key and of the queries exist."""
-    pair = tl.arange(0, DP // 2)
-    real = pair < D // 2
-    k_p += h * D + pair
-    k_a = tl.load(k_p, mask=real, other=0.0).to(tl.float32)
-    k_c = tl.load(k_p + D // 2, mask=real, other=0.0).to(tl.float32)
-    g = tl.arange(0, GP)[:, None]
-    query = (g < G) & real[None, :]
-    q_p += (h * G + g) * D + pair[None, :]
-    q_a = tl.load(q_p, mask=query, other=0.0).to(tl.float32)
-    q_c = tl.load(q_p + D // 2, mask=query, other=0.0).to(tl.float32)
-    return k_a, k_c, q_a, q_c, real, query
-
-
-@jit
-def _append(
-    new_p, q_p, k_p, v_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
-    out_p, h, b, heads, S, r, sinks, z, slice_r,
+def _append_kernel(
+    new_p,  # [B, r], k U_r, as all inputs of rows that may lie apart
+    q_p,  # [B, Hq, D] before RoPE
+    k_p,  # [B, Hkv, D] before RoPE
+    v_p,  # [B, Hkv, D]
+    pos_p,  # [B] int32
+    rope_p,  # [S, D/2] words of rope_words
+    latent_p,  # [B, S, r], or int8 codes
+    latent_scale_p,  # [B, S] fp32, or None
+    values_p,  # [B, S, Hkv, D * BITS / 8] uint8, or plain V
+    low_scale_p,  # [B, S, Hkv, D / GROUP, 2] fp16
+    window_k_p,  # [B, sinks + z, Hkv, D] after RoPE
+    window_v_p,  # [B, sinks + z, Hkv, D]
+    out_p,  # [B, Hq, D]: q after RoPE
+    row_steps, S, r, sinks, z, slice_r,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
+    """A KV head's share of one token a row: a slice of the latent, values, exact K and V; and q rotated."""
+    _wait_for_previous()
+    _let_next_begin()
+    h, heads, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    new_p += b * row_steps[0]
     # All loads before the first store: they wait together, for memory once.
     pos = tl.load(pos_p + b)
     part = h * slice_r + tl.arange(0, RP)
@@ -2124,11 +1513,22 @@ def _append(
     if latent_scale_p is not None:  # of the whole row, although this program writes a slice of it
         i = tl.arange(0, ROW)
         whole = tl.load(new_p + i, mask=i < r, other=0.0)
-    pair, g = tl.arange(0, DP // 2), tl.arange(0, GP)[:, None]
-    k_a, k_c, q_a, q_c, real, query = _load_new_pairs(q_p, k_p, h, D, DP, G, GP)
-    v, planes = _load_new_values(v_p + h * D, D, DP, BITS, WIDTH, NP)
+    d, pair, g = tl.arange(0, DP), tl.arange(0, DP // 2), tl.arange(0, GP)[:, None]
+    real, query = pair < D // 2, (g < G) & (pair < D // 2)[None, :]
+    k_at = k_p + b * row_steps[2] + h * D + pair
+    k_a = tl.load(k_at, mask=real, other=0.0).to(tl.float32)
+    k_c = tl.load(k_at + D // 2, mask=real, other=0.0).to(tl.float32)
+    q_at = q_p + b * row_steps[1] + (h * G + g) * D + pair[None, :]
+    q_a = tl.load(q_at, mask=query, other=0.0).to(tl.float32)
+    q_c = tl.load(q_at + D // 2, mask=query, other=0.0).to(tl.float32)
+    v_p += b * row_steps[3] + h * D
+    v = tl.load(v_p + d, mask=d < D, other=0.0)
+    planes = v
+    if BITS < 16:  # as they are packed, [planes, NP]: byte j holds the channels that are WIDTH apart
+        plane, j = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, NP)[None, :]
+        planes = tl.load(v_p + plane * WIDTH + j, mask=j < WIDTH, other=0.0).to(tl.float32)
     cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
-    dtype: tl.constexpr = ring_k_p.dtype.element_ty
+    dtype: tl.constexpr = window_k_p.dtype.element_ty
     row = b * S + pos
     if latent_scale_p is not None:
         latent_scale = tl.div_rn(tl.max(tl.abs(whole.to(tl.float32)), 0), 127.0)
@@ -2137,10 +1537,9 @@ def _append(
     tl.store(latent_p + row * r + part, new.to(latent_p.dtype.element_ty), mask=inside)
     slot = tl.where(pos < sinks, pos, sinks + (pos - sinks) % z)
     ring = ((b * (sinks + z) + slot) * heads + h) * D
-    tl.store(ring_k_p + ring + pair, (k_a * cos - k_c * sin).to(dtype), mask=real)
-    tl.store(ring_k_p + ring + D // 2 + pair, (k_c * cos + k_a * sin).to(dtype), mask=real)
-    d = tl.arange(0, DP)
-    tl.store(ring_v_p + ring + d, v, mask=d < D)
+    tl.store(window_k_p + ring + pair, (k_a * cos - k_c * sin).to(dtype), mask=real)
+    tl.store(window_k_p + ring + D // 2 + pair, (k_c * cos + k_a * sin).to(dtype), mask=real)
+    tl.store(window_v_p + ring + d, v, mask=d < D)
     out_p += ((b * heads + h) * G + g) * D + pair[None, :]
     tl.store(out_p, (q_a * cos[None, :] - q_c * sin[None, :]).to(dtype), mask=query)
     tl.store(out_p + D // 2, (q_c * cos[None, :] + q_a * sin[None, :]).to(dtype), mask=query)
@@ -2149,188 +1548,49 @@ def _append(
     )  # fmt: skip
 
 
-@jit
-def _sum_scores(
-    query_p, latent_p, scale_p, pos_p, score_p, tile, b, S, r_score, r, block,
-    T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr
-):  # fmt: skip
-    if block > 0:  # a tile lies in one block of tokens
-        query_p += tile * T // block * r_score
-    token = tl.arange(0, T)  # of this tile, whose first is the only 64-bit number
-    first = b * S + tile.to(tl.int64) * T
-    latent_p += first * r
-    live = tile * T + token < tl.load(pos_p + b)
-    score = tl.zeros([T], tl.float32)
-    for i in tl.static_range(NR):
-        dims = i * RB + tl.arange(0, RB)
-        query = tl.load(query_p + dims, mask=dims < r_score, other=0.0).to(tl.float32)
-        mask = live[:, None] & (dims < r_score)[None, :]
-        rows = tl.load(latent_p + token[:, None] * r + dims[None, :], mask=mask, other=0.0)
-        score += tl.sum(rows.to(tl.float32) * query[None, :], 1)
-    if scale_p is not None:
-        score *= tl.load(scale_p + first + token, mask=live, other=0.0)
-    tl.store(score_p + first + token, tl.where(live, score, float("-inf")), mask=tile * T + token < S)
-
-
-@jit
-def _append_kernel(
-    new_p, q_p, k_p, v_p, query_p, pos_p, rope_p, latent_p, latent_scale_p, values_p, low_scale_p, ring_k_p,
-    ring_v_p, out_p, score_p, new_row, q_row, k_row, v_row, query_row, heads, S, r, r_score, block, sinks, z,
-    slice_r,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, RP: tl.constexpr,
-    ROW: tl.constexpr, WORDS: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, NR: tl.constexpr,
-):  # fmt: skip
-    _wait_for_previous()
-    _let_next_begin()
-    # Of a row's programs its heads come first: they take longer than a tile of scores.
-    part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if part < heads:
-        _append(
-            new_p + b * new_row, q_p + b * q_row, k_p + b * k_row, v_p + b * v_row, pos_p, rope_p, latent_p,
-            latent_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p, out_p, part, b, heads, S, r, sinks, z,
-            slice_r, D, DP, G, GP, BITS, GROUP, GROUPS, WIDTH, NP, RP, ROW, WORDS,
-        )  # fmt: skip
-    elif query_p is not None:
-        _sum_scores(
-            query_p + b * query_row, latent_p, latent_scale_p, pos_p, score_p, part - heads, b, S, r_score, r,
-            block, T, RB, NR,
-        )  # fmt: skip
-
-
-def _append_results(new, q, k, v, queries, pos, rope, latent, *_):
-    scored = 0 if queries is None else len(q)
-    return q.new_empty(q.shape), q.new_empty(scored, latent.shape[1], dtype=torch.float32)
-
-
-@operator(_append_results, mutates=("latent", "latent_scale", "values", "low_scale", "ring_k", "ring_v"))
+@operator(
+    lambda new, q, *_: q.new_empty(q.shape),
+    mutates=("latent", "latent_scale", "values", "low_scale", "window_k", "window_v"),
+)
 def sals_append(
-    new: Tensor, q: Tensor, k: Tensor, v: Tensor, queries: Tensor | None, pos: Tensor, rope: Tensor,
-    latent: Tensor, latent_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor,
-    ring_v: Tensor, bits: int, block: int = 0, sinks: int = 0
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Writes one token a row at pos: its latent, its values (quantised below 16 bits), its exact K and V into
-    the window of `sinks` first tokens and a ring (compress.window_slot); rotates q; and scores the tokens
-    before it by the rule sum, which needs none of that.
+    new: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: Tensor, latent: Tensor,
+    latent_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, window_k: Tensor,
+    window_v: Tensor, bits: int, sinks: int = 0
+) -> Tensor:  # fmt: skip
+    """Writes one token a row at pos: its latent, its values (quantised below 16 bits) and its exact K and V,
+    into the window of `sinks` first tokens and a ring (compress.window_slot); returns q after RoPE.
 
     new [B, r] = k U_r, written as it is, or as int8 codes where there is a latent_scale; q [B, Hq, D] and
-    k [B, Hkv, D] before RoPE, v [B, Hkv, D]; queries [B, r*], the sum over heads of q U_r*, or [B, n, r*] for
-    the blocks of `block` tokens, or None (the rows of all five may lie apart, as in the output of wqkv);
-    rope [>= S, D/2, 2] of rope_pairs; the stores as sals_attend reads them. Returns q [B, Hq, D] after RoPE
-    and scores [B, S] fp32 = queries @ latent[..., :r*]^T, -inf from pos on (the newest token is in the
-    window); [0, S] without queries.
-    Truth: compress.quantize, quantize_int8, apply_rope, three assignments; sals_scores."""
+    k [B, Hkv, D] before RoPE, v [B, Hkv, D] (the rows of all four may lie apart, as in the output of wqkv);
+    rope [>= S, D/2, 2] of rope_pairs; latent [B, S, r], latent_scale [B, S] fp32 or None; values: codes
+    [B, S, Hkv, D*bits/8] uint8 with low_scale [B, S, Hkv, D/group, 2] fp16, or at 16 bits plain V
+    [B, S, Hkv, D] and None; window_k (after RoPE) and window_v [B, sinks + z, Hkv, D].
+    Truth: compress.quantize, quantize_int8, apply_rope, three assignments."""
     B, Hkv, D = k.shape
     S, r = latent.shape[1:]
-    window = ring_k.shape[1]
-    Hq, group = q.shape[1], value_group(D, bits)
+    Hq, group, window = q.shape[1], value_group(D, bits), window_k.shape[1]
     G = Hq // Hkv
     need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit k {list(k.shape)}")
     need(window > sinks, "the ring must hold at least one token")
     shape("new", new, B, r, dtype=k.dtype)
-    check_latent(pos, latent, latent_scale, B, k.dtype)
+    shape("latent", latent, B, S, r, dtype=k.dtype if latent_scale is None else torch.int8)
+    if latent_scale is not None:
+        shape("latent_scale", latent_scale, B, S, dtype=torch.float32)
     shape("q", q, B, Hq, D, dtype=k.dtype)
     shape("v", v, B, Hkv, D, dtype=k.dtype)
-    shape("ring_k", ring_k, B, window, Hkv, D, dtype=k.dtype)
-    shape("ring_v", ring_v, B, window, Hkv, D, dtype=k.dtype)
+    shape("window_k", window_k, B, window, Hkv, D, dtype=k.dtype)
+    shape("window_v", window_v, B, window, Hkv, D, dtype=k.dtype)
     words = rope_words(rope, S, D, k.dtype)
-    check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], rope=rope)
-    check(pos, B, ring_k=ring_k, ring_v=ring_v)
+    check(pos, B, new=new[0], q=q[0], k=k[0], v=v[0], rope=rope, latent=latent, latent_scale=latent_scale)
+    check(pos, B, window_k=window_k, window_v=window_v)
     check_values(pos, values, low_scale, (B, S, Hkv), D, bits, k.dtype)
-    width = values.shape[-1]
-    scored, r_score, query_row = 0, 0, 0  # rows with scores
-    if queries is not None:
-        scored, r_score, query_row = B, queries.shape[-1], queries.stride(0)
-        need(r_score <= r, f"queries {list(queries.shape)} do not fit latent {list(latent.shape)}")
-        shape("queries", queries, B, *queries.shape[1:-1], r_score, dtype=k.dtype)
-        check_blocks(queries.shape[1:-1], S, block)
-        check(pos, B, queries=queries[0])
-    slice_r = cdiv(r, Hkv)
+    width, slice_r = values.shape[-1], cdiv(r, Hkv)
     out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
-    scores = torch.empty(scored, S, dtype=torch.float32, device=q.device)
-    T, RB = sum_config(r_score)
-    T = min(T, block & -block) if block else T
-    # Held to 40 registers, the compiler issues a tile's loads together and not between its arithmetic, and
-    # 12 programs share a multiprocessor. Rows that no wide load can read, fp32 and heads of many queries need
-    # more.
-    lean = r % 16 == 0 and r_score % 16 == 0 and k.element_size() == 2 and G * D < 4096
-    _append_kernel[Hkv + (cdiv(S, T) if scored else 0), B](
-        new, q, k, v, queries, pos, words, latent, latent_scale, values,
-        pos if low_scale is None else low_scale, ring_k, ring_v, out, scores, new.stride(0), q.stride(0),
-        k.stride(0), v.stride(0), query_row, Hkv, S, r, r_score, block, sinks, window - sinks, slice_r, D,
-        power2(D), G, power2(G),
-        bits, group, D // group, width, power2(width), power2(slice_r), power2(r),
-        rope.dtype == torch.float16, T, RB, cdiv(r_score, RB), num_warps=4, maxnreg=40 if lean else None,
-        **overlapped(q.device),
-    )  # fmt: skip
-    return out, scores
-
-
-def sum_config(r_score: int) -> tuple[int, int]:
-    """(tokens a tile, ranks a block) of the sum scores."""
-    RB = min(power2(max(r_score, 16)), 256)
-    return 4096 // RB, RB
-
-
-@jit
-def _int8_append_kernel(
-    q_p, k_p, v_p, pos_p, rope_p, keys_p, key_scale_p, values_p, low_scale_p, out_p, q_row, k_row, v_row, S,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    _wait_for_previous()
-    _let_next_begin()
-    # All loads before the first store: they wait together, for memory once.
-    h, heads, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    pos = tl.load(pos_p + b)
-    pair, g = tl.arange(0, DP // 2), tl.arange(0, GP)[:, None]
-    k_a, k_c, q_a, q_c, real, query = _load_new_pairs(q_p + b * q_row, k_p + b * k_row, h, D, DP, G, GP)
-    v, planes = _load_new_values(v_p + b * v_row + h * D, D, DP, BITS, WIDTH, NP)
-    cos, sin = _load_rope(rope_p, pos.to(tl.int64) * (D // 2) + pair, real, WORDS)
-    dtype: tl.constexpr = out_p.dtype.element_ty
-    a = (k_a * cos - k_c * sin).to(dtype).to(tl.float32)  # rounded as a dense cache would hold them
-    c = (k_c * cos + k_a * sin).to(dtype).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.maximum(tl.abs(a), tl.abs(c)), 0), 127.0)
-    step = tl.where(scale == 0, 1.0, scale)
-    stored = (b * heads + h) * S + pos
-    tl.store(key_scale_p + stored, scale)
-    tl.store(keys_p + stored * D + pair, _nearest(tl.div_rn(a, step)).to(tl.int8), mask=real)
-    tl.store(keys_p + stored * D + D // 2 + pair, _nearest(tl.div_rn(c, step)).to(tl.int8), mask=real)
-    _store_new_values(values_p, low_scale_p, stored, v, planes, D, DP, BITS, GROUP, GROUPS, WIDTH, NP)
-    out_p += ((b * heads + h) * G + g) * D + pair[None, :]
-    tl.store(out_p, (q_a * cos[None, :] - q_c * sin[None, :]).to(dtype), mask=query)
-    tl.store(out_p + D // 2, (q_c * cos[None, :] + q_a * sin[None, :]).to(dtype), mask=query)
-
-
-@operator(lambda q, *_: q.new_empty(q.shape), mutates=("keys", "key_scale", "values", "low_scale"))
-def int8_append(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, rope: Tensor, keys: Tensor, key_scale: Tensor,
-    values: Tensor, low_scale: Tensor | None, bits: int
-) -> Tensor:  # fmt: skip
-    """Writes one token a row at pos: its key after RoPE in int8, its values (quantised below 16 bits); and
-    rotates q.
-
-    q [B, Hq, D] and k [B, Hkv, D] before RoPE, v [B, Hkv, D] (the rows of all three may lie apart, as in the
-    output of wqkv); rope [>= S, D/2, 2] of rope_pairs; keys [B, Hkv, S, D] int8, key_scale [B, Hkv, S] and
-    values as int8_attend reads them. Returns q [B, Hq, D] after RoPE.
-    Truth: compress.quantize, quantize_int8, apply_rope, four assignments."""
-    (B, Hkv, D), (_, _, S, _) = k.shape, keys.shape
-    Hq, group = q.shape[1], value_group(D, bits)
-    G = Hq // Hkv
-    need(D % 2 == 0 and Hq % Hkv == 0, f"q {list(q.shape)} does not fit k {list(k.shape)}")
-    shape("q", q, B, Hq, D, dtype=k.dtype)
-    shape("v", v, B, Hkv, D, dtype=k.dtype)
-    shape("keys", keys, B, Hkv, S, D, dtype=torch.int8)
-    shape("key_scale", key_scale, B, Hkv, S, dtype=torch.float32)
-    words = rope_words(rope, S, D, k.dtype)
-    check(pos, B, q=q[0], k=k[0], v=v[0], rope=rope, keys=keys, key_scale=key_scale)
-    check_values(pos, values, low_scale, (B, Hkv, S), D, bits, k.dtype)
-    width = values.shape[-1]
-    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
-    _int8_append_kernel[Hkv, B](
-        q, k, v, pos, words, keys, key_scale, values, pos if low_scale is None else low_scale, out,
-        q.stride(0), k.stride(0), v.stride(0), S, D, power2(D), G, power2(G), bits, group, D // group, width,
-        power2(width), rope.dtype == torch.float16, num_warps=4, **overlapped(q.device),
+    _append_kernel[Hkv, B](
+        new, q, k, v, pos, words, latent, latent_scale, values, pos if low_scale is None else low_scale,
+        window_k, window_v, out, tuple(x.stride(0) for x in (new, q, k, v)), S, r, sinks, window - sinks,
+        slice_r, D, power2(D), G, power2(G), bits, group, D // group, width, power2(width), power2(slice_r),
+        power2(r), rope.dtype == torch.float16, num_warps=4, **overlapped(q.device),
     )  # fmt: skip
     return out
 
@@ -2364,80 +1624,6 @@ def _ranks_of(head, table_p, heads, UNIT: tl.constexpr):
     d_qk, d_v = tl.load(table_p + head).to(tl.int64), tl.load(table_p + heads + head).to(tl.int64)
     k, v = tl.load(table_p + 2 * heads + head).to(tl.int64), tl.load(table_p + 3 * heads + head).to(tl.int64)
     return d_qk // UNIT * UNIT, d_v // UNIT * UNIT, k // UNIT * UNIT, v // UNIT * UNIT
-
-
-@jit
-def _fdc_append_kernel(
-    q_p, k_p, latent_p, basis_p, table_p, pos_p, rope_p, packed_p, out_p, q_row, k_row, latent_row, S,
-    D: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DQ: tl.constexpr,
-    DQP: tl.constexpr, DVP: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    _wait_for_previous()
-    _let_next_begin()
-    h, heads = tl.program_id(0), tl.num_programs(0)
-    b = tl.program_id(1).to(tl.int64)
-    pos = tl.load(pos_p + b).to(tl.int64)
-    d_qk, d_v, k_start, v_start = _ranks_of(h, table_p, heads, UNIT)
-    i = tl.arange(0, DVP)
-    new = v_start - tl.load(table_p + 3 * heads)
-    v = tl.load(latent_p + b * latent_row + new + i, mask=i < d_v, other=0.0)
-    g, pair = tl.arange(0, GP)[:, None], tl.arange(0, HALF)
-    real = pair < D // 2
-    cos, sin = _load_rope(rope_p, pos * (D // 2) + pair, real, WORDS)
-    # Rows 0 .. G - 1 of a tile are the group's queries, row G is the key: one product turns them all.
-    q_p += b * q_row + (h * G + g) * D + pair[None, :]
-    k_p += b * k_row + h * D + pair[None, :] + g * 0
-    query, key = (g < G) & real[None, :], (g == G) & real[None, :]
-    a = tl.load(q_p, mask=query, other=0.0) + tl.load(k_p, mask=key, other=0.0)
-    c = tl.load(q_p + D // 2, mask=query, other=0.0) + tl.load(k_p + D // 2, mask=key, other=0.0)
-    a, c, cos, sin = a.to(tl.float32), c.to(tl.float32), cos[None, :], sin[None, :]
-    dtype: tl.constexpr = packed_p.dtype.element_ty
-    low, high = (a * cos - c * sin).to(dtype), (c * cos + a * sin).to(dtype)
-    j = tl.arange(0, DQP)
-    basis_p += (h * D + pair)[:, None] * DQ + j[None, :]
-    inside = real[:, None] & (j < DQ)[None, :]
-    x = tl.dot(low, tl.load(basis_p, mask=inside, other=0.0), input_precision="ieee")
-    x = tl.dot(high, tl.load(basis_p + D // 2 * DQ, mask=inside, other=0.0), x, input_precision="ieee")
-    out_at = out_p + ((b * heads + h) * G + g) * DQ + j[None, :]
-    tl.store(out_at, x.to(dtype), mask=(g < G) & (j < DQ)[None, :])
-    token, rows = b * S + pos, tl.num_programs(1).to(tl.int64) * S
-    k = tl.sum(tl.where(g == G, x, 0.0), 0)
-    tl.store(packed_p + k_start * rows + token * d_qk + j, k.to(dtype), mask=j < d_qk)
-    tl.store(packed_p + v_start * rows + token * d_v + i, v, mask=i < d_v)
-
-
-@operator(
-    lambda q, k, latent, basis, *_: q.new_empty(*q.shape[:2], basis.shape[2]),
-    mutates=("packed",),
-)
-def fdc_append(
-    q: Tensor, k: Tensor, latent: Tensor, basis: Tensor, packed: Tensor, table: Tensor, ranks: list[int],
-    pos: Tensor, rope: Tensor
-) -> Tensor:  # fmt: skip
-    """Writes one token a row at pos, K' = K R after RoPE and V' of every head; returns Q' = Q R.
-
-    q [B, Hq, D] and k [B, Hkv, D] before RoPE, latent [B, sum of d_v]: their rows may lie apart, as in the
-    output of wqkv; basis R [Hkv, D, max d_qk], columns beyond a head's d_qk zero; ranks: d_qk of all heads,
-    then d_v, and table the rank_table of them; rope [>= S, D/2, 2] of rope_pairs; packed
-    [B * S * sum(ranks)]: K' [B, S, d_qk] head by head, then V' [B, S, d_v] -> Q' [B, Hq, max d_qk], zero
-    beyond a head's d_qk. Truth: FdcCache.compress and one scatter (arXiv 2408.04107, sec. 5.1)."""
-    B, Hkv, D = k.shape
-    need(D % 2 == 0 and q.shape[1] % Hkv == 0, f"q {list(q.shape)} does not fit {Hkv} key/value heads")
-    G, DQ, S = q.shape[1] // Hkv, basis.shape[2], fdc_capacity(B, Hkv, ranks, table, packed)
-    shape("q", q, B, Hkv * G, D, dtype=packed.dtype)
-    shape("k", k, B, Hkv, D, dtype=packed.dtype)
-    shape("latent", latent, B, sum(ranks[Hkv:]), dtype=packed.dtype)
-    shape("basis", basis, Hkv, D, max(ranks[:Hkv]), dtype=packed.dtype)
-    words = rope_words(rope, S, D, packed.dtype)
-    check(pos, B, q=q[0], k=k[0], latent=latent[0], basis=basis, table=table, rope=rope, packed=packed)
-    out = torch.empty(B, Hkv * G, DQ, dtype=q.dtype, device=q.device)
-    _fdc_append_kernel[Hkv, B](
-        q, k, latent, basis, table, pos, words, packed, out, q.stride(0), k.stride(0), latent.stride(0), S,
-        D, max(16, power2(D // 2)), G, max(16, power2(G + 1)), DQ, max(16, power2(DQ)),
-        power2(max(ranks[Hkv:])), math.gcd(16, *ranks), rope.dtype == torch.float16, num_warps=2,
-        **overlapped(q.device),
-    )  # fmt: skip
-    return out
 
 
 def fdc_capacity(B: int, Hkv: int, ranks: list[int], table: Tensor, packed: Tensor) -> int:
