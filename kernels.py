@@ -4,18 +4,27 @@
 
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
 dim, r rank. `pos` [B] int32 is the position of every row's newest token and is read on the device only, so
-that one CUDA graph is right for every length. Nothing here imports the rest of the project: copy a kernel
-together with its wrapper.
+that one CUDA graph is right for every length. No kernel needs the rest of the project: copy one together with
+its wrapper.
 """
 
+import argparse
+import copy
+import csv
 import functools
+import gc
+import itertools
+import json
 import math
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     import triton
@@ -1850,28 +1859,52 @@ def fetch_rows(
 
 
 # -------------------------------------------------------------------------------------------------- benchmark
+#
+# Tables of times on a CUDA GPU, in microseconds:
+#     operation  each operator alone, with arguments that a method of compress.py gives it in a decode step
+#     method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
+#                heads' results. dense_us is cuDNN's attention over plain K and V
+#     breakeven  the same at many lengths, and the length from which on a method is faster than cuDNN
+# Weights are random, and all rows of the batch are full. A time is the median over replays of a CUDA graph.
+# The graph takes several sets of inputs in turn, so that they come from memory: in a model, other layers'
+# weights push them out of the L2 cache. limit_us is the least that a call can take: its bytes at the measured
+# bandwidth, or its FLOPs at the measured rate if that is longer.
+
+TABLES = ("operation", "method", "breakeven")
+MODELS = {  # name -> name in model.SHAPES, shapes of the first two tables
+    "7b": ("llama-2-7b", ["8x4096", "8x32768"]),
+    "8b": ("llama-3.1-8b", ["8x32768", "1x131072"]),
+}
+GRID = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
 
-def graph_time(calls: list, replays: int = 15) -> float:
-    """Microseconds a call: the median over replays of one CUDA graph that holds all calls, each on its own
-    inputs."""
-    stream = torch.cuda.Stream()
+def cases(B: int, S: int) -> dict[str, tuple[str, dict]]:
+    """Name -> method and settings beside the defaults. Most that select attend 1/8 of the tokens."""
+    made = {"dense": ("dense", {}), "sals": ("sals", {}), "sals-sum": ("sals", {"score": "sum"})}
+    made |= {"sals-bf16": ("sals", {"latent_bits": 16}), "loki": ("loki", {"k": 0.125, "d": 0.5})}
+    made |= {"lrqk": ("lrqk", {"kv_device": "cpu" if B == 1 else "cuda"})}
+    made |= {name: (name, {}) for name in ("elitekv", "fdc", "palu", "kivi", "shadowkv")}
+    made |= {name: (name, {"keep": 0.125}) for name in ("topk", "quest", "doublesparse", "h2o")}
+    made |= {"topk-4bit": ("topk", {"keep": 0.125, "kv_bits": 4})}
+    return made | {"streaming": ("streaming", {"recent": S // 8})}
+
+
+def graph_time(calls: list, between=lambda: None, replays: int = 15) -> float:
+    """Microseconds a call: the median over replays of one CUDA graph of all calls. `between` runs before each
+    replay and is not timed."""
+    graph, stream, times = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    for place in (torch.cuda.stream(stream), torch.cuda.graph(graph)):  # first what a capture cannot compile
+        with place:
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
     started = time.perf_counter()
     while time.perf_counter() - started < 0.05:  # until the clocks have settled after what ran before
         graph.replay()
         torch.cuda.synchronize()
-    times = []
     for _ in range(replays):
+        between()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -1881,371 +1914,214 @@ def graph_time(calls: list, replays: int = 15) -> float:
     return sorted(times)[replays // 2]
 
 
-def sets_for(nbytes: int) -> int:
-    """How many sets of inputs it takes to leave the 60 MB L2 cold: 2 to 24."""
-    return max(2, min(24, cdiv(240_000_000, nbytes)))
-
-
 def measured_limits() -> tuple[float, float]:
     """(bytes/us, FLOP/us) of this GPU: the better of a large copy (reads and writes) and a read, and a large
-    product of bf16. (Tensor cores multiply int8 at twice that rate, of which torch._int_mm reaches two
-    thirds.)"""
+    product of bf16."""
     x = torch.randn(1 << 15, 1 << 15, dtype=torch.bfloat16, device="cuda")
-    y, rows = torch.empty_like(x), torch.empty(1 << 15, dtype=x.dtype, device="cuda")
-    copied = 4 * x.numel() / graph_time([lambda: torch.neg(x, out=y)])
-    bandwidth = max(copied, 2 * x.numel() / graph_time([lambda: torch.amax(x, 1, out=rows)]))
+    y, rows = torch.empty_like(x), torch.empty_like(x[0])
+    copied = 2 * x.nbytes / graph_time([lambda: torch.neg(x, out=y)])
+    bandwidth = max(copied, x.nbytes / graph_time([lambda: torch.amax(x, 1, out=rows)]))
     a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
     return bandwidth, 2 * 8192**3 / graph_time([lambda: a @ b] * 4)
 
 
-def eager_sals(case: dict, queries: Tensor, s: dict) -> Tensor:
-    """SALS in plain PyTorch, as one would write it first: the row to beat beside the dense ones."""
-    B, x, y, z, D, bits, pos = (case[k] for k in ("B", "x", "y", "z", "D", "bits", "pos"))
-    latent, places = s["latent"], torch.arange(case["S"], device="cuda")
-    scores = (queries @ latent[..., : queries.shape[-1]].transpose(1, 2)).float().sum(1)
-    outside = (places < x) | (places > pos[:, None] - z)
-    index = scores.masked_fill(outside, -torch.inf).topk(y, sorted=False).indices
-    index = torch.cat((places[:x].expand(B, -1), index), 1)
-    rows = torch.arange(B, device="cuda")[:, None]
-    k = (latent[rows, index] @ case["plain_basis"].T).unflatten(-1, (-1, D)).float()
-    a, c = k.chunk(2, -1)
-    cos, sin = case["cos"][index][:, :, None], case["sin"][index][:, :, None]
-    k = torch.cat((a * cos - c * sin, c * cos + a * sin), -1).to(latent.dtype)
-    codes, low_scale = s["codes"][rows, index], s["low_scale"][rows, index].float()
-    planes = torch.cat([(codes >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], -1).float()
-    v = planes.unflatten(-1, (-1, 32)) * low_scale[..., 1:] + low_scale[..., :1]
-    v = v.flatten(-2).to(latent.dtype)
-    k, v = torch.cat((k, s["ring_k"]), 1).transpose(1, 2), torch.cat((v, s["ring_v"]), 1).transpose(1, 2)
-    q = s["q"].unflatten(1, (case["Hkv"], -1))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten(1, 2)
+def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
+    """x and deep copies of it, which share what is kept: as many as leave an L2 of 60 MB cold, if a call
+    reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
+    n = max(2, min(256, math.ceil(240e6 / max(1, read)), int(16e9 / stored)))
+    return [x, *(copy.deepcopy(x, {id(each): each for each in kept}) for _ in range(n - 1))]
 
 
-def random_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., r] in int8 codes with one scale for all, as a kernel takes as long with as with true ones."""
-    return (x * 32).clamp(-127, 127).to(torch.int8), torch.full(x.shape[:-1], 1 / 32, device=x.device)
-
-
-def sals_case(
-    B: int, S: int, Hq: int, Hkv: int, D: int, r: int, bits: int, int8: bool, x: int, y: int, z: int
-) -> dict:  # fmt: skip
-    """Random inputs of one shape: a dict of sizes and `sets`, copies that together are larger than L2."""
-    bf16, device = torch.bfloat16, "cuda"
-    angles = torch.outer(
-        torch.arange(S, device=device).float(), 1e4 ** -(torch.arange(0, D, 2, device=device) / D)
-    )
-    case = {"B": B, "S": S, "Hq": Hq, "Hkv": Hkv, "D": D, "r": r, "bits": bits, "x": x, "y": y, "z": z}
-    case["int8"] = int8
-    case["plain_basis"] = torch.randn(Hkv * D, r, dtype=bf16, device=device) * r**-0.5
-    case["basis"], case["basis_scale"] = interleave_rope(case["plain_basis"], Hkv), None
-    if int8:
-        codes, basis_scale = random_int8(case["basis"] * r**0.5)
-        case["basis"], case["basis_scale"] = codes, basis_scale[..., None] * r**-0.5
-    case["cos"], case["sin"] = angles.cos(), angles.sin()
-    case["rope"] = rope_pairs(case["cos"], case["sin"], bf16)
-    case["pos"] = torch.full((B,), S - 1, dtype=torch.int32, device=device)
-    chosen = torch.rand(B, S - z, device=device).argsort(1)[:, : x + y].int()
-    case["sets"] = []
-    for _ in range(sets_for(B * S * r)):
-        latent, latent_scale = torch.randn(B, S, r, dtype=bf16, device=device), None
-        if int8:
-            latent, latent_scale = random_int8(latent)
-        normal = torch.randn(B, S, Hkv, D // 32, 2, device=device).half()
-        case["sets"].append({
-            "latent": latent,
-            "latent_scale": latent_scale,
-            "codes": torch.randint(0, 256, (B, S, Hkv, D * bits // 8), dtype=torch.uint8, device=device),
-            "low_scale": normal,
-            "ring_k": torch.randn(B, z, Hkv, D, dtype=bf16, device=device),
-            "ring_v": torch.randn(B, z, Hkv, D, dtype=bf16, device=device),
-            "q": torch.randn(B, Hq, D, dtype=bf16, device=device),
-            "sum": torch.randn(B, r // 2, dtype=bf16, device=device),
-            "softmax": torch.randn(B, Hq, r // 2, dtype=bf16, device=device),
-            "scores": torch.randn(B, S, device=device),
-            "index": chosen[torch.randperm(B)].contiguous(),
-            "new": torch.randn(B, r, dtype=bf16, device=device),
-            "k": torch.randn(B, Hkv, D, dtype=bf16, device=device),
-        })  # fmt: skip
-    return case
-
-
-def sals_calls(ops, case: dict) -> dict:
-    """Operator of the module ops -> the calls to time, one for each set of inputs."""
-    c, scale = case, case["D"] ** -0.5
-    shared = (c["pos"], c["rope"])
-
-    def append(s, queries=None):
-        stores = (s["latent"], s["latent_scale"], s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        return ops.sals_append(s["new"], s["q"], s["k"], s["k"], queries, *shared, *stores, c["bits"])
-
-    def softmax(s):
-        return ops.softmax_scores(s["softmax"], s["latent"], s["latent_scale"], c["pos"], scale)
-
-    def keys(s):
-        return s["latent"], s["latent_scale"], c["basis"], c["basis_scale"]
-
-    def attend(s, index):
-        rest = (s["codes"], s["low_scale"], s["ring_k"], s["ring_v"])
-        return ops.sals_attend(s["q"], index, *keys(s), *rest, *shared, c["bits"])
-
-    def logits(s):
-        words = rope_words(c["rope"], c["S"], c["D"], s["q"].dtype)
-        return _logits(s["q"], s["index"], *keys(s), c["pos"], words, c["z"])
-
-    def choose(scores):
-        return ops.select(scores, c["pos"], c["x"], c["y"], c["z"])
-
-    def whole(s, queries=None):
-        q, scores = append(s, queries)
-        return attend(s | {"q": q}, choose(softmax(s) if queries is None else scores))
-
-    operators = {
-        "append": append,
-        "append, sum": lambda s: append(s, s["sum"]),
-        "score softmax": softmax,
-        "select": lambda s: choose(s["scores"]),
-        "logits": logits,
-        "attend": lambda s: attend(s, s["index"]),
-        "sals sum": lambda s: whole(s, s["sum"]),
-        "sals softmax": whole,
-        "sals eager": lambda s: eager_sals(c, s["sum"][:, None], s),
-    }
-    if c["int8"]:
-        del operators["sals eager"]
-    if c["Hq"] != c["Hkv"] or ops.sals_attend is not sals_attend:  # which may make none by themselves
-        del operators["logits"]
-    return {name: [lambda s=s, f=f: f(s) for s in case["sets"]] for name, f in operators.items()}
-
-
-def sals_limits(ops, c: dict, bandwidth: float, flops: float) -> dict:
-    """Microseconds of each operator at the measured limits: its bytes; for attend and its logits the matrix
-    FLOPs (`flops` is of the latents' dtype), if they take longer; for the whole the sum of append, scores and
-    attend, without selection."""
-    B, S, r, n, kv = c["B"], c["S"], c["r"], c["x"] + c["y"], c["Hkv"] * c["D"]
-    size, scale = (1, 4) if c["int8"] else (2, 0)  # bytes of a number, and beside each row
-    append = 2 * B * (2 * r + kv * 4) / bandwidth
-    score = B * S * (size * r // 2 + scale) / bandwidth
-    # A normaliser is known after one pass. Weights that are not kept on the chip until then cost 4 bytes a
-    # head (a half, written and read), or the latents again.
-    at_once = getattr(ops, "scores_at_once", lambda *_: None)
-    kept = at_once(B, S, c["Hq"], r // 2, torch.bfloat16, c["sets"][0]["latent"])
-    again = 0 if kept else B * S * min(4 * c["Hq"], size * r // 2 + scale)
-    softmax = score + again / bandwidth
-    token = size * r + scale + kv * c["bits"] // 8 + kv // 8
-    read = (B * n * token + kv * r * size + B * c["z"] * kv * 4) / bandwidth
-    product = 2 * B * n * r * kv / flops
-    attend = max(read, product)
-    keys = B * n * (size * r + scale) + kv * r * size + 4 * B * n * c["Hkv"]
-    limits = {"append": append, "append, sum": append + score, "score softmax": softmax}
-    limits |= {"select": B * S * 4 / bandwidth, "logits": max(keys / bandwidth, product), "attend": attend}
-    limits["sals sum"] = append + score + attend
-    return limits | {"sals softmax": append + softmax + attend, "sals eager": limits["sals sum"]}
-
-
-def dense_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
-    """Operator -> (the calls to time, bytes that they must move where rows are full), K and V as they are."""
+@functools.cache
+def cudnn_time(B: int, S: int, Hq: int, Hkv: int, D: int) -> float:
+    """Microseconds of PyTorch's attention by cuDNN over plain K and V."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    bf16, device = torch.bfloat16, "cuda"
-    sets = []
-    for _ in range(sets_for(4 * B * S * Hkv * D)):
-        k, v = (torch.randn(B, Hkv, S, D, dtype=bf16, device=device) for _ in range(2))
-        sets.append((torch.randn(B, Hq, D, dtype=bf16, device=device), k, v))
+    def attend(q, k, v):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=Hq > Hkv)
 
-    def sdpa(backend, q, k, v):
-        with sdpa_kernel(backend):
-            q = q.unflatten(1, (Hkv, -1)) if backend == SDPBackend.FLASH_ATTENTION else q[:, :, None]
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != Hkv)
-
-    operators = {
-        "dense": [lambda s=s: dense_attend(*s, pos) for s in sets],
-        "dense FA2": [lambda s=s: sdpa(SDPBackend.FLASH_ATTENTION, *s) for s in sets],
-        "dense cuDNN": [lambda s=s: sdpa(SDPBackend.CUDNN_ATTENTION, *s) for s in sets],
-    }
-    return {name: (calls, 4 * B * S * Hkv * D) for name, calls in operators.items()}
+    sizes, nbytes = ((B, Hq, 1, D), (B, Hkv, S, D), (B, Hkv, S, D)), 4 * B * S * Hkv * D
+    inputs = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
+    return graph_time([functools.partial(attend, *each) for each in cold_sets(inputs, nbytes, nbytes)])
 
 
-def int8_calls(ops, B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
-    """The same with keys in int8 beside values of 4 and of 2 bits, and for the append of a token to them."""
-    operators, device = {}, "cuda"
-    angles = torch.rand(S, D // 2, device=device)
-    rope = rope_pairs(angles.cos(), angles.sin(), torch.bfloat16)
-    for bits in (4, 2):
-        token = D + 4 + D * bits // 8 + D // 8  # bytes
-        nbytes, sets = B * S * Hkv * token, []
-        for _ in range(sets_for(nbytes)):
-            k, k_scale = random_int8(torch.randn(B, Hkv, S, D, dtype=torch.bfloat16, device=device))
-            codes = torch.randint(0, 256, (B, Hkv, S, D * bits // 8), dtype=torch.uint8, device=device)
-            low_scale = torch.randn(B, Hkv, S, D // 32, 2, device=device).half()
-            q = torch.randn(B, Hq, D, dtype=torch.bfloat16, device=device)
-            new = torch.randn(2, B, Hkv, D, dtype=torch.bfloat16, device=device)
-            sets.append((q, new, (k, k_scale, codes, low_scale)))
-        appends = [lambda s=s, bits=bits: ops.int8_append(s[0], *s[1], pos, rope, *s[2], bits) for s in sets]
-        calls = [lambda s=s, bits=bits: ops.int8_attend(s[0], *s[2], pos, bits) for s in sets]
-        operators[f"int8 append, {bits} bit"] = (appends, B * (4 * Hq * D + Hkv * (4 * D + token)))
-        operators[f"int8 keys, {bits} bit"] = (calls, nbytes)
-    return operators
+def filled_layer(ops, config, B: int, S: int, case: str, device: str = "cuda") -> tuple:
+    """A layer of random weights; its cache, which calls the operators of ops and holds S - 1 tokens a row;
+    the next token's position, and what wqkv may give for it."""
+    import compress  # nothing above imports the rest of the project
+    import model
+
+    name, settings = cases(B, S)[case]
+    llama, method = model.empty_model(config, torch.device(device), torch.bfloat16), compress.METHODS[name]
+    for weight in llama.parameters():
+        weight.normal_(0, 0.02)
+    room = compress.Room(llama, B, S, kernels=False)
+    room.kernels, room.rope_pairs = ops, ops.rope_pairs(room.cos, room.sin, room.dtype)
+    artifact = compress.random_artifact(name, config) if method.fitted else {}
+    caches = method.build(llama, compress.settings_from(name, settings), room, artifact)
+    layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
+    prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=room.dtype, device=device))
+    layer.attention.attended(prompt, lambda *parts: cache.prefill(0, *parts))
+    for buffer in cache.buffers():
+        if buffer.shape[:1] == (B,):
+            buffer[1:] = buffer[:1]  # all rows are alike
+        elif buffer.ndim == 1:
+            buffer.normal_()  # FDC and Palu have all rows in one
+    return layer, cache, torch.full((B,), S - 1, dtype=torch.int32, device=device), prompt[-B:].clone()
 
 
-def linear_calls(ops, rows: int, Hq: int, Hkv: int, D: int, ffn: int) -> dict:
-    """The same for the linear layers from one attention to the next: torch's products alone, and in one
-    operator where ops has it."""
-    dim, kw = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}
-    sizes = [(dim, dim), (2 * ffn, dim), (dim, ffn), ((Hq + 2 * Hkv) * D, dim)]
-    nbytes = 2 * sum(N * K for N, K in sizes)
-    sets = [[torch.randn(N, K, **kw) * K**-0.5 for N, K in sizes] for _ in range(sets_for(nbytes))]
-    attended, x = torch.randn(2, rows, dim, **kw)
-    norms, inputs = [torch.ones(dim, **kw)] * 2, {K: torch.randn(rows, K, **kw) for K in (dim, ffn)}
+def method_rows(ops, config, B: int, S: int, case: str, limits: tuple) -> Iterator[dict]:
+    """The time of a method's attention in one layer. Limit: the bytes that its cache says it reads."""
+    layer, cache, pos, qkv = filled_layer(ops, config, B, S, case)
+    attention, read = layer.attention, cache.bytes_read(S) * B
+    on_host = [x for x in vars(cache).values() if isinstance(x, Tensor) and x.ndim == 4]
+    caches = cold_sets(cache, read, cache.measured(), [cache.room, attention.wqkv, attention.wo, *on_host])
+    tokens = [qkv.clone() for _ in caches]
 
-    def products(weights):
-        for weight in weights:
-            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+    def decode(qkv, cache):
+        return attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
 
-    operators = {"torch's linear": ([lambda w=w: products(w) for w in sets], nbytes)}
-    if hasattr(ops, "linear_chain") and ops.chains_linears(x, dim, ffn):
-        rest = ([None] * 4, norms, [1e-5] * 2)
-        ours = [lambda w=w: ops.linear_chain(attended, x, w, *rest) for w in sets]
-        operators["linear chain"] = (ours, nbytes)
-    return operators
+    def next_tokens():  # with a correlation of 0.8 to the last ones, so that LRQK misses some rows
+        for qkv in tokens:
+            qkv.mul_(0.8).add_(torch.randn_like(qkv), alpha=0.6)
 
-
-def fdc_calls(B: int, S: int, Hq: int, Hkv: int, D: int, pos: Tensor) -> dict:
-    """The same for FDC with heads of rank D/4 to 3D/4 in turn."""
-    ranks = [D // 4 + D // 8 * (h % 5) for h in range(Hkv)] * 2
-    bf16, device, widest, stored, scale = torch.bfloat16, "cuda", max(ranks), sum(ranks), D**-0.5
-    angles = torch.rand(S, D // 2, device=device)
-    rope = rope_pairs(angles.cos(), angles.sin(), bf16)
-    table, equal = rank_table(ranks, device), rank_table(ranks, device, balanced=False)
-    basis, sets = torch.randn(Hkv, D, widest, dtype=bf16, device=device), []
-    for _ in range(sets_for(2 * B * S * stored)):
-        q, k = (torch.randn(B, h, D, dtype=bf16, device=device) for h in (Hq, Hkv))
-        latent = torch.randn(B, stored // 2, dtype=bf16, device=device)
-        packed = torch.randn(B * S * stored, dtype=bf16, device=device)
-        queries = torch.randn(B, Hq, widest, dtype=bf16, device=device)
-        sets.append((packed, queries, (q, k, latent, basis)))
-
-    def attend(table):
-        return [lambda s=s: fdc_attend(s[1], s[0], table, ranks, pos, scale) for s in sets]
-
-    append = [lambda s=s: fdc_append(*s[2], s[0], table, ranks, pos, rope) for s in sets]
-    new = 2 * (basis.numel() + B * (Hq * (D + widest) + Hkv * D + 3 * stored // 2))
-    read = 2 * B * S * stored
-    return {
-        "FDC append": (append, new),
-        "FDC": (attend(table), read),
-        "FDC, no balance": (attend(equal), read),
-    }
+    torch._dynamo.reset()
+    step = torch.compile(decode, dynamic=False)
+    calls = [functools.partial(step, *each) for each in zip(tokens, caches, strict=True)]
+    us = graph_time(calls, next_tokens)
+    dense_us = cudnn_time(B, S, config.n_heads, config.n_kv_heads, config.head_dim)
+    yield {"method": case, "us": us, "dense_us": dense_us, "limit_us": read / limits[0]}
 
 
-LLAMA2 = [(B, S) for S in (1024, 2048, 4096) for B in (8, 16)] + [
-    (8, 8192),
-    (8, 16384),
-    (8, 32768),
-    (1, 131072),
-]
-LLAMA31 = [(8, 4096), (8, 32768), (1, 131072), (4, 131072)]
-SHAPES = {  # name -> (Hq, Hkv, D), ffn, [(r, bits of V, int8 latents)], [(B, S)], (x, y, z)
-    name: (heads, ffn, [(r, bits, int8) for int8 in (False, True) for r, bits in settings], rows, budget)
-    for name, heads, ffn, settings, rows, budget in (
-        ("7b", (32, 32, 128), 11008, [(1024, 4), (512, 2)], LLAMA2, (16, 432, 64)),
-        ("8b", (32, 8, 128), 14336, [(256, 4), (128, 2)], LLAMA31, (16, 1968, 64)),
-    )
-}
+class Recorder(TorchDispatchMode):
+    """Keeps what is called of the operators: (name, operator, arguments, result)."""
+
+    calls = ()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.namespace.startswith("kv_"):  # made by `operator`
+            self.calls = (*self.calls, (function._opname, function, args, out))
+        return out
 
 
-def benchmark(
-    ops, names: list[str], grid: list[tuple[int, ...]], words: list[str] | None, report
-) -> list[dict]:
-    """Times every operator of the module ops, or those with one of the words in their name, at every shape;
-    report(row) is called for each as it comes. Raises ValueError for a word that no operator has."""
-    bandwidth, flops = measured_limits()
-    rows, known = [], set()
+def bytes_of(*things) -> int:
+    """Bytes of the tensors in nested lists; views of one storage count once."""
+    tensors = [x for x in torch.utils._pytree.tree_leaves(things) if isinstance(x, Tensor)]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
-    def note(shape_name, B, S, setting, operator, us, limit):
-        row = {"model": shape_name, "batch": B, "length": S, "setting": setting, "operator": operator}
-        row |= {"us": round(us, 2), "limit_us": round(limit, 2), "share": round(limit / us, 3)}
-        rows.append(row)
-        report(row)
 
-    def measure(shape_name, B, S, setting, operator, calls, limit):
-        known.add(operator)
-        if not words or any(word in operator for word in words):
-            note(shape_name, B, S, setting, operator, graph_time(calls), limit)
+def work_of(name: str, args: tuple, out) -> tuple[float, float]:
+    """The least that a call can do: bytes, and FLOPs where they may take longer."""
+    share, flops = 1.0, 0.0  # share of the arguments' bytes
+    if name.endswith("append"):  # writes one token
+        share = 0.0
+    elif name == "scores":  # reads the leading dims of rows
+        share = args[0].shape[-1] / args[1].shape[-1]
+    elif name in ("attend", "sals_attend"):
+        if name == "attend":
+            q, kind, (latent, *_), (v, *_), _, _, index = args[:7]
+            heads, S = v.shape[1:3]
+        else:
+            q, index, latent, _, basis = args[:5]
+            kind, heads, S = "latents", len(basis), latent.shape[1]
+        if index is not None:  # of a row, of each KV head or of each query head
+            share = min(1, index[0].numel() / (heads if index.ndim == 3 else 1) / S)
+        if kind == "latents":  # makes keys, in int8 at twice the rate of bf16
+            flops = share * len(q) * S * latent.shape[-1] * heads * q.shape[-1] * latent.element_size()
+    return share * bytes_of(args) + bytes_of(out), flops
 
-    note("-", 0, 0, "memory", "TB/s measured", bandwidth / 1e6, bandwidth / 1e6)
-    note("-", 0, 0, "bf16", "TFLOP/s measured", flops / 1e6, flops / 1e6)
-    for name in names:
-        (Hq, Hkv, D), ffn, settings, shapes, (x, y, z) = SHAPES[name]
-        for batch in (1, 4, 8, 16) if not grid else ():
-            for operator, (calls, nbytes) in linear_calls(ops, batch, Hq, Hkv, D, ffn).items():
-                measure(name, batch, 1, "-", operator, calls, nbytes / bandwidth)
-        for B, S in shapes:
-            if grid and (B, S) not in grid:
-                continue
-            pos = torch.full((B,), S - 1, dtype=torch.int32, device="cuda")
-            sizes = (B, S, Hq, Hkv, D, pos)
-            operators = dense_calls(*sizes) | int8_calls(ops, *sizes) | fdc_calls(*sizes)
-            for operator, (calls, nbytes) in operators.items():
-                measure(name, B, S, "-", operator, calls, nbytes / bandwidth)
-            pos.copy_(S * (2 * torch.arange(B) + 1) // (2 * B))  # unequal rows, half as long on average
-            for operator in ("dense", "FDC", "FDC, no balance") if B > 1 else ():
-                calls, nbytes = operators[operator]
-                limit = nbytes * (pos + 1).float().mean().item() / S / bandwidth
-                measure(name, B, S, "ragged", operator, calls, limit)
-            del operators, calls
-            torch.cuda.empty_cache()
-            for r, bits, int8 in settings:
-                case = sals_case(B, S, Hq, Hkv, D, r, bits, int8, x, y, z)
-                limits = sals_limits(ops, case, bandwidth, 2 * flops if int8 else flops)
-                setting = f"r{r} {bits} bit" + (" int8" if int8 else "")
-                for operator, calls in sals_calls(ops, case).items():
-                    measure(name, B, S, setting, operator, calls, limits[operator])
-                del case, calls
-                torch.cuda.empty_cache()
-            for word in words or ():
-                some = any(word in operator for operator in known)
-                need(some, f"--operator {word}: in no name of {', '.join(sorted(known))}")
-    return rows
+
+def operator_rows(ops, config, B: int, S: int, case: str, limits: tuple) -> Iterator[dict]:
+    """The times of what a layer calls in a decode step, its linear layers included."""
+    from model import decode_layer
+
+    layer, cache, pos, qkv = filled_layer(ops, config, B, S, case)
+    x = torch.randn(B, config.dim, dtype=qkv.dtype, device=qkv.device)
+    with Recorder() as recorder:
+        decode_layer(layer, qkv, x, pos, cache, layer.attention_norm, layer.attention.wqkv)
+    for name, function, args, out in recorder.calls:
+        nbytes, flops = work_of(name, args, out)
+        limit, sets = max(nbytes / limits[0], flops / limits[1]), cold_sets(args, nbytes, bytes_of(args))
+        times = {name: graph_time([functools.partial(function, *each) for each in sets])}
+        if (case, name) == ("dense", "attend"):
+            times["cuDNN"] = cudnn_time(B, S, config.n_heads, config.n_kv_heads, config.head_dim)
+        for timed, us in times.items():
+            yield {"operator": f"{case} {timed}", "us": us, "limit_us": limit, "share": limit / us}
+
+
+def benchmark(ops, table: str, name: str, shapes: Sequence, methods: Sequence, limits: tuple) -> Iterator:
+    """A table's rows of a model, at the usual shapes if none are given. What fails, most often for lack of
+    memory, says why in a line."""
+    import model
+
+    shape, usual = MODELS[name]
+    config = replace(model.SHAPES[shape], n_layers=4, vocab_size=256, max_positions=1 << 20)
+    if table == "breakeven":  # shapes at which K and V of a layer take 4 GB at most
+        usual = [at for at, (B, S) in GRID.items() if B in (1, 8) and B * S * config.kv_dim <= 1 << 30]
+    rows_of = operator_rows if table == "operation" else method_rows
+    for at, case in itertools.product(shapes or usual, methods):
+        B, S = GRID[at]
+        try:
+            for row in rows_of(ops, config, B, S, case, limits):
+                row = {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
+                yield {"model": name, "batch": B, "length": S} | row
+        except Exception as error:
+            show(name, B, S, case, f" {type(error).__name__}: {error}".partition("\n")[0])
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def breakeven(rows: list[dict]) -> dict[tuple, int | None]:
+    """(model, batch, method) -> the length from which on it beats cuDNN; None where not at the longest."""
+    found = {}
+    for row in sorted((row for row in rows if "method" in row), key=lambda row: row["length"]):
+        key = row["model"], row["batch"], row["method"]
+        found[key] = (found.get(key) or row["length"]) if row["us"] < row["dense_us"] else None
+    return found
+
+
+def show(model, batch, length, name, *times) -> None:
+    line = f"{model:>5} {batch:>5} {length:>7}  {name:<26}" + "".join(f"{each:>11}" for each in times)
+    print(line, file=sys.stderr, flush=True)
 
 
 def main(ops) -> None:
-    import argparse
-    import csv
-    import json
-    import os
-
     def fail(message: str):
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
-    parser = argparse.ArgumentParser(description="Times every kernel at the shapes of the README's tables.")
+    about = "Times on a CUDA GPU. Default: the first two tables, of all methods, at two shapes of each model."
+    parser = argparse.ArgumentParser(description=about)
     parser.error = lambda message: fail(f"{message}; see --help")
-    names = f"models whose shapes are timed (default: {' '.join(SHAPES)})"
-    parser.add_argument("--model", nargs="*", default=list(SHAPES), choices=list(SHAPES), help=names)
-    shapes = list(dict.fromkeys(f"{B}x{S}" for *_, grid, _ in SHAPES.values() for B, S in grid))
-    only = "only these, such as 8x4096 16x4096 (default: all)"
-    parser.add_argument("--shape", nargs="*", choices=shapes, metavar="BATCHxLENGTH", help=only)
-    words = "only operators with one of these words in their name, such as dense linear (default: all)"
-    parser.add_argument("--operator", nargs="*", metavar="WORD", help=words)
+    lists = {"table": TABLES, "model": MODELS, "method": cases(1, 1024), "shape": GRID}
+    for name, choices in lists.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, metavar="NAME", help=", ".join(choices))
+    parser.add_argument("--csv", help="write the rows to this file")
     parser.add_argument("--json", action="store_true", help="one compact JSON line at the end")
-    parser.add_argument("--csv", help="write the table to this file")
     options = parser.parse_args()
     if options.csv and not os.path.isdir(os.path.dirname(options.csv) or "."):  # now, rather than afterwards
         fail(f"--csv {options.csv}: there is no such folder")
     if triton is None or not torch.cuda.is_available():
         fail("the benchmark needs a CUDA GPU and triton")
-    grid = [tuple(map(int, shape.split("x"))) for shape in options.shape or ()]
-
-    def report(row):
-        line = "{model:>3} {batch:>3} x {length:<7}{setting:<17}{operator:<18}{us:>9.1f}{limit_us:>9.1f}"
-        print((line + "{share:>8.1%}").format(**row), file=sys.stderr, flush=True)
-
-    try:
-        rows = benchmark(ops, options.model, grid, options.operator, report)
-    except ValueError as error:
-        fail(str(error))
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    limits, rows = measured_limits(), []
+    print("{:.3g} TB/s, {:.3g} TFLOP/s".format(*(each / 1e6 for each in limits)), file=sys.stderr)
+    for table, name in itertools.product(options.table or TABLES[:2], options.model or MODELS):
+        for row in benchmark(ops, table, name, options.shape, options.method or lists["method"], limits):
+            if not rows or row.keys() != rows[-1].keys():
+                show(*row)
+            show(*row.values())
+            rows.append(row)
+    if "breakeven" in (options.table or ()):
+        show("model", "batch", "from", "method")
+        for (name, batch, method), length in breakeven(rows).items():
+            show(name, batch, length or "never", method)
     if options.csv:
         with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
+            writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
             writer.writeheader()
             writer.writerows(rows)
     if options.json:

@@ -7089,7 +7089,15 @@ def test_a_kl_to_itself_is_no_less_than_zero(checkpoint):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--model", "13b"], ["--shape", "foo"], ["--shape", "7x77"], ["--fast"], ["--csv", "nowhere/x.csv"]],
+    [
+        ["--model", "13b"],
+        ["--shape", "foo"],
+        ["--shape", "7x77"],
+        ["--fast"],
+        ["--csv", "nowhere/x.csv"],
+        ["--method", "dense", "nosuch"],
+        ["--table", "speed"],
+    ],
 )
 def test_the_benchmarks_errors_are_one_line(argv, monkeypatch, capsys):
     code, out, err = run_main(lambda: kernels.main(kernels), argv, monkeypatch, capsys)
@@ -7098,11 +7106,73 @@ def test_the_benchmarks_errors_are_one_line(argv, monkeypatch, capsys):
 
 
 @needs_cuda
-def test_the_benchmark_knows_the_words_of_its_operators():
-    rows = []
-    with pytest.raises(ValueError, match="--operator nosuch: in no name of .*dense"):
-        kernels.benchmark(kernels, ["7b"], [(8, 1024)], ["dense FA2", "nosuch"], rows.append)
-    assert [row["operator"] for row in rows[2:]] == ["dense FA2"]
+def test_the_benchmark_times_a_methods_operators_and_its_attention():
+    found = {}
+    with torch.no_grad():
+        for table in ("operation", "method"):
+            found[table] = list(kernels.benchmark(kernels, table, "8b", ["1x1024"], ["dense"], (3e6, 6e8)))
+    assert [row["operator"] for row in found["operation"]] == ["dense attend", "dense cuDNN"]
+    columns = ["model", "batch", "length", "method", "us", "dense_us", "limit_us"]
+    assert [list(row) for row in found["method"]] == [columns]
+    for row in found["operation"] + found["method"]:
+        assert (row["model"], row["batch"], row["length"]) == ("8b", 1, 1024) and row["us"] > row["limit_us"]
+
+
+@pytest.mark.parametrize(
+    "case, names",
+    [
+        ("topk", ["scores", "select", "attend"]),
+        ("fdc", ["fdc_append", "fdc_attend"]),
+        ("streaming", ["attend"]),
+    ],
+)
+def test_the_benchmark_fills_a_layer_and_records_its_operators(case, names):
+    B, S = 2, 64
+    with torch.no_grad(), kernels.Recorder() as recorder:
+        layer, cache, pos, qkv = kernels.filled_layer(kernels, tiny_config(), B, S, case, DEVICE)
+        recorder.calls = ()
+        out = layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+    assert [name for name, *_ in recorder.calls] == names
+    assert out.shape == (B, layer.attention.wo.in_features) and pos.tolist() == [S - 1] * B
+    assert all(x.count_nonzero() > x.numel() / 2 for x in cache.buffers())  # all rows are full
+    for name, _, args, out in recorder.calls:
+        nbytes, flops = kernels.work_of(name, args, out)
+        assert kernels.bytes_of(out) <= nbytes <= kernels.bytes_of(args, out) and flops == 0
+        sets = kernels.cold_sets(args, 100e6, 1)
+        stores = {x.data_ptr() for each in sets for x in torch.utils._pytree.tree_leaves(each[:1])}
+        assert len(sets) == 3 and len(stores) == 3
+
+
+def test_the_benchmark_counts_what_a_call_must_do():
+    B, Hq, Hkv, S, D, r = 2, 4, 2, 80, 16, 8
+    q, pos = randn(B, Hq, D), positions(S - 1, S - 1)
+    k, v, latent, basis = randn(B, Hkv, S, D), randn(B, Hkv, S, D), randn(B, S, r), randn(Hkv, D, r)
+
+    def work(kind, keys, index):
+        return kernels.work_of("attend", (q, kind, keys, [v], 16, pos, index, [], 1.0), q)
+
+    every = q.nbytes + k.nbytes + v.nbytes + pos.nbytes
+    assert work("plain", [k], None) == (every + q.nbytes, 0)
+    for sets, share in (((), 1 / 8), ((Hkv,), 1 / 8), ((Hq,), 1 / 4)):
+        index = torch.zeros(B, *sets, 10, dtype=torch.int32, device=DEVICE)
+        assert work("plain", [k], index) == ((every + index.nbytes) * share + q.nbytes, 0)
+    latents = [latent[:, None].expand(-1, Hkv, -1, -1), None, basis, None, None, None]
+    read, flops = work("latents", latents, None)
+    assert read == 2 * q.nbytes + latent.nbytes + basis.nbytes + v.nbytes + pos.nbytes
+    assert flops == 2 * B * S * r * Hkv * D * 2  # fp32 at half the rate of bf16
+    scored = (randn(B, Hkv, 2, D // 4), k, None, pos, 1.0, "each")
+    assert kernels.work_of("scores", scored, None) == (kernels.bytes_of(scored) / 4, 0)
+
+
+def test_the_benchmark_finds_from_which_length_a_method_is_faster():
+    def row(length, us, method="a", batch=1):
+        return {"model": "7b", "batch": batch, "length": length, "method": method, "us": us, "dense_us": 10}
+
+    rows = [row(4096, 9), row(1024, 12), row(2048, 8), row(8192, 5)]
+    rows += [row(1024, 9, "b"), row(2048, 11, "b"), row(4096, 9, "b"), row(1024, 8, "c"), row(2048, 10, "c")]
+    rows += [row(1024, 9, batch=8), {"operator": "attend", "us": 1}]
+    expected = {("7b", 1, "a"): 2048, ("7b", 1, "b"): 4096, ("7b", 1, "c"): None, ("7b", 8, "a"): 1024}
+    assert kernels.breakeven(rows) == expected
 
 
 def test_nothing_imports_triton_or_transformers_at_start():
