@@ -1464,7 +1464,7 @@ def _store_new_values(
     D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """Stores a head's values v [DP], below 16 bits quantised, as row `stored` of the cache's tokens and heads.
+    """Stores a head's values v [DP], below 16 bits quantised, as row `stored` of the store.
     planes [8 / BITS, NP]: v as it is packed."""
     if BITS == 16:
         d = tl.arange(0, DP)
