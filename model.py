@@ -22,7 +22,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -110,28 +110,33 @@ class SummedLinear(nn.Linear):
 # ---------------------------------------------------------------------------------------------- configuration
 
 
+def named(hf: str, default: object = MISSING) -> object:
+    """A field of ModelConfig that config.json has under the name `hf`."""
+    return field(default=default, metadata={"hf": hf})
+
+
 @dataclass
 class ModelConfig:
     """The shape of a Llama-like model, read from a Hugging Face config.json or from the table SHAPES."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn_dim: int
-    vocab_size: int
-    max_positions: int
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
-    norm_eps: float = 1e-5
-    tied: bool = False
+    dim: int = named("hidden_size")
+    n_layers: int = named("num_hidden_layers")
+    n_heads: int = named("num_attention_heads")
+    n_kv_heads: int = named("num_key_value_heads")
+    head_dim: int = named("head_dim")
+    ffn_dim: int = named("intermediate_size")
+    vocab_size: int = named("vocab_size")
+    max_positions: int = named("max_position_embeddings")
+    rope_theta: float = named("rope_theta", 10000.0)
+    rope_scaling: dict | None = named("rope_scaling", None)
+    norm_eps: float = named("rms_norm_eps", 1e-5)
+    tied: bool = named("tie_word_embeddings", False)
     qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
+    out_bias: bool = named("attention_bias", False)
+    mlp_bias: bool = named("mlp_bias", False)
     qk_norm: bool = False
-    sliding_window: int | None = None
-    family: str = "llama"
+    sliding_window: int | None = named("sliding_window", None)
+    family: str = named("model_type", "llama")
     elitekv: bool = False  # uptrained for EliteKV: only each head's elite pairs are rotated
 
     LARGEST = 1 << 19  # of any width and count: so that no product of three of them overflows 63 bits
@@ -211,27 +216,25 @@ class ModelConfig:
             raise UserError(f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly")
         bias = hf.get("attention_bias") or False
         windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
-        return cls(
-            dim=hf["hidden_size"],
-            n_layers=hf["num_hidden_layers"],
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // n_heads,
-            ffn_dim=hf["intermediate_size"],
-            vocab_size=hf["vocab_size"],
-            max_positions=hf.get("max_position_embeddings", 2048),
-            rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
-            rope_scaling=None if kind == "default" else {**rope, "rope_type": kind},
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            tied=hf.get("tie_word_embeddings") or False,
-            qkv_bias=bias or family == "qwen2",
-            out_bias=bias and family != "qwen2",
-            mlp_bias=hf.get("mlp_bias") or False,
-            qk_norm=family == "qwen3",
-            sliding_window=hf.get("sliding_window") if windowed else None,
-            family=family,
-            elitekv=hf.get("elitekv") or False,
-        )
+        given = {f.name: hf[f.metadata["hf"]] for f in fields(cls) if f.metadata.get("hf") in hf}
+        made = {
+            "n_kv_heads": n_kv_heads,
+            "head_dim": hf.get("head_dim") or hf["hidden_size"] // n_heads,
+            "rope_theta": rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
+            "rope_scaling": None if kind == "default" else {**rope, "rope_type": kind},
+            "qkv_bias": bias or family == "qwen2",
+            "out_bias": bias and family != "qwen2",
+            "qk_norm": family == "qwen3",
+            "sliding_window": hf.get("sliding_window") if windowed else None,
+        }
+        flags = {"tied": "tie_word_embeddings", "mlp_bias": "mlp_bias", "elitekv": "elitekv"}
+        made |= {name: hf.get(key) or False for name, key in flags.items()}
+        return cls(**{"max_positions": 2048, "norm_eps": 1e-6} | given | made)
+
+    def to_hf(self) -> dict:
+        """What from_hf reads, as a config.json has it."""
+        named = {f.metadata["hf"]: getattr(self, f.name) for f in fields(self) if f.metadata}
+        return {"architectures": [f"{self.family.title()}ForCausalLM"], "hidden_act": "silu"} | named
 
 
 # Published shapes, for benchmarks without weights (--random_weights NAME).
