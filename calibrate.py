@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 import compress
 import generate
@@ -62,9 +63,9 @@ from model import (
     UserError,
     apply_rope,
     causal_attention,
+    check_free,
     checked,
     fingerprint,
-    free_memory,
     gathered,
     human,
     load_model,
@@ -81,6 +82,7 @@ from model import (
 # ------------------------------------------------------------------------------------------------- plain text
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+STDLIB = Path(sysconfig.get_path("stdlib"))  # the text that every machine has: the standard library's sources
 
 
 def held_out(file: Path) -> bool:
@@ -118,11 +120,6 @@ def check_file(option: str, path: Path) -> None:
         check_folder(option, path.parent)
 
 
-def standard_library() -> Path:
-    """The text that every machine has: the Python standard library's sources."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
 def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
     """The files' texts in a seeded random order, without repeats and generated tables."""
     files, seen = list(files), set()
@@ -140,26 +137,21 @@ def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
 
 # Keys are "adjective noun"; variables and code words are names.
-ADJECTIVES, NOUNS, NAMES = (
-    words.split()
-    for words in (
-        """
+ADJECTIVES = """
 amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
 hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
 small snowy tall warm white wild winding wooden
-        """,
-        """
+""".split()
+NOUNS = """
 anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door drum
 feather field fire flower forest garden gate hammer harbor hill house island key lake lamp lantern letter
 meadow mirror mountain needle ocean orchard river road rope ship stone table tower tree valley wheel window
-        """,
-        """
+""".split()
+NAMES = """
 bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper quartz
 raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
 juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
-        """,
-    )
-)
+""".split()
 KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
 
 
@@ -177,10 +169,6 @@ class Task:
         return sum(r in text for r in self.references) / len(self.references)
 
 
-def number(rng: random.Random) -> str:
-    return str(rng.randrange(10000, 100000))
-
-
 def keys(rng: random.Random, n: int) -> list[str]:
     """n distinct keys that share words with one another: the hard distractors of RULER's multi-key tasks."""
     side = max(2, math.ceil(math.sqrt(1.5 * n)))
@@ -190,13 +178,17 @@ def keys(rng: random.Random, n: int) -> list[str]:
     return rng.sample(pairs, n)
 
 
+def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
+    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
+
+
 def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
     return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
 
 
 def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
     """single (1 fact) and multikey (more): one number is asked for at a time."""
-    pairs = [(key, number(rng)) for key in keys(rng, n_facts)]  # keys come in random order: so do the facts
+    pairs = numbered(rng, keys(rng, n_facts))  # keys come in random order: so do the facts
     facts = number_facts(pairs)
     ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
     return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
@@ -204,7 +196,7 @@ def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Ta
 
 def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
     """One key with several values, asked for all at once, in the order of the text."""
-    pairs = [(key, number(rng)) for key in keys(rng, n_keys) for _ in range(n_values)]
+    pairs = numbered(rng, keys(rng, n_keys), n_values)
     rng.shuffle(pairs)
     facts = number_facts(pairs)
     groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
@@ -214,7 +206,7 @@ def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Tas
 
 def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
     """Several keys asked for in one question; the answer repeats each key."""
-    pairs = [(key, number(rng)) for key in keys(rng, n_facts)]
+    pairs = numbered(rng, keys(rng, n_facts))
     asked = rng.sample(pairs, n_asked)
     question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
     answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
@@ -224,13 +216,12 @@ def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Tas
 def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
     """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
     names, tasks = rng.sample(NAMES, n_chains * (n_hops + 1)), []
-    chains = [(number(rng), names[i::n_chains]) for i in range(n_chains)]
-    facts = []
-    for value, chain in chains:
+    chains, facts = numbered(rng, [names[i::n_chains] for i in range(n_chains)]), []
+    for chain, value in chains:
         facts += [f"\nStore {value} in {chain[0]}.\n"]
         facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
     rng.shuffle(facts)
-    for value, chain in chains:
+    for chain, value in chains:
         question = f"Which variables hold {value}?\nAnswer: The variables that hold {value} are"
         tasks.append(Task(facts, question, f" {', '.join(chain)}.", chain))
     return tasks
@@ -311,10 +302,8 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
     pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
     ids = np.concatenate([np.array(bos, np.int32), *pieces, question]).tolist()
     if len(ids) > n_tokens:
-        raise UserError(
-            f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}; "
-            "ask for longer prompts, or for fewer facts where there is --facts"
-        )
+        fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
+        raise UserError(f"{fault}; ask for longer prompts, or for fewer facts where there is --facts")
     return ids, task
 
 
@@ -332,9 +321,7 @@ def forward_through(model: Llama, tokens: Tensor, attend: Callable[[int, Tensor,
 def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
     """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
     if model.config.elitekv:
-        raise UserError(
-            "this checkpoint was uptrained for EliteKV and is calibrated already: use it as it is"
-        )
+        raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
     cos, sin = rope_tables(model.config, tokens.shape[-1], tokens.device)
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -387,7 +374,7 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
 
 def asked_windows(args: argparse.Namespace, c: ModelConfig, tokenizer, held: bool = False) -> Tensor:
     """Windows of --text, or of a part of the standard library: the held-out one, or that to fit on."""
-    files = text_files(args.text or standard_library(), None if args.text else held)
+    files = text_files(args.text or STDLIB, None if args.text else held)
     longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
     return windows(tokenizer, files, longest, args.windows)
 
@@ -416,25 +403,23 @@ class KeyMoments:
 def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
     c, device = model.config, next(model.parameters()).device
-    shape = {"dtype": torch.float64, "device": device}
-    second = {n: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, **shape) for n in ("pre", "post")}
-    mean = {n: torch.zeros(c.n_layers, c.kv_dim, **shape) for n in ("pre", "post")}
-    product = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim, **shape) for n in ("pre", "post")}
-    pairs = torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim // 2, **shape)
+    shapes = (c.kv_dim, c.kv_dim), (c.kv_dim,), (c.n_kv_heads, c.head_dim), (c.n_kv_heads, c.head_dim // 2)
+    zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+    sums = {name: [zeros(c.n_layers, *shape) for shape in shapes] for name in ("pre", "post")}
     cos, sin = rope_tables(c, tokens.shape[1], device)
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         rotated = (apply_rope(x, cos, sin) for x in (q, k))
         for name, queries, keys in (("pre", q, k), ("post", *rotated)):
+            second, mean, product, pairs = (total[i] for total in sums[name])
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
-            second[name][i].addmm_(rows.T, rows)
-            mean[name][i] += rows.sum(0)
-            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).abs().double().sum(-2)  # [B, S, Hkv, D]
-            product[name][i] += (grouped * keys.abs()).sum((0, 1))
-        grouped = q.double().unflatten(-1, (2, -1)).unflatten(2, (c.n_kv_heads, -1))  # [B, S, Hkv, G, 2, D/2]
-        pairs[i] += grouped.square().sum((0, 1, 3, 4))
+            second.addmm_(rows.T, rows)
+            mean += rows.sum(0)
+            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
+            product += (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
+            pairs += grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
 
-    held = sum(t.nbytes for totals in (second, mean) for t in totals.values())
+    held = sum(total.nbytes for totals in sums.values() for total in totals)
     for i, window in enumerate(tracked(label, tokens)):
         started = time.time()
         observe(model, window[None].to(device), see)
@@ -442,7 +427,6 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             generate.synchronize(device)
             announce(label, time.time() - started, len(tokens) - 1, held, device)
     n = tokens.numel()
-    sums = {name: (second[name], mean[name], product[name], pairs) for name in second}
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
 
 
@@ -450,13 +434,10 @@ def announce(label: str, seconds: float, windows: int, held: int, device: torch.
     """Says what a long pass over the text will take, from its first window: `seconds` each, `windows` to go.
 
     held: bytes of the sums. They are all that is kept: the peak after one window is that of the pass."""
-    if seconds * windows > 10:
-        print(
-            f"{label}: {windows} more windows at {seconds:.2f} s, about {seconds * windows / 60:.1f} min; "
-            f"the sums take {human(held)}, peak memory {human(generate.peak_memory(device))}",
-            file=sys.stderr,
-            flush=True,
-        )
+    if (total := seconds * windows) > 10:
+        time_left = f"{windows} more windows at {seconds:.2f} s, about {total / 60:.1f} min"
+        memory = f"the sums take {human(held)}, peak memory {human(generate.peak_memory(device))}"
+        print(f"{label}: {time_left}; {memory}", file=sys.stderr, flush=True)
 
 
 Moments = dict[str, KeyMoments]
@@ -486,7 +467,7 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
         values, vectors = eigen(s[:, :, None] * second * s[:, None])
         tensors[f"{metric}_eigenvalues"] = values.float()
         for i in range(c.n_layers):
-            tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float().contiguous()
+            tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float()
         for share in (0.25, 0.125):
             kept = values[:, : round(share * c.kv_dim)].sum(1) / values.sum(1)
             energy.append(f"{share:.1%}, {metric}: {kept.mean():.4f}")
@@ -501,17 +482,13 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     for name in ("pre", "post"):
         values, vectors = eigen(moments[name].centred_heads(model.config))
         tensors[f"{name}.eigenvalues"] = values.float()
-        tensors[f"{name}.basis"] = vectors.float().contiguous()
+        tensors[f"{name}.basis"] = vectors.float()
     trial = tokens[-4:]
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
     for name in ("pre", "post"):
-        room = Room(model, len(trial), trial.shape[1])
-        engine = Engine(
-            model,
-            compress.build_loki(model, compress.LokiSettings(basis=name), room, tensors),
-            room,
-            Sampling(),
-        )
+        room = Room(model, *trial.shape)
+        caches = compress.build_loki(model, compress.LokiSettings(basis=name), room, tensors)
+        engine = Engine(model, caches, room, Sampling())
         perplexity[name] = eval_perplexity(engine, trial, prefix, None, Progress("trial", trial.shape[1]))[0]
     tensors["better"] = torch.tensor(int(perplexity["post"] <= perplexity["pre"]))
     quarter = model.config.head_dim // 4
@@ -566,9 +543,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def elite_trial(
-    model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict[str, Tensor]
-) -> tuple[float, float]:
+def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> tuple[float, float]:
     """Perplexity of tokens [N, S] in EliteKV form without uptraining, and the share of |W_k^n|^2 + |W_v|^2
     that A B keeps, a mean over layers; leaves the model as it was."""
     dense, kept = [layer.attention for layer in model.layers], []
@@ -603,9 +578,7 @@ def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float)
 
 
 @torch.inference_mode()
-def head_bases(
-    model: Llama, tokens: Tensor, label: str, rows: Callable[[int, Tensor, Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tuple[Tensor, Tensor]:
     """Singular values [L, H, D] and right singular vectors [L, H, D, D] of vectors seen on tokens [N, S].
 
     rows(layer, q, k, v) names the vectors of each of H heads, [n, H, D]. Their Gram matrix is summed in
@@ -623,12 +596,7 @@ def head_bases(
 
 
 def fit_fdc(
-    model: Llama,
-    tokens: Tensor,
-    moments: Moments,
-    max_rank: float,
-    accuracy=0.99,
-    positions: int | None = None,
+    model: Llama, tokens: Tensor, moments: Moments, max_rank, accuracy=0.99, positions=None
 ) -> Fitted:
     """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
 
@@ -653,22 +621,16 @@ def fit_fdc(
     weights = weights.unflatten(1, (c.n_kv_heads, -1)).double().cpu()  # [L, Hkv, D, dim]: W_V transposed
     values, basis = eigen(weights @ weights.transpose(-1, -2))
     tensors |= {"v.values": values.sqrt(), "v.basis": basis}
-    tensors = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
     rate, reached, perplexity = fdc_search(model, tokens[-FLOOR_WINDOWS:], tensors, accuracy)
-    ranks = [compress.fdc_ranks(tensors[f"{kind}.values"], rate).double().mean() for kind in ("qk", "v")]
+    ranks = [compress.fdc_ranks(tensors[f"{kind}.values"], rate) for kind in ("qk", "v")]
     energy = tensors["qk.values"].square()
-    kept = torch.arange(c.head_dim) < compress.fdc_ranks(tensors["qk.values"], rate)[..., None]
-    facts = {
-        "floor": str(accuracy),
-        "positions": str(positions),
-        "accuracy": f"{reached:.4f}",
-        "perplexity": f"{perplexity:.4f}",
-        "rate": f"{rate:.6f}",
-        "mean_ranks": f"q, k {ranks[0]:.1f}; v {ranks[1]:.1f} of {c.head_dim}",
-        "energy": f"rate {rate:.4f} (mean ranks {ranks[0]:.1f} and {ranks[1]:.1f} of {c.head_dim}, "
-        f"{reached:.2%} of dense accuracy, {perplexity:.4f} of dense perplexity): "
-        f"{(energy * kept).sum() / energy.sum():.4f}",
-    }
+    kept = (energy * (torch.arange(c.head_dim) < ranks[0][..., None])).sum() / energy.sum()
+    means = "mean ranks {:.1f} and {:.1f} of {}".format(*(r.double().mean() for r in ranks), c.head_dim)
+    lost = f"{reached:.2%} of dense accuracy, {perplexity:.4f} of dense perplexity"
+    facts = {"floor": accuracy, "positions": positions, "accuracy": f"{reached:.4f}", "rate": f"{rate:.6f}"}
+    facts = {name: str(fact) for name, fact in facts.items()}
+    facts |= {"perplexity": f"{perplexity:.4f}", "energy": f"rate {rate:.4f} ({means}, {lost}): {kept:.4f}"}
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
 
 
@@ -739,7 +701,7 @@ def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     values, basis = head_bases(model, tokens, "palu", keys_and_values)
     energy = values.square()
     kept = energy[..., : c.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
-    k_basis, v_basis = (t.float().contiguous() for t in basis.chunk(2, 1))
+    k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
     return {"k.basis": k_basis, "v.basis": v_basis}, {"energy": f"50.0%: {kept:.4f}"}
 
 
@@ -927,9 +889,8 @@ class Candidate:
             try:
                 options[name] = BOOLEANS[value.lower()] if kind is bool else generate.value_type(kind)(value)
             except (KeyError, ValueError, argparse.ArgumentTypeError):
-                raise UserError(
-                    f"--method {text}: write {name}={kind.__name__.upper()}, not {pair}"
-                ) from None
+                wanted = f"{name}={kind.__name__.upper()}"
+                raise UserError(f"--method {text}: write {wanted}, not {pair}") from None
         settings_from(method, options)
         return cls(text, method, options, Path(folder) if folder else None)
 
@@ -1196,7 +1157,7 @@ def run_eval(args: argparse.Namespace) -> None:
 
 def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], Haystack]:
     """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
-    held = text_files(standard_library(), held=True)
+    held = text_files(STDLIB, held=True)
     files = {"python": held}
     for path in args.text:
         if path.stem in files:
@@ -1281,6 +1242,7 @@ def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
+        axis.margins(0.12)
     yield axes
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -1378,16 +1340,15 @@ def run_overlap(args: argparse.Namespace) -> None:
     python calibrate.py overlap --method sals --method loki --length 4096"""
     generate.check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
     tokenizer = load_tokenizer(args.checkpoint)
-    hay = haystack(tokenizer, text_files(standard_library(), held=True))
+    hay = haystack(tokenizer, text_files(STDLIB, held=True))
     results, prompts = {}, []
     for candidate in map(Candidate.parse, args.method or ["sals"]):
         engine = candidate.engine(args, args.samples, args.length, watched=True)
         prompts = prompts or [eval_sample(hay, args.task, i, args.length)[0] for i in range(args.samples)]
         results[candidate.label] = overlap_scores(engine, prompts)
         if not any(results[candidate.label]):
-            raise UserError(
-                f"--method {candidate.label}: it attends all {args.length} tokens; give one that selects"
-            )
+            fault = f"it attends all {args.length} tokens; give one that selects"
+            raise UserError(f"--method {candidate.label}: {fault}")
     print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
     for text, scores in results.items():
         print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
@@ -1533,9 +1494,7 @@ def run_pairs(args: argparse.Namespace) -> None:
                 settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
                 row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1]
         rows.append(row)
-    print(
-        f"{tokens.numel()} tokens: distance of the logits to RoPE's (none rotated: 1), and the share of the"
-    )
+    print(f"{tokens.numel()} tokens: distance of the logits to RoPE's (none rotated: 1), and share of the")
     print(f"weights' energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
     print_table(rows, [*distances, "d_ckv", "joint", "separate"])
     if args.json:
@@ -1604,7 +1563,7 @@ class Stage:
             raise UserError(f"stage {text!r}: write BATCHxLENGTHxSTEPS, such as 64x2048x1000") from None
 
 
-class TrainingBatches(torch.utils.data.Dataset):
+class TrainingBatches(Dataset):
     """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32, the same for any number of workers.
 
     plan: the stage of each step."""
@@ -1623,26 +1582,11 @@ def check_batches(stages: list[Stage], config: ModelConfig, device: torch.device
     """Raises UserError for a stage that the model has no positions for, or the memory no room."""
     generate.check_capacity(max(stage.length for stage in stages), config, "--stages")
     for stage in stages:
-        needed, free = stage.batch * stage.length * config.vocab_size * 4, free_memory(device)
-        if needed > free:
-            raise UserError(
-                f"not enough memory: logits of {stage.batch} x {stage.length} tokens need {human(needed)}, "
-                f"{human(free)} are free ({device.type}); lower --stages"
-            )
+        needed, what = stage.batch * stage.length * config.vocab_size * 4, "logits of {} x {} tokens"
+        check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
 
 
-NANO = ModelConfig(
-    dim=256,
-    n_layers=8,
-    n_heads=4,
-    n_kv_heads=4,
-    head_dim=64,
-    ffn_dim=704,
-    vocab_size=4096,
-    max_positions=32768,
-    rope_theta=500000.0,
-    tied=True,
-)
+NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
 # Long documents come before the last stage: at the end, few and noisy, they undo what retrieval has learnt.
 NANO_STAGES = ("128x512x3000", "64x2048x2500", "4x32768x300", "16x8192x7000")
 
@@ -1706,7 +1650,7 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Writes a safetensors file that others can read; UserError where it cannot be."""
     try:
-        save_file(tensors, path, metadata)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
         os.umask(mask := os.umask(0))  # the only way to read it
         path.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
     except SafetensorError as error:
@@ -1715,10 +1659,9 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """save_tensors with what is floating point in bf16."""
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_tensors(
-        {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}, path, metadata
-    )
+    tensors = {name: t.detach().cpu() for name, t in tensors.items()}
+    tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+    save_tensors(tensors, path, metadata)
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -1767,34 +1710,21 @@ def deferred_interrupts() -> Iterator[list]:
 
 
 def train(
-    model: Llama,
-    hay: Haystack,
-    stages: list[Stage],
-    lr: float,
-    seed: int,
-    workers: int,
-    state: Path | None,
-    minutes: float,
-    constant: bool = False,
-    log: Path | None = None,
+    model, hay: Haystack, stages: list[Stage], lr, seed, workers, state, minutes, constant=False, log=None
 ) -> bool:
     """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
 
-    `state` is the file that a later run resumes from; `log` gets a line of tokens read and mean loss every 20
-    steps. True when done, False when `minutes` ran out first."""
+    workers: processes that make batches. state: None or the file that a later run resumes from. log: None or
+    the file that gets a line of tokens read and mean loss every 20 steps. -> True when done, False when
+    `minutes` ran out first."""
     device, cuda = next(model.parameters()).device, torch.cuda.is_available()
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
-    batches = torch.utils.data.DataLoader(
-        TrainingBatches(hay, plan, seed),
-        None,
-        sampler=range(done, len(plan)),
-        num_workers=workers,
-        pin_memory=cuda,
-    )
-    read = sum(stage.batch * stage.length for stage in plan[:done])
     total, started, running = len(plan), time.time(), None
+    batches, order = TrainingBatches(hay, plan, seed), range(done, total)
+    batches = DataLoader(batches, None, sampler=order, num_workers=workers, pin_memory=cuda)
+    read = sum(stage.batch * stage.length for stage in plan[:done])
     recent = []  # losses since the last line of the log
     if log and not done:
         log.write_text("tokens,loss\n")

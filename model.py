@@ -188,10 +188,9 @@ class ModelConfig:
         if n > 1 and self.elitekv:
             raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
         if not fits(n):
-            raise UserError(
-                f"{n} ranks cannot evenly share {self.n_heads} query heads, {self.n_kv_heads} KV heads and "
-                f"ffn_dim {self.ffn_dim}; use --nproc_per_node {next(m for m in range(n, 0, -1) if fits(m))}"
-            )
+            shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
+            most = next(m for m in range(n, 0, -1) if fits(m))
+            raise UserError(f"{n} ranks cannot evenly share {shapes}; use --nproc_per_node {most}")
         heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
         return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
 
@@ -278,9 +277,8 @@ def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tenso
     original = rope.get("original_max_position_embeddings") or config.max_positions
 
     def pair_of(turns: float) -> float:  # the pair that makes `turns` full turns over the original context
-        return (
-            config.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-        )
+        share = math.log(original / (turns * 2 * math.pi)) / math.log(config.rope_theta)
+        return config.head_dim / 2 * share
 
     low, high = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
@@ -303,11 +301,9 @@ ROPE_SCALINGS = {"default": None, "linear": scale_linear, "llama3": scale_llama3
 def rope_tables(config: ModelConfig, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every position and pair: two fp32 tables [n_positions, D/2]."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    inv_freq, scale = config.rope_theta**-exponent, 1.0
-    if config.rope_scaling:
-        inv_freq, scale = ROPE_SCALINGS[config.rope_scaling["rope_type"]](
-            inv_freq, config.rope_scaling, config
-        )
+    inv_freq, scale, rope = config.rope_theta**-exponent, 1.0, config.rope_scaling
+    if rope:
+        inv_freq, scale = ROPE_SCALINGS[rope["rope_type"]](inv_freq, rope, config)
     # Rounded to fp32 as in the training code of the models; the angles themselves are exact products.
     angles = torch.outer(torch.arange(n_positions, dtype=torch.float64), inv_freq.float().double())
     return (angles.cos() * scale).float().to(device), (angles.sin() * scale).float().to(device)
@@ -323,12 +319,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
     v = v.contiguous()  # CUDA's kernels need 16-byte rows, and folded ranks make those of wqkv any width
-    heads = [
-        t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)
-    ]  # [B, H, S, D]: flash wants 4 dims
-    out = F.scaled_dot_product_attention(
-        *heads, is_causal=True, scale=scale, enable_gqa=q.shape[-2] != k.shape[-2]
-    )
+    heads = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]  # [B, H, S, D], as flash wants
+    shared = q.shape[-2] != k.shape[-2]
+    out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=shared)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -440,7 +433,6 @@ class Llama(nn.Module):
     def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
         """Runs one prompt, tokens [S], and writes row `row` of every cache; returns the last logits [V].
 
-
         Layer by layer over the whole prompt: one layer's full K and V exist at a time, never all."""
         x = self.tok_embeddings(tokens)  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -466,32 +458,28 @@ class Llama(nn.Module):
 
 def weight_slots(model: Llama) -> dict[str, Tensor]:
     """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one)."""
-    config, slots = model.config, {"model.embed_tokens.weight": model.tok_embeddings.weight}
+    c, slots = model.config, {"model.embed_tokens.weight": model.tok_embeddings.weight}
     slots["model.norm.weight"] = model.norm.weight
-    if not config.tied:
+    if not c.tied:
         slots["lm_head.weight"] = model.output.weight
     for i, layer in enumerate(model.layers):
-        attention, mlp, prefix = layer.attention, layer.feed_forward, f"model.layers.{i}"
-        slots[f"{prefix}.input_layernorm.weight"] = layer.attention_norm.weight
-        slots[f"{prefix}.post_attention_layernorm.weight"] = layer.ffn_norm.weight
-        if config.qk_norm:
-            slots[f"{prefix}.self_attn.q_norm.weight"] = attention.q_norm.weight
-            slots[f"{prefix}.self_attn.k_norm.weight"] = attention.k_norm.weight
-        linears = {"self_attn.o_proj": attention.wo, "mlp.down_proj": mlp.w2}
-        fused = {
-            attention.wqkv: (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], attention.widths),
-            mlp.w13: (["mlp.gate_proj", "mlp.up_proj"], [config.ffn_dim] * 2),
+        attention, mlp = layer.attention, layer.feed_forward
+        modules = {  # the names that a module's rows have, and how many rows each takes (None: all)
+            layer.attention_norm: {"input_layernorm": None},
+            layer.ffn_norm: {"post_attention_layernorm": None},
+            attention.q_norm: {"self_attn.q_norm": None},
+            attention.k_norm: {"self_attn.k_norm": None},
+            attention.wo: {"self_attn.o_proj": None},
+            mlp.w2: {"mlp.down_proj": None},
+            attention.wqkv: {f"self_attn.{x}_proj": n for x, n in zip("qkv", attention.widths, strict=True)},
+            mlp.w13: {"mlp.gate_proj": c.ffn_dim, "mlp.up_proj": c.ffn_dim},
         }
-        if config.family == "phi3":
-            linears |= {"self_attn.qkv_proj": attention.wqkv, "mlp.gate_up_proj": mlp.w13}
-            fused = {}
-        for name, linear in linears.items():
-            for kind, parameter in linear.named_parameters():
-                slots[f"{prefix}.{name}.{kind}"] = parameter
-        for linear, (names, widths) in fused.items():
-            for kind, parameter in linear.named_parameters():
-                for name, part in zip(names, parameter.split(widths), strict=True):
-                    slots[f"{prefix}.{name}.{kind}"] = part
+        if c.family == "phi3":
+            modules |= {attention.wqkv: {"self_attn.qkv_proj": None}, mlp.w13: {"mlp.gate_up_proj": None}}
+        for module, names in modules.items():
+            for kind, parameter in module.named_parameters():
+                parts = parameter.split([n or len(parameter) for n in names.values()])
+                slots |= {f"model.layers.{i}.{x}.{kind}": t for x, t in zip(names, parts, strict=True)}
     return slots
 
 
@@ -502,9 +490,9 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         other = next((file.name for file in sorted(folder.glob("*.bin"))), None)
+        advice = f"; {other} is not read: save the model as safetensors" if other else ""
         raise UserError(
-            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
-            + (f"; {other} is not read: save the model as safetensors" if other else "")
+            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there{advice}"
         )
     with checked(index, "not a usable index"):
         names = sorted(set(read_json(index)["weight_map"].values()))
@@ -563,6 +551,13 @@ def free_memory(device: torch.device) -> int:
         return sys.maxsize
 
 
+def check_free(needed: int, device: torch.device, what: str, advice: str) -> None:
+    """Raises UserError where less than `needed` bytes are free."""
+    if needed > (free := free_memory(device)):
+        fault = f"{what} need {human(needed)}, {human(free)} are free ({device.type})"
+        raise UserError(f"not enough memory: {fault}; {advice}")
+
+
 def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
     """The network, or this rank's share of it, with uninitialised weights: allocated once, on its device.
 
@@ -570,12 +565,8 @@ def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     with torch.device("meta"):
         model = Llama(whole.shard(ranks()[1])).to(dtype)
     model.whole = whole
-    needed, free = sum(p.numel() for p in model.parameters()) * dtype.itemsize, free_memory(device)
-    if needed > free:
-        raise UserError(
-            f"not enough memory: the weights need {human(needed)}, {human(free)} are free ({device.type}); "
-            "use a smaller model" + (" or --dtype bf16" if dtype == torch.float32 else "")
-        )
+    advice = "use a smaller model" + (" or --dtype bf16" if dtype == torch.float32 else "")
+    check_free(sum(p.nbytes for p in model.parameters()), device, "the weights", advice)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if whole.tied:
         model.output.weight = model.tok_embeddings.weight
@@ -620,9 +611,8 @@ def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, lis
             continue
         raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
     if missing := [name for name in slots if name not in headers]:
-        raise UserError(
-            f"{folder}: the weights lack {len(missing)} of {len(slots)} tensors, the first is {missing[0]}"
-        )
+        fault = f"the weights lack {len(missing)} of {len(slots)} tensors"
+        raise UserError(f"{folder}: {fault}, the first is {missing[0]}")
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
@@ -633,10 +623,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     files, config = weight_files(folder), ModelConfig.from_folder(folder)
     headers = weight_headers(files)
     if config.n_layers > len(headers):
-        raise UserError(
-            f"{folder}: config.json asks for {config.n_layers} layers, there are {len(headers)} tensors; "
-            "the two do not belong together"
-        )
+        fault = f"config.json asks for {config.n_layers} layers, there are {len(headers)} tensors"
+        raise UserError(f"{folder}: {fault}; the two do not belong together")
     with torch.device("meta"):
         check_weights(folder, Llama(config), headers)
     model = empty_model(config, device, dtype)
@@ -790,10 +778,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     UserError if the files are missing, damaged, or of a kind that is not supported.
     """
     folder = Path(folder)
-    settings, config, generation, added = (
-        read_json(folder / f"{name}.json")
-        for name in ("tokenizer_config", "config", "generation_config", "added_tokens")
-    )
+    names = ("tokenizer_config", "config", "generation_config", "added_tokens")
+    settings, config, generation, added = (read_json(folder / f"{name}.json") for name in names)
     files = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")
     names = [name for name in files if (folder / name).exists()]
     if not names or names == ["merges.txt"] and not (folder / "vocab.json").exists():
@@ -816,10 +802,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with checked(folder / "tokenizer_config.json"):
         for i, token in (settings.get("added_tokens_decoder") or {}).items():
             tokenizer.add_token(int(i), token)
-        bos, eos = (
-            token["content"] if isinstance(token, dict) else token
-            for token in (settings.get("bos_token"), settings.get("eos_token"))
-        )
+        tokens = (settings.get("bos_token"), settings.get("eos_token"))
+        bos, eos = (token["content"] if isinstance(token, dict) else token for token in tokens)
         tokenizer.bos_id = special.get(bos) if tokenizer.bos_id is None else tokenizer.bos_id
         if settings.get("add_bos_token") is not None:
             tokenizer.add_bos = bool(settings["add_bos_token"])
@@ -1066,9 +1050,7 @@ def chat_style(config: dict, tokenizer: Tokenizer) -> str:
         for style, marker in CHAT_MARKERS.items():
             if marker in evidence:
                 return style
-    raise UserError(
-        f"no chat style fits this model; name one, such as --chat llama-2, of {', '.join(CHAT_MARKERS)}"
-    )
+    raise UserError(f"no chat style fits this model; name one with --chat: {', '.join(CHAT_MARKERS)}")
 
 
 def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[Segment]:

@@ -53,7 +53,6 @@ from calibrate import (
     fit_sals,
     key_moments,
     make_tasks,
-    rank_at,
     save_artifact,
     save_checkpoint,
     train,
@@ -106,6 +105,7 @@ from compress import (
     model_identity,
     prefill_blocks,
     quantize,
+    rank_at,
     ring_positions,
     rope_deltas,
     ropelite,
@@ -7293,6 +7293,51 @@ def test_ranks_prints_what_its_json_has(checkpoint, monkeypatch, capsys):
             line.split(" RoPE ")[1] for line in out.splitlines() if f"{label} " in line and " RoPE " in line
         ]
         assert [int(line.split()[0]) for line in lines] == figures[name]
+
+
+def test_plot_draws_csv_files_and_names_what_they_lack(tmp_path, monkeypatch, capsys):
+    quality = "method,bytes/token,read/step,kl python,single 1024,multikey 1024"
+    rows = [
+        "dense,8192,67000,0,100,50",
+        '"sals:rank=0.25,bits=2",2367,11600,0.01,50,',
+        "kivi,2691,21700,0.1,100,40",
+    ]
+    steps = ("8b,8,2048,sals,3", "8b,8,1024,sals,2", "8b,8,1024,dense,5", "7b,1,1024,dense,4")
+    times = "\n".join(["model,batch,length,method,ms", *steps])
+    (tmp_path / "eval.csv").write_text("\n".join([quality, *rows]))
+    (tmp_path / "step.csv").write_text(times)
+    pictures, picture = {}, calibrate.picture
+
+    @contextlib.contextmanager
+    def kept(path, *shape):
+        with picture(path, *shape) as axes:
+            yield axes
+        pictures[path.stem] = axes
+
+    monkeypatch.setattr(calibrate, "picture", kept)
+    pytest.importorskip("matplotlib")
+    argv = ["plot", tmp_path / "eval.csv", tmp_path / "step.csv", "--out", tmp_path / "out"]
+    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+    assert code == 0 and out.split() == [str(tmp_path / "out" / f"{name}.png") for name in ("eval", "step")]
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in out.split())
+    points = [[tuple(line.get_xydata()[0]) for line in axis.lines] for axis in pictures["eval"].flat]
+    assert points[0] == [(8192, 100), (2367, 50), (2691, 90)]  # of the tasks that a row has
+    assert points[3] == [(11600, 0.01), (21700, 0.1)]  # dense has no KL to itself
+    first = {line.get_label(): line.get_xydata().tolist() for line in pictures["step"].flat[0].lines}
+    assert first == {"sals": [[1024, 2], [2048, 3]], "dense": [[1024, 5]]}
+    for text, message in (
+        (quality.replace("read/step", "x") + "\n1,2,3,4,5,6", "it has no column 'read/step'"),
+        ("\n".join([quality, *rows[1:]]), "it has no row of dense"),
+        ("\n".join([quality, "dense,8192,67 MB,0,1,1"]), "the column 'read/step' holds what is no number"),
+        (quality, "it has no rows"),
+        (times.replace("batch", "rows"), "it has no column 'batch'"),
+    ):
+        (tmp_path / "bad.csv").write_text(text)
+        code, _, err = run_main(calibrate.main, ["plot", tmp_path / "bad.csv"], monkeypatch, capsys)
+        assert code == 2 and message in err and err.count("\n") == 1, err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    assert code == 2 and err == "error: pictures need matplotlib: pip install matplotlib\n"
 
 
 def test_interactive_goes_on_after_a_stop_token_without_reading_again(tmp_path, monkeypatch, capsys):
