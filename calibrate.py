@@ -686,8 +686,8 @@ def run_fit(args: argparse.Namespace) -> None:
     It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
     the checkpoint's folder, for generate and eval. `--method all` fits every method that can take the model.
 
-    python calibrate.py fit --checkpoint FOLDER --method sals
-    python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
+        python calibrate.py fit --checkpoint FOLDER --method sals
+        python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
     model, tokenizer = load(args)
     check_folder("--checkpoint", args.checkpoint)
     tokens = asked_windows(args, model.config, tokenizer)
@@ -715,7 +715,7 @@ def run_ranks(args: argparse.Namespace) -> None:
     It is the number of joint dims of all heads that hold --energy of the keys' energy: what SALS and the
     methods like it compress. RoPE raises it.
 
-    python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --png ranks.png"""
+        python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --png ranks.png"""
     if args.png:
         check_matplotlib()
         check_file("--png", args.png)
@@ -1064,8 +1064,8 @@ def run_eval(args: argparse.Namespace) -> None:
     is prefilled, and its continuation is decoded and scored. Retrieval: facts lie in a long text, and a
     question follows (after RULER). --equal_bytes and --equal_tokens choose the settings that compare fairly.
 
-    python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
-    python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
+        python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
+        python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
     if ranks()[0]:
         args.csv = None  # rank 0 writes it
     if args.csv:
@@ -1261,7 +1261,7 @@ def run_plot(args: argparse.Namespace) -> None:
     and read/step. A point is a row, with its method's name. Step times have the columns model, batch, length,
     method and ms; they become ms against length, a line for each method, dense in black.
 
-    python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
+        python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
     check_matplotlib()
     check_folder("--out", args.out)
     for path in args.csv:
@@ -1292,7 +1292,7 @@ def run_overlap(args: argparse.Namespace) -> None:
     Each prompt is a retrieval task. Its last token is decoded through the method's cache: of its true
     attention, how much lies on the tokens that the cache attends?
 
-    python calibrate.py overlap --method sals --method loki --length 4096"""
+        python calibrate.py overlap --method sals --method loki --length 4096"""
     generate.check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
     tokenizer = load_tokenizer(args.checkpoint)
     hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19)])
@@ -1377,7 +1377,7 @@ def run_masked(args: argparse.Namespace) -> None:
     So the paper's released code evaluates: each row of the text attends its k best keys, by exact logits or
     by d principal components. k is a share of the final length for all rows, or of each row's own length.
 
-    python calibrate.py masked --k 0.25 --d 0.5 0.25"""
+        python calibrate.py masked --k 0.25 --d 0.5 0.25"""
     model, tokenizer = load(args)
     tokens = asked_windows(args, model.config, tokenizer, held=True)
     artifact = load_artifact(args.checkpoint, "loki", model)
@@ -1428,7 +1428,7 @@ def run_pairs(args: argparse.Namespace) -> None:
     For each r: how far the logits move if only r pairs of a head rotate (RoPElite's, by contribution, spread
     evenly), and the share of the weights' energy that one latent of K and V loses, or one of each.
 
-    python calibrate.py pairs --r 4 8 16 --share 0.25"""
+        python calibrate.py pairs --r 4 8 16 --share 0.25"""
     model, tokenizer = load(args)
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV; give the one it was made of")
@@ -1793,8 +1793,8 @@ def run_train(args: argparse.Namespace) -> None:
     A document is plain text, repeated random segments, or facts with questions. Stages follow one another.
     With --state a later call goes on where this one stopped.
 
-    python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
-    python calibrate.py train --from FOLDER --out FOLDER-elitekv --text books --stages 4x8192x6000"""
+        python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
+        python calibrate.py train --from FOLDER --out FOLDER-elitekv --text books --stages 4x8192x6000"""
     if args.method and not args.source:
         raise UserError("--method says what a checkpoint is uptrained for; give it with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
@@ -2083,7 +2083,7 @@ def run_convert(args: argparse.Namespace) -> None:
 
     FILE is a path, or the name of an installed package that holds one. --fit then fits a method.
 
-    python calibrate.py convert model.gguf --out FOLDER --fit sals"""
+        python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
     check_folder("--out", out)
     meta, tensors = read_gguf(path)

@@ -460,10 +460,10 @@ def weight_slots(model: Llama, names: Collection[str] = ("model.embed_tokens.wei
     """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one).
 
     names: those of the files: a tied model's one matrix may have either of two."""
-    c, slots = model.config, {"model.norm.weight": model.norm.weight}
-    if not c.tied or "model.embed_tokens.weight" in names:
-        slots["model.embed_tokens.weight"] = model.tok_embeddings.weight
-    if not c.tied or len(slots) == 1:
+    c, embeddings = model.config, "model.embed_tokens.weight"
+    first = embeddings if not c.tied or embeddings in names else "lm_head.weight"
+    slots = {first: model.tok_embeddings.weight, "model.norm.weight": model.norm.weight}
+    if not c.tied:
         slots["lm_head.weight"] = model.output.weight
     for i, layer in enumerate(model.layers):
         attention, mlp = layer.attention, layer.feed_forward
