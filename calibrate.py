@@ -790,7 +790,8 @@ class Watched:
         logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5
         weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)  # as logarithms: none becomes 0
         mass = (weights.exp() * chosen).sum(-1).mean()
-        recall, jaccard = agreement(chosen, shared_weights(weights, heads))
+        shared = [dim for dim in (1, 2) if heads[dim] == 1]  # these select by their weights together
+        recall, jaccard = agreement(chosen, weights.logsumexp(shared, keepdim=True) if shared else weights)
         attended = (chosen.sum(-1) / (pos + 1)[:, None, None]).mean()
         self.sums += torch.stack((attended, recall.mean(), jaccard.mean(), mass))
         self.steps += 1
@@ -804,15 +805,6 @@ class Watched:
         return dict(zip(self.NAMES, (self.sums / self.steps).tolist(), strict=True)) if self.steps else {}
 
 
-def shared_weights(weights: Tensor, heads: tuple) -> Tensor:
-    """log of the summed attention of the heads that share a selection.
-
-    weights [B, Hkv, G, S] as logarithms, heads (B, Hkv or 1, G or 1) -> [*heads, S]."""
-    if heads[2] == 1:
-        weights = weights.logsumexp(2, keepdim=True)
-    return weights.logsumexp(1, keepdim=True) if heads[1] == 1 else weights
-
-
 def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Recall and Jaccard index of chosen [..., S] bool against as many tokens of the best scores [..., S].
 
@@ -824,8 +816,6 @@ def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
-
-
 BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
@@ -1197,7 +1187,7 @@ def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-        axis.margins(0.12)
+        axis.margins(0.15)
     yield axes
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -1223,11 +1213,13 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
     tasks, texts = ([c for c in rows[0] if c.startswith(kinds)] for kinds in (KINDS, "kl "))
     scores = [csv_column(path, rows, name) for name in tasks]
     losses = [csv_column(path, rows, name) for name in texts]
-    shares = [100 * score / score[names.index("dense")] for score in scores]
+    shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
     figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
-    figures = {label: np.nanmean(columns, 0) for label, columns in figures.items() if columns}
+    means = {label: np.ma.masked_invalid(columns).mean(0) for label, columns in figures.items() if columns}
+    figures = {label: mean.filled(np.nan) for label, mean in means.items()}
     if not figures:
         raise UserError(f"{path}: it has no column of a task or of a KL")
+    label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}
     with picture(png, len(figures), 2) as axes:
         for line, (label, y) in zip(axes, figures.items(), strict=True):
             for axis, (cost, x) in zip(line, costs.items(), strict=True):
@@ -1235,7 +1227,7 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
                 for name, *point in zip(names, x, y, strict=True):
                     if np.isfinite(point).all() and (point[1] > 0 or "KL" not in label):
                         axis.plot(*point, "o", color="black" if name == "dense" else None)
-                        axis.annotate(name, point, (4, 4), textcoords="offset points", fontsize=7)
+                        axis.annotate(name, point, **label_style)
 
 
 def plot_times(path: Path, rows: list[dict], png: Path) -> None:
