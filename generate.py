@@ -18,7 +18,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -110,6 +110,15 @@ class Progress:
         if self is Progress.outer:
             Progress.outer = None
         self.clear()
+
+
+def tracked(label: str, items: Collection) -> Iterator:
+    """The items, one by one, with a progress bar."""
+    bar = Progress(label, len(items))
+    for item in items:
+        yield item
+        bar.tick()
+    bar.close()
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -243,12 +252,9 @@ class Engine:
 
     def feed(self, ids: list[int]) -> None:
         """Reads more of the prompt, the same for every row, token by token through the cache."""
-        bar = Progress("reading", len(ids))
-        for token in ids:
+        for token in tracked("reading", ids):
             self.tokens.fill_(token)
             self.step()
-            bar.tick()
-        bar.close()
 
 
 @dataclass
@@ -637,10 +643,20 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, and that takes options by their full names only."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see --help")
+
+    def option(self, name: str, kind: Callable, default: object, about: str, **more) -> None:
+        """An option of one value, or of several (nargs, or action "append"). Its help says its default."""
+        if default is not None:
+            shown = default if not isinstance(default, tuple | list) else " ".join(map(str, default))
+            about = f"{about} (default {shown})"
+        self.add_argument(name, type=kind, default=default, help=about.replace("%", "%%"), **more)
+
+    def flag(self, name: str, about: str, action: object = "store_true") -> None:
+        self.add_argument(name, action=action, help=about)
 
 
 def named(name: str) -> Callable:
@@ -728,96 +744,52 @@ def chosen_settings(args: argparse.Namespace, method: str) -> dict:
     }
 
 
-def add_device_option(parser: argparse.ArgumentParser) -> None:
+def add_device_option(parser: Parser) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda where there is one)")
+    parser.option("--device", str, device, "cpu or cuda")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        default=NANO,
-        help="a Hugging Face folder: config.json, *.safetensors, tokenizer (default: the embedded model)",
-    )
+def add_model_options(parser: Parser) -> None:
+    about = "a Hugging Face folder: config.json, *.safetensors, tokenizer (default: the embedded model)"
+    parser.add_argument("--checkpoint", type=Path, default=NANO, metavar="FOLDER", help=about)
     add_device_option(parser)
-    parser.add_argument(
-        "--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on the CPU, bf16 on a GPU"
-    )
+    about = "fp32, bf16 or fp16; auto: fp32 on the CPU, bf16 on a GPU"
+    parser.option("--dtype", str, "auto", about, choices=("auto", *DTYPES))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "\n".join(f"  {name:13}{m.about}" for name, m in METHODS.items())
-    parser = Parser(
-        description=__doc__.split("\n\n")[0] + "\n\nmethods:\n" + about,
-        epilog=__doc__.split("\n\n")[1],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--method", default="dense", help="what the cache stores; its settings appear below")
+    title, epilog = __doc__.split("\n\n")
+    parser = Parser(description=f"{title}\n\nmethods:\n{about}", epilog=epilog)
+    parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
     add_model_options(parser)
-    parser.add_argument(
-        "--random_weights",
-        metavar="SHAPE",
-        choices=list(SHAPES),
-        help=f"random weights of a published shape, to measure speed: {', '.join(SHAPES)}",
+    about = f"random weights of a published shape, to measure speed: {', '.join(SHAPES)}"
+    parser.option("--random_weights", str, None, about, metavar="SHAPE", choices=list(SHAPES))
+    parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
+    parser.flag("--json", "print the report as one JSON object, the last line of stdout")
+    about = (
+        "text, a file, stdin, or N random tokens; repeat it for a batch of prompts of any lengths "
+        "(default: demo.txt of the checkpoint, with the questions at its end)"
     )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, help="of sampling, random prompts and random weights (default 0)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the report as one JSON object, the last line of stdout"
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT|@FILE|-|N",
-        help="text, a file, stdin, or N random tokens; repeat it for a batch of prompts of any lengths "
-        "(default: demo.txt of the checkpoint, with the questions at its end)",
-    )
-    parser.add_argument(
-        "--ask",
-        action="append",
-        metavar="TEXT",
-        help="a question to feed after the prompt through the cache; repeat it for several, one by one",
-    )
-    parser.add_argument(
-        "--stop",
-        metavar="TEXT",
-        help="stop where this text is complete; its beginning may remain (default with --ask: a line end)",
-    )
-    parser.add_argument("--batch_size", type=whole(1), help="rows; the prompts are repeated to fill them")
-    parser.add_argument(
-        "--max_new_tokens", type=whole(1), default=100, help="tokens to make for each prompt (default 100)"
-    )
-    parser.add_argument(
-        "--context", type=whole(1), help="capacity of the cache in tokens (default: what the prompts need)"
-    )
-    parser.add_argument("--temperature", type=finite, default=0.0, help="0 is greedy")
-    parser.add_argument(
-        "--top_k", type=whole(0), default=0, help="sample among the k likeliest tokens; 0: all"
-    )
-    parser.add_argument(
-        "--top_p", type=fraction, default=1.0, help="sample among the tokens that hold this probability"
-    )
-    parser.add_argument("--ignore_eos", action="store_true", help="always make max_new_tokens tokens")
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="compile the decode step; on CUDA it becomes one CUDA graph (default: on CUDA)",
-    )
-    parser.add_argument(
-        "--kernels",
-        action=argparse.BooleanOptionalAction,
-        help="the Triton kernels, or plain PyTorch (default: kernels on CUDA)",
-    )
-    parser.add_argument("--interactive", action="store_true", help="read one turn a line from the terminal")
-    parser.add_argument(
-        "--chat",
-        nargs="?",
-        const="auto",
-        choices=("auto", *CHAT_MARKERS),
-        help="wrap prompts as the model's chats are; auto: as its own template tells",
-    )
+    parser.option("--prompt", str, None, about, action="append", metavar="TEXT|@FILE|-|N")
+    about = "a question to feed after the prompt through the cache; repeat it for several, one by one"
+    parser.option("--ask", str, None, about, action="append", metavar="TEXT")
+    about = "stop where this text is complete; its beginning may remain (default with --ask: a line end)"
+    parser.option("--stop", str, None, about, metavar="TEXT")
+    parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
+    parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
+    parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
+    parser.option("--temperature", finite, 0.0, "0 is greedy")
+    parser.option("--top_k", whole(0), 0, "sample among the k likeliest tokens; 0: all")
+    parser.option("--top_p", fraction, 1.0, "sample among the tokens that hold this probability")
+    parser.flag("--ignore_eos", "always make max_new_tokens tokens")
+    about = "compile the decode step; on CUDA it becomes one CUDA graph (default: on CUDA)"
+    parser.flag("--compile", about, argparse.BooleanOptionalAction)
+    about = "the Triton kernels, or plain PyTorch (default: kernels on CUDA)"
+    parser.flag("--kernels", about, argparse.BooleanOptionalAction)
+    parser.flag("--interactive", "read one turn a line from the terminal")
+    about = "wrap prompts as the model's chats are; auto: as its own template tells"
+    parser.option("--chat", str, None, about, nargs="?", const="auto", choices=("auto", *CHAT_MARKERS))
     # The method decides which settings exist, so it is read first.
     early = Parser(add_help=False)
     early.add_argument("--method", default="dense")

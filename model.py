@@ -20,9 +20,9 @@ import re
 import struct
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -110,28 +110,33 @@ class SummedLinear(nn.Linear):
 # ---------------------------------------------------------------------------------------------- configuration
 
 
+def named(hf: str, default: object = MISSING) -> object:
+    """A field of ModelConfig that config.json has under the name `hf`."""
+    return field(default=default, metadata={"hf": hf})
+
+
 @dataclass
 class ModelConfig:
     """The shape of a Llama-like model, read from a Hugging Face config.json or from the table SHAPES."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn_dim: int
-    vocab_size: int
-    max_positions: int
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
-    norm_eps: float = 1e-5
-    tied: bool = False
+    dim: int = named("hidden_size")
+    n_layers: int = named("num_hidden_layers")
+    n_heads: int = named("num_attention_heads")
+    n_kv_heads: int = named("num_key_value_heads")
+    head_dim: int = named("head_dim")
+    ffn_dim: int = named("intermediate_size")
+    vocab_size: int = named("vocab_size")
+    max_positions: int = named("max_position_embeddings")
+    rope_theta: float = named("rope_theta", 10000.0)
+    rope_scaling: dict | None = named("rope_scaling", None)
+    norm_eps: float = named("rms_norm_eps", 1e-5)
+    tied: bool = named("tie_word_embeddings", False)
     qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
+    out_bias: bool = named("attention_bias", False)
+    mlp_bias: bool = named("mlp_bias", False)
     qk_norm: bool = False
-    sliding_window: int | None = None
-    family: str = "llama"
+    sliding_window: int | None = named("sliding_window", None)
+    family: str = named("model_type", "llama")
     elitekv: bool = False  # uptrained for EliteKV: only each head's elite pairs are rotated
 
     LARGEST = 1 << 19  # of any width and count: so that no product of three of them overflows 63 bits
@@ -183,10 +188,9 @@ class ModelConfig:
         if n > 1 and self.elitekv:
             raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
         if not fits(n):
-            raise UserError(
-                f"{n} ranks cannot evenly share {self.n_heads} query heads, {self.n_kv_heads} KV heads and "
-                f"ffn_dim {self.ffn_dim}; use --nproc_per_node {next(m for m in range(n, 0, -1) if fits(m))}"
-            )
+            shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
+            most = next(m for m in range(n, 0, -1) if fits(m))
+            raise UserError(f"{n} ranks cannot evenly share {shapes}; use --nproc_per_node {most}")
         heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
         return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
 
@@ -211,27 +215,25 @@ class ModelConfig:
             raise UserError(f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly")
         bias = hf.get("attention_bias") or False
         windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
-        return cls(
-            dim=hf["hidden_size"],
-            n_layers=hf["num_hidden_layers"],
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // n_heads,
-            ffn_dim=hf["intermediate_size"],
-            vocab_size=hf["vocab_size"],
-            max_positions=hf.get("max_position_embeddings", 2048),
-            rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
-            rope_scaling=None if kind == "default" else {**rope, "rope_type": kind},
-            norm_eps=hf.get("rms_norm_eps", 1e-6),
-            tied=hf.get("tie_word_embeddings") or False,
-            qkv_bias=bias or family == "qwen2",
-            out_bias=bias and family != "qwen2",
-            mlp_bias=hf.get("mlp_bias") or False,
-            qk_norm=family == "qwen3",
-            sliding_window=hf.get("sliding_window") if windowed else None,
-            family=family,
-            elitekv=hf.get("elitekv") or False,
-        )
+        given = {f.name: hf[f.metadata["hf"]] for f in fields(cls) if f.metadata.get("hf") in hf}
+        made = {
+            "n_kv_heads": n_kv_heads,
+            "head_dim": hf.get("head_dim") or hf["hidden_size"] // n_heads,
+            "rope_theta": rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
+            "rope_scaling": None if kind == "default" else {**rope, "rope_type": kind},
+            "qkv_bias": bias or family == "qwen2",
+            "out_bias": bias and family != "qwen2",
+            "qk_norm": family == "qwen3",
+            "sliding_window": hf.get("sliding_window") if windowed else None,
+        }
+        flags = {"tied": "tie_word_embeddings", "mlp_bias": "mlp_bias", "elitekv": "elitekv"}
+        made |= {name: hf.get(key) or False for name, key in flags.items()}
+        return cls(**{"max_positions": 2048, "norm_eps": 1e-6} | given | made)
+
+    def to_hf(self) -> dict:
+        """What from_hf reads, as a config.json has it."""
+        named = {f.metadata["hf"]: getattr(self, f.name) for f in fields(self) if f.metadata}
+        return {"architectures": [f"{self.family.title()}ForCausalLM"], "hidden_act": "silu"} | named
 
 
 # Published shapes, for benchmarks without weights (--random_weights NAME).
@@ -275,9 +277,8 @@ def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tenso
     original = rope.get("original_max_position_embeddings") or config.max_positions
 
     def pair_of(turns: float) -> float:  # the pair that makes `turns` full turns over the original context
-        return (
-            config.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-        )
+        share = math.log(original / (turns * 2 * math.pi)) / math.log(config.rope_theta)
+        return config.head_dim / 2 * share
 
     low, high = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
@@ -300,11 +301,9 @@ ROPE_SCALINGS = {"default": None, "linear": scale_linear, "llama3": scale_llama3
 def rope_tables(config: ModelConfig, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every position and pair: two fp32 tables [n_positions, D/2]."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    inv_freq, scale = config.rope_theta**-exponent, 1.0
-    if config.rope_scaling:
-        inv_freq, scale = ROPE_SCALINGS[config.rope_scaling["rope_type"]](
-            inv_freq, config.rope_scaling, config
-        )
+    inv_freq, scale, rope = config.rope_theta**-exponent, 1.0, config.rope_scaling
+    if rope:
+        inv_freq, scale = ROPE_SCALINGS[rope["rope_type"]](inv_freq, rope, config)
     # Rounded to fp32 as in the training code of the models; the angles themselves are exact products.
     angles = torch.outer(torch.arange(n_positions, dtype=torch.float64), inv_freq.float().double())
     return (angles.cos() * scale).float().to(device), (angles.sin() * scale).float().to(device)
@@ -320,12 +319,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
     v = v.contiguous()  # CUDA's kernels need 16-byte rows, and folded ranks make those of wqkv any width
-    heads = [
-        t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)
-    ]  # [B, H, S, D]: flash wants 4 dims
-    out = F.scaled_dot_product_attention(
-        *heads, is_causal=True, scale=scale, enable_gqa=q.shape[-2] != k.shape[-2]
-    )
+    heads = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]  # [B, H, S, D], as flash wants
+    shared = q.shape[-2] != k.shape[-2]
+    out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=shared)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -437,7 +433,6 @@ class Llama(nn.Module):
     def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
         """Runs one prompt, tokens [S], and writes row `row` of every cache; returns the last logits [V].
 
-
         Layer by layer over the whole prompt: one layer's full K and V exist at a time, never all."""
         x = self.tok_embeddings(tokens)  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -461,34 +456,33 @@ class Llama(nn.Module):
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def weight_slots(model: Llama) -> dict[str, Tensor]:
-    """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one)."""
-    config, slots = model.config, {"model.embed_tokens.weight": model.tok_embeddings.weight}
-    slots["model.norm.weight"] = model.norm.weight
-    if not config.tied:
+def weight_slots(model: Llama, names: Collection[str] = ("model.embed_tokens.weight",)) -> dict[str, Tensor]:
+    """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one).
+
+    names: those of the files: a tied model's one matrix may have either of two."""
+    c, embeddings = model.config, "model.embed_tokens.weight"
+    first = embeddings if not c.tied or embeddings in names else "lm_head.weight"
+    slots = {first: model.tok_embeddings.weight, "model.norm.weight": model.norm.weight}
+    if not c.tied:
         slots["lm_head.weight"] = model.output.weight
     for i, layer in enumerate(model.layers):
-        attention, mlp, prefix = layer.attention, layer.feed_forward, f"model.layers.{i}"
-        slots[f"{prefix}.input_layernorm.weight"] = layer.attention_norm.weight
-        slots[f"{prefix}.post_attention_layernorm.weight"] = layer.ffn_norm.weight
-        if config.qk_norm:
-            slots[f"{prefix}.self_attn.q_norm.weight"] = attention.q_norm.weight
-            slots[f"{prefix}.self_attn.k_norm.weight"] = attention.k_norm.weight
-        linears = {"self_attn.o_proj": attention.wo, "mlp.down_proj": mlp.w2}
-        fused = {
-            attention.wqkv: (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], attention.widths),
-            mlp.w13: (["mlp.gate_proj", "mlp.up_proj"], [config.ffn_dim] * 2),
+        attention, mlp = layer.attention, layer.feed_forward
+        modules = {  # the names that a module's rows have, and how many rows each takes (None: all)
+            layer.attention_norm: {"input_layernorm": None},
+            layer.ffn_norm: {"post_attention_layernorm": None},
+            attention.q_norm: {"self_attn.q_norm": None},
+            attention.k_norm: {"self_attn.k_norm": None},
+            attention.wo: {"self_attn.o_proj": None},
+            mlp.w2: {"mlp.down_proj": None},
+            attention.wqkv: {f"self_attn.{x}_proj": n for x, n in zip("qkv", attention.widths, strict=True)},
+            mlp.w13: {"mlp.gate_proj": c.ffn_dim, "mlp.up_proj": c.ffn_dim},
         }
-        if config.family == "phi3":
-            linears |= {"self_attn.qkv_proj": attention.wqkv, "mlp.gate_up_proj": mlp.w13}
-            fused = {}
-        for name, linear in linears.items():
-            for kind, parameter in linear.named_parameters():
-                slots[f"{prefix}.{name}.{kind}"] = parameter
-        for linear, (names, widths) in fused.items():
-            for kind, parameter in linear.named_parameters():
-                for name, part in zip(names, parameter.split(widths), strict=True):
-                    slots[f"{prefix}.{name}.{kind}"] = part
+        if c.family == "phi3":
+            modules |= {attention.wqkv: {"self_attn.qkv_proj": None}, mlp.w13: {"mlp.gate_up_proj": None}}
+        for module, names in modules.items():
+            for kind, parameter in module.named_parameters():
+                parts = parameter.split([n or len(parameter) for n in names.values()])
+                slots |= {f"model.layers.{i}.{x}.{kind}": t for x, t in zip(names, parts, strict=True)}
     return slots
 
 
@@ -499,9 +493,9 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         other = next((file.name for file in sorted(folder.glob("*.bin"))), None)
+        advice = f"; {other} is not read: save the model as safetensors" if other else ""
         raise UserError(
-            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there"
-            + (f"; {other} is not read: save the model as safetensors" if other else "")
+            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there{advice}"
         )
     with checked(index, "not a usable index"):
         names = sorted(set(read_json(index)["weight_map"].values()))
@@ -560,6 +554,13 @@ def free_memory(device: torch.device) -> int:
         return sys.maxsize
 
 
+def check_free(needed: int, device: torch.device, what: str, advice: str) -> None:
+    """Raises UserError where less than `needed` bytes are free."""
+    if needed > (free := free_memory(device)):
+        fault = f"{what} need {human(needed)}, {human(free)} are free ({device.type})"
+        raise UserError(f"not enough memory: {fault}; {advice}")
+
+
 def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
     """The network, or this rank's share of it, with uninitialised weights: allocated once, on its device.
 
@@ -567,12 +568,8 @@ def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     with torch.device("meta"):
         model = Llama(whole.shard(ranks()[1])).to(dtype)
     model.whole = whole
-    needed, free = sum(p.numel() for p in model.parameters()) * dtype.itemsize, free_memory(device)
-    if needed > free:
-        raise UserError(
-            f"not enough memory: the weights need {human(needed)}, {human(free)} are free ({device.type}); "
-            "use a smaller model" + (" or --dtype bf16" if dtype == torch.float32 else "")
-        )
+    advice = "use a smaller model" + (" or --dtype bf16" if dtype == torch.float32 else "")
+    check_free(sum(p.nbytes for p in model.parameters()), device, "the weights", advice)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if whole.tied:
         model.output.weight = model.tok_embeddings.weight
@@ -593,17 +590,9 @@ def copy_share(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -
         target.copy_(share(part, target.shape))
 
 
-def named_slots(model: Llama, headers: dict) -> dict[str, Tensor]:
-    """weight_slots by the names that the files have: a tied model's one matrix may have either of two."""
-    slots = weight_slots(model)
-    if model.config.tied and "model.embed_tokens.weight" not in headers:
-        slots["lm_head.weight"] = slots.pop("model.embed_tokens.weight")
-    return slots
-
-
 def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]) -> None:
     """Raises UserError for the first tensor of the files that is not the model's, or that they lack."""
-    slots, unused = named_slots(model, headers), {"lm_head.weight"} if model.config.tied else set()
+    slots, unused = weight_slots(model, headers), {"lm_head.weight"} if model.config.tied else set()
     for name, (file, shape, dtype) in headers.items():
         if name not in slots and (name in unused or name.endswith("rotary_emb.inv_freq")):
             continue
@@ -617,9 +606,8 @@ def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, lis
             continue
         raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
     if missing := [name for name in slots if name not in headers]:
-        raise UserError(
-            f"{folder}: the weights lack {len(missing)} of {len(slots)} tensors, the first is {missing[0]}"
-        )
+        fault = f"the weights lack {len(missing)} of {len(slots)} tensors"
+        raise UserError(f"{folder}: {fault}, the first is {missing[0]}")
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
@@ -630,14 +618,12 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     files, config = weight_files(folder), ModelConfig.from_folder(folder)
     headers = weight_headers(files)
     if config.n_layers > len(headers):
-        raise UserError(
-            f"{folder}: config.json asks for {config.n_layers} layers, there are {len(headers)} tensors; "
-            "the two do not belong together"
-        )
+        fault = f"config.json asks for {config.n_layers} layers, there are {len(headers)} tensors"
+        raise UserError(f"{folder}: {fault}; the two do not belong together")
     with torch.device("meta"):
         check_weights(folder, Llama(config), headers)
     model = empty_model(config, device, dtype)
-    slots, rank = named_slots(model, headers), ranks()[0]
+    slots, rank = weight_slots(model, headers), ranks()[0]
     for file in files:
         with safe_open(file, "pt") as tensors:
             for name in (name for name in slots if headers[name][0] == file):
@@ -708,8 +694,7 @@ class Tokenizer:
         """Token ids of `text`.
 
         bos: put BOS first if this model's prompts start with it and the text does not already.
-        allow_special: read names such as <|eot_id|> in the text as those tokens; never for a user's text.
-        """
+        allow_special: read names such as <|eot_id|> in the text as those tokens; never for a user's text."""
         segments = [(text, False)]
         if allow_special and self.special_tokens:
             longest_first = sorted(self.special_tokens, key=len, reverse=True)
@@ -752,8 +737,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], after: Iterable[int] = ()) -> str:
         """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
 
-        after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b).
-        """
+        after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b)."""
         stream = StreamDecoder(self, after)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
 
@@ -784,13 +768,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Load a checkpoint folder's tokenizer.model, else its tokenizer.json, else its vocab.json + merges.txt.
 
     Added tokens, stop ids and whether to add BOS also come from the *config.json files beside it.
-    UserError if the files are missing, damaged, or of a kind that is not supported.
-    """
+    UserError if the files are missing, damaged, or of a kind that is not supported."""
     folder = Path(folder)
-    settings, config, generation, added = (
-        read_json(folder / f"{name}.json")
-        for name in ("tokenizer_config", "config", "generation_config", "added_tokens")
-    )
+    names = ("tokenizer_config", "config", "generation_config", "added_tokens")
+    settings, config, generation, added = (read_json(folder / f"{name}.json") for name in names)
     files = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")
     names = [name for name in files if (folder / name).exists()]
     if not names or names == ["merges.txt"] and not (folder / "vocab.json").exists():
@@ -813,10 +794,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with checked(folder / "tokenizer_config.json"):
         for i, token in (settings.get("added_tokens_decoder") or {}).items():
             tokenizer.add_token(int(i), token)
-        bos, eos = (
-            token["content"] if isinstance(token, dict) else token
-            for token in (settings.get("bos_token"), settings.get("eos_token"))
-        )
+        tokens = (settings.get("bos_token"), settings.get("eos_token"))
+        bos, eos = (token["content"] if isinstance(token, dict) else token for token in tokens)
         tokenizer.bos_id = special.get(bos) if tokenizer.bos_id is None else tokenizer.bos_id
         if settings.get("add_bos_token") is not None:
             tokenizer.add_bos = bool(settings["add_bos_token"])
@@ -921,8 +900,7 @@ def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: boo
     """A tokenizer.model that holds a BPE with byte fallback: each id's piece, score and type.
 
     add_space: whether a text gets a space before it. Types: 1 normal, 2 unknown, 3 control, 4 user-defined,
-    5 unused, 6 byte. Source: github.com/google/sentencepiece, src/sentencepiece_model.proto.
-    """
+    5 unused, 6 byte. Source: github.com/google/sentencepiece, src/sentencepiece_model.proto."""
 
     def sized(tag: int, message: bytes) -> bytes:  # a protobuf field, its length as a varint of three bytes
         n = len(message)
@@ -940,8 +918,7 @@ def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: boo
 def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     """A tokenizer.json that was made of a sentencepiece BPE; UserError where it cannot be turned back.
 
-    Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here.
-    """
+    Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here."""
     vocab, unknown = data["model"]["vocab"], data["model"].get("unk_token") or "<unk>"
     control = {unknown, *(token["content"] for token in data.get("added_tokens") or [])}
     to_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -985,8 +962,7 @@ def load_vocab_and_merges(folder: Path, is_gpt2: bool) -> Tokenizer:
 def load_bpe(vocab: dict, merges: list, patterns: list[str], nfc: bool, unknown=None) -> Tokenizer:
     """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first.
 
-    unknown: the id of bytes that the vocabulary lacks; None leaves them out, as Hugging Face does.
-    """
+    unknown: the id of bytes that the vocabulary lacks; None leaves them out, as Hugging Face does."""
     # GPT-2 writes every byte as a printable character
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in plain}
@@ -1008,8 +984,7 @@ def load_bpe(vocab: dict, merges: list, patterns: list[str], nfc: bool, unknown=
 def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bool = False) -> Callable:
     """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank.
 
-    A byte whose id is None is left out of the text. Raises ValueError where tiktoken would panic.
-    """
+    A byte whose id is None is left out of the text. Raises ValueError where tiktoken would panic."""
     import regex  # tiktoken depends on it
     import tiktoken
 
@@ -1063,17 +1038,15 @@ def chat_style(config: dict, tokenizer: Tokenizer) -> str:
         for style, marker in CHAT_MARKERS.items():
             if marker in evidence:
                 return style
-    raise UserError(
-        f"no chat style fits this model; name one, such as --chat llama-2, of {', '.join(CHAT_MARKERS)}"
-    )
+    styles = ", ".join(CHAT_MARKERS)
+    raise UserError(f"no chat style fits this model; name one, such as --chat llama-2, of {styles}")
 
 
 def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[Segment]:
     """The prompt for the next answer, in segments, so that what a message says is never a special token.
 
     messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
-    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?
-    """
+    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?"""
     if style not in CHAT_MARKERS:
         raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_MARKERS)}")
     has_system = [message["role"] for message in messages[:1]] == ["system"]

@@ -53,7 +53,6 @@ from calibrate import (
     fit_sals,
     key_moments,
     make_tasks,
-    rank_at,
     save_artifact,
     save_checkpoint,
     train,
@@ -106,6 +105,7 @@ from compress import (
     model_identity,
     prefill_blocks,
     quantize,
+    rank_at,
     ring_positions,
     rope_deltas,
     ropelite,
@@ -193,6 +193,7 @@ def bases(model: Llama) -> dict[str, torch.Tensor]:
     """Full-rank orthonormal bases and any scale in the place of fitted ones: at full rank all are exact."""
     n, layers = model.config.kv_dim, model.config.n_layers
     made = {f"{i}.{metric}_basis": orthonormal(n, i) for i in range(layers) for metric in ("query", "key")}
+    made |= {f"{m}_eigenvalues": torch.arange(n, 0, -1.0).repeat(layers, 1) for m in ("query", "key")}
     return made | {"scale": 2 ** (2 * torch.rand(layers, n, generator=torch.Generator().manual_seed(0)) - 1)}
 
 
@@ -3112,7 +3113,7 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
     _, tokens, tensors, _ = fdc_fit
     model = tiny_model(head_dim=48, qkv_bias=True)
     bar = generate.Progress("test", 1000)
-    searched = calibrate.fdc_accuracy(model, tokens, tensors, rate, bar)[1].item()
+    searched = calibrate.fdc_accuracy(model, tokens, tensors, rate)[1].item()
     room = Room(model, *tokens.shape)
     caches = METHODS["fdc"].build(model, settings_from("fdc", {"rate": rate}), room, tensors)
     engine = Engine(model, caches, room, Sampling())
@@ -3122,11 +3123,10 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
 
 def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     model, tokens, tensors, facts = fdc_fit
-    bar = generate.Progress("test", 1000)
     rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
     found = rates.index(float(tensors["rate"]))
     dense, at, beyond = (
-        calibrate.fdc_accuracy(model, tokens, tensors, rate, bar)[0].item()
+        calibrate.fdc_accuracy(model, tokens, tensors, rate)[0].item()
         for rate in (0.0, rates[found], rates[found + 1])
     )
     assert dense > 0.95 and 0 < found  # the model wrote the text itself
@@ -5749,7 +5749,7 @@ def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
         if not done:
             model = Llama(config)
             done = train(model, nano_haystack, stages, 5e-3, 0, 0, state, math.inf)
-        tokens, weights = next(iter(calibrate.TrainingBatches(nano_haystack, 4, 64, 0, 1, 0)))
+        tokens, weights = calibrate.TrainingBatches(nano_haystack, [Stage(4, 64, 1)], 0)[0]
         with torch.no_grad():
             return load_file(state), calibrate.weighted_loss(model, tokens, weights).item()
 
@@ -5830,7 +5830,7 @@ def test_texts_are_drawn_by_their_shares():
 def test_the_weight_of_a_token_is_that_of_its_prediction(monkeypatch):
     document = np.arange(9, dtype=np.int32), np.arange(9, dtype=np.float32)
     monkeypatch.setattr(calibrate, "training_document", lambda *_: document)
-    tokens, weights = next(iter(calibrate.TrainingBatches(None, 2, 8, 0, 1, 0)))
+    tokens, weights = calibrate.TrainingBatches(None, [Stage(2, 8, 1)], 0)[0]
     assert tokens.shape == (2, 9) and torch.equal(tokens[:, 1:].float(), weights)
 
 
@@ -6472,7 +6472,7 @@ BAD_OPTIONS = {
 def checkpoint(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     model = load_model(folder, CPU, torch.float32)
-    half = {name: t if name == "scale" else t[:, :32].contiguous() for name, t in bases(model).items()}
+    half = {name: t[:, :32].contiguous() if "basis" in name else t for name, t in bases(model).items()}
     save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
     return folder
 
@@ -7339,7 +7339,7 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(checkpoint, tmp
         seen.append({f.name for part in arguments if isinstance(part, list) for f in part})
         raise UserError("seen")
 
-    monkeypatch.setattr(calibrate, "standard_library", lambda: tmp_path)
+    monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
     monkeypatch.setattr(calibrate, "windows", stop)
     monkeypatch.setattr(calibrate, "tokenize_files", stop)
     shutil.copy(NANO / "tokenizer.model", tmp_path)
@@ -7382,6 +7382,51 @@ def test_ranks_prints_what_its_json_has(checkpoint, monkeypatch, capsys):
             line.split(" RoPE ")[1] for line in out.splitlines() if f"{label} " in line and " RoPE " in line
         ]
         assert [int(line.split()[0]) for line in lines] == figures[name]
+
+
+def test_plot_draws_csv_files_and_names_what_they_lack(tmp_path, monkeypatch, capsys):
+    quality = "method,bytes/token,read/step,kl python,single 1024,multikey 1024"
+    rows = [
+        "dense,8192,67000,0,100,50",
+        '"sals:rank=0.25,bits=2",2367,11600,0.01,50,',
+        "kivi,2691,21700,0.1,100,40",
+    ]
+    steps = ("8b,8,2048,sals,3", "8b,8,1024,sals,2", "8b,8,1024,dense,5", "7b,1,1024,dense,4")
+    times = "\n".join(["model,batch,length,method,ms", *steps])
+    (tmp_path / "eval.csv").write_text("\n".join([quality, *rows]))
+    (tmp_path / "step.csv").write_text(times)
+    pictures, picture = {}, calibrate.picture
+
+    @contextlib.contextmanager
+    def kept(path, *shape):
+        with picture(path, *shape) as axes:
+            yield axes
+        pictures[path.stem] = axes
+
+    monkeypatch.setattr(calibrate, "picture", kept)
+    pytest.importorskip("matplotlib")
+    argv = ["plot", tmp_path / "eval.csv", tmp_path / "step.csv", "--out", tmp_path / "out"]
+    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+    assert code == 0 and out.split() == [str(tmp_path / "out" / f"{name}.png") for name in ("eval", "step")]
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in out.split())
+    points = [[tuple(line.get_xydata()[0]) for line in axis.lines] for axis in pictures["eval"].flat]
+    assert points[0] == [(8192, 100), (2367, 50), (2691, 90)]  # of the tasks that a row has
+    assert points[3] == [(11600, 0.01), (21700, 0.1)]  # dense has no KL to itself
+    first = {line.get_label(): line.get_xydata().tolist() for line in pictures["step"].flat[0].lines}
+    assert first == {"sals": [[1024, 2], [2048, 3]], "dense": [[1024, 5]]}
+    for text, message in (
+        (quality.replace("read/step", "x") + "\n1,2,3,4,5,6", "it has no column 'read/step'"),
+        ("\n".join([quality, *rows[1:]]), "it has no row of dense"),
+        ("\n".join([quality, "dense,8192,67 MB,0,1,1"]), "the column 'read/step' holds what is no number"),
+        (quality, "it has no rows"),
+        (times.replace("batch", "rows"), "it has no column 'batch'"),
+    ):
+        (tmp_path / "bad.csv").write_text(text)
+        code, _, err = run_main(calibrate.main, ["plot", tmp_path / "bad.csv"], monkeypatch, capsys)
+        assert code == 2 and message in err and err.count("\n") == 1, err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    assert code == 2 and err == "error: pictures need matplotlib: pip install matplotlib\n"
 
 
 def test_interactive_goes_on_after_a_stop_token_without_reading_again(tmp_path, monkeypatch, capsys):
@@ -7484,16 +7529,10 @@ JOINT = [  # a rank's latent is of its own heads: at full rank it loses nothing,
 
 
 def ranked_checkpoints(folder: Path) -> None:
-    """A model with all biases, calibrated for 1, 2 and 4 ranks, and one of fewer KV heads than ranks."""
+    """A calibrated model with all biases, and one of fewer KV heads than ranks."""
     biases = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
     tiny_checkpoint(folder / "four", n_layers=2, **biases)
     tiny_checkpoint(folder / "two", n_layers=2, group=4)
-    model = load_model(folder / "four", CPU, torch.float32)
-    width = model.config.kv_dim
-    for n in (2, 4):
-        blocks = torch.cat([orthonormal(width // n, i) for i in range(n)])
-        made = {name: t if name == "scale" else blocks.clone() for name, t in bases(model).items()}
-        save_artifact(made, artifact_path(folder / "four", "sals", n), model_identity(model))
 
 
 def ranked(folder: Path) -> dict[str, tuple]:
@@ -7627,12 +7666,12 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(tmp_path, monkeypatch):
     model = load_model(folder, CPU, torch.float32)
     tokens = torch.tensor(random_ids(400)).view(2, 200)
     moments = key_moments(model, tokens, "test")
-    made, _ = fit_sals(model, tokens, moments, 0.5, shards=2)
-    save_artifact(made, artifact_path(folder, "sals", 2), model_identity(model))
+    made, _ = fit_sals(model, tokens, moments, 1.0)
+    save_artifact(made, artifact_path(folder, "sals"), model_identity(model))
     for rank, heads in enumerate((slice(0, 32), slice(32, 64))):
         play_rank(monkeypatch, rank, 2)
         own = load_artifact(folder, "sals", load_model(folder, CPU, torch.float32))
-        basis = own["3.key_basis"].double()  # [32, 16]
+        basis = own["3.key_basis"][:, :16].double()  # [32, 16]
         truth = eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
         assert error(basis @ basis.T, truth @ truth.T) < 1e-3
         assert torch.equal(own["scale"], made["scale"][:, heads])
@@ -7644,10 +7683,7 @@ def test_ranks_that_cannot_be_are_refused_in_one_line(checkpoint, tmp_path, monk
     uptrained = tiny_checkpoint(tmp_path)
     edit_json(uptrained / "config.json", elitekv=True)
     cases = [
-        (1, calibrate, [*fit, "sals", "--shards", 3], "must divide the 4 KV heads"),
-        (1, calibrate, [*fit, "loki", "--shards", 2], "the artifacts of the other methods serve any number"),
         (2, calibrate, [*fit, "sals"], "only eval takes torchrun"),
-        (2, generate, [*run, "sals"], "fit --checkpoint {} --method sals --shards 2"),
         (
             3,
             generate,
