@@ -369,6 +369,14 @@ def width_for(method: str) -> int:
     return 48 if method in ("fdc", "palu") else 16
 
 
+def options_for(c: ModelConfig, options: dict) -> dict:
+    """With heads to share and dims of a latent no more than the model has."""
+    limits = {"share_heads": c.n_kv_heads - 1}
+    if "d_ckv" in options:
+        limits["d_ckv"] = c.n_kv_heads * 2 * (c.head_dim - options.get("r", 0))
+    return options | {name: min(options[name], limits[name]) for name in options.keys() & limits.keys()}
+
+
 @functools.cache
 def dense_logits(rows: tuple, more: tuple, **changes) -> torch.Tensor:
     engine = make_engine(tiny_model(**changes), "dense", len(rows), 80)
@@ -385,9 +393,8 @@ def test_full_rank_and_budget_is_dense(method, options, group):
     changes = {"group": group, "head_dim": width_for(method)}
     if width_for(method) > 16 and group == 4:
         changes |= {"qkv_bias": True, "out_bias": True}
-    limits = {"share_heads": 8 // group - 1, "d_ckv": 128 // group}
-    options = options | {name: min(options[name], limits[name]) for name in options.keys() & limits.keys()}
-    engine = make_engine(tiny_model(**changes), method, 4, 80, **options)
+    model = tiny_model(**changes)
+    engine = make_engine(model, method, 4, 80, **options_for(model.config, options))
     bound = 1e-4 if method in ("shadowkv", "elitekv", "fdc", "palu") else 1e-5
     assert error(logits_through(engine, prompts, more), dense_logits(prompts, more, **changes)) < bound
 
@@ -560,31 +567,33 @@ def test_int8_keys_of_skipped_layers_are_close_and_bounded():
 
 
 STORES = [
-    *(("sals", options) for options in ({}, {"rank": 0.125, "bits": 2}, {"window": "half"}, {"skip": ""})),
+    *CASES,
+    *((method, {}) for method in METHODS),
+    *(("sals", options) for options in ({"rank": 0.125, "bits": 2}, {"window": "half"}, {"skip": ""})),
     *(("sals", {"skip_as": kind}) for kind in ("dense", "latent")),
     *(("sals", options) for options in ({"bits": 16}, {"latent_bits": 16}, {"bits": 16, "keep": 0.5})),
     *(("lrqk", {"k": 20, "slots": slots}) for slots in (0.0, 1.0, 1.5)),
-    *((method, {}) for method in ("dense", "lrqk", "loki", "elitekv", "fdc")),
-    ("loki", {"reduced": True, "d": 0.25}),
     ("elitekv", {"r": 1, "d_ckv": 33}),
     ("fdc", {"adaptive": False}),
     ("palu", {"keep": 0.3}),
-    ("streaming", {"recent": 20}),
-    *((method, options | dict.fromkeys(options.keys() & {"share_heads"}, 0)) for method, options in ROWS),
 ]
 
 
-@pytest.mark.parametrize("method, options", STORES)
 @pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("method, options", STORES)
 def test_measured_bytes_equal_the_formula(method, options, group):
-    engine = make_engine(tiny_model(group=group, head_dim=32), method, 3, 200, **options)
+    model = tiny_model(group=group, head_dim=32)
+    engine = make_engine(model, method, 3, 200, **options_for(model.config, options))
     for cache in engine.caches:
         assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
 
 
 def test_keep_is_the_share_of_tokens_attended():
-    assert SalsSettings(keep=0.125).budget(4096) == (16, 432, 64)  # the paper's setting on LongBench
+    """And the full layers are the paper's."""
+    for settings in (SalsSettings(), SalsSettings(keep=0.125)):  # the paper's setting on LongBench
+        assert settings.budget(4096) == (16, 432, 64)
     assert sum(SalsSettings(keep=0.25).budget(8192)) == 2048
+    assert compress.skipped_layers(SalsSettings(), 32) == {0, 1, 31}
     with pytest.raises(UserError, match="fewer than"):
         SalsSettings(keep=0.01).budget(1000)
 
@@ -608,15 +617,10 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
     ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
+    ("sals", SPARSE | {"latent_bits": 8, "skip": ""}, 80, 80 * 20 + 20 * (32 + 4 + 32 + 16) + (4 + 8) * 512),
     ("sals", SPARSE | {"skip_as": "int8"}, 80, 80 * (64 + 4 * 4 + 32 + 16)),
     ("sals", SPARSE | {"skip_as": "int8", "bits": 2}, 80, 80 * (64 + 4 * 4 + 32 + 16)),  # V in 4 bits still
     ("sals", SPARSE | {"skip_as": "int8", "bits": 8}, 80, 80 * (64 + 4 * 4 + 64 + 16)),
-    (
-        "sals",
-        SPARSE | {"latent_bits": 8, "skip": ""},
-        80,
-        80 * (16 + 4) + 20 * (32 + 4 + 32 + 16) + (4 + 8) * 512,
-    ),
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
     ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
@@ -625,12 +629,7 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("quest", {"keep": 24, "page": 4, "skip": ""}, 80, (24 + 20) * 512),
     ("doublesparse", {"keep": 24, "channels": 0.25, "every": 3, "skip": ""}, 80, 24 * 512 + 80 * 64 // 3),
     ("loki", {"k": 12, "d": 0.25}, 80, (80 // 4 + 24 + 24) * 256),
-    (
-        "shadowkv",
-        {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5},
-        80,
-        ((20 + 2 * (12 + 9) + 36) * 64 + (80 + 64) * 32) * 4,
-    ),
+    ("shadowkv", SHADOW | {"rank": 0.5}, 80, ((20 + 2 * (12 + 9) + 36) * 64 + (80 + 64) * 32) * 4),
 ]
 
 
@@ -664,13 +663,9 @@ def test_quantiser_bounds_and_exact_cases(bits):
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_packing_round_trips_every_code(bits):
-    codes = torch.arange(2**bits).repeat(64 // 2**bits + 1)[:64].float()
-    if bits == 8:
-        codes = torch.cat((torch.zeros(1), torch.full((1,), 255.0), torch.arange(62.0)))
-    else:
-        codes[0], codes[1] = 0, 2**bits - 1
-    x = codes.view(1, 64)
-    assert torch.equal(dequantize(*quantize(x, bits, 64), bits, 64, torch.float32), x)
+    codes = torch.arange(256).remainder(2**bits).float().view(-1, 64)
+    codes[:, 0], codes[:, 1] = 0, 2**bits - 1
+    assert torch.equal(dequantize(*quantize(codes, bits, 64), bits, 64, torch.float32), codes)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -692,23 +687,31 @@ def test_quantiser_keeps_the_ends_of_a_group_and_follows_an_affine_map(bits):
 # -------------------------------------------------------------------------------------------- SALS invariants
 
 
+def tiny_tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 96, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def observed(model: Llama, tokens: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """q, k, v before RoPE of each layer, [N, S, heads, D]."""
+    seen = {}
+    calibrate.observe(model, tokens, lambda i, *qkv: seen.setdefault(i, []).append(qkv))
+    return [tuple(map(torch.cat, zip(*seen[i], strict=True))) for i in range(len(seen))]
+
+
 def test_sals_fit_is_orthonormal_optimal_and_joint_beats_per_head():
-    model = tiny_model(group=2)
-    tokens = torch.randint(0, 96, (6, 64), generator=torch.Generator().manual_seed(0))
-    tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
-    covariance = key_moments(model, tokens, "test")["pre"].second
-    for i in range(4):
+    model, tokens = tiny_model(), tiny_tokens(6, 64)
+    moments = key_moments(model, tokens, "test")
+    tensors, _ = fit_sals(model, tokens, moments, 1.0)
+    for i, covariance in enumerate(moments["pre"].second):
         basis, values = tensors[f"{i}.key_basis"].double(), tensors["key_eigenvalues"][i].double()
         assert error(basis.T @ basis, torch.eye(64)) < 1e-5
+        heads = [eigen(covariance[h : h + 16, h : h + 16])[0] for h in range(0, 64, 16)]
         for r in (8, 16, 32):
-            kept = (basis[:, :r].T @ covariance[i] @ basis[:, :r]).trace()
+            kept = (basis[:, :r].T @ covariance @ basis[:, :r]).trace()
             assert abs(kept / values[:r].sum() - 1) < 1e-5
-            per_head = sum(
-                eigen(covariance[i][h : h + 16, h : h + 16])[0][: r // 4].sum() for h in range(0, 64, 16)
-            )
-            assert kept >= per_head * (1 - 1e-9)  # Lemma 1
+            assert kept >= sum(head[: r // 4].sum() for head in heads) * (1 - 1e-9)  # Lemma 1
             other = orthonormal(64, r)[:, :r].double()
-            assert kept >= (other.T @ covariance[i] @ other).trace()
+            assert kept >= (other.T @ covariance @ other).trace()
 
 
 def pair_energy(x: torch.Tensor) -> torch.Tensor:
@@ -727,23 +730,16 @@ def test_a_keys_error_costs_logits_what_the_query_metric_says():
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_sals_query_metric_keeps_the_logits_best(group):
-    model = tiny_model(group=group)
+    model, tokens = tiny_model(group=group), tiny_tokens(6, 64)
     for layer in model.layers:  # queries that need some pairs more than others
         dims = torch.tensor([4.0, 1.0, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]).repeat(2 * model.config.n_heads)
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
-    tokens = torch.randint(0, 96, (6, 64), generator=torch.Generator().manual_seed(0))
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
-    energy, keys = [0.0] * 4, [[] for _ in range(4)]
-
-    def see(i, q, k, v):
-        energy[i] += pair_energy(q.double()).unflatten(-2, (-1, group)).sum((0, 1, 3))  # [Hkv, D / 2]
-        keys[i].append(k.double().flatten(0, 1))
-
-    calibrate.observe(model, tokens, see)
-    for i in range(4):
-        k, n = torch.cat(keys[i]), model.config.kv_dim
+    for i, (q, k, _) in enumerate(observed(model, tokens)):
+        energy = pair_energy(q.double()).unflatten(-2, (-1, group)).sum((0, 1, 3))  # [Hkv, D / 2]
+        k, n = k.double().flatten(0, 1), model.config.kv_dim
         scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
-        weight = energy[i] * (scale.square().sum() / (2 * energy[i].sum()))  # the fit's unit
+        weight = energy * (scale.square().sum() / (2 * energy.sum()))  # the fit's unit
         assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
 
         def lost(down, up, k=k, weight=weight):
@@ -759,90 +755,87 @@ def test_sals_query_metric_keeps_the_logits_best(group):
 
 
 def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
-    model = load_model(NANO, CPU, torch.float32)
-    tokenizer = load_tokenizer(NANO)
-    ids = tokenizer.encode((NANO / "demo.txt").read_text(encoding="utf-8"))[:700]
-    prompts, more = [ids[:640]], [ids[640:]]
-    dense = logits_through(make_engine(model, "dense", 1, 704), prompts, more).log_softmax(-1)
-    far = {}
-    for metric in ("query", "key"):
-        model, room = load_model(NANO, CPU, torch.float32), Room(model, 1, 704)
-        settings = SalsSettings(rank=0.125, keep=0.25, sinks=0, metric=metric, score_block=0, **PAPER)
-        caches = METHODS["sals"].build(model, settings, room, load_artifact(NANO, "sals", model))
-        logits = logits_through(Engine(model, caches, room, Sampling()), prompts, more).log_softmax(-1)
-        far[metric] = (dense.exp() * (dense - logits)).sum(-1).mean()
-    assert far["query"] < 0.7 * far["key"]
+    ids = load_tokenizer(NANO).encode((NANO / "demo.txt").read_text(encoding="utf-8"))[:700]
+    options = PAPER | {"rank": 0.125, "keep": 0.25, "sinks": 0, "score_block": 0}
+
+    def logits(method, **options):
+        model = load_model(NANO, CPU, torch.float32)
+        engine = make_engine(model, method, 1, 704, load_artifact(NANO, "sals", model), **options)
+        return logits_through(engine, [ids[:640]], [ids[640:]]).log_softmax(-1)
+
+    dense, query, key = logits("dense"), *(logits("sals", **options, metric=m) for m in ("query", "key"))
+    far = [(dense.exp() * (dense - other)).sum(-1).mean() for other in (query, key)]
+    assert far[0] < 0.7 * far[1]
 
 
 def test_sals_sum_scores_equal_the_sum_of_all_heads_logits():
     q, k = torch.randn(2, 8, 16, dtype=torch.float64), torch.randn(2, 30, 4, 16, dtype=torch.float64)
     basis, live = orthonormal(64).double(), torch.ones(2, 30, dtype=torch.bool)
-    latent = k.flatten(2) @ basis
-    scores = sals_scores(compress.sals_queries(q, basis, 4, "sum"), latent, live, "sum", 0.25)
+
+    def scores(q, rule):
+        queries = compress.sals_queries(q, basis, 4, rule)
+        return sals_scores(queries, k.flatten(2) @ basis, live, rule, 0.25)
+
     truth = torch.einsum("bhd,bshd->bs", q, k.repeat_interleave(2, dim=2))
-    assert error(scores, truth) < 1e-5
-    swapped = (
-        q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)
-    )  # the order of heads within a group is of no matter
+    assert error(scores(q, "sum"), truth) < 1e-5
+    swapped = q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)  # the order of a group's heads does not matter
     for rule in ("sum", "softmax"):
-        a, b = (
-            sals_scores(compress.sals_queries(x, basis, 4, rule), latent, live, rule, 0.25)
-            for x in (q, swapped)
-        )
-        assert error(a, b) < 1e-5
+        assert error(scores(q, rule), scores(swapped, rule)) < 1e-5
 
 
 def test_sals_softmax_scores_are_the_mean_pre_rope_attention():
     q, k = torch.randn(1, 8, 16), torch.randn(1, 30, 4, 16)
     basis, live = orthonormal(64), torch.arange(30)[None] < 25
-    scores = sals_scores(
-        compress.sals_queries(q, basis, 4, "softmax"), k.flatten(2) @ basis, live, "softmax", 0.25
-    )
+    queries = compress.sals_queries(q, basis, 4, "softmax")
+    scores = sals_scores(queries, k.flatten(2) @ basis, live, "softmax", 0.25)
     logits = torch.einsum("bhd,bshd->bhs", q, k.repeat_interleave(2, dim=2)) / 4
     truth = logits[..., :25].softmax(-1).sum(1)
     assert error(scores[:, :25], truth) < 1e-5 and (scores[:, 25:] == 0).all()
 
 
+SCORED = SPARSE | {"rank": 1.0, "score_rank": 1.0}  # no score is lost to the rank
+
+
+def true_logits(cache, q, k, pos, places) -> torch.Tensor:
+    """q . k after RoPE [Hq, n]: q [1, 8, 16] at pos [1] and keys [n, 4, 16] at places [n]."""
+    return torch.einsum(
+        "hd,shd->hs", cache.rope(q, pos)[0], cache.rope(k, places).repeat_interleave(2, dim=1)
+    )
+
+
 def test_sals_softmax_scores_have_the_temperature_of_the_true_logits_under_yarn():
     """All keys at the query's position, where RoPE cancels but for yarn's factor on cos and sin."""
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    options = SPARSE | {"rank": 1.0, "score_rank": 1.0, "fold": False, "score_block": 0}
-    cache = row_cache("sals", tiny_model(rope_scaling=yarn), 1, 40, **options)
+    options = SCORED | {"fold": False, "score_block": 0}
+    cache = row_cache("sals", tiny_model(rope_scaling=YARN), 1, 40, **options)
     assert cache.room.cos[0, 0] > 1.1
     q, k, pos = torch.randn(1, 8, 16), torch.randn(1, 40, 4, 16), torch.tensor([39])
     latent, live = k.flatten(2) @ cache.down, torch.ones(1, 40, dtype=torch.bool)
     scores = sals_scores(cache.queries(pos, q), latent, live, "softmax", cache.logit_scale)
-    turned = cache.rope(k[0], pos.expand(40)).repeat_interleave(2, dim=1)
-    truth = torch.einsum("hd,shd->hs", cache.rope(q, pos)[0], turned) / 4
+    truth = true_logits(cache, q, k[0], pos, pos.expand(40)) / 4
     assert error(scores[0], truth.softmax(-1).sum(0)) < 1e-4
 
 
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "yarn", "factor": 4.0}])
+@pytest.mark.parametrize("scaling", [None, YARN])
 @pytest.mark.parametrize("rule", ["sum", "softmax"])
 def test_sals_scores_in_blocks_of_one_token_are_those_of_exact_logits(rule, scaling):
-    options = SPARSE | {"rank": 1.0, "score_rank": 1.0, "score_block": 1, "score": rule}
+    options = SCORED | {"score_block": 1, "score": rule}
     cache = row_cache("sals", tiny_model(rope_scaling=scaling), 1, 40, **options)
     q, k, pos = torch.randn(1, 8, 16), torch.randn(40, 4, 16), torch.tensor([36])
     latent, live = k.flatten(1)[None] @ cache.up.inverse().T, torch.arange(40)[None] <= 36
     scores = sals_scores(cache.queries(pos, q), latent, live, rule, cache.logit_scale, 1)[0, :37]
-    logits = torch.einsum(
-        "hd,shd->hs", cache.rope(q, pos)[0], cache.rope(k, slice(0, 40)).repeat_interleave(2, 1)
-    )
-    truth = logits[:, :37] if rule == "sum" else (logits[:, :37] / 4).softmax(-1)
+    logits = true_logits(cache, q, k, pos, slice(0, 40))[:, :37]
+    truth = logits if rule == "sum" else (logits / 4).softmax(-1)
     assert error(scores, truth.sum(0)) < 1e-4
 
 
 def test_sals_query_of_a_block_gives_the_mean_logit_of_its_places():
     """Of a key that may lie at any place of the block, for whole blocks and for the last one."""
-    cache = row_cache(
-        "sals", tiny_model(), 1, 40, **SPARSE | {"rank": 1.0, "score_rank": 1.0, "score_block": 16}
-    )
+    cache = row_cache("sals", tiny_model(), 1, 40, **SCORED | {"score_block": 16})
     q, k, pos = torch.randn(1, 8, 16), torch.randn(1, 4, 16), torch.tensor([39])
     queries = cache.queries(pos, q)  # [1, 3, 8, 64]
     latent = (k.flatten(1) @ cache.up.inverse().T)[0]
     for i, places in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
-        turned = cache.rope(k.expand(40, -1, -1)[places], places).repeat_interleave(2, 1)  # [places, 8, 16]
-        truth = torch.einsum("hd,shd->h", cache.rope(q, pos)[0], turned) / len(turned)
+        truth = true_logits(cache, q, k.expand(40, -1, -1)[places], pos, places).mean(1)
         assert error(queries[0, i] @ latent, truth) < 1e-4
 
 
@@ -972,17 +965,10 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time():
     assert len(seen) == 4
 
 
-def test_budget_and_full_layers_of_sals_are_the_papers():
-    """Of the budget and the layers; how tokens are stored and scored is what measured best."""
-    assert SalsSettings().budget(4096) == (16, 432, 64)
-    assert compress.skipped_layers(SalsSettings(), 32) == {0, 1, 31}
-
-
 def test_sals_fit_of_pairs_that_no_query_uses_is_finite():
-    model = tiny_model()
+    model, tokens = tiny_model(), torch.tensor([random_ids(64)])
     model.layers[1].attention.wqkv.weight[:32] = 0  # both query heads of the first KV head
-    tokens = torch.tensor([random_ids(64)])
-    tensors, _ = calibrate.fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
+    tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     down, up = compress.sals_maps(tensors["1.query_basis"], tensors["scale"][1], 32)
     assert down.isfinite().all() and up.isfinite().all()
 
@@ -997,7 +983,7 @@ def elite_order(c: ModelConfig, seed: int = 0) -> torch.Tensor:
 
 def elite_tables(order: torch.Tensor, r: int, n: int, c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """RoPE tables of each KV head [S, Hkv, 1, D/2] that rotate only the first r pairs of its order."""
-    cos, sin = (t[:, None].expand(-1, c.n_kv_heads, -1) for t in rope_tables(c, n, CPU))
+    cos, sin = (t[:, None].expand(-1, len(order), -1) for t in rope_tables(c, n, CPU))
     elite = torch.zeros(cos.shape[1:], dtype=torch.bool).scatter(1, order[:, :r], True)
     return torch.where(elite, cos, 1.0), torch.where(elite, sin, 0.0)
 
@@ -1014,59 +1000,47 @@ def elite_reference(attention, order: torch.Tensor, r: int, x: torch.Tensor, c: 
     return attention(x, attend)
 
 
-def exact(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors A B of full rank: A is the identity."""
-    return torch.eye(len(k)), torch.cat((k, v), -1)
-
-
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("qkv_bias", [False, True])
-@pytest.mark.parametrize("r", [0, 1, 3, 8])
-def test_elitekv_rotates_the_elite_pairs_only(group, qkv_bias, r):
+def test_elitekv_rotates_the_elite_pairs_only(group, qkv_bias):
     """r = D/2 is RoPE, r = 0 no position at all, between them cos = 1 and sin = 0 for the other pairs."""
     model = tiny_model(group=group, qkv_bias=qkv_bias)
     c, attention, x = model.config, model.layers[1].attention, torch.randn(40, 48)
-    order = elite_order(c)
-    elite = compress.elite_attention(attention, c, order, r, exact)
-    cos, sin = rope_tables(c, 40, CPU)
-    got = elite(x, elite.causal(cos, sin))
-    assert error(got, elite_reference(attention, order, r, x, c)) < 1e-5
-    if r == 8:
-        assert error(got, attention(x, attention.causal(cos, sin))) < 1e-5
-    if r == 0:
-        assert error(got, attention(x, causal_attention)) < 1e-5
-    shifted = elite(x, elite.causal(*(t[17:] for t in rope_tables(c, 57, CPU))))  # only distances count
-    assert error(shifted, got) < 1e-4
-    if not qkv_bias:
-        again = compress.dense_attention(elite)
-        assert error(again.wqkv.weight, attention.wqkv.weight) < 1e-6
+    order, (cos, sin) = elite_order(c), rope_tables(c, 57, CPU)
+
+    def exact(k, v):  # factors A B of full rank: A is the identity
+        return torch.eye(len(k)), torch.cat((k, v), -1)
+
+    plain = {8: attention(x, attention.causal(cos[:40], sin[:40])), 0: attention(x, causal_attention)}
+    for r in (0, 1, 3, 8):
+        elite = compress.elite_attention(attention, c, order, r, exact)
+        got = elite(x, elite.causal(cos[:40], sin[:40]))
+        assert error(got, elite_reference(attention, order, r, x, c)) < 1e-5
+        assert error(got, plain.get(r, got)) < 1e-5
+        assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
+        if not qkv_bias:
+            assert error(compress.dense_attention(elite).wqkv.weight, attention.wqkv.weight) < 1e-6
 
 
 def test_rope_deltas_are_what_rotation_changes():
-    c = tiny_config()
+    """Delta = [(cos phi - 1)(a u + b v) + sin phi (b u - a v)] / sqrt(D), phi = (j - i) theta."""
     torch.manual_seed(0)
     q, k, rows = torch.randn(2, 30, 2, 16), torch.randn(2, 30, 16), torch.tensor([0, 7, 29, 12])
-    cos, sin = rope_tables(c, 30, CPU)
+    cos, sin = rope_tables(tiny_config(), 30, CPU)
     deltas = compress.rope_deltas(q[:, rows], k, rows, cos, sin)  # [8, N, G, I, S]
     assert deltas.shape == (8, 2, 2, 4, 30)
-    angles = 10000.0 ** (-torch.arange(8) / 8)
-    for pair in range(
-        8
-    ):  # Delta = [(cos phi - 1)(a u + b v) + sin phi (b u - a v)] / sqrt(D), phi = (j - i) theta
+    live = torch.arange(30) <= rows[:, None]
+    for pair, angle in enumerate(10000.0 ** (-torch.arange(8) / 8)):
         for i, row in enumerate(rows.tolist()):
-            phi = (torch.arange(30) - row) * angles[pair]
+            phi = (torch.arange(30) - row) * angle
             a, b = q[:, row, :, pair, None], q[:, row, :, pair + 8, None]
             u, v = k[:, None, :, pair], k[:, None, :, pair + 8]
             truth = ((phi.cos() - 1) * (a * u + b * v) + phi.sin() * (b * u - a * v)) / 4
-            live = torch.arange(30) <= row
-            assert torch.allclose(deltas[pair, :, :, i], truth * live, atol=1e-5)
+            assert torch.allclose(deltas[pair, :, :, i], truth * live[i], atol=1e-5)
             assert deltas[pair, :, :, i, row].abs().max() < 1e-5  # nothing turns at distance 0
-    full = torch.einsum(
-        "nigd,nsd->ngis", apply_rope(q, cos, sin), apply_rope(k[:, :, None], cos, sin)[:, :, 0]
-    )
-    plain = torch.einsum("nigd,nsd->ngis", q, k)
-    live = torch.arange(30) <= rows[:, None]
-    assert error(deltas.sum(0), ((full - plain) / 4)[:, :, rows] * live) < 1e-5
+    turned = apply_rope(q, cos, sin), apply_rope(k[:, :, None], cos, sin)[:, :, 0]
+    full, plain = (torch.einsum("nigd,nsd->ngis", *x) / 4 for x in (turned, (q, k)))
+    assert error(deltas.sum(0), (full - plain)[:, :, rows] * live) < 1e-5
 
 
 def test_ropelite_takes_the_best_pair_in_each_round():
@@ -1076,36 +1050,29 @@ def test_ropelite_takes_the_best_pair_in_each_round():
     order, distance = compress.ropelite(compress.rope_deltas(q, k, rows, cos, sin))
     assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
     live = torch.arange(24) <= rows[:, None]
-    k = k[:, :, None]
 
     def logits(elite: list[int]) -> torch.Tensor:
-        tables = elite_tables(torch.tensor([elite]), len(elite), 24, dataclasses.replace(c, n_kv_heads=1))
-        cos, sin = (t[:, 0] for t in tables)
-        return torch.einsum("nigd,nshd->ngis", apply_rope(q, cos, sin), apply_rope(k, cos, sin)) / 4
+        cos, sin = (t[:, 0] for t in elite_tables(torch.tensor([elite]), len(elite), 24, c))
+        turned = apply_rope(q, cos, sin), apply_rope(k[:, :, None], cos, sin)
+        return torch.einsum("nigd,nshd->ngis", *turned) / 4
 
     full = logits(list(range(8)))
     for n in range(8):  # brute force, from the definition
-        tried = {
-            x: ((logits([*order[:n].tolist(), x]) - full) * live).abs().mean().item()
-            for x in range(8)
-            if x not in order[:n]
-        }
-        assert min(tried, key=tried.get) == order[n] or n == 7
-        assert abs(tried[int(order[n])] - distance[n]) < 1e-6
+        left, best = set(range(8)) - set(order[:n].tolist()), order[:n].tolist()
+        lost = {x: ((logits([*best, x]) - full) * live).abs().mean().item() for x in left}
+        assert min(lost, key=lost.get) == order[n] or n == 7
+        assert abs(lost[int(order[n])] - distance[n]) < 1e-6
 
 
 def test_elite_orders_are_those_of_each_head_alone():
     """The search of a layer and head does not depend on the others; the group's queries are summed over."""
-    model = tiny_model(group=4)
-    tokens = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(0))
+    model, tokens = tiny_model(group=4), tiny_tokens(3, 40)
     found = calibrate.elite_orders(model, tokens)
     assert found["elite"].shape == found["contribution"].shape == (4, 2, 8)
-    seen = {}
-    calibrate.observe(model, tokens, lambda i, q, k, v: seen.update({i: (q, k)}))
-    q, k = seen[2]
+    q, k, _ = observed(model, tokens)[2]
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: calibrate.ELITE_ROWS]
-    deltas = compress.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *rope_tables(model.config, 40, CPU))
-    order, distance = compress.ropelite(deltas)
+    tables = rope_tables(model.config, 40, CPU)
+    order, distance = compress.ropelite(compress.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
     assert torch.equal(order, found["elite"][2, 1]) and torch.equal(distance, found["distance"][2, 1])
     norms = compress.contribution(q[:, :, 4:], k[:, :, 1])
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
@@ -1136,56 +1103,43 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
     k, v = (torch.randn(48, 10) @ mix[:, :n] + torch.randn(48, n) for n in (40, 60))
     k, v = k.unflatten(1, (4, 10)), v.unflatten(1, (4, 15))
     m = torch.cat((k, v), -1).double().flatten(1)
-    singular, last = torch.linalg.svdvals(m), math.inf
+    spectrum, *parts = (torch.linalg.svdvals(x.double().flatten(1)).square() for x in (m, k, v))
+    last, whole = math.inf, m.square().sum()
     for d_ckv in (1, 7, 20, 40, 48):
         a, b = compress.low_rank(k, v, d_ckv, "joint")
         assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
         loss = (m - a @ b.flatten(1)).square().sum()
-        assert abs(loss - singular[d_ckv:].square().sum()) < 1e-6 * m.square().sum()  # Eckart-Young
-        assert loss < last
+        assert abs(loss - spectrum[d_ckv:].sum()) < 1e-6 * whole and loss < last  # Eckart-Young
         last = loss
         a, b = compress.low_rank(k, v, d_ckv, "separate")
         separate = (m - a @ b.flatten(1)).square().sum()
-        parts = [(torch.linalg.svdvals(x.double().flatten(1)) ** 2) for x in (k, v)]
-        best = min(
-            parts[0][n:].sum() + parts[1][d_ckv - n :].sum()
-            for n in range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
-        )
-        assert abs(separate - best) < 1e-6 * m.square().sum() and separate > loss - 1e-6
-        of_keys = b[..., :10].flatten(1).abs().sum(1) > 1e-9  # block-diagonal
-        assert not (of_keys & (b[..., 10:].flatten(1).abs().sum(1) > 1e-9)).any()
+        splits = range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
+        best = min(parts[0][n:].sum() + parts[1][d_ckv - n :].sum() for n in splits)
+        assert abs(separate - best) < 1e-6 * whole and separate > loss - 1e-6
+        of_keys, of_values = (x.flatten(1).abs().sum(1) > 1e-9 for x in (b[..., :10], b[..., 10:]))
+        assert not (of_keys & of_values).any()  # block-diagonal
+
+
+RANKS = [(2, 7, "joint"), (5, 30, "separate"), (8, 16, "joint"), (1, 40, "joint")]
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("qkv_bias", [False, True])
-@pytest.mark.parametrize(
-    "r,d_ckv,lrd", [(2, 7, "joint"), (5, 30, "separate"), (8, 16, "joint"), (1, 40, "joint")]
-)
+@pytest.mark.parametrize("r, d_ckv, lrd", RANKS)
 def test_absorbed_decode_equals_the_naive_forward(group, qkv_bias, r, d_ckv, lrd):
-    model = tiny_model(group=group, qkv_bias=qkv_bias)
-    engine = make_engine(model, "elitekv", 1, 50, r=r, d_ckv=min(d_ckv, 8 // group * (32 - 2 * r)), lrd=lrd)
-    ids = random_ids(40)
-    got = logits_through(engine, [ids[:10]], [ids[10:]])[:, 0]
+    model, ids = tiny_model(group=group, qkv_bias=qkv_bias), random_ids(40)
+    options = options_for(model.config, {"r": r, "d_ckv": d_ckv, "lrd": lrd})
+    got = logits_through(make_engine(model, "elitekv", 1, 50, **options), [ids[:10]], [ids[10:]])[:, 0]
     full = model.output(model(torch.tensor([ids])))[0, 9:]  # now in EliteKV form: K and V expanded
     assert error(got, full) < 1e-5
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_elitekv_at_full_rank_is_ropelite_and_with_all_pairs_dense(group):
-    prompts, more = [random_ids(n, n) for n in (5, 40)], [random_ids(12, n) for n in (1, 2)]
-    dense = logits_through(make_engine(tiny_model(group=group), "dense", 2, 60), prompts, more)
-    got = logits_through(
-        make_engine(tiny_model(group=group), "elitekv", 2, 60, r=8, d_ckv=min(48, 128 // group)),
-        prompts,
-        more,
-    )
-    assert error(got, dense) < 1e-4
+def test_elitekv_at_full_rank_is_ropelite(group):
     model, c = tiny_model(group=group), tiny_config(group=group)
     artifact, x = artifact_of("elitekv", model), torch.randn(30, 48)
-    truth = [
-        elite_reference(layer.attention, artifact["elite"][i], 3, x, c)
-        for i, layer in enumerate(model.layers)
-    ]
+    pairs = list(zip(model.layers, artifact["elite"], strict=True))
+    truth = [elite_reference(layer.attention, order, 3, x, c) for layer, order in pairs]
     compress.elite_convert(model, compress.EliteSettings(r=3, d_ckv=48), artifact)
     for layer, reference in zip(model.layers, truth, strict=True):
         assert error(layer.attention(x, layer.attention.causal(*rope_tables(c, 30, CPU))), reference) < 1e-4
@@ -1196,33 +1150,29 @@ def test_elitekv_numbers_of_cache_and_parameters():
     model = tiny_model(group=2)
     before = sum(p.numel() for p in model.layers[0].attention.parameters())
     cache = make_engine(model, "elitekv", 3, 50, r=3, d_ckv=20).caches[0]
-    assert (
-        isinstance(cache, compress.EliteCache)
-        and cache.measured() == 3 * 50 * (2 * 3 * 4 + 20) * 4 == cache.formula()
-    )
-    assert cache.bytes_read(50) * 3 == cache.formula()
+    assert isinstance(cache, compress.EliteCache)
+    assert cache.measured() == 3 * 50 * (2 * 3 * 4 + 20) * 4 == cache.formula() == 3 * cache.bytes_read(50)
     after = sum(p.numel() for p in model.layers[0].attention.parameters())
     assert after - before == (2 * 3 * 4 * 48 + 20 * 48 + 20 * 4 * (32 - 6)) - 2 * 48 * 64
-    llama = SHAPES["llama-2-7b"]
+    llama, llama3 = SHAPES["llama-2-7b"], SHAPES["llama-3.1-8b"]
     for share, known in ((0.5, (26, 2432)), (0.34375, (12, 2048)), (0.25, (8, 1536)), (0.125, (4, 768))):
         found = compress.elite_allocations(llama, share)
         assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)
     assert (24, 2560) not in compress.elite_allocations(llama, 0.5)  # it would add parameters
     assert (8, 64) in compress.elite_allocations(calibrate.NANO, 0.25)
-    for c in (llama, SHAPES["llama-3.1-8b"], calibrate.NANO):
-        for r in (1, 8, c.head_dim // 2):
-            n, most = c.n_kv_heads * (2 * c.head_dim - 2 * r), compress.elite_limit(c, r)
-            dense, rotated = 2 * c.dim * c.kv_dim, 2 * r * c.n_kv_heads * c.dim
-            assert rotated + most * (c.dim + n) <= dense < rotated + (most + 1) * (c.dim + n)
+    for c, r in itertools.product((llama, llama3, calibrate.NANO), (1, 8, llama.head_dim // 2)):
+        r = min(r, c.head_dim // 2)
+        n, most = c.n_kv_heads * (2 * c.head_dim - 2 * r), compress.elite_limit(c, r)
+        dense, rotated = 2 * c.dim * c.kv_dim, 2 * r * c.n_kv_heads * c.dim
+        assert rotated + most * (c.dim + n) <= dense < rotated + (most + 1) * (c.dim + n)
 
 
-def test_elitekv_refuses_what_it_cannot_take():
-    for changes, message in (
-        ({"qk_norm": True}, "q/k norms"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    ):
-        with pytest.raises(UserError, match=message):
-            make_engine(tiny_model(**changes), "elitekv", 1, 20)
+@pytest.mark.parametrize(
+    "changes, message", [({"qk_norm": True}, "q/k norms"), ({"rope_scaling": YARN}, "yarn")]
+)
+def test_elitekv_refuses_what_it_cannot_take(changes, message):
+    with pytest.raises(UserError, match=message):
+        make_engine(tiny_model(**changes), "elitekv", 1, 20)
 
 
 def test_pairs_prints_what_each_rule_loses(checkpoint, monkeypatch, capsys):
@@ -1235,28 +1185,23 @@ def test_pairs_prints_what_each_rule_loses(checkpoint, monkeypatch, capsys):
         assert rows[0][name] > rows[1][name] > rows[2][name] and rows[2][name] < 1e-5
     assert [row["d_ckv"] for row in rows] == [24, 8, -32] and "joint" not in rows[2]
     assert all(0 < row["joint"] <= row["separate"] < 1 for row in rows[:2])
-    model, tokens = tiny_model(), torch.randint(0, 96, (2, 30), generator=torch.Generator().manual_seed(0))
-    order, seen = torch.stack([elite_order(model.config, i) for i in range(4)]), []
-
-    def see(i, q, k, v):
-        full, part = (elite_tables(order[i], r, 30, model.config) for r in (8, 3))
+    model, tokens = tiny_model(), tiny_tokens(2, 30)
+    orders, lost = torch.stack([elite_order(model.config, i) for i in range(4)]), []
+    for order, (q, k, _) in zip(orders, observed(model, tokens), strict=True):
         q, k = q.unflatten(-2, (4, -1)), k.unsqueeze(-2)  # [N, S, Hkv, G or 1, D]
         full, part, none = (
             torch.einsum("nihgd,njhgd->hngij", apply_rope(q, *t), apply_rope(k, *t).expand(q.shape)).tril()
-            for t in (full, part, elite_tables(order[i], 0, 30, model.config))
+            for t in (elite_tables(order, r, 30, model.config) for r in (8, 3, 0))
         )
-        seen.extend((full - part).abs().mean((1, 2, 3, 4)) / (full - none).abs().mean((1, 2, 3, 4)))
-
-    calibrate.observe(model, tokens, see)
+        lost.append((full - part).abs().mean((1, 2, 3, 4)) / (full - none).abs().mean((1, 2, 3, 4)))
     monkeypatch.setattr(calibrate, "ELITE_ROWS", 30)  # every query
-    got = calibrate.elite_distances(model, tokens, {"x": [order[..., :3]]})
-    assert abs(got["x"][0] / torch.stack(seen).mean() - 1) < 1e-4
+    got = calibrate.elite_distances(model, tokens, {"x": [orders[..., :3]]})
+    assert abs(got["x"][0] / torch.stack(lost).mean() - 1) < 1e-4
 
 
 def test_the_trial_of_fit_leaves_the_model_as_it_was():
-    model = tiny_model()
+    model, tokens = tiny_model(), tiny_tokens(4, 40)
     before = [layer.attention for layer in model.layers]
-    tokens = torch.randint(0, 96, (4, 40), generator=torch.Generator().manual_seed(0))
     tensors, facts = calibrate.fit_elitekv(model, tokens, {}, 0.5)
     assert all(layer.attention is attention for layer, attention in zip(model.layers, before, strict=True))
     trials = {key: float(value) for key, value in facts.items() if key.startswith("perplexity_")}
@@ -1274,24 +1219,24 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     shutil.copy(ROOT / "model.py", tmp_path / "text" / "a.py")
     trained, optimizers = [], []
     original, make = calibrate.train, calibrate.make_optimizer
-    monkeypatch.setattr(
-        calibrate, "make_optimizer", lambda *args: optimizers.append(make(*args)) or optimizers[0]
-    )
-    monkeypatch.setattr(
-        calibrate, "train", lambda model, *args: trained.append(model) or original(model, *args)
-    )
-    argv = [
-        "train",
-        "--from",
-        source,
-        "--method",
-        "elitekv:r=3,d_ckv=24",
-        "--out",
-        out,
+    for name, spy in {
+        "make_optimizer": lambda *args: optimizers.append(make(*args)) or optimizers[0],
+        "train": lambda model, *args: trained.append(model) or original(model, *args),
+    }.items():
+        monkeypatch.setattr(calibrate, name, spy)
+    argv = ["train", "--from", source, "--method", "elitekv:r=3,d_ckv=24", "--out", out]
+    argv += [
         "--text",
         tmp_path / "text",
+        "--stages",
+        "4x64x60",
+        "--workers",
+        "1",
+        "--log",
+        tmp_path / "log.csv",
+        "--lr",
+        "5e-3",
     ]
-    argv += ["--stages", "4x64x60", "--workers", "1", "--log", tmp_path / "log.csv", "--lr", "5e-3"]
     code, text, err = run_main(calibrate.main, argv, monkeypatch, capsys)
     assert code == 0 and "finished" in text, err
     lines = [line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines()]
@@ -1360,45 +1305,34 @@ def step(cache, n: int, q, k, v) -> torch.Tensor:
     return cache.decode(pos, *(x[n].expand(rows, *x[n].shape) for x in (q, k, v)))
 
 
-@pytest.mark.parametrize("method,options", ROWS)
+@pytest.mark.parametrize("method, options", [case for case in ROWS if not case[1].get("gumbel")])
 def test_permuting_kv_heads_permutes_the_output_of_a_row(method, options):
-    if options.get("gumbel"):
-        pytest.skip("noise belongs to a head")
-    model, order = tiny_model(), torch.tensor([2, 0, 3, 1])
+    """Not with --gumbel, whose noise belongs to a head."""
+    model, outputs = tiny_model(), []
     q, k, v = stream(60)
-    outputs = []
-    for permuted in (False, True):
-        options = options | ({"share_heads": 0} if "share_heads" in options else {})
+    options = options | dict.fromkeys(options.keys() & {"share_heads"}, 0)
+    for order in (torch.arange(4), torch.tensor([2, 0, 3, 1])):
         cache = row_cache(method, model, 1, 100, **options)
-        inner = getattr(cache, "inner", cache)
-        if permuted and method == "doublesparse":
-            inner.channels = inner.channels[order]
-        if permuted and method == "loki":
-            inner.basis = inner.basis[order]
-        heads = order if permuted else torch.arange(4)
-        qs = q.unflatten(1, (4, 2))[:, heads].flatten(1, 2)
-        cache.prefill(0, qs[:40], k[:40, heads], v[:40, heads])
-        outputs.append(
-            [step(cache, n, qs, k[:, heads], v[:, heads]).unflatten(1, (4, 2)) for n in range(40, 60)]
-        )
+        if method in ("doublesparse", "loki"):
+            name = {"doublesparse": "channels", "loki": "basis"}[method]
+            setattr(cache, name, getattr(cache, name)[order])
+        moved = q.unflatten(1, (4, 2))[:, order].flatten(1, 2), k[:, order], v[:, order]
+        cache.prefill(0, *(x[:40] for x in moved))
+        steps = torch.stack([step(cache, n, *moved) for n in range(40, 60)]).unflatten(2, (4, 2))
+        outputs.append(steps[:, :, order.argsort()])
     for plain, moved in zip(*outputs, strict=True):
-        assert error(moved, plain[:, order]) < 1e-4
+        assert error(moved, plain) < 1e-4
 
 
 def test_topk_captures_at_least_the_mass_of_every_other_selection():
-    model = tiny_model(group=1)
-    q, k, v = stream(70, group=1)
-    mass = {}
-    for method in ("topk", "quest", "doublesparse"):
-        cache = row_cache(method, model, 1, 100, keep=24, **({"page": 4} if method == "quest" else {}))
-        for n in range(70):
-            step(cache, n, q, k, v)
-        pos = torch.tensor([69])
+    (q, k, v), pos, mass = stream(70, group=1), torch.tensor([69]), {}
+    for method, options in (("topk", {}), ("quest", {"page": 4}), ("doublesparse", {})):
+        cache = row_cache(method, tiny_model(group=1), 1, 100, keep=24, **options)
+        cache.prefill(0, q, k, v)
         rotated = cache.rope(q[-1:], pos)
-        index = cache.select(pos, rotated)
-        heads = cache.k.shape[1]  # of whose groups the first query head
-        weights = (rotated.view(heads, -1, 16)[:, :1] @ cache.k[0, :, :70].mT / 4)[:, 0].softmax(-1)
-        mass[method] = weights.gather(1, index[0].clamp(min=0)).masked_fill(index[0] < 0, 0).sum(-1)
+        index = cache.select(pos, rotated)[0]
+        weights = torch.einsum("hd,hsd->hs", rotated[0], cache.k[0, :, :70]).div(4).softmax(-1)
+        mass[method] = weights.gather(1, index.clamp(min=0).long()).masked_fill(index < 0, 0).sum(-1)
     assert (mass["topk"] + 1e-5 >= torch.maximum(mass["quest"], mass["doublesparse"])).all()
     assert mass["quest"].mean() > 0.5 and mass["doublesparse"].mean() > 0.3
 
@@ -1491,27 +1425,19 @@ def test_h2o_without_heavy_hitters_is_streaming_without_sinks():
 
 
 def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
-    q, k, v = stream(50)
-    runs = {}
-    for name, options in {
-        "h2o": {},
-        "a": {"gumbel": True},
-        "again": {"gumbel": True},
-        "b": {"gumbel": True, "noise_seed": 1},
-    }.items():
+    (q, k, v), runs, noisy = stream(50), [], {"gumbel": True}
+    for options in ({}, noisy, noisy, noisy | {"noise_seed": 1}):
         cache = row_cache("h2o", tiny_model(), 1, 60, keep=16, **options)
         cache.prefill(0, q[:16], k[:16], v[:16])
-        first = step(cache, 16, q, k, v)
-        for n in range(17, 50):
-            step(cache, n, q, k, v)
-        runs[name] = (first, cache.position.clone(), cache.attention.clone())
+        steps = [step(cache, n, q, k, v) for n in range(16, 50)]
+        runs.append((steps[0], cache.position.clone(), cache.attention.clone()))
         if options:
             noise = cache.gumbel  # of mean 0.577 and variance pi^2 / 6
             assert abs(noise.mean() - 0.5772) < 0.03 and abs(noise.var() - math.pi**2 / 6) < 0.06
-    assert all(torch.equal(a, b) for a, b in zip(runs["a"], runs["again"], strict=True))
-    assert not torch.equal(runs["a"][2], runs["b"][2]) and not torch.equal(runs["a"][2], runs["h2o"][2])
+    plain, one, again, other = runs
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not torch.equal(one[2], other[2]) and not torch.equal(one[2], plain[2])
     # tau: with as many tokens since the prompt as make it infinite, all live weights are alike but for noise.
-    cache = row_cache("h2o", tiny_model(), 1, 60, keep=16, gumbel=True)
     weights = cache.weights(torch.randn(1, 4, 2, 16), torch.tensor(10**9), torch.tensor(0))
     assert (weights - 1 / 16).abs().max() < 1e-5
 
@@ -1586,19 +1512,12 @@ def test_double_sparse_scores_on_its_channels_alone():
 
 def test_double_sparse_importance_is_a_mean_over_all_the_text():
     """All windows count, not the last; q and k of the same token, after RoPE, summed over a group."""
-    model = tiny_model()
-    tokens = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(0))
+    model, tokens = tiny_model(), tiny_tokens(3, 40)
     tensors, facts = calibrate.fit_doublesparse(model, tokens, key_moments(model, tokens, "test"), 0.5)
     cos, sin = rope_tables(model.config, 40, CPU)
-    seen = []
-    for window in tokens:
-        calibrate.observe(model, window[None], lambda i, q, k, v: seen.append((i, q[0], k[0])))
-    products = [
-        apply_rope(q, cos, sin).unflatten(1, (4, 2)).mul(apply_rope(k, cos, sin)[:, :, None]).abs().sum(2)
-        for i, q, k in seen
-        if i == 2
-    ]
-    assert error(tensors["importance"][2], torch.cat(products).mean(0)) < 1e-5
+    q, k = (apply_rope(x, cos, sin) for x in observed(model, tokens)[2][:2])  # of layer 2
+    products = (q.unflatten(2, (4, 2)) * k[:, :, :, None]).abs().sum(3)
+    assert error(tensors["importance"][2], products.mean((0, 1))) < 1e-5
     assert tensors["importance"].shape == (4, 4, 16) and "12.5%" in facts["energy"]
 
 
@@ -1621,63 +1540,50 @@ def test_hshare_map_is_idempotent_and_points_down(n, merged):
 def test_hshare_holds_a_selection_and_lets_new_tokens_join():
     q, k, v = stream(80)
     cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=20, every=5, sinks=2, recent=4, channels=0.5)
-    dense = DenseCache(Room(tiny_model(), 1, 100))
-    for c in (cache, dense):
-        c.prefill(0, q[:30], k[:30], v[:30])
-    fresh = None
+    cache.prefill(0, q[:30], k[:30], v[:30])
     for n in range(30, 60):
-        out = step(cache, n, q, k, v)
-        step(dense, n, q, k, v)
+        _, chosen = watched_step(cache, n, q, k, v)
         held = cache.held[0].clone()
         if (n - 30) % 5 == 0:
             pos = torch.tensor([n])
             fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.label, 16)[0]
             assert fresh.shape == (4, 16)
         assert torch.equal(held, fresh.int()) and int(cache.since) == 30 + (n - 30) // 5 * 5
-        mask = torch.zeros(1, 4, 100, dtype=torch.bool).scatter_(2, held[None].long(), True)
-        mask[..., int(cache.since) + 1 : n + 1] = True
-        assert (mask.sum(-1) <= 20).all() and mask[..., :2].all() and mask[..., n - 3 : n + 1].all()
-        rotated = dense.rope(q[n : n + 1], torch.tensor([n]))
-        assert error(out, attend(rotated, dense.k, dense.v, mask)) < 1e-5
+        mask = torch.zeros(4, 100, dtype=torch.bool).scatter_(1, held.long(), True)
+        mask[:, int(cache.since) + 1 : n + 1] = True
+        assert torch.equal(mask.repeat_interleave(2, 0), chosen)
     cache.prefill(0, q[:20], k[:20], v[:20])  # a new prompt does not get the old selection
     step(cache, 20, q, k, v)
     assert int(cache.since) == 20
 
 
+def twins(twin: int, of: int, n: int, **options):
+    """A cache that shares one head and scores on all channels, and a stream whose head `twin` is all but
+    head `of`."""
+    q, k, v = (x.clone() for x in stream(n))
+    q[:, 2 * twin : 2 * twin + 2] = q[:, 2 * of : 2 * of + 2]
+    k[:, twin] = k[:, of] + 0.01 * torch.randn(n, 16)
+    cache = row_cache("doublesparse", tiny_model(), 1, 100, share_heads=1, channels=1.0, **options)
+    cache.channels = torch.arange(16).expand(4, -1)
+    return cache, (q, k, v)
+
+
 @pytest.mark.parametrize("twin, of", [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_hshare_tells_heads_apart_by_a_prompt_within_the_budget(twin, of):
-    q, k, v = (x.clone() for x in stream(12))
-    q[:, 2 * twin : 2 * twin + 2] = q[:, 2 * of : 2 * of + 2]
-    k[:, twin] = k[:, of] + 0.01 * torch.randn(12, 16)
-    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=24, share_heads=1, channels=1.0)
-    cache.channels = torch.arange(16).expand(4, -1)
-    cache.prefill(0, q, k, v)
+    cache, qkv = twins(twin, of, 12, keep=24)
+    cache.prefill(0, *qkv)
     assert cache.head[0].tolist() == [of if head == twin else head for head in range(4)]
 
 
 def test_hshare_merged_heads_attend_what_their_twin_does():
-    torch.manual_seed(0)
-    q, k, v = stream(60)
-    q, k = q.clone(), k.clone()
-    q[:, 6:8], k[:, 3] = q[:, 2:4], k[:, 1] + 0.01 * torch.randn(60, 16)  # head 3 is all but head 1
-    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, share_heads=1, channels=1.0)
-    cache.channels = torch.arange(16).expand(4, -1)
-    cache.prefill(0, q[:50], k[:50], v[:50])
+    cache, qkv = twins(3, 1, 60, keep=16)
+    cache.prefill(0, *(x[:50] for x in qkv))
     assert cache.head[0].tolist() == [0, 1, 2, 1]
     for n in range(50, 60):
-        step(cache, n, q, k, v)
-        pos = torch.tensor([n])
-        index = cache.select(pos, cache.rope(q[n : n + 1], pos))
-        assert torch.equal(index[0, 3], index[0, 1]) and not torch.equal(index[0, 0], index[0, 1])
+        chosen = watched_step(cache, n, *qkv)[1][::2]
+        assert torch.equal(chosen[3], chosen[1]) and not torch.equal(chosen[0], chosen[1])
     read = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, channels=1.0).index_read(60)
     assert cache.index_read(60) == read * 3 // 4
-
-
-def test_hshare_holds_no_longer_than_its_budget():
-    options = {"keep": 24, "sinks": 2, "recent": 4, "skip": ""}  # 18 are selected
-    make_engine(tiny_model(), "doublesparse", 1, 100, every=19, **options)
-    with pytest.raises(UserError, match="at most 19"):
-        make_engine(tiny_model(), "doublesparse", 1, 100, every=20, **options)
 
 
 # ---- KIVI
@@ -1735,29 +1641,22 @@ def test_kivi_keeps_the_residual_and_bounds_the_rest(bits):
     """K by channel within each 32 tokens, V by token; 100 % 64 keys and 64 values exact."""
     q, k, v = stream(100)
     k[:, :, 3] *= 50  # a loud channel, as keys have; it must not blur the others
-    cache, dense = (
-        row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64),
-        DenseCache(Room(tiny_model(), 1, 140)),
-    )
-    for c in (cache, dense):
-        c.prefill(0, q, k, v)
+    cache, again = (row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64) for _ in range(2))
+    true_k, true_v = cache.rope(k, slice(0, 100)).transpose(0, 1), v.transpose(0, 1)
+    cache.prefill(0, q, k, v)
     got_k, got_v = (x.read(torch.tensor([99]))[0, :, :100] for x in (cache.keys, cache.values))
-    true_k, true_v = dense.k[0, :, :100], dense.v[0, :, :100]
     assert torch.equal(got_k[:, 64:], true_k[:, 64:]) and torch.equal(got_v[:, 36:], true_v[:, 36:])
     assert not torch.equal(got_k[:, 63], true_k[:, 63]) and not torch.equal(got_v[:, 35], true_v[:, 35])
-    groups = true_k[:, :64].unflatten(1, (2, 32))
+    groups, lost = (x[:, :64].unflatten(1, (2, 32)) for x in (true_k, got_k - true_k))
     span = (groups.amax(2) - groups.amin(2))[:, :, None] / (2**bits - 1)
-    assert (
-        (got_k[:, :64].unflatten(1, (2, 32)) - groups).abs() <= span / 2 * 1.01 + groups.abs().max() * 2**-9
-    ).all()
+    assert (lost.abs() <= span / 2 * 1.01 + groups.abs().max() * 2**-9).all()
     span = (true_v[:, :36].amax(-1) - true_v[:, :36].amin(-1))[..., None] / (2**bits - 1)
     assert ((got_v[:, :36] - true_v[:, :36]).abs() <= span / 2 * 1.01 + 2**-8).all()
     k[40, 1, 5] = 1e4  # an outlier touches its own channel's (after RoPE, its pair's) group of 32 tokens only
-    again = row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64)
     again.prefill(0, q, k, v)
-    changed = (again.keys.read(torch.tensor([99]))[0, :, :100] != got_k).nonzero()
-    assert {tuple(c) for c in changed[:, [0, 2]].tolist()} == {(1, 5), (1, 13)}
-    assert set(changed[:, 1].tolist()) <= set(range(32, 64)) and len(set(changed[:, 1].tolist())) > 10
+    heads, tokens, channels = (again.keys.read(torch.tensor([99]))[0, :, :100] != got_k).nonzero().T
+    assert set(zip(heads.tolist(), channels.tolist(), strict=True)) == {(1, 5), (1, 13)}
+    assert set(tokens.tolist()) <= set(range(32, 64)) and len(set(tokens.tolist())) > 10
 
 
 def test_kivi_with_constant_keys_and_a_long_residual_is_exact():
@@ -1784,66 +1683,41 @@ def test_kivi_bytes_are_the_papers():
         assert cache.bytes_read(4097) == (2 * 4097 - 33) * token / 2 * ratio + 33 * token / 2
 
 
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize(
-    "method,options", [("topk", {}), ("quest", {"page": 4}), ("doublesparse", {}), ("loki", {})]
+    "method, options",
+    [
+        ("topk", {"keep": 24}),
+        ("quest", {"keep": 24, "page": 4}),
+        ("doublesparse", {"keep": 24}),
+        ("loki", {"k": 24}),
+    ],
 )
-def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(method, options):
+def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(method, options, bits):
     """As a plain cache that holds the same quantised K and V; labels and pages are made of the true keys."""
-    q, k, v = stream(90)
-    size = {"k": 24} if method == "loki" else {"keep": 24}
-    for bits in (2, 4):
-        packed = row_cache(method, tiny_model(), 1, 170, **size, **options, kv_bits=bits)
-        plain = row_cache(method, tiny_model(), 1, 170, **size, **options)
-        for cache in (packed, plain):
-            cache.prefill(0, q[:80], k[:80], v[:80])
-        assert packed.formula() < plain.formula()
-        plain.prefill(0, q.repeat(2, 1, 1)[:160], k.repeat(2, 1, 1)[:160], v.repeat(2, 1, 1)[:160])
-        packed.prefill(0, q.repeat(2, 1, 1)[:160], k.repeat(2, 1, 1)[:160], v.repeat(2, 1, 1)[:160])
-        unpacked_k, unpacked_v = (x.read(torch.tensor([160])) for x in (packed.keys, packed.values))
-        assert error(unpacked_k[0, :, :128], plain.k[0, :, :128]) > 0.01
-        assert torch.equal(unpacked_k[0, :, 128:160], plain.k[0, :, 128:160])  # the residual
-        plain.k.copy_(unpacked_k), plain.v.copy_(unpacked_v)
-        assert (
-            error(
-                step(
-                    packed,
-                    160,
-                    q[:1].expand(161, -1, -1),
-                    k[:1].expand(161, -1, -1),
-                    v[:1].expand(161, -1, -1),
-                ),
-                step(
-                    plain,
-                    160,
-                    q[:1].expand(161, -1, -1),
-                    k[:1].expand(161, -1, -1),
-                    v[:1].expand(161, -1, -1),
-                ),
-            )
-            < 1e-5
-        )
-
-
-@pytest.mark.parametrize("method", ["dense", "sals", "streaming", "h2o", "kivi", "shadowkv"])
-def test_kv_bits_are_refused_by_name_where_they_do_not_fit(method):
-    with pytest.raises(UserError, match=f"--kv_bits is not a setting of {method}"):
-        settings_from(method, {"kv_bits": 4})
+    qkv = [torch.cat((x, x)) for x in stream(90)]
+    packed, plain = (row_cache(method, tiny_model(), 1, 170, **options, kv_bits=b) for b in (bits, 16))
+    assert packed.formula() < plain.formula()
+    for cache in (packed, plain):
+        cache.prefill(0, *(x[:160] for x in qkv))
+    unpacked_k, unpacked_v = (x.read(torch.tensor([160])) for x in (packed.keys, packed.values))
+    assert error(unpacked_k[0, :, :128], plain.k[0, :, :128]) > 0.01
+    assert torch.equal(unpacked_k[0, :, 128:160], plain.k[0, :, 128:160])  # the residual
+    plain.k.copy_(unpacked_k), plain.v.copy_(unpacked_v)
+    assert error(step(packed, 160, *qkv), step(plain, 160, *qkv)) < 1e-5
 
 
 # ---- ShadowKV
 
 
-def shadow(n: int, capacity: int = 140, **options):
-    q, k, v = stream(n + 20)
-    cache = row_cache(
-        "shadowkv",
-        tiny_model(),
-        1,
-        capacity,
-        **{"chunk": 4, "outliers": 3, "recent": 6, "keep": 60, "rank": 0.5} | options,
+def shadow(n: int, **options):
+    """A ShadowKV cache that has read n tokens of a stream of n + 20."""
+    qkv, cache = (
+        stream(n + 20),
+        row_cache("shadowkv", tiny_model(), 1, 140, **SHADOW | {"rank": 0.5} | options),
     )
-    cache.prefill(0, q[:n], k[:n], v[:n])
-    return cache, (q, k, v)
+    cache.prefill(0, *(x[:n] for x in qkv))
+    return cache, qkv
 
 
 def test_shadowkv_basis_is_the_best_of_the_prompt():
@@ -1871,35 +1745,31 @@ def test_shadowkv_landmarks_are_means_and_score_as_the_mean_of_their_tokens():
 
 @pytest.mark.parametrize("n", [3, 9, 12, 30, 100])
 def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
+    """The outliers and recent tokens exactly, chunks as the latent gives them back."""
     cache, (q, k, v) = shadow(n)
-    rotated = cache.rope(k, torch.arange(n + 20))
-    whole = max(0, n - 6) // 4
-    means = rotated[: whole * 4].unflatten(0, (whole, 4)).mean(1) if whole else None
-    for head in range(4):
-        ids = cache.outlier[0, head][cache.outlier[0, head] >= 0].tolist()
-        assert len(set(ids)) == len(ids) == min(3, whole)
+    rotated, whole = cache.rope(k, torch.arange(n + 20)), max(0, n - 6) // 4
+    outliers = cache.outlier[0]
+    for head, ids in enumerate(outliers.tolist()):
+        ids = {i for i in ids if i >= 0}
+        assert len(ids) == min(3, whole) == (outliers[head] >= 0).sum()
         if whole > 3:
             chunks = rotated[: whole * 4, head].unflatten(0, (whole, 4))
-            worst = torch.cosine_similarity(chunks, means[:, None, head], dim=-1).amin(1)
-            assert set(ids) == set(worst.topk(3, largest=False).indices.tolist())
+            worst = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)
+            assert ids == set(worst.topk(3, largest=False).indices.tolist())
+    kept = cache.tokens_of(outliers).masked_fill(outliers.repeat_interleave(4, 1) < 0, 139).long()
     for m in range(n, n + 20):
-        out = step(cache, m, q, k, v)
-        pos = torch.tensor([m])
-        query = cache.rope(q[m : m + 1], pos)
-        index, live = cache.select(pos, query)
+        out, chosen = watched_step(cache, m, q, k, v)
+        assert ((chosen.sum(-1) == m + 1) | (chosen.sum(-1) > 60 - 2 * 4)).all() and chosen.sum(
+            -1
+        ).max() <= 60
         local = max(0, m + 1 - 6) // 4 * 4
-        mask = torch.zeros(1, 4, m + 1, dtype=torch.bool)
-        truth_k = cache.reconstruct(torch.arange(m + 1).expand(1, 4, -1))[0]
-        for head in range(4):
-            chosen = index[0, head][live[0, head]].tolist()
-            outliers = [c * 4 + i for c in cache.outlier[0, head].tolist() if c >= 0 for i in range(4)]
-            attended = chosen + outliers + list(range(local, m + 1))
-            assert len(set(attended)) == len(attended) == min(m + 1, len(attended)) <= 60
-            assert len(attended) == m + 1 or len(attended) > 60 - 2 * 4
-            mask[0, head, attended] = True
-            exact = outliers + list(range(local, m + 1))
-            truth_k[0, head, exact] = rotated[exact, head]
-        assert error(out, attend(query, truth_k, v[None, : m + 1].transpose(1, 2), mask)) < 1e-4
+        near = torch.zeros(4, 140, dtype=torch.bool).scatter(1, kept, True)[:, : m + 1]
+        near[:, local:] = True
+        truth = cache.reconstruct(torch.arange(m + 1).expand(1, 4, -1))[0][0]
+        truth = torch.where(near[..., None], rotated[: m + 1].transpose(0, 1), truth)
+        keys, values = (x.repeat_interleave(2, 0)[None] for x in (truth, v[: m + 1].transpose(0, 1)))
+        query = cache.rope(q[m : m + 1], torch.tensor([m]))
+        assert error(out, attend(query, keys, values, chosen[None, :, : m + 1])) < 1e-4
 
 
 def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(checkpoint, monkeypatch, capsys):
@@ -1908,63 +1778,50 @@ def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(checkpoint, mon
     names = {name for name, _ in cache.named_buffers()}
     assert names == {"basis", "latent", "landmark", "outlier", "outlier_k", "outlier_v", "ring_k", "ring_v"}
     assert not any(buffer is cache.host_v for buffer in cache.buffers())
-    argv = [
-        "--checkpoint",
-        checkpoint,
-        "--method",
-        "shadowkv",
-        "--prompt",
-        30,
-        "--max_new_tokens",
-        10,
-        "--json",
-    ]
-    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+    argv = ["--checkpoint", checkpoint, "--method", "shadowkv", "--prompt", 30, "--max_new_tokens", 10]
+    code, out, err = run_main(generate.main, [*argv, "--json"], monkeypatch, capsys)
     report = json.loads(out.splitlines()[-1])
     assert code == 0 and report["cache_bytes_host"] == report["cache_bytes_dense"] // 2
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"] and "host memory" in err
 
 
-@pytest.mark.parametrize("method,options", ROWS)
+@pytest.mark.parametrize("method, options", ROWS)
 def test_rows_run_from_the_command_line(method, options, checkpoint, monkeypatch, capsys):
     """Every setting is an option; the plan of their memory and the ledger agree; --json has them."""
     argv = ["--checkpoint", checkpoint, "--method", method, "--prompt", 70, "--prompt", 5, "--json"]
-    argv += [
-        word
-        for name, value in options.items()
-        for word in ([f"--{name}"] if value is True else [f"--{name}", value])
-    ]
+    for name, value in options.items():
+        argv += [f"--{name}"] if value is True else [f"--{name}", value]
     code, out, err = run_main(generate.main, [*argv, "--max_new_tokens", 8], monkeypatch, capsys)
     assert code == 0, err
     report = json.loads(out.splitlines()[-1])
-    assert options.items() <= report["settings"].items()
-    assert (
-        report["cache_bytes_measured"] == report["cache_bytes_formula"] and report["bytes_read_per_step"] > 0
-    )
+    assert options.items() <= report["settings"].items() and report["bytes_read_per_step"] > 0
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
-@pytest.mark.parametrize(
-    "method,options,message",
-    [
-        ("topk", {"keep": 0}, "--keep 0: give a share"),
-        (
-            "topk",
-            {"keep": 20, "sinks": 16, "recent": 8},
-            "--keep 20 of 80 tokens is fewer than 16 sinks and 8",
-        ),
-        ("topk", {"recent": 0}, "--recent at least 1"),
-        ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
-        ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
-        ("quest", {"page": 0}, "--page must be at least 1"),
-        ("quest", {"skip": "x"}, "layer numbers"),
-        ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
-        ("doublesparse", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
-        ("doublesparse", {"keep": 20, "every": 30}, "at least 1 and at most 20"),
-        ("kivi", {"residual": 48}, "a multiple of 32"),
-        ("shadowkv", {"rank": 1.5}, "must lie in"),
-        ("shadowkv", {"keep": 60}, "lower --outliers"),
-    ],
-)
+TOO_FEW = "--keep 20 of 80 tokens is fewer than 16 sinks and 8"
+BAD_ROWS = [
+    ("topk", {"keep": 0}, "--keep 0: give a share"),
+    ("topk", {"keep": 20, "sinks": 16, "recent": 8}, TOO_FEW),
+    ("topk", {"recent": 0}, "--recent at least 1"),
+    ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
+    ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
+    ("quest", {"page": 0}, "--page must be at least 1"),
+    ("quest", {"skip": "x"}, "layer numbers"),
+    ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
+    ("doublesparse", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
+    ("doublesparse", {"keep": 20, "every": 30}, "at least 1 and at most 20"),
+    ("doublesparse", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
+    ("kivi", {"residual": 48}, "a multiple of 32"),
+    ("shadowkv", {"rank": 1.5}, "must lie in"),
+    ("shadowkv", {"keep": 60}, "lower --outliers"),
+    *(
+        (m, {"kv_bits": 4}, f"--kv_bits is not a setting of {m}")
+        for m in "dense sals streaming h2o kivi shadowkv".split()
+    ),
+]
+
+
+@pytest.mark.parametrize("method, options, message", BAD_ROWS)
 def test_rows_refuse_what_does_not_fit(method, options, message):
     with pytest.raises(UserError, match=message) as caught:
         make_engine(tiny_model(), method, 1, 80, **options)
@@ -1976,10 +1833,8 @@ def test_rows_refuse_what_does_not_fit(method, options, message):
 def test_every_method_runs_at_its_defaults_on_a_small_model(method, head_dim, n_layers, tokens):
     """A default gives way to a small model or a short context; only what was asked for is refused."""
     model = tiny_model(head_dim=head_dim, n_layers=n_layers)
-    fitted, room = METHODS[method].fitted, Room(model, 1, tokens)
-    artifact = compress.random_artifact(method, model.config) if fitted else {}
-    caches = METHODS[method].build(model, settings_from(method, {}), room, artifact)
-    engine = Engine(model, caches, room, Sampling())
+    artifact = compress.random_artifact(method, model.config) if METHODS[method].fitted else None
+    engine = make_engine(model, method, 1, tokens, artifact)
     engine.prefill([random_ids(tokens - 2)])
     engine.step()
     assert engine.logits.isfinite().all()
@@ -2004,19 +1859,17 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method, name):
         assert time.time() - started < 20
 
 
-@pytest.mark.parametrize(
-    "method, options, note",
-    [
-        ("fdc", {"rate": 0.2}, "keeps no fewer bytes than dense, and reads no fewer"),  # D 16: no rank below
-        ("doublesparse", {"keep": 20, "skip": "0,1,2,3"}, "--skip 0,1,2,3 names all 4 layers"),
-        ("quest", {"keep": 20, "page": 4, "skip": "0,1,2,-1"}, "names all 4 layers"),
-        ("sals", {"sinks": 1, "critical": 9, "recent": 4, "skip": "0,1,2,3", "rank": 0.25}, "all 4 layers"),
-        ("sals", {"rank": 0.25, "critical": 200}, "the budget covers the context of 80 tokens"),
-        ("topk", {"keep": 20}, ""),
-        ("palu", {}, ""),
-        ("dense", {}, ""),
-    ],
-)
+IDLE = [
+    ("fdc", {"rate": 0.2}, "keeps no fewer bytes than dense, and reads no fewer"),  # D 16: no rank below
+    ("doublesparse", {"keep": 20, "skip": "0,1,2,3"}, "--skip 0,1,2,3 names all 4 layers"),
+    ("quest", {"keep": 20, "page": 4, "skip": "0,1,2,-1"}, "names all 4 layers"),
+    ("sals", {"sinks": 1, "critical": 9, "recent": 4, "skip": "0,1,2,3", "rank": 0.25}, "all 4 layers"),
+    ("sals", {"rank": 0.25, "critical": 200}, "the budget covers the context of 80 tokens"),
+    *((method, options, "") for method, options in (("topk", {"keep": 20}), ("palu", {}), ("dense", {}))),
+]
+
+
+@pytest.mark.parametrize("method, options, note", IDLE)
 def test_a_method_with_nothing_to_do_says_so(method, options, note):
     engine, settings = make_engine(tiny_model(), method, 2, 80, **options), settings_from(method, options)
     text = generate.idle_note(method, settings, engine.caches)
@@ -3153,6 +3006,7 @@ def real(name):
 
 
 def sentencepiece_of(name):
+    """Of a folder, or of its name in REAL."""
     import sentencepiece
 
     return sentencepiece.SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
@@ -3167,28 +3021,26 @@ def write_tiktoken(folder, merges):
     return folder
 
 
-GPT2_BYTES = [chr(b) for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174] + [
-    chr(256 + i) for i in range(68)
-]
 GPT2_VALUES = [b for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174]
+GPT2_BYTES = [chr(b) for b in GPT2_VALUES] + [chr(256 + i) for i in range(68)]
 GPT2_VALUES += [b for b in range(256) if b not in GPT2_VALUES]
+MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
 ADDED_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
 
 
+def in_turn(*parts, kind="pre") -> dict:
+    """Several pre-tokenizers (or normalizers) of a tokenizer.json, one after the other."""
+    return {"type": "Sequence", {"pre": "pretokenizers", "norm": "normalizers"}[kind]: list(parts)}
+
+
 def tokenizer_json(vocab=None, merges=(), pre_tokenizer=BYTE_LEVEL, added=(), **parts):
     """The contents of a tokenizer.json; by default of single bytes."""
     vocab = vocab or {word: i for i, word in enumerate(GPT2_BYTES + ["".join(m.split()) for m in merges])}
-    return {
-        "version": "1.0",
-        "added_tokens": list(added),
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": BYTE_LEVEL,
-        "model": {"type": "BPE", "vocab": vocab, "merges": list(merges)} | parts.pop("model", {}),
-    } | parts
+    model = {"type": "BPE", "vocab": vocab, "merges": list(merges)} | parts.pop("model", {})
+    data = {"version": "1.0", "added_tokens": list(added), "normalizer": None, "post_processor": None}
+    return data | {"pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL, "model": model} | parts
 
 
 def write_json(folder, **files):
@@ -3207,33 +3059,18 @@ def qwen_files():
 # ---- ids that are known
 
 
+LLAMA3_NAMES = "reserved_special_token_1 finetune_right_pad_id step_id start_header_id end_header_id eom_id "
+LLAMA3_NAMES += "eot_id python_tag reserved_special_token_2"  # 128003 to 128011
+
+
 def test_llama3_vector_and_special_tokens():
     tokenizer = real(LLAMA3)
-    assert tokenizer.encode("This is a test sentence.<|end_of_text|>", allow_special=True) == [
-        128000,
-        2028,
-        374,
-        264,
-        1296,
-        11914,
-        13,
-        128001,
-    ]
+    ids = [128000, 2028, 374, 264, 1296, 11914, 13, 128001]
+    assert tokenizer.encode("This is a test sentence.<|end_of_text|>", allow_special=True) == ids
     assert tokenizer.encode("This", bos=False) == [2028]
     assert tokenizer.vocab_size == 128256 and tokenizer.bos_id == 128000
     assert tokenizer.stop_ids == {128001, 128008, 128009}
-    names = {
-        128003: "reserved_special_token_1",
-        128004: "finetune_right_pad_id",
-        128005: "step_id",
-        128006: "start_header_id",
-        128007: "end_header_id",
-        128008: "eom_id",
-        128009: "eot_id",
-        128010: "python_tag",
-        128011: "reserved_special_token_2",
-        128255: "reserved_special_token_246",
-    }
+    names = dict(enumerate(LLAMA3_NAMES.split(), 128003)) | {128255: "reserved_special_token_246"}
     assert {f"<|{name}|>": i for i, name in names.items()}.items() <= tokenizer.special_tokens.items()
     assert len(tokenizer.special_tokens) == 256
 
@@ -3299,48 +3136,47 @@ def test_qwen_composes_characters():
 
 
 def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
+    """Merges as strings, and as pairs with ids that run against their order."""
     vocab, merges = qwen_files()
     split = SPLIT | {"pattern": {"Regex": model_file.QWEN2_SPLIT}}
-    splits = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
     parts = {
-        "pre_tokenizer": splits,
+        "pre_tokenizer": in_turn(split, BYTE_LEVEL | {"use_regex": False}),
         "normalizer": {"type": "NFC"},
-        "added": [{"id": 151645, "content": "<|im_end|>", "special": True, "rstrip": False}],
     }
+    parts["added"] = [{"id": 151645, "content": "<|im_end|>", "special": True, "rstrip": False}]
     texts = [*TEXTS, "e\u0301", Path(json.__file__).read_text(encoding="utf-8")]
-    expected = [real(QWEN).encode(text) for text in texts]
-    write_json(tmp_path / "strings", tokenizer=tokenizer_json(vocab, merges, **parts))
-    tokenizer = load_tokenizer(tmp_path / "strings")
-    assert [tokenizer.encode(text) for text in texts] == expected
-    assert tokenizer.stop_ids == {151645} and tokenizer.vocab_size == 151646
-
-    # pairs instead of strings, and ids that run against the order of the merges
     backwards = {word: len(vocab) - 1 - i for word, i in vocab.items()}
     pairs = [merge.split(" ") for merge in merges]
-    write_json(tmp_path / "pairs", tokenizer=tokenizer_json(backwards, pairs, **parts))
-    tokenizer = load_tokenizer(tmp_path / "pairs")
-    assert [[len(vocab) - 1 - i for i in tokenizer.encode(text)] for text in texts] == expected
-    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == [
-        unicodedata.normalize("NFC", text) for text in texts
-    ]
+    for name, data in ("strings", (vocab, merges)), ("pairs", (backwards, pairs)):
+        write_json(tmp_path / name, tokenizer=tokenizer_json(*data, **parts))
+        tokenizer = load_tokenizer(tmp_path / name)
+        for text in texts:
+            ids, expected = tokenizer.encode(text), real(QWEN).encode(text)
+            assert ids == (expected if name == "strings" else [len(vocab) - 1 - i for i in expected])
+            assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
+        assert tokenizer.stop_ids == {151645} and tokenizer.vocab_size == 151646
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [
-        [BYTE_LEVEL],
-        [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],  # SmolLM
-        [SPLIT, {"type": "Digits", "individual_digits": False}, BYTE_LEVEL | {"use_regex": False}],
-        [BYTE_LEVEL | {"use_regex": False}],
-    ],
-    ids=["gpt2", "digits", "gaps", "whole"],
-)
-def test_tokenizer_json_splits_like_hugging_face(tmp_path, splits):
+def with_oracle(folder, data) -> tuple:
+    """The tokenizer of a tokenizer.json, ours and Hugging Face's."""
     oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
-    merges = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
-    data = tokenizer_json(merges=merges, pre_tokenizer={"type": "Sequence", "pretokenizers": splits})
-    write_json(tmp_path, tokenizer=data)
-    tokenizer, oracle = load_tokenizer(tmp_path), oracle_of(str(tmp_path / "tokenizer.json"))
+    write_json(folder, tokenizer=data)
+    return load_tokenizer(folder), oracle_of(str(folder / "tokenizer.json"))
+
+
+DIGITS = {"type": "Digits", "individual_digits": True}  # SmolLM's
+SPLITS = {
+    "gpt2": [BYTE_LEVEL],
+    "digits": [DIGITS, BYTE_LEVEL],
+    "gaps": [SPLIT, DIGITS | {"individual_digits": False}, BYTE_LEVEL | {"use_regex": False}],
+    "whole": [BYTE_LEVEL | {"use_regex": False}],
+}
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_tokenizer_json_splits_like_hugging_face(tmp_path, splits):
+    data = tokenizer_json(merges=MERGES, pre_tokenizer=in_turn(*SPLITS[splits]))
+    tokenizer, oracle = with_oracle(tmp_path, data)
     for text in [*TEXTS, "the  the 12 1212 12.12 a..!! the", "12", " 12 "]:
         assert tokenizer.encode(text) == oracle.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -3348,12 +3184,11 @@ def test_tokenizer_json_splits_like_hugging_face(tmp_path, splits):
 
 @pytest.mark.parametrize("unknown", [None, "?"])
 def test_a_vocabulary_without_some_bytes(tmp_path, unknown):
-    oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
     absent = [*range(0xC0, 0xC2), *range(0xF5, 0x100), 4, 0xF1]  # never in UTF-8, and two that SmolLM2 lacks
     words = [c for c, b in zip(GPT2_BYTES, GPT2_VALUES, strict=True) if b not in absent] + ["ab", "Ġab"]
     parts = {"merges": ["a b", "Ġ ab"], "model": {"unk_token": unknown}}
-    write_json(tmp_path, tokenizer=tokenizer_json({word: i for i, word in enumerate(words)}, **parts))
-    tokenizer, oracle = load_tokenizer(tmp_path), oracle_of(str(tmp_path / "tokenizer.json"))
+    data = tokenizer_json({word: i for i, word in enumerate(words)}, **parts)
+    tokenizer, oracle = with_oracle(tmp_path, data)
     for text in [*TEXTS, "a\x04b \x04ab a\x04", "\x04", "\U00040000ab\U0010ffff"]:
         assert tokenizer.encode(text) == oracle.encode(text).ids
 
@@ -3366,28 +3201,20 @@ ESCAPE, PREPEND = model_file.ESCAPE, model_file.PREPEND
     [([PREPEND, ESCAPE], None), ([ESCAPE], None), (None, "first"), (None, "always"), (None, "never")],
 )
 def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
-    import sentencepiece
-
-    oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(NANO / "tokenizer.model"))
+    sp = sentencepiece_of(NANO)
     names = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
     vocab = {name: i for i, name in enumerate(names)}
-    merges = [
-        (name[:i], name[i:])
-        for name in sorted(names, key=lambda name: -sp.get_score(vocab[name]))
-        for i in range(1, len(name))
-        if name[:i] in vocab and name[i:] in vocab
-    ]
-    data = tokenizer_json(
-        vocab,
-        merges,
-        scheme and model_file.METASPACE | {"prepend_scheme": scheme},
-        [{"id": i, "content": names[i], "special": True} | ADDED_FLAGS for i in range(3)],
-        normalizer=normalizer and {"type": "Sequence", "normalizers": normalizer},
-        model={"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True},
-    )
-    write_json(tmp_path, tokenizer=data)
-    tokenizer, oracle = load_tokenizer(tmp_path), oracle_of(str(tmp_path / "tokenizer.json"))
+    by_score = sorted(names, key=lambda name: -sp.get_score(vocab[name]))
+    cuts = ((name[:i], name[i:]) for name in by_score for i in range(1, len(name)))
+    merges = [(a, b) for a, b in cuts if a in vocab and b in vocab]
+    parts = {
+        "pre_tokenizer": scheme and model_file.METASPACE | {"prepend_scheme": scheme},
+        "added": [{"id": i, "content": names[i], "special": True} | ADDED_FLAGS for i in range(3)],
+        "normalizer": normalizer and in_turn(*normalizer, kind="norm"),
+        "model": {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True},
+    }
+    data = tokenizer_json(vocab, merges, **parts)
+    tokenizer, oracle = with_oracle(tmp_path, data)
     oracle.encode_special_tokens = True
     rng, code = random.Random(0), Path(json.__file__).read_text(encoding="utf-8")
     texts = [*TEXTS, " ", " a", "▁a", "<0x0A>", *(code[i : i + 80] for i in range(0, len(code), 70))]
@@ -3417,16 +3244,10 @@ def test_vocab_and_merges(tmp_path):
 def test_sentencepiece_without_bos_and_prefix(tmp_path):
     import sentencepiece
 
-    sentences, options = iter(["hello there", "hello world"]), {"vocab_size": 20, "hard_vocab_limit": False}
+    options = {"vocab_size": 20, "hard_vocab_limit": False, "bos_id": -1, "add_dummy_prefix": False}
+    sentences, train = iter(["hello there", "hello world"]), sentencepiece.SentencePieceTrainer.train
     with (tmp_path / "tokenizer.model").open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences,
-            model_writer=file,
-            bos_id=-1,
-            add_dummy_prefix=False,
-            minloglevel=2,
-            **options,
-        )
+        train(sentence_iterator=sentences, model_writer=file, minloglevel=2, **options)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.bos_id is None and None not in tokenizer.encode("hello")
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
@@ -3580,38 +3401,28 @@ def test_added_tokens_above_sentencepiece(tmp_path):
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
 CHAT = [SYSTEM, USER, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": " Why? "}]
-PROMPTS = {
+L3_SYSTEM, L3_USER, L3_ASSISTANT = (
+    f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")
+)
+PROMPTS = {  # of CHAT and of [USER]
     "llama-2": (
         "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Why? [/INST]",
         "<s>[INST] Hi [/INST]",
     ),
     "llama-3": (
-        (
-            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\nHello.<|eot_id|>"
-            "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n"
-        ),
-        (
-            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n"
-        ),
+        f"<|begin_of_text|>{L3_SYSTEM}Be brief.<|eot_id|>{L3_USER}Hi<|eot_id|>{L3_ASSISTANT}Hello.<|eot_id|>"
+        f"{L3_USER}Why?<|eot_id|>{L3_ASSISTANT}",
+        f"<|begin_of_text|>{L3_USER}Hi<|eot_id|>{L3_ASSISTANT}",
     ),
     "mistral": ("<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]", "<s>[INST] Hi [/INST]"),
     "qwen": (
-        (
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-            "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n"
-            "<|im_start|>assistant\n"
-        ),
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "Hello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
     ),
     "phi-3": (
-        (
-            "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n"
-            "<|user|>\n Why? <|end|>\n<|assistant|>\n"
-        ),
+        "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n<|user|>\n Why? "
+        "<|end|>\n<|assistant|>\n",
         "<|user|>\nHi<|end|>\n<|assistant|>\n",
     ),
 }
@@ -3628,58 +3439,24 @@ def test_chat_prompts(style):
 
 def test_chat_ids():
     assert set(PROMPTS) == set(model_file.CHAT_MARKERS)
-    llama2, llama3, qwen = real(LLAMA2), real(LLAMA3), real(QWEN)
-    sp = sentencepiece_of(LLAMA2)
+    encode, llama2, sp = model_file.encode_chat, real(LLAMA2), sentencepiece_of(LLAMA2)
     first = sp.encode("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. ")
-    assert model_file.encode_chat(llama2, "llama-2", CHAT) == [
-        1,
-        *first,
-        2,
-        1,
-        *sp.encode("[INST] Why? [/INST]"),
-    ]
+    assert encode(llama2, "llama-2", CHAT) == [1, *first, 2, 1, *sp.encode("[INST] Why? [/INST]")]
     answered = sp.encode("[INST] Hi [/INST] Hello.")
-    assert model_file.encode_chat(llama2, "mistral", CHAT[1:]) == [
-        1,
-        *answered,
-        2,
-        *sp.encode("[INST]  Why?  [/INST]"),
-    ]
-    assert model_file.encode_chat(llama3, "llama-3", [USER]) == [
-        128000,
-        128006,
-        882,
-        128007,
-        271,
-        13347,
-        128009,
-        128006,
-        78191,
-        128007,
-        271,
-    ]
-    assert model_file.encode_chat(qwen, "qwen", [USER]) == [
-        151644,
-        872,
-        198,
-        13048,
-        151645,
-        198,
-        151644,
-        77091,
-        198,
-    ]
-    for tokenizer, style in ((llama3, "llama-3"), (qwen, "qwen")):
-        ids = model_file.encode_chat(tokenizer, style, CHAT)
-        assert tokenizer.encode(PROMPTS[style][0], allow_special=True) == ids
-        attack = model_file.encode_chat(
-            tokenizer, style, [USER | {"content": "".join(tokenizer.special_tokens)}]
-        )
+    expected = [1, *answered, 2, *sp.encode("[INST]  Why?  [/INST]")]
+    assert encode(llama2, "mistral", CHAT[1:]) == expected
+    llama3 = [128000, 128006, 882, 128007, 271, 13347, 128009, 128006, 78191, 128007, 271]
+    qwen = [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
+    for name, style, expected in ((LLAMA3, "llama-3", llama3), (QWEN, "qwen", qwen)):
+        tokenizer = real(name)
+        plain = encode(tokenizer, style, [USER])
+        assert plain == expected
+        assert tokenizer.encode(PROMPTS[style][0], allow_special=True) == encode(tokenizer, style, CHAT)
+        attack = encode(tokenizer, style, [USER | {"content": "".join(tokenizer.special_tokens)}])
         specials = set(tokenizer.special_tokens.values())
-        plain = model_file.encode_chat(tokenizer, style, [USER])
         assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
     with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
-        model_file.encode_chat(llama3, "qwen", [USER])
+        encode(real(LLAMA3), "qwen", [USER])
 
 
 def test_chat_ids_of_mistrals_tokens(tmp_path):
@@ -3701,10 +3478,8 @@ def test_chat_style(tmp_path):
         tokenizer = model_file.Tokenizer(list, [], dict.fromkeys(special, 0), chat_template=template)
         return model_file.chat_style(config or {}, tokenizer)
 
-    assert (
-        model_file.chat_style({}, real(LLAMA3)) == "llama-3"
-        and model_file.chat_style({}, real(QWEN)) == "qwen"
-    )
+    for name, style in ((LLAMA3, "llama-3"), (QWEN, "qwen")):
+        assert model_file.chat_style({}, real(name)) == style
     assert guess(special=["<|user|>", "<|end|>"]) == "phi-3"
     assert guess("{{ '<s>[INST] <<SYS>>' }}", ["<s>"]) == "llama-2"
     assert guess("{{ '[INST]' }}", ["[INST]"]) == "mistral"
@@ -3739,8 +3514,16 @@ def test_chat_needs_turns(messages):
 
 NO_FILES = "no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt"
 DAMAGED = ": not a valid tokenizer file; download it again"
-MODEL, JSON = "tokenizer.model" + DAMAGED, "tokenizer.json" + DAMAGED
 NOT_BYTES = "put the model's tokenizer.model beside it"
+BAD_MODELS = [  # contents of a tokenizer.model
+    "",
+    "version https://git-lfs.github.com/spec/v1\noid sha256:12\n",
+    "YWI= 0\nYW?M= 1\n",  # not base64
+    "YWI= 0\nYWM=\n",  # cut off
+    "YWI= 0\nYWM= 2\n",  # a rank is missing
+    "YWI= 0\nYWI= 1\n",  # a word twice
+    "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99)),  # bytes are missing
+]
 BAD_BESIDE = r"""
 added_tokens.json {"<x>": "256"}
 added_tokens.json {"<x>": 1000000000}
@@ -3763,87 +3546,48 @@ generation_config.json {"eos_token_id": {}}
 """  # files beside a good tokenizer.json
 FLOODS = ['{"a":' * 99_999, '{"a": 1e999}', *(f'{{"a": 1{"0" * n}}}' for n in (400, 9999)), "\udcff"]
 BOS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}]}
+FALLBACK = {"byte_fallback": True}
 BAD_PARTS = [  # of a tokenizer.json
+    {"vocab": {"a": 0}},  # lacks bytes
     *({"vocab": {word: i for i, word in enumerate(GPT2_BYTES)} | {"你": i}} for i in (2**31, -1, "0", 0.5)),
-    *(
-        {"added": [token]}
-        for token in (5, {"content": "<x>"}, *({"content": "<x>", "id": i} for i in (10**9, "x")))
-    ),
+    *({"added": [token]} for token in (5, {"content": "<x>"})),
+    *({"added": [{"content": "<x>", "id": i}]} for i in (10**9, "x")),
     *({"post_processor": BOS | {"special_tokens": {"<s>": {"ids": ids}}}} for ids in (["x"], [], [10**9])),
-    {"pre_tokenizer": {"pretokenizers": [SPLIT | {"pattern": {"Regex": "("}}, BYTE_LEVEL]}},
-    *({"model": {"merges": merges}} for merges in (5, [5], ["a"], ["a b c"], [["a", 5]], ["你 好"])),
-    {"model": {"byte_fallback": True, "vocab": []}, "normalizer": ESCAPE, "pre_tokenizer": None},
+    {"pre_tokenizer": in_turn(SPLIT | {"pattern": {"Regex": "("}}, BYTE_LEVEL)},
+    *({"model": {"merges": merges}} for merges in (5, [5], ["a"], ["a b c"], [["a", 5]], ["你 好"], ["a b"])),
+    {"model": FALLBACK | {"vocab": []}, "normalizer": ESCAPE, "pre_tokenizer": None},
+]
+METASPACE, WITH_NEXT = {"type": "Metaspace"}, SPLIT | {"behavior": "MergedWithNext"}
+CASELESS = {"type": "NFC"}, {"type": "Lowercase"}
+UNSUPPORTED = [  # parts of a tokenizer.json, and the message
+    ({"model": {"type": "Unigram"}}, NOT_BYTES),
+    ({"model": FALLBACK, "pre_tokenizer": None}, NOT_BYTES),
+    ({"pre_tokenizer": METASPACE}, NOT_BYTES),
+    ({"pre_tokenizer": in_turn(METASPACE, BYTE_LEVEL)}, "the pre_tokenizer Metaspace is not supported"),
+    ({"pre_tokenizer": in_turn(WITH_NEXT, BYTE_LEVEL)}, "the pre_tokenizer Split is not supported"),
+    ({"normalizer": in_turn(*CASELESS, kind="norm")}, "the normalizer NFC, Lowercase is not supported"),
+]
+GOOD = json.dumps(tokenizer_json())
+BAD_TOKENIZERS = [  # files, message
+    *((files, NO_FILES) for files in ({}, {"vocab.json": "{}"}, {"merges.txt": "a b"})),
+    *(({"tokenizer.model": contents}, "tokenizer.model" + DAMAGED) for contents in BAD_MODELS),
+    ({"vocab.json": "{}", "merges.txt": "a b"}, "merges.txt" + DAMAGED),
+    ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
+    ({"tokenizer.json": "[]"}, "tokenizer.json: not a JSON object; download it again"),
+    ({"tokenizer.json": "{}"}, "tokenizer.json" + DAMAGED),
+    ({"tokenizer.json": GOOD, "generation_config.json": "{"}, "config.json: not valid JSON"),
+    ({"tokenizer.json": GOOD, "chat_template.jinja": "\udcff"}, "chat_template.jinja" + DAMAGED),
+    *(
+        ({"tokenizer.json": GOOD, name: contents}, name + DAMAGED)
+        for name, contents in (line.split(" ", 1) for line in BAD_BESIDE.strip().split("\n"))
+    ),
+    *(({"tokenizer.json": tokenizer_json(**p)}, "tokenizer.json" + DAMAGED) for p in BAD_PARTS),
+    *(({"tokenizer.json": tokenizer_json(**p)}, message) for p, message in UNSUPPORTED),
+    *(({"tokenizer.json": "{}", "config.json": flood}, "config.json: not valid JSON") for flood in FLOODS),
 ]
 
 
-@pytest.mark.parametrize(
-    "files, message",
-    [
-        ({}, NO_FILES),
-        ({"vocab.json": "{}"}, NO_FILES),
-        ({"merges.txt": "a b"}, NO_FILES),
-        ({"tokenizer.model": ""}, MODEL),
-        ({"tokenizer.model": "version https://git-lfs.github.com/spec/v1\noid sha256:12\n"}, MODEL),
-        ({"tokenizer.model": "YWI= 0\nYW?M= 1\n"}, MODEL),  # not base64
-        ({"tokenizer.model": "YWI= 0\nYWM=\n"}, MODEL),  # cut off
-        ({"tokenizer.model": "YWI= 0\nYWM= 2\n"}, MODEL),  # a rank is missing
-        ({"tokenizer.model": "YWI= 0\nYWI= 1\n"}, MODEL),  # a word twice
-        ({"vocab.json": "{}", "merges.txt": "a b"}, "merges.txt" + DAMAGED),
-        ({"tokenizer.json": json.dumps(tokenizer_json())[:-9]}, "tokenizer.json: not valid JSON; download"),
-        ({"tokenizer.json": "[]"}, "tokenizer.json: not a JSON object; download it again"),
-        ({"tokenizer.json": "{}"}, JSON),
-        ({"tokenizer.json": tokenizer_json(), "generation_config.json": "{"}, "config.json: not valid JSON"),
-        ({"tokenizer.json": tokenizer_json({"a": 0})}, JSON),  # lacks bytes
-        ({"tokenizer.json": tokenizer_json(model={"merges": ["a b"]})}, JSON),  # lacks "ab"
-        ({"tokenizer.json": tokenizer_json(model={"type": "Unigram"})}, NOT_BYTES),
-        ({"tokenizer.json": tokenizer_json(model={"byte_fallback": True}, pre_tokenizer=None)}, NOT_BYTES),
-        ({"tokenizer.json": tokenizer_json(pre_tokenizer={"type": "Metaspace"})}, NOT_BYTES),
-        (
-            {
-                "tokenizer.json": tokenizer_json(
-                    pre_tokenizer={"pretokenizers": [{"type": "Metaspace"}, BYTE_LEVEL]}
-                )
-            },
-            "the pre_tokenizer Metaspace is not supported",
-        ),
-        (
-            {
-                "tokenizer.json": tokenizer_json(
-                    pre_tokenizer={"pretokenizers": [SPLIT | {"behavior": "MergedWithNext"}, BYTE_LEVEL]}
-                )
-            },
-            "the pre_tokenizer Split is not supported",
-        ),
-        (
-            {
-                "tokenizer.json": tokenizer_json(
-                    normalizer={"normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
-                )
-            },
-            "the normalizer NFC, Lowercase is not supported",
-        ),
-        (
-            {"tokenizer.model": "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99))},
-            MODEL,
-        ),
-        (
-            {"tokenizer.json": tokenizer_json(), "chat_template.jinja": "\udcff"},
-            "chat_template.jinja" + DAMAGED,
-        ),
-        *(
-            (
-                {"tokenizer.json": tokenizer_json(), line.split()[0]: line.split(" ", 1)[1]},
-                line.split()[0] + DAMAGED,
-            )
-            for line in BAD_BESIDE.strip().split("\n")
-        ),
-        *(({"tokenizer.json": tokenizer_json(**parts)}, JSON) for parts in BAD_PARTS),
-        *(
-            ({"tokenizer.json": "{}", "config.json": flood}, "config.json: not valid JSON")
-            for flood in FLOODS
-        ),
-    ],
-)
+@pytest.mark.parametrize("files, message", BAD_TOKENIZERS)
 def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
     for name, contents in files.items():
         contents = contents if isinstance(contents, str) else json.dumps(contents)
@@ -3855,33 +3599,25 @@ def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
 
 def test_truncated_sentencepiece_model(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes((folder_of(LLAMA2) / "tokenizer.model").read_bytes()[:200_000])
-    with pytest.raises(UserError, match=MODEL):
+    with pytest.raises(UserError, match="tokenizer.model" + DAMAGED):
         load_tokenizer(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- GGUF files
 
-GGUF_MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
-GGUF_TOKENS = [*GPT2_BYTES, *("".join(m.split()) for m in GGUF_MERGES)]
-GGUF_TOKENS += ["<|im_start|>", "<|im_end|>", "<think>"]
+GGUF_TOKENS = [*GPT2_BYTES, *("".join(m.split()) for m in MERGES), "<|im_start|>", "<|im_end|>", "<think>"]
 GGUF_TOKENS += [f"[PAD{i}]" for i in range(len(GGUF_TOKENS), 288)]
-GGUF_META = {  # of tokenizer.ggml
-    "model": "gpt2",
-    "pre": "qwen2",
-    "tokens": GGUF_TOKENS,
-    "token_type": [1] * 265 + [3, 3, 4] + [5] * 20,
-    "merges": GGUF_MERGES,
-    "bos_token_id": 265,
-    "eos_token_id": 266,
-}
+GGUF_META = {"model": "gpt2", "pre": "qwen2", "tokens": GGUF_TOKENS, "merges": MERGES}  # of tokenizer.ggml
+GGUF_META |= {"token_type": [1] * 265 + [3, 3, 4] + [5] * 20, "bos_token_id": 265, "eos_token_id": 266}
 
 
 def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
     """A transformers model as llama.cpp stores it; it then has the dequantised weights, too.
 
     changes: metadata with __ for dots (None: leave it out) and tensors."""
-    gguf, c = pytest.importorskip("gguf"), theirs.config
-    arch, theta = c.model_type.replace("mistral", "llama"), c.rope_parameters["rope_theta"]
+    gguf, c, rope = pytest.importorskip("gguf"), theirs.config, theirs.config.rope_parameters
+    arch, theta = c.model_type.replace("mistral", "llama"), rope["rope_theta"]
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     meta = {
         "context_length": c.max_position_embeddings,
         "block_count": c.num_hidden_layers,
@@ -3891,18 +3627,17 @@ def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
         "attention.head_count": c.num_attention_heads,
         "attention.head_count_kv": c.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
-        "rope.dimension_count": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "rope.dimension_count": width,
+        "attention.key_length": width,
         "attention.sliding_window": getattr(c, "sliding_window", None),
     }
-    meta["attention.key_length"] = meta["rope.dimension_count"]
-    rope, tensors = c.rope_parameters, {}
+    tensors = {}
     if rope["rope_type"] in ("linear", "yarn"):
         meta |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
-        original = rope.get("original_max_position_embeddings")
-        meta["rope.scaling.original_context_length"] = original
+        meta["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
     elif rope["rope_type"] == "llama3":
-        exponent = torch.arange(0, meta["rope.dimension_count"], 2) / meta["rope.dimension_count"]
-        tensors["rope_freqs.weight"] = (theta**-exponent / theirs.model.rotary_emb.inv_freq).numpy()
+        plain = theta ** -(torch.arange(0, width, 2) / width)
+        tensors["rope_freqs.weight"] = (plain / theirs.model.rotary_emb.inv_freq).numpy()
     meta = {f"{arch}.{key}": value for key, value in meta.items()}
     meta |= {f"tokenizer.ggml.{key}": value for key, value in GGUF_META.items()}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
@@ -3928,9 +3663,8 @@ def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
         if data is not None:
             raw = gguf.GGMLQuantizationType[kind] if data.dtype == np.uint8 else None
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
     writer.close()
     return path
 
@@ -4001,23 +3735,14 @@ def test_gguf_token_ids(pre, tmp_path):
 @pytest.mark.parametrize("source", [NANO, REAL / LLAMA2], ids=["nano", "llama2"])
 @pytest.mark.parametrize("space", [True, False])
 def test_gguf_sentencepiece_ids(source, space, tmp_path):
-    from sentencepiece import SentencePieceProcessor
-
-    if not source.is_dir():
-        pytest.skip(f"no {source}")
-    sp = SentencePieceProcessor(model_file=str(source / "tokenizer.model"))
-    tests, size = ((sp.is_unknown, 2), (sp.is_control, 3), (sp.is_byte, 6)), sp.vocab_size()
-    meta = {
-        "model": "llama",
-        "tokens": [sp.id_to_piece(i) for i in range(size)],
-        "scores": [sp.get_score(i) for i in range(size)],
-        "token_type": [next((kind for test, kind in tests if test(i)), 1) for i in range(size)],
-        "bos_token_id": sp.bos_id(),
-        "eos_token_id": sp.eos_id(),
-        "add_space_prefix": space,
-    }
-    theirs = hf_model("llama-2", vocab_size=size)
-    path = write_gguf(tmp_path / "m.gguf", theirs, **{f"tokenizer__ggml__{k}": v for k, v in meta.items()})
+    sp = sentencepiece_of(source)
+    tests, ids = ((sp.is_unknown, 2), (sp.is_control, 3), (sp.is_byte, 6)), range(sp.vocab_size())
+    meta = {"tokens": list(map(sp.id_to_piece, ids)), "scores": list(map(sp.get_score, ids))}
+    meta["token_type"] = [next((kind for test, kind in tests if test(i)), 1) for i in ids]
+    meta |= {"model": "llama", "bos_token_id": sp.bos_id(), "eos_token_id": sp.eos_id()}
+    meta = {f"tokenizer__ggml__{key}": value for key, value in meta.items()}
+    theirs = hf_model("llama-2", vocab_size=len(ids))
+    path = write_gguf(tmp_path / "m.gguf", theirs, **meta, tokenizer__ggml__add_space_prefix=space)
     convert(path, "--out", tmp_path / "out")
     tokenizer, oracle = load_tokenizer(tmp_path / "out"), load_tokenizer(source)
     assert tokenizer.add_bos and tokenizer.bos_id == sp.bos_id() and tokenizer.drop_space == space
