@@ -2404,14 +2404,14 @@ def test_lrqk_recall_of_the_modes(nano_haystack):
 
 @needs_real
 def test_lrqk_recall_on_stories260k():
-    """True top-32 over 150 steps of four texts of its own; -s prints."""
+    """True top-32 over 75 steps of four texts of its own; -s prints."""
     folder = REAL / "stories260k"
     model, start = load_model(folder, CPU, torch.float32), load_tokenizer(folder).encode("Once upon a time")
     engine = make_engine(model, "dense", 4, 401)
     engine.sampling = Sampling(temperature=0.9)
     torch.manual_seed(0)
     engine.prefill([start] * 4)
-    texts = decode_rows(engine, 400 - len(start), lambda _: False).token_ids
+    texts = decode_rows(engine, 325 - len(start), lambda _: False).token_ids
     prompts, more = [start + t[: 250 - len(start)] for t in texts], [t[250 - len(start) :] for t in texts]
     for rank in (2, 4, 6):
         recall = {}
