@@ -488,8 +488,8 @@ def test_any_split_of_prompt_and_decode_leaves_the_same_cache(method, options):
 SELECTIVE = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "fold": False, "keep": 0.0}
 SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 1.0}
 KEEP_15 = {"k": 10, "recent": 5}
-# Method, options, its budget, sinks, recent tokens, how much of the budget may stay free once it could be full,
-# and the rule by which it takes exactly the best: a group's largest weight (of the old tokens), or each head's.
+# Method, options, its budget, sinks, recent tokens, how much of the budget may stay free beyond its edge,
+# and the rule by which it takes exactly the best: a group's largest weight (of old tokens), or each head's.
 SELECTORS = [
     ("topk", {"keep": 24, "sinks": 2, "recent": 4}, 24, 2, 4, 0, "largest"),
     ("streaming", {"sinks": 0, "recent": 6}, 6, 0, 6, 0, ""),
