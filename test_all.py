@@ -5015,8 +5015,8 @@ def test_explained_is_the_mean_of_the_heads_ranks():
 
 def test_rank_at_counts_the_leading_eigenvalues():
     values = torch.tensor([[5.0, 3.0, 1.0, 1.0], [10.0, 0.0, 0.0, 0.0]])
-    assert compress.rank_at(values, 0.5).tolist() == [1, 1] and compress.rank_at(values, 0.8).tolist() == [2, 1]
-    assert compress.rank_at(values, 0.9).tolist() == [3, 1] and compress.rank_at(values, 1.0).tolist() == [4, 1]
+    for share, ranks in ((0.5, [1, 1]), (0.8, [2, 1]), (0.9, [3, 1]), (1.0, [4, 1])):
+        assert compress.rank_at(values, share).tolist() == ranks
     falling = torch.rand(5, 32, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
     ranks = torch.stack([compress.rank_at(falling, share) for share in np.linspace(0.01, 1, 40)])
     assert (ranks.diff(dim=0) >= 0).all() and ranks.min() >= 1 and ranks.max() <= 32
