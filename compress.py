@@ -2831,6 +2831,8 @@ class FdcCache(Cache):
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
+        inside = torch.arange(widest) < ranks[: len(bases), None]  # which columns of `wide` are stored
+        self.columns = inside.flatten().nonzero()[:, 0].to(room.device)
         self.fused = self.has_kernels and room.kernels is not None
         if self.fused:
             self.table = room.kernels.rank_table(self.ranks, room.device)
@@ -2848,7 +2850,7 @@ class FdcCache(Cache):
         return [wide[..., h, :, : basis.shape[1]] for h, basis in enumerate(self.bases)]
 
     def wide(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """The same in one tensor [..., Hkv, H / Hkv, max d_qk], zero beyond a head's d_qk."""
+        """What `compress` gives in one tensor [..., Hkv, H / Hkv, max d_qk], zero beyond a head's d_qk."""
         grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
         return torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)
 
@@ -2894,9 +2896,9 @@ class FdcCache(Cache):
     def append(self, pos: Tensor, k: Tensor, latent: Tensor) -> None:
         """Writes K' and V' of one token a row; k [B, Hkv, D] before RoPE, latent [B, sum of d_v]."""
         token = (self.room.row_ids * self.room.capacity + pos)[:, None]
-        new = [keys[:, 0] for keys in self.compress(k, pos)]  # [B, d_qk] each
+        new = self.wide(k, pos).flatten(1)[:, self.columns]  # [B, sum of d_qk]
         # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
-        self.packed[self.starts + token * self.strides] = torch.cat((*new, latent), -1)
+        self.packed[self.starts + token * self.strides] = torch.cat((new, latent), -1)
 
     def formula(self) -> int:
         return self.room.rows * self.bytes_read(self.room.capacity)
@@ -3030,8 +3032,8 @@ class PaluCache(FdcCache):
         self.bias = bias  # [Hkv, D]; it stays outside the latent
         self.paired = room.paired_basis(self.basis, bias)
 
-    def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        return list(torch.einsum("...hd,hdr->h...r", x - self.bias, self.basis).unsqueeze(-2))
+    def wide(self, x: Tensor, positions: Tensor | slice) -> Tensor:
+        return torch.einsum("...hd,hdr->...hr", x - self.bias, self.basis)[..., None, :]
 
     def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
         return list(self.rope(q, positions).unflatten(-2, (self.config.n_kv_heads, -1)).unbind(-3))

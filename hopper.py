@@ -1014,10 +1014,10 @@ def _attend_int8_shared(
 
 
 def shares_int8(device: torch.device, G: int, D: int, bits: int, dtype: torch.dtype) -> bool:
-    """Whether keys in int8 that G queries share are attended by _int8_shared_kernel: 2 to 8 queries in bf16
+    """Whether keys in int8 that G queries share are attended by _int8_shared_kernel: up to 8 queries in bf16
     (halves as it decodes them would be too coarse for fp16), packed values, heads of 128 (whose rows bulk
     copies and a warp's lanes take)."""
-    return on_hopper(device) and 1 < G <= 8 and D == 128 and bits < 16 and dtype == torch.bfloat16
+    return on_hopper(device) and G <= 8 and D == 128 and bits < 16 and dtype == torch.bfloat16
 
 
 # ------------------------------------------------------------------- the linear layers between two attentions

@@ -260,7 +260,7 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
         RB = max(32, power2(r_score))  # all ranks at once, so that queries are split into int8 codes
         if RB > 256:
             return 64, RB, 4, 2, 2 * SMS
-        return 64 if RB == 256 else 128, RB, 4, 3, 3 * SMS
+        return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 3, 3 * SMS)
     RB = min(power2(max(r_score, 16)), 64)
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
 
