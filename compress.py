@@ -654,7 +654,7 @@ class SalsSettings:
         ("softmax", "sum"),
     )
     score_block: int = setting(
-        128,
+        512,
         "tokens of a block, to which scoring turns the query (ours; kernels: 16s); 0: no RoPE (paper)",
     )
     metric: str = setting(
