@@ -1431,7 +1431,7 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
     shape("latent", latent, B, S, W, dtype=q.dtype)
     need(0 < DV <= W, f"values are the leading 1 to {W} numbers of a row, not {DV}")
     check(pos, B, q=q, latent=latent)
-    T, warps, stages, widest = latent_config(q.element_size(), roomy(q.device))
+    T, warps, stages, fill, widest = latent_config(q.element_size(), roomy(q.device))
     WP = max(16, power2(W))
     if WP > widest:
         logits = scores(q[:, None], latent[:, None], None, pos, scale, "each")[:, None]
@@ -1439,7 +1439,7 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
         blocks = latent.unflatten(-1, (-1, width))[:, :, : DV // width].transpose(1, 2)
         out = attend_logits(logits.expand(-1, blocks.shape[1], -1, -1), blocks, pos)
         return out.unflatten(1, (-1, Hq)).transpose(1, 2).flatten(2)
-    splits = max(1, min(cdiv(S, 2 * T), SMS // B))
+    splits = max(1, min(cdiv(S, 2 * T), fill * SMS // B))
     out, tops, sums, parts = split_outputs(q, splits, DV)
     _attend_latent_kernel[splits, B](
         q, latent, pos, tops, sums, parts, S, scale * LOG2E, W, WP, DV, Hq, max(16, power2(Hq)), T, stages,
@@ -1448,11 +1448,11 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
     return merge_splits(out, tops, sums, parts)
 
 
-def latent_config(itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
-    """(tokens a tile, warps, stages, the widest row that one kernel attends)."""
+def latent_config(itemsize: int, roomy: bool) -> tuple[int, int, int, int, int]:
+    """(tokens a tile, warps, stages, programs a multiprocessor, the widest row that one kernel attends)."""
     if itemsize == 4:
-        return 16, 4, 2, 256
-    return (64, 8, 2, 512) if roomy else (32, 8, 2, 512)
+        return 16, 4, 2, 1, 256
+    return (64, 8, 2, 1, 512) if roomy else (32, 8, 2, 1, 512)
 
 
 # ---------------------------------------------------------------------------------------------------- append
