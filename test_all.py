@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -5648,18 +5649,24 @@ def test_kernels_refuse_what_they_would_get_wrong():
 # ----------------------------------------------------------------------------------------------- golden texts
 
 
+def fitted_engine(folder: Path, method: str, rows: int, capacity: int, **options) -> Engine:
+    """An engine with the model and the artifact of a folder."""
+    model, settings = load_model(folder, CPU, torch.float32), settings_from(method, options)
+    artifact = load_artifact(folder, method, model) if METHODS[method].fitted else {}
+    room = Room(model, rows, capacity)
+    return Engine(model, METHODS[method].build(model, settings, room, artifact), room, Sampling())
+
+
 @needs_real
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-@pytest.mark.parametrize("method,options", [("dense", []), ("sals", FULL)])
+@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", FULL)])
 def test_stories260k_gives_its_golden_text(method, options, device):
-    golden = json.loads((REAL / "stories260k" / "golden.json").read_text())
-    model, tokenizer = (
-        load_model(REAL / "stories260k", torch.device(device), torch.float32),
-        load_tokenizer(REAL / "stories260k"),
-    )
+    folder = REAL / "stories260k"
+    golden, tokenizer = json.loads((folder / "golden.json").read_text()), load_tokenizer(folder)
     prompt = tokenizer.encode(golden["prompt"])
     assert prompt == golden["prompt_ids"]
-    engine = make_engine(model, method, 1, 256, **dict(options))
+    model = load_model(folder, torch.device(device), torch.float32)
+    engine = make_engine(model, method, 1, 256, **options)
     engine.prefill([prompt])
     new = len(golden["greedy_ids"]) - len(prompt)
     ids = prompt + decode_rows(engine, new, lambda ids: False).token_ids[0]
@@ -5670,31 +5677,23 @@ def test_stories260k_gives_its_golden_text(method, options, device):
 @pytest.fixture(scope="module")
 def nano_haystack():
     tokenizer = load_tokenizer(NANO)
-    text = "\n".join(p.read_text() for p in sorted(ROOT.glob("*.py"))[:3])
-    return Haystack(tokenizer, [np.array(tokenizer.encode(text))])
+    return Haystack(tokenizer, [np.array(tokenizer.encode((ROOT / "calibrate.py").read_text()))])
 
 
 @pytest.mark.parametrize(
-    "method,options", [("dense", {}), ("sals", {}), ("sals", {"rank": 0.125, "bits": 2})]
+    "method,options,kind",
+    [
+        ("dense", {}, "single"),
+        ("dense", {}, "multikey"),
+        ("sals", {}, "single"),
+        ("sals", {"rank": 0.125, "bits": 2}, "single"),
+    ],
 )
-def test_nano_retrieves_through_the_cache(method, options, nano_haystack):
-    model = load_model(NANO, CPU, torch.float32)
-    artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
-    room = Room(model, 4, 1600)
-    engine = Engine(
-        model,
-        METHODS[method].build(model, settings_from(method, options), room, artifact),
-        room,
-        Sampling(),
-    )
-    scores = calibrate.eval_retrieval(
-        engine, nano_haystack, "single", [0, 1, 2, 3], 1500, 16, [0.1, 0.3, 0.6, 0.9]
-    )
+def test_nano_retrieves_through_the_cache(method, options, kind, nano_haystack):
+    engine = fitted_engine(NANO, method, 4, 1600, **options)
+    depths = [0.1, 0.3, 0.6, 0.9] if kind == "single" else []
+    scores = calibrate.eval_retrieval(engine, nano_haystack, kind, [0, 1, 2, 3], 1500, 16, depths)
     assert sum(scores) >= 3
-    if method == "dense":
-        assert (
-            sum(calibrate.eval_retrieval(engine, nano_haystack, "multikey", [0, 1, 2, 3], 1500, 16, [])) >= 3
-        )
 
 
 # ------------------------------------------------------------------------------- tasks, calibration, training
@@ -5731,12 +5730,16 @@ def test_frequent_words_are_the_most_frequent():
 
 
 def test_training_documents_have_length_weights_and_bos(nano_haystack):
-    rng, answers = random.Random(0), 0
+    tokenizer, rng, asked = nano_haystack.tokenizer, random.Random(0), 0
     for _ in range(40):
         ids, weights = training_document(nano_haystack, rng, 513)
-        assert len(ids) == len(weights) == 513 and ids[0] == nano_haystack.tokenizer.bos_id
-        answers += (weights == calibrate.ANSWER_WEIGHT).any()
-    assert 10 <= answers <= 30  # about half of the documents ask something
+        assert len(ids) == len(weights) == 513 and ids[0] == tokenizer.bos_id
+        answers = tokenizer.decode(ids[weights == calibrate.ANSWER_WEIGHT].tolist())
+        assert "Question" not in answers and "Answer" not in answers
+        asked += bool(answers)
+    assert 10 <= asked <= 30  # about half of the documents ask something
+    for n, seed in itertools.product((*range(2, 45), 400), range(30)):
+        assert [len(made) for made in training_document(nano_haystack, random.Random(seed), n)] == [n, n]
 
 
 def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
@@ -5772,13 +5775,7 @@ def test_trained_tokenizer_keeps_digits_spaces_and_newlines(tmp_path):
     text = "def f(x):\n    return x + 12345  # caf\u00e9 \u4f60"
     ids = tokenizer.encode(text)
     assert tokenizer.vocab_size == 600 and tokenizer.decode(ids) == text
-    assert [tokenizer.pieces[i] for i in ids if tokenizer.pieces[i].isdigit()] == [
-        b"1",
-        b"2",
-        b"3",
-        b"4",
-        b"5",
-    ]
+    assert [p for p in (tokenizer.pieces[i] for i in ids) if p.isdigit()] == [b"1", b"2", b"3", b"4", b"5"]
     assert sorted(f.name for f in tmp_path.iterdir()) == ["text", "tokenizer.model"]
 
 
@@ -5802,14 +5799,10 @@ def test_rank_at_counts_the_leading_eigenvalues():
 
 
 def test_texts_come_once(tmp_path):
-    for name, text in {
-        "a.py": "x = 1\n" * 99,
-        "b.py": "x = 1\n" * 99,
-        "c.py": "short",
-        "d.py": "y" * 3000,
-    }.items():
+    once = "x = 1\n" * 99
+    for name, text in {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000}.items():
         (tmp_path / name).write_text(text)
-    assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == ["x = 1\n" * 99]
+    assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == [once]
 
 
 def test_windows_begin_with_bos(tmp_path):
@@ -5820,10 +5813,8 @@ def test_windows_begin_with_bos(tmp_path):
 
 
 def test_texts_are_drawn_by_their_shares():
-    assert calibrate.text_share("a:b:0.5") == (Path("a:b"), 0.5) and calibrate.text_share("a") == (
-        Path("a"),
-        1.0,
-    )
+    assert calibrate.text_share("a:b:0.5") == (Path("a:b"), 0.5)
+    assert calibrate.text_share("a") == (Path("a"), 1.0)
     hay = calibrate.Haystack(SimpleNamespace(pieces=[b"a"]), [np.zeros(50), np.ones(50)], [0.9, 0.1])
     drawn = np.mean([hay.sample(random.Random(i), 4)[0] for i in range(400)])
     assert 0.05 < drawn < 0.15
@@ -5834,16 +5825,6 @@ def test_the_weight_of_a_token_is_that_of_its_prediction(monkeypatch):
     monkeypatch.setattr(calibrate, "training_document", lambda *_: document)
     tokens, weights = next(iter(calibrate.TrainingBatches(None, 2, 8, 0, 1, 0)))
     assert tokens.shape == (2, 9) and torch.equal(tokens[:, 1:].float(), weights)
-
-
-def test_only_answers_have_the_weight_of_answers(nano_haystack):
-    rng, seen = random.Random(0), 0
-    for _ in range(20):
-        ids, weights = calibrate.training_document(nano_haystack, rng, 513)
-        text = nano_haystack.tokenizer.decode(ids[weights == calibrate.ANSWER_WEIGHT].tolist())
-        seen += bool(text)
-        assert "Question" not in text and "Answer" not in text
-    assert seen
 
 
 def test_the_learning_rate_warms_up_and_decays(nano_haystack, monkeypatch):
@@ -5967,10 +5948,6 @@ def test_watching_changes_nothing_and_exact_selection_recalls_all():
             assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
 
 
-def artifact_for(method: str, model: Llama) -> dict[str, torch.Tensor]:
-    return artifact_of(method, model) if METHODS[method].fitted else {}
-
-
 def knobs_of(method: str, aim: str) -> list[str]:
     fields = dataclasses.fields(METHODS[method].settings)
     return [f.name for f in fields if aim in f.metadata["sets"].split()]
@@ -5995,7 +5972,7 @@ def test_a_method_with_a_budget_says_what_it_attends(method):
 
 
 def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
-    settings, artifact = METHODS[method].settings, artifact_for(method, model)
+    settings, artifact = METHODS[method].settings, artifact_of(method, model)
 
     def costs(options):
         return calibrate.method_costs(model, method, settings(**options), artifact, capacity)
@@ -6006,27 +5983,22 @@ def equalised(model: Llama, method: str, shares: dict, capacity: int, **options)
 @pytest.mark.parametrize("aim,share", [("bytes", 0.3), ("tokens", 0.25)])
 @pytest.mark.parametrize("method", [m for m in METHODS if knobs_of(m, "bytes") + knobs_of(m, "tokens")])
 def test_equal_cost_is_the_most_within_the_share(method, aim, share):
-    model, capacity = tiny_model(head_dim=32), 300
-    options = equalised(model, method, {aim: share}, capacity)
-    artifact, settings = artifact_for(method, model), METHODS[method].settings
+    model, capacity, settings = tiny_model(head_dim=32), 300, METHODS[method].settings
+    artifact, options = artifact_of(method, model), equalised(model, method, {aim: share}, capacity)
+
+    def paid(**changes) -> float:
+        chosen = settings(**options | changes)
+        return calibrate.method_costs(model, method, chosen, artifact, capacity)[aim]
+
     if not set(options) & set(knobs_of(method, aim)):
         return  # no knob, or none that gets there
-    (name,) = options
-    paid = calibrate.method_costs(model, method, settings(**options), artifact, capacity)[aim]
-    assert 0.8 * share < paid <= share
+    ((name, value),) = options.items()
+    assert 0.8 * share < paid() <= share
     # A hundredth more of the knob, or one step more, would be above it.
-    step = max(0.01, options[name] * 0.02) if isinstance(options[name], float) else 2
-    try:
-        more = [
-            calibrate.method_costs(
-                model, method, settings(**options | {name: options[name] + sign * step}), artifact, capacity
-            )[aim]
-            for sign in (-1, 1)
-        ]
-    except UserError:
-        return
-    if not METHODS[method].settings.__dataclass_fields__[name].metadata["choices"]:
-        assert max(more) > share
+    step = max(0.01, value * 0.02) if isinstance(value, float) else 2
+    with contextlib.suppress(UserError):
+        more = max(paid(**{name: value + sign * step}) for sign in (-1, 1))
+        assert more > share or settings.__dataclass_fields__[name].metadata["choices"]
 
 
 def test_equal_cost_by_method():
@@ -6064,9 +6036,8 @@ def test_masked_attention_keeps_what_its_rule_says():
         for row in (0, 7, 100, 299):
             best = logits[3, row].topk(int(count[row].clamp(min=1))).indices
             assert set(best.tolist()) == set(kept[3, row].nonzero()[:, 0].tolist())
-        assert (
-            error(weights[3, 299], logits[3, 299].masked_fill(~kept[3, 299], -torch.inf).softmax(-1)) < 1e-5
-        )
+        last = logits[3, 299].masked_fill(~kept[3, 299], -torch.inf).softmax(-1)
+        assert error(weights[3, 299], last) < 1e-5
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
@@ -6083,18 +6054,16 @@ def test_masked_prefill_equals_full_attention_exact_top_k_and_decoding():
     basis = artifact_of("loki", model)["post.basis"]
     loss = [calibrate.weighted_loss(model, t[None], torch.ones(1, 63)) for t in tokens]
     full = torch.stack(loss).mean().exp().item()
+    masked = functools.partial(calibrate.masked_perplexity, model, tokens)
     for rule in ("final", "per_row"):
-        assert calibrate.masked_perplexity(model, tokens, 1.0, rule, basis, 0.25) == pytest.approx(full, 1e-4)
-        exact = calibrate.masked_perplexity(model, tokens, 0.25, rule, None, 1.0)
-        assert calibrate.masked_perplexity(model, tokens, 0.25, rule, basis, 1.0) == pytest.approx(
-            exact, 1e-4
-        )
+        assert masked(1.0, rule, basis, 0.25) == pytest.approx(full, 1e-4)
+        exact = masked(0.25, rule, None, 1.0)
+        assert masked(0.25, rule, basis, 1.0) == pytest.approx(exact, 1e-4)
         assert abs(exact / full - 1) > 1e-4
     # With a k of each row's own, every row does what a decode step does through the cache.
-    masked = calibrate.masked_perplexity(model, tokens, 0.25, "per_row", basis, 0.25)
-    engine = make_engine(tiny_model(), "loki", 2, 64, k=0.25, d=0.25)
-    bar = generate.Progress("test", 63)
-    assert calibrate.eval_perplexity(engine, tokens, 1, None, bar)[0] == pytest.approx(masked, 1e-4)
+    engine, bar = make_engine(tiny_model(), "loki", 2, 64, k=0.25, d=0.25), generate.Progress("test", 63)
+    decoded = calibrate.eval_perplexity(engine, tokens, 1, None, bar)[0]
+    assert decoded == pytest.approx(masked(0.25, "per_row", basis, 0.25), 1e-4)
 
 
 def test_a_long_fit_says_what_it_will_take(capsys):
@@ -6116,24 +6085,29 @@ def test_an_interrupted_artifact_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kl_is_that_of_the_dense_model_to_the_cache():
-    tokens, bar = torch.tensor([random_ids(50), random_ids(50, 1)]), generate.Progress("test", 20)
-    _, _, dense = calibrate.eval_perplexity(make_engine(tiny_model(), "dense", 2, 50), tokens, 40, None, bar)
-    engine = make_engine(tiny_model(), "streaming", 2, 50, sinks=1, recent=4)
-    _, kl, other = calibrate.eval_perplexity(engine, tokens, 40, dense, bar)
-    bar.close()
+def test_perplexity_and_kl_through_the_cache():
+    model, tokens = tiny_model(vocab_size=4096), torch.tensor([random_ids(50, i, 4096) for i in range(2)])
+
+    def perplexity(method: str, dense=None, **options):
+        engine, bar = make_engine(model, method, 2, 50, **options), generate.Progress("test", 10)
+        return calibrate.eval_perplexity(engine, tokens, 40, dense, bar)
+
+    ppl, _, dense = perplexity("dense")
+    log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
+    reference = (-log_p.gather(-1, tokens[:, 40:, None]).mean()).exp()
+    assert abs(ppl / reference - 1) < 1e-4  # a full forward's
+    _, kl, _ = perplexity("dense", dense)
+    assert (kl >= 0).all() and (kl < 1e-5).all()  # to itself
+    _, kl, other = perplexity("streaming", dense, sinks=1, recent=4)
     truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1).mean(0)
     assert kl == pytest.approx(truth.numpy(), rel=0.01)  # of each row
     assert calibrate.standard_error(kl) == pytest.approx(np.abs(np.diff(truth)).item() / 2, rel=0.05)
 
 
 def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
-    monkeypatch.setattr(
-        calibrate, "eval_retrieval", lambda engine, hay, kind, seeds, *_: [float(s == 4) for s in seeds]
-    )
-    candidate = SimpleNamespace(
-        engine=lambda args, rows, capacity: make_engine(tiny_model(), "dense", rows, capacity)
-    )
+    right = lambda engine, hay, kind, seeds, *_: [float(s == 4) for s in seeds]  # noqa: E731
+    monkeypatch.setattr(calibrate, "eval_retrieval", right)
+    candidate = SimpleNamespace(engine=lambda args, *size: make_engine(tiny_model(), "dense", *size))
     args = argparse.Namespace(lengths=[50], rows=2, samples=5, tasks=["single"], facts=4)
     row = calibrate.retrieval_row(candidate, args, None, generate.Progress("test", 5))
     assert row["single 50"] == 20 and row["depth 50"] == [0, 0, 0, 0, 100]
@@ -6161,16 +6135,77 @@ def run_main(main, argv: list[str], monkeypatch, capsys) -> tuple[int, str, str]
     return code, out, err
 
 
+class CommandLine:
+    """Runs command lines in this process, on the CPU unless they name CUDA. A line begins with generate,
+    kernels or a command of calibrate."""
+
+    def __init__(self, monkeypatch, capsys):
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, line: str, stdin: str | None = None) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr."""
+        if stdin is not None:
+            self.monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        program, *argv = shlex.split(line)
+        programs = {"generate": generate.main, "kernels": lambda: kernels.main(kernels)}
+        if program not in programs:
+            argv = [program, *argv]
+        return run_main(programs.get(program, calibrate.main), argv, self.monkeypatch, self.capsys)
+
+    def json(self, line: str) -> dict:
+        """What a command prints as the last line of stdout."""
+        code, out, err = self(f"{line} --json")
+        assert code == 0, err
+        return json.loads(out.splitlines()[-1])
+
+    def refusal(self, line: str) -> str:
+        """The one line in which a command ends that cannot run."""
+        code, out, err = self(line)
+        assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (
+            line,
+            out,
+            err,
+        )
+        return err
+
+
 def tiny_checkpoint(folder: Path, **changes) -> Path:
-    """A folder with a random model that nano's tokenizer fits, calibrated for SALS."""
+    """A folder with a random model that nano's tokenizer fits, calibrated for every method."""
     model = tiny_model(vocab_size=4096, tied=True, **changes)
     save_checkpoint(model, folder)
     edit_json(folder / "config.json", attention_bias=model.config.out_bias, mlp_bias=model.config.mlp_bias)
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
-    for method in ("sals", "loki", "elitekv", "fdc", "palu", "doublesparse"):
+    for method in FITTED:
         save_artifact(artifact_of(method, model), artifact_path(folder, method), model_identity(model))
     return folder
+
+
+FITTED = [name for name, row in METHODS.items() if row.fitted]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny checkpoint with bases of half the rank for SALS."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+    model = load_model(folder, CPU, torch.float32)
+    half = {name: t if name == "scale" else t[:, :32].contiguous() for name, t in bases(model).items()}
+    save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
+    return folder
+
+
+@pytest.fixture
+def cli(checkpoint, monkeypatch, capsys):
+    """A CommandLine whose --checkpoint is the tiny one by default."""
+    monkeypatch.setattr(generate, "NANO", checkpoint)
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture
+def folder(cli, checkpoint, tmp_path, monkeypatch):
+    """A copy of the checkpoint, for tests that change it; cli takes it by default."""
+    monkeypatch.setattr(generate, "NANO", shutil.copytree(checkpoint, tmp_path / "model"))
+    return tmp_path / "model"
 
 
 def edit_json(path: Path, **changes) -> None:
@@ -6179,6 +6214,10 @@ def edit_json(path: Path, **changes) -> None:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def pickle_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def drop_tensor(folder: Path) -> None:
@@ -6208,90 +6247,59 @@ def point_outside(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def configured(**changes):
-    return lambda folder: edit_json(folder / "config.json", **changes)
+def old_artifact(folder: Path) -> None:
+    model = load_model(folder, CPU, torch.float32)
+    save_artifact({"0.basis": torch.eye(64)}, artifact_path(folder, "sals"), model_identity(model))
 
 
-DAMAGE = {
-    "heads of 2^31 dims": (configured(head_dim=1 << 31), "head_dim is more than"),
-    "2^40 layers": (configured(num_hidden_layers=1 << 40), "n_layers is more than"),
-    "more layers than tensors": (configured(num_hidden_layers=500_000), "there are 38 tensors"),
-    "an endless base of RoPE": (configured(rope_theta=math.inf), "rope_theta is inf"),
-    "a width of true": (configured(hidden_size=True), "dim is True"),
-    "heads of 15 dims": (configured(head_dim=15), "RoPE rotates pairs of dims"),
-    "a base of RoPE beyond floats": (configured(rope_theta=10**400), "is too large"),
-    "a window that is no number": (
-        configured(model_type="mistral", sliding_window="abc"),
-        "sliding_window is 'abc'",
-    ),
-    "weights that are no numbers": (
-        lambda f: edit_tensor(f, lambda t: t * torch.nan),
-        "model.norm.weight is not finite",
-    ),
-    "whole weights": (lambda f: edit_tensor(f, torch.Tensor.int), "holds I32 numbers"),
-    "complex weights": (lambda f: edit_tensor(f, lambda t: t * 1j), "holds C64 numbers"),
-    "a shard elsewhere": (point_outside, "outside of the folder"),
-    "pickled weights": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        "pytorch_model.bin is not read: save the model as safetensors",
-    ),
-    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
-    "config lacks a field": (
-        lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
-        "not a usable config",
-    ),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
-    "config with text for a size": (
-        lambda f: edit_json(f / "config.json", hidden_size="48"),
-        "not a usable config",
-    ),
-    "config with no positions": (
-        lambda f: edit_json(f / "config.json", max_position_embeddings=None),
-        "max_positions is None",
-    ),
-    "RoPE without its factor": (
-        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "linear"}),
-        "not a usable config",
-    ),
-    "RoPE that is not finite": (
-        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "linear", "factor": 0}),
-        "not a usable config",
-    ),
-    "architecture": (lambda f: edit_json(f / "config.json", model_type="gpt2"), "'gpt2' is not supported"),
-    "RoPE type": (
-        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "longrope"}),
-        "'longrope'",
-    ),
-    "activation": (lambda f: edit_json(f / "config.json", hidden_act="gelu"), "only silu"),
-    "quantised": (lambda f: edit_json(f / "config.json", quantization_config={"bits": 4}), "quantised"),
-    "shape disagrees": (
-        lambda f: edit_json(f / "config.json", intermediate_size=63),
-        "do not belong together",
-    ),
-    "layers disagree": (
-        lambda f: edit_json(f / "config.json", num_hidden_layers=9),
-        "weights lack 45 of 83 ",
-    ),
-    "fewer layers": (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "do not belong together"),
-    "heads disagree": (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "cannot share"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
-    "truncated weights": (lambda f: truncate(f / "model.safetensors"), "download it again"),
-    "missing tensor": (drop_tensor, "lack 1 of 38 tensors, the first is model.layers.1.mlp.up_proj.weight"),
-    "missing shard": (lose_a_shard, "shard"),
-    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "no tokenizer.model"),
-    "damaged tokenizer": (
-        lambda f: (f / "tokenizer.model").write_bytes(b"nonsense"),
-        "not a valid tokenizer",
-    ),
-    "no artifact": (lambda f: artifact_path(f, "sals").unlink(), "calibrate.py fit"),
-    "truncated artifact": (lambda f: truncate(artifact_path(f, "sals")), "make it again"),
-    "artifact of another model": (foreign_artifact, "fitted to another model"),
-    "sliding window": (
-        lambda f: edit_json(f / "config.json", model_type="mistral", sliding_window=8),
-        "sliding window",
-    ),
-}
+def rope(**scaling) -> dict:
+    return {"rope_scaling": scaling}
+
+
+# What the error says, and the change of config.json, or of the folder, that it is about.
+DAMAGE = [
+    ("head_dim is more than", {"head_dim": 1 << 31}),
+    ("n_layers is more than", {"num_hidden_layers": 1 << 40}),
+    ("there are 38 tensors", {"num_hidden_layers": 500_000}),
+    ("rope_theta is inf", {"rope_theta": math.inf}),
+    ("dim is True", {"hidden_size": True}),
+    ("RoPE rotates pairs of dims", {"head_dim": 15}),
+    ("is too large", {"rope_theta": 10**400}),
+    ("sliding_window is 'abc'", {"model_type": "mistral", "sliding_window": "abc"}),
+    ("not a usable config", {"hidden_size": "48"}),
+    ("max_positions is None", {"max_position_embeddings": None}),
+    ("not a usable config", rope(rope_type="linear")),
+    ("not a usable config", rope(rope_type="linear", factor=0)),
+    ("'longrope'", rope(rope_type="longrope")),
+    ("'gpt2' is not supported", {"model_type": "gpt2"}),
+    ("only silu", {"hidden_act": "gelu"}),
+    ("quantised", {"quantization_config": {"bits": 4}}),
+    ("do not belong together", {"intermediate_size": 63}),
+    ("weights lack 45 of 83 ", {"num_hidden_layers": 9}),
+    ("do not belong together", {"num_hidden_layers": 2}),
+    ("cannot share", {"num_key_value_heads": 3}),
+    ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
+    ("no config.json", lambda f: (f / "config.json").unlink()),
+    ("not valid JSON", lambda f: (f / "config.json").write_text("{")),
+    ("not a JSON object", lambda f: (f / "config.json").write_text("[]")),
+    ("not a usable config", lambda f: (f / "config.json").write_text('{"model_type": "llama"}')),
+    ("model.norm.weight is not finite", lambda f: edit_tensor(f, lambda t: t * torch.nan)),
+    ("holds I32 numbers", lambda f: edit_tensor(f, torch.Tensor.int)),
+    ("holds C64 numbers", lambda f: edit_tensor(f, lambda t: t * 1j)),
+    ("outside of the folder", point_outside),
+    ("pytorch_model.bin is not read: save the model as safetensors", pickle_weights),
+    ("neither model.safetensors nor", lambda f: (f / "model.safetensors").unlink()),
+    ("download it again", lambda f: truncate(f / "model.safetensors")),
+    ("lack 1 of 38 tensors, the first is model.layers.1.mlp.up_proj.weight", drop_tensor),
+    ("shard", lose_a_shard),
+    ("no tokenizer.model", lambda f: (f / "tokenizer.model").unlink()),
+    ("not a valid tokenizer", lambda f: (f / "tokenizer.model").write_bytes(b"nonsense")),
+    ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
+    ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
+    ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
+    ("scale is missing; make it again: python calibrate.py fit", old_artifact),
+    ("fitted to another model", foreign_artifact),
+]
 
 
 @pytest.mark.parametrize(
@@ -6303,26 +6311,12 @@ def test_heads_that_groups_of_32_channels_do_not_fill_are_refused(method, option
     make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16)
 
 
-def test_chat_wraps_the_text_of_a_file(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path / "model")
+def test_chat_wraps_the_text_of_a_file(cli, tmp_path):
     (tmp_path / "hello.txt").write_text("hello there")
-    outputs = []
-    for prompt in ("hello there", f"@{tmp_path / 'hello.txt'}"):
-        argv = [
-            "--checkpoint",
-            folder,
-            "--chat",
-            "mistral",
-            "--prompt",
-            prompt,
-            "--max_new_tokens",
-            2,
-            "--json",
-        ]
-        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-        assert code == 0, err
-        outputs.append(json.loads(out.splitlines()[-1])["prompt_tokens"])
-    assert outputs[0] == outputs[1] and outputs[0][0] > len(load_tokenizer(folder).encode("hello there"))
+    line = "generate --chat mistral --max_new_tokens 2 --prompt"
+    text, file = (cli.json(f"{line} {prompt}") for prompt in ("'hello there'", f"@{tmp_path}/hello.txt"))
+    assert text["prompt_tokens"] == file["prompt_tokens"]
+    assert text["prompt_tokens"][0] > len(load_tokenizer(NANO).encode("hello there"))
 
 
 def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
@@ -6335,148 +6329,173 @@ def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
     assert capsys.readouterr().out == tokenizer.decode(ids) + "\n" and "\ufffd" in tokenizer.decode(ids)
 
 
-def test_a_long_stop_text_stops(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    argv = ["--checkpoint", folder, "--prompt", "hello", "--max_new_tokens", 60, "--ignore_eos", "--json"]
-    _, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
-    whole = json.loads(out.splitlines()[-1])["text"][0]
+def test_a_long_stop_text_stops(cli):
+    line = "generate --prompt hello --max_new_tokens 60 --ignore_eos"
+    (whole,) = cli.json(line)["text"]
     stop = whole[20:100]  # far longer than any one token
-    code, out, _ = run_main(generate.main, [*argv, "--stop", stop], monkeypatch, capsys)
-    assert code == 0 and len(json.loads(out.splitlines()[-1])["text"][0]) < 105 < len(whole)
+    assert len(cli.json(f"{line} --stop {shlex.quote(stop)}")["text"][0]) < 105 < len(whole)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello there", "--max_new_tokens", 20]
-    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
+def test_the_folder_that_others_damage_runs(cli, folder):
+    code, out, _ = cli("generate --method sals --prompt 'hello there' --max_new_tokens 20")
     assert code == 0 and out
-    spoil, message = DAMAGE[damage]
-    spoil(folder)
+
+
+@pytest.mark.parametrize("message,damage", DAMAGE)
+def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
+    damage(folder) if callable(damage) else edit_json(folder / "config.json", **damage)
     before = sorted(folder.iterdir())
-    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and out == "" and message in err
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in cli.refusal("generate --method sals --prompt 'hello there' --max_new_tokens 20")
     assert sorted(folder.iterdir()) == before
 
 
-BAD_OPTIONS = {
-    "rows beyond the memory": (["--prompt", "5", "--batch_size", "2147483647"], "not enough memory"),
-    "rows beyond all numbers": (["--prompt", "5", "--batch_size", str(1 << 40)], "is too large a number"),
-    "a file for a folder": (["--checkpoint", __file__, "--prompt", "5"], "a file of another format"),
-    "unknown method": (
-        ["--method", "magic"],
-        "unknown method 'magic'; the methods are: dense, sals, elitekv, loki, lrqk, fdc, streaming",
-    ),
-    "setting of another method": (["--rank", "0.5"], "--rank is neither an option nor a setting of dense"),
-    "abbreviation": (["--meth", "sals"], "--meth is neither an option nor a setting of dense"),
-    "rank beyond all floats": (
-        ["--method", "sals", "--rank", "1e308", "--prompt", "hi"],
-        "a share of at most 1",
-    ),
-    "rank of ShadowKV beyond all floats": (
-        ["--method", "shadowkv", "--rank", "1e308", "--prompt", "hi"],
-        "must lie in",
-    ),
-    "number of more than 63 bits": (
-        ["--method", "h2o", "--gumbel", "--noise_seed", "9" * 20],
-        f"--noise_seed: {'9' * 20} is too large a number",
-    ),
-    "setting that is no number": (["--method", "sals", "--rank", "x"], "--rank: invalid number value: 'x'"),
-    "prompt of more digits than Python reads": (["--prompt", "1" * 5000], "more than the model's 512"),
-    "context beyond the model": (["--prompt", "hi", "--context", "600"], "512; shorten --context"),
-    "kv_bits where they do not fit": (
-        ["--method", "sals", "--kv_bits", "4"],
-        "--kv_bits is neither an option nor a setting of sals",
-    ),
-    "bad choice": (["--method", "sals", "--bits", "3"], "--bits"),
-    "empty prompt": (["--prompt", ""], "empty"),
-    "empty number": (["--prompt", "0"], "empty"),
-    "no such file": (["--prompt", "@nowhere.txt"], "no such file"),
-    "prompt too long": (["--prompt", "600"], "more than the model's 512"),
-    "prompt too long by far": (["--prompt", "3000000000"], "more than the model's 512"),
-    "no digit": (["--prompt", "5", "--max_new_tokens", "²"], "--max_new_tokens"),
-    "no rows": (
-        ["--prompt", "5", "--batch_size", "0"],
-        "--batch_size: 0 is not a whole number of at least 1",
-    ),
-    "seed too large": (["--prompt", "5", "--seed", "9" * 30], "--seed"),
-    "not a number": (["--prompt", "5", "--temperature", "nan"], "nan is not a finite number"),
-    "setting not a number": (["--method", "sals", "--rank", "inf", "--prompt", "5"], "--rank: inf is not"),
-    "other device": (["--device", "meta", "--prompt", "5"], "--device meta is not supported"),
-    "chat with no style": (["--chat", "--prompt", "hello"], "no chat style fits"),
-    "chat with no prompt": (["--chat"], "--chat needs a --prompt"),
-    "stop with random weights": (
-        ["--random_weights", "llama-2-7b", "--prompt", "5", "--stop", "x"],
-        "tokenizer",
-    ),
-    "interactive with a prompt": (["--interactive", "--prompt", "hello"], "--interactive takes no --prompt"),
-    "interactive beyond the model": (
-        ["--interactive", "--context", "600"],
-        "more than the model's 512; shorten --context",
-    ),
-    "cache too small": (["--prompt", "60", "--context", "40"], "raise --context"),
-    "no such folder": (["--checkpoint", "nowhere"], "no such folder"),
-    "no such shape": (["--random_weights", "llama-9"], "choose from"),
-    "random weights of a checkpoint": (
-        ["--random_weights", "llama-2-7b", "--prompt", "5"],
-        "stands in for a --checkpoint",
-    ),
-    "empty question": (["--prompt", "hi", "--ask", ""], "not empty"),
-    "empty stop": (["--prompt", "hi", "--stop", ""], "not empty"),
-    "text for random weights": (
-        ["--random_weights", "llama-2-7b", "--prompt", "hi"],
-        "give --prompt INTEGER",
-    ),
-    "demo of random weights": (["--random_weights", "llama-2-7b"], "give --prompt INTEGER"),
-    "no text": (["--prompt", "caf\udce9"], "not UTF-8"),
-    "question that is no text": (["--prompt", "hi", "--ask", "\udcff"], "not UTF-8"),
-    "question in a chat": (["--chat", "llama-2", "--prompt", "hi", "--ask", "who?"], "--interactive"),
-    "no demo": ([], "no demo.txt"),
-    "rank too large": (["--method", "sals", "--rank", "1.5", "--prompt", "5"], "1 to 64"),
-    "rank beyond the artifact": (["--method", "sals", "--rank", "0.9", "--prompt", "5"], "--max_rank"),
-    "no such layer": (["--method", "sals", "--skip", "9", "--prompt", "5"], "the layers are -4 to 3"),
-    "too many pairs": (
-        ["--method", "elitekv", "--r", "9", "--prompt", "5"],
-        "--r 9: a head has 1 to 8 pairs",
-    ),
-    "latent too wide": (
-        ["--method", "elitekv", "--d_ckv", "49", "--prompt", "5"],
-        "with r = 2 the latent can have 1 to 48 dims",
-    ),
-    "no tokens": (["--method", "loki", "--k", "0", "--prompt", "5"], "--k must be above 0"),
-    "no components": (["--method", "loki", "--d", "1.5", "--prompt", "5"], "--d in (0, 1]"),
-    "rank beyond the head": (["--method", "lrqk", "--rank", "17", "--prompt", "5"], "r must be 1 to 16"),
-    "no ring": (["--method", "lrqk", "--rank", "8", "--recent", "0", "--prompt", "5"], "--recent at least 1"),
-    "fewer slots than k": (
-        ["--method", "lrqk", "--rank", "8", "--slots", "0.5", "--prompt", "5"],
-        "give 0 (no hit/miss) or a multiple of k",
-    ),
-    "no GPU to keep rows on": (
-        ["--method", "lrqk", "--rank", "8", "--kv_device", "cuda", "--device", "cpu", "--prompt", "5"],
-        "the model runs on the CPU",
-    ),
-    "no recent tokens": (["--method", "sals", "--recent", "0", "--prompt", "5"], "recent >= 1"),
-    "all singular values": (["--method", "fdc", "--rate", "1", "--prompt", "5"], "--rate 1.0: the share"),
-    "no rank": (["--method", "palu", "--keep", "0", "--prompt", "5"], "must lie in (0, 1]"),
-    "bad layer list": (["--method", "sals", "--skip", "first", "--prompt", "5"], "layer numbers"),
-    "bad sampling": (["--top_p", "0", "--prompt", "5"], "--top_p"),
-    "batch smaller than prompts": (
-        ["--prompt", "5", "--prompt", "6", "--batch_size", "1"],
-        "less than the 2 prompts",
-    ),
-    "no device": (["--device", "abacus", "--prompt", "5"], "not a device"),
-    "no chat template": (["--chat", "--prompt", "hi"], "chat style"),
+# Command lines and what their errors say. few.txt and python.txt are texts, again a folder with a tokenizer.
+BAD_COMMANDS = {
+    "generate --prompt 5 --batch_size 2147483647": "not enough memory",
+    f"generate --prompt 5 --batch_size {1 << 40}": "is too large a number",
+    "generate --checkpoint few.txt --prompt 5": "a file of another format",
+    "generate --method magic": "unknown method 'magic'; the methods are: "
+    "dense, sals, elitekv, loki, lrqk, fdc, streaming",
+    "generate --rank 0.5": "--rank is neither an option nor a setting of dense",
+    "generate --meth sals": "--meth is neither an option nor a setting of dense",
+    "generate --method sals --rank 1e308 --prompt hi": "a share of at most 1",
+    "generate --method shadowkv --rank 1e308 --prompt hi": "must lie in",
+    f"generate --method h2o --gumbel --noise_seed {10**20}": f"--noise_seed: {10**20} is too large a number",
+    "generate --method sals --rank x": "--rank: invalid number value: 'x'",
+    f"generate --prompt {'1' * 5000}": "more than the model's 512",
+    "generate --prompt hi --context 600": "512; shorten --context",
+    "generate --method sals --kv_bits 4": "--kv_bits is neither an option nor a setting of sals",
+    "generate --method sals --bits 3": "--bits",
+    "generate --prompt ''": "empty",
+    "generate --prompt 0": "empty",
+    "generate --prompt @nowhere.txt": "no such file",
+    "generate --prompt 600": "more than the model's 512",
+    "generate --prompt 3000000000": "more than the model's 512",
+    "generate --prompt 5 --max_new_tokens ²": "--max_new_tokens",
+    "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
+    f"generate --prompt 5 --seed {'9' * 30}": "--seed",
+    "generate --prompt 5 --temperature nan": "nan is not a finite number",
+    "generate --method sals --rank inf --prompt 5": "--rank: inf is not",
+    "generate --device meta --prompt 5": "--device meta is not supported",
+    "generate --chat --prompt hello": "no chat style fits",
+    "generate --chat": "--chat needs a --prompt",
+    "generate --random_weights llama-2-7b --prompt 5 --stop x": "tokenizer",
+    "generate --interactive --prompt hello": "--interactive takes no --prompt",
+    "generate --interactive --context 600": "more than the model's 512; shorten --context",
+    "generate --prompt 60 --context 40": "raise --context",
+    "generate --checkpoint nowhere": "no such folder",
+    "generate --random_weights llama-9": "choose from",
+    "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "stands in for a --checkpoint",
+    "generate --prompt hi --ask ''": "not empty",
+    "generate --prompt hi --stop ''": "not empty",
+    "generate --random_weights llama-2-7b --prompt hi": "give --prompt INTEGER",
+    "generate --random_weights llama-2-7b": "give --prompt INTEGER",
+    "generate --prompt caf\udce9": "not UTF-8",
+    "generate --prompt hi --ask \udcff": "not UTF-8",
+    "generate --chat llama-2 --prompt hi --ask who?": "--interactive",
+    "generate": "no demo.txt",
+    "generate --method sals --rank 1.5 --prompt 5": "1 to 64",
+    "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
+    "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
+    "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
+    "generate --method elitekv --d_ckv 49 --prompt 5": "with r = 2 the latent can have 1 to 48 dims",
+    "generate --method loki --k 0 --prompt 5": "--k must be above 0",
+    "generate --method loki --d 1.5 --prompt 5": "--d in (0, 1]",
+    "generate --method lrqk --rank 17 --prompt 5": "r must be 1 to 16",
+    "generate --method lrqk --rank 8 --recent 0 --prompt 5": "--recent at least 1",
+    "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
+    "generate --method lrqk --rank 8 --kv_device cuda --device cpu --prompt 5": "the model runs on the CPU",
+    "generate --method sals --recent 0 --prompt 5": "recent >= 1",
+    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: the share",
+    "generate --method palu --keep 0 --prompt 5": "must lie in (0, 1]",
+    "generate --method sals --skip first --prompt 5": "layer numbers",
+    "generate --top_p 0 --prompt 5": "--top_p",
+    "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
+    "generate --device abacus --prompt 5": "not a device",
+    "generate --device cuda": "--device cpu",
+    "generate --chat --prompt hi": "chat style",
+    "generate --checkpoint nano --method sals --rank 2": "1 to",  # before the dense run of the demo
+    "generate --checkpoint nano --method sals --skip 99": "the layers are",
+    "generate --checkpoint nano-elitekv --method sals --prompt hi": "run it with --method elitekv",
+    "fly": "invalid choice",
+    "eval --method magic": "the methods are",
+    "eval --method sals:depth=3": "--depth is not a setting of sals",
+    "eval --method sals:rank=x": "write rank=FLOAT, not rank=x",
+    "eval --method sals:rank=nan": "write rank=FLOAT, not rank=nan",
+    "eval --method sals:rank": "write rank=FLOAT, not rank",
+    "eval --method sals:fold=flase": "write fold=BOOL, not fold=flase",
+    "eval --method dense --method lrqk:rank=500 --samples 0 --prefix 30": "--rank 500: r must be 1 to",
+    "eval --equal_bytes 2": "--equal_bytes: 2 does not lie",
+    "eval --lengths 600": "512; shorten --prefix, --continuation or --l",
+    "eval --csv again": "no file can be written there",
+    "eval --csv few.txt/x.csv": "no file can be written into",
+    "eval --text few.txt --text few.txt": "a text named few already",
+    "eval --text python.txt": "a text named python already",
+    "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
+    "eval --continuation 0": "--continuation: 0 is not a whole",
+    "eval --facts 3 --tasks multiquery": "--facts: 3 is not",
+    "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
+    "eval --haystack few.txt": "no text of at least 200 characters",
+    "eval --lengths 200 --prefix 40 --samples 2147483647 --rows 2147483647": "not enough memory",
+    "overlap --method dense --length 400": "it attends all 400",
+    "overlap --length 200": "ask for longer prompts",
+    "overlap --length 600": "more than the model's 512",
+    "overlap --length 400 --samples 2147483647": "not enough memory",
+    "overlap --samples 0": "--samples: 0 is not a whole",
+    "masked --k 2": "--k: 2 does not lie in (0, 1]",
+    "pairs --checkpoint nano-elitekv": "was uptrained for EliteKV",
+    "fit --method sals --text none": "there is no such file or folder",
+    "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
+    "fit --method fdc --accuracy 2": "--accuracy: 2 does not lie in (0, 1]",
+    "fit --method sals --max_rank 0": "--max_rank: 0 does not",
+    "fit --method sals --window 0": "--window: 0 is not a",
+    "fit --method sals --shards 3": "must divide the 4 KV heads",
+    "fit --method loki --shards 2": "the artifacts of the other methods serve any number",
+    "train --out new --text few.txt": "too little text for a tokenizer",
+    "train --out new --text few.txt --method elitekv": "give it with --from FOLDER",
+    "train --out new --text few.txt:nan": "write PATH or PATH:SHARE",
+    "train --out few.txt/new --text few.txt": "no file can be written into",
+    "train --out new --text few.txt --device tpu": "--device tpu: not a device",
+    "train --out new --text few.txt --lr -1": "--lr: -1 is not above 0",
+    "train --out new --text few.txt --minutes nan": "--minutes: nan is not a finite number",
+    "train --out new --text few.txt --max_tokens 0": "--max_tokens: 0 is not a whole number",
+    "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
+    "train --out new --text few.txt --stages 0x32x1": "BATCHxLENGTHxSTEPS",
+    "train --out new --text few.txt --state few.txt/state": "no file can be written into",
+    "train --out new --text few.txt --log again": "no file can be written there",
+    "train --out again --text few.txt --stages 2147483647x64x1": "not enough memory: logits of",
+    "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
+    "train --out again --text few.txt --stages 1x64x1": "no text of at least 200 characters",
+    "train --out again --text few.txt --workers 300": "--workers: 300 is more than 256",
+    "kernels --model 13b": "argument --model: invalid choice: '13b'",
+    "kernels --shape foo": "argument --shape: invalid choice: 'foo'",
+    "kernels --shape 7x77": "argument --shape: invalid choice: '7x77'",
+    "kernels --fast": "unrecognized arguments: --fast",
+    "kernels --csv nowhere/x.csv": "--csv nowhere/x.csv: there is no such folder",  # not that there is no GPU
 }
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-    model = load_model(folder, CPU, torch.float32)
-    half = {name: t if name == "scale" else t[:, :32].contiguous() for name, t in bases(model).items()}
-    save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
+def desk(tmp_path_factory):
+    """The folder in which bad commands run."""
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "few.txt").write_text("too short")
+    (folder / "python.txt").write_text("a text of its own")
+    (folder / "again").mkdir()
+    shutil.copy(NANO / "tokenizer.model", folder / "again")
+    for name in ("nano", "nano-elitekv"):
+        (folder / name).symlink_to(NANO.parent / name)
     return folder
+
+
+@pytest.mark.parametrize("line", BAD_COMMANDS)
+def test_bad_commands_end_in_one_line_before_anything_runs(line, desk, cli, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
+    monkeypatch.chdir(desk)
+    before = sorted(desk.rglob("*"))
+    assert BAD_COMMANDS[line] in cli.refusal(line)
+    assert sorted(desk.rglob("*")) == before
 
 
 def test_a_rank_is_the_nearest_to_its_share():
@@ -6484,34 +6503,6 @@ def test_a_rank_is_the_nearest_to_its_share():
     for share in (0, 0.001, 1.01, -1e308, 1e308):  # the last two times 256 are infinite
         with pytest.raises(UserError, match="r must lie in 1 to 256"):
             compress.share_rank(share, 256)
-
-
-@pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_bad_options_end_in_one_line(case, checkpoint, monkeypatch, capsys):
-    options, message = BAD_OPTIONS[case]
-    options = options if "--checkpoint" in options else ["--checkpoint", checkpoint, *options]
-    code, out, err = run_main(generate.main, options, monkeypatch, capsys)
-    assert code == 2 and out == "" and message in err
-    assert err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_cuda_asked_for_but_absent(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, _, err = run_main(
-        generate.main, ["--checkpoint", checkpoint, "--device", "cuda"], monkeypatch, capsys
-    )
-    assert code == 2 and "--device cpu" in err
-
-
-def test_a_token_id_outside_the_model_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    shutil.copytree(checkpoint, tmp_path / "small", dirs_exist_ok=True)
-    save_checkpoint(
-        tiny_model(vocab_size=100), tmp_path / "small"
-    )  # fewer embeddings than nano's tokenizer has ids
-    argv = ["--checkpoint", tmp_path / "small", "--prompt", "hello"]
-    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "outside the model's vocabulary of 100" in err, folder
 
 
 def test_too_little_memory_says_what_would_fit(checkpoint, monkeypatch, capsys):
@@ -6715,15 +6706,6 @@ def test_fit_all_goes_on_where_a_method_cannot_take_the_model(tmp_path, monkeypa
     assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 2
 
 
-def test_an_artifact_of_an_older_format_is_refused(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    model = load_model(folder, CPU, torch.float32)
-    save_artifact({"0.basis": torch.eye(64)}, artifact_path(folder, "sals"), model_identity(model))
-    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello"]
-    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "scale is missing; make it again: python calibrate.py fit" in err
-
-
 def test_eval_prints_dense_first_and_json(checkpoint, tmp_path, monkeypatch, capsys):
     lossy = "sals:rank=0.25,bits=2,sinks=0,critical=1,recent=4"
     argv = [
@@ -6776,146 +6758,11 @@ def test_eval_at_equal_cost_marks_what_cannot_pay(checkpoint, monkeypatch, capsy
     assert sals["settings"]["64"]["keep"] == 0.25 and streaming["settings"]["64"] == {"recent": 12}
 
 
-def test_perplexity_through_the_cache_equals_a_full_forward(checkpoint):
-    model = load_model(checkpoint, CPU, torch.float32)
-    tokens = torch.randint(3, 4096, (2, 50))
-    engine = make_engine(model, "dense", 2, 50)
-    bar = generate.Progress("test", 10)
-    ppl, _, _ = calibrate.eval_perplexity(engine, tokens, 40, None, bar)
-    log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
-    reference = (-log_p.gather(-1, tokens[:, 40:, None]).mean()).exp()
-    assert abs(ppl / reference - 1) < 1e-4
-
-
-def test_eval_builds_every_method_before_it_evaluates_one(checkpoint, monkeypatch, capsys):
-    """A mistake in the last method of a long table is told at once."""
-    monkeypatch.setattr(calibrate, "eval_perplexity", lambda *args: pytest.fail("evaluated first"))
-    argv = ["eval", "--checkpoint", checkpoint, "--method", "dense", "--method", "lrqk:rank=500"]
-    argv += ["--samples", "0", "--prefix", "30", "--continuation", "2"]
-    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "--rank 500: r must be 1 to" in err.splitlines()[-1]
-
-
-def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
-    few, python = tmp_path / "few.txt", tmp_path / "python.txt"
-    few.write_text("too short")
-    python.write_text("a text of its own")
-    weights = NANO / "model.safetensors"
-    train, again = (["train", "--out", tmp_path / name, "--text", few] for name in ("new", "again"))
-    (tmp_path / "again").mkdir()
-    shutil.copy(NANO / "tokenizer.model", tmp_path / "again")
-    cases = [
-        (
-            ["fit", "--checkpoint", checkpoint, "--method", "sals", "--text", tmp_path / "none"],
-            "there is no such file or folder",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=x"], "write rank=FLOAT, not rank=x"),
-        (["eval", "--checkpoint", checkpoint, "--method", "magic"], "the methods are"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--method", "sals:depth=3"],
-            "--depth is not a setting of sals",
-        ),
-        (["train", "--out", checkpoint, "--text", checkpoint, "--stages", "8x8"], "BATCHxLENGTHxSTEPS"),
-        (
-            ["fit", "--checkpoint", checkpoint, "--method", "fdc", "--accuracy", "2"],
-            "--accuracy: 2 does not lie in (0, 1]",
-        ),
-        (["fly"], "invalid choice"),
-        (
-            ["overlap", "--checkpoint", checkpoint, "--method", "dense", "--length", "400"],
-            "it attends all 400",
-        ),
-        (["overlap", "--checkpoint", checkpoint, "--length", "200"], "ask for longer prompts"),
-        (["fit", "--checkpoint", checkpoint, "--method", "sals", "--text", weights], "not UTF-8 text"),
-        ([*train, "--method", "elitekv"], "give it with --from FOLDER"),
-        (["eval", "--checkpoint", checkpoint, "--equal_bytes", "2"], "--equal_bytes: 2 does not lie"),
-        (["masked", "--checkpoint", checkpoint, "--k", "2"], "--k: 2 does not lie in (0, 1]"),
-        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=nan"], "write rank=FLOAT, not rank=nan"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--lengths", "600"],
-            "512; shorten --prefix, --continuation or --l",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--csv", tmp_path], "no file can be written there"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--method", "sals:fold=flase"],
-            "write fold=BOOL, not fold=flase",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank"], "write rank=FLOAT, not rank"),
-        (["eval", "--checkpoint", checkpoint, "--text", few, "--text", few], "a text named few already"),
-        (["eval", "--checkpoint", checkpoint, "--text", python], "a text named python already"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--samples", "0", "--perplexity_rows", "0"],
-            "nothing to evaluate",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--csv", few / "x.csv"], "no file can be written into"),
-        (["eval", "--checkpoint", checkpoint, "--continuation", "0"], "--continuation: 0 is not a whole"),
-        (["overlap", "--checkpoint", checkpoint, "--length", "600"], "more than the model's 512"),
-        (["overlap", "--checkpoint", checkpoint, "--samples", "0"], "--samples: 0 is not a whole"),
-        (["eval", "--checkpoint", checkpoint, "--facts", "3", "--tasks", "multiquery"], "--facts: 3 is not"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--facts", "3000", "--tasks", "multikey", "--lengths", "400"]
-            + ["--perplexity_rows", "0"],
-            "--facts 3000: there are words for",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--haystack", few], "no text of at least 200 characters"),
-        (["pairs", "--checkpoint", NANO.parent / "nano-elitekv"], "was uptrained for EliteKV"),
-        (
-            ["fit", "--checkpoint", checkpoint, "--method", "sals", "--max_rank", "0"],
-            "--max_rank: 0 does not",
-        ),
-        (["fit", "--checkpoint", checkpoint, "--method", "sals", "--window", "0"], "--window: 0 is not a"),
-        (["train", "--out", tmp_path / "new", "--text", f"{checkpoint}:nan"], "write PATH or PATH:SHARE"),
-        (
-            ["train", "--out", NANO / "config.json" / "new", "--text", checkpoint],
-            "no file can be written into",
-        ),
-        ([*train, "--device", "tpu"], "--device tpu: not a device"),
-        ([*train, "--lr", "-1"], "--lr: -1 is not above 0"),
-        ([*again, "--stages", "2147483647x64x1"], "not enough memory: logits of"),
-        ([*again, "--workers", "300"], "--workers: 300 is more than 256"),
-        (
-            ["overlap", "--checkpoint", checkpoint, "--length", "400", "--samples", "2147483647"],
-            "not enough memory",
-        ),
-        (
-            ["eval", "--checkpoint", checkpoint, "--lengths", "200", "--prefix", "40"]
-            + ["--samples", "2147483647", "--rows", "2147483647"],
-            "not enough memory",
-        ),
-        ([*train, "--minutes", "nan"], "--minutes: nan is not a finite number"),
-        ([*train, "--max_tokens", "0"], "--max_tokens: 0 is not a whole number"),
-        ([*train, "--stages", "0x32x1"], "BATCHxLENGTHxSTEPS"),
-        ([*train, "--state", few / "state"], "no file can be written into"),
-        ([*train, "--log", tmp_path], "no file can be written there"),
-        (train, "too little text for a tokenizer"),
-        ([*again, "--stages", "1x40000x1"], "32768; shorten --stages"),
-        ([*again, "--stages", "1x64x1"], "no text of at least 200 characters"),
-    ]
-    for argv, message in cases:
-        code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
-        assert code == 2 and message in err and err.count("\n") == 1, (argv, err)
-    assert not (tmp_path / "new").exists()
-
-
-def test_what_is_wrong_with_a_method_shows_before_the_dense_run(monkeypatch, capsys):
-    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
-    for options, message in ((["--rank", "2"], "1 to"), (["--skip", "99"], "the layers are")):
-        argv = ["--checkpoint", NANO, "--method", "sals", *options]
-        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-        assert code == 2 and out == "" and message in err and err.count("\n") == 1
-
-
 def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(model_file, "free_memory", lambda device: 10**5)
     for argv in (["--random_weights", "llama-2-7b", "--prompt", "5"], ["--checkpoint", checkpoint]):
         code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
         assert code == 2 and out == "" and "the weights need" in err and err.count("\n") == 1
-
-
-def test_an_uptrained_checkpoint_names_its_one_method(monkeypatch, capsys):
-    argv = ["--checkpoint", NANO.parent / "nano-elitekv", "--method", "sals", "--prompt", "hi"]
-    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "run it with --method elitekv" in err
 
 
 def test_stdin_that_is_no_text(checkpoint, monkeypatch, capsys):
@@ -7046,13 +6893,6 @@ def test_streams_that_are_closed_or_know_fewer_characters(checkpoint, monkeypatc
     assert stdout.buffer.getvalue() == b"snow ?\n"
 
 
-@pytest.mark.parametrize("n", [*range(2, 45), 400])
-def test_training_documents_of_any_length(n, nano_haystack):
-    for seed in range(30):
-        ids, weights = training_document(nano_haystack, random.Random(seed), n)
-        assert len(ids) == len(weights) == n
-
-
 def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
     model, state = Llama(tiny_config(vocab_size=4096)), tmp_path / "state"
     with pytest.raises(UserError, match="lower --lr"):
@@ -7077,26 +6917,6 @@ def test_an_interrupted_evaluation_keeps_its_rows(checkpoint, tmp_path, monkeypa
     assert code == 130 and [row.split(",")[0] for row in rows] == ["method", "dense", "streaming"]
     assert "dense: bytes/token" in err and "streaming: bytes/token" in err
     assert list(tmp_path.iterdir()) == [tmp_path / "t.csv"]
-
-
-def test_a_kl_to_itself_is_no_less_than_zero(checkpoint):
-    tokens = torch.randint(3, 4096, (2, 50), generator=torch.Generator().manual_seed(0))
-    model, bar = load_model(checkpoint, CPU, torch.float32), generate.Progress("test", 20)
-    reference = None
-    for _ in range(2):
-        engine = make_engine(model, "dense", 2, 50)
-        _, kl, reference = calibrate.eval_perplexity(engine, tokens, 40, reference, bar)
-        assert (kl >= 0).all() and (kl < 1e-5).all()
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["--model", "13b"], ["--shape", "foo"], ["--shape", "7x77"], ["--fast"], ["--csv", "nowhere/x.csv"]],
-)
-def test_the_benchmarks_errors_are_one_line(argv, monkeypatch, capsys):
-    code, out, err = run_main(lambda: kernels.main(kernels), argv, monkeypatch, capsys)
-    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
-    assert argv[-1] in err  # what is wrong is said, not that there is no GPU
 
 
 @needs_cuda
