@@ -6437,7 +6437,6 @@ BAD_COMMANDS = {
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
     "eval --haystack few.txt": "no text of at least 200 characters",
     "eval --lengths 200 --prefix 40 --samples 2147483647 --rows 2147483647": "not enough memory",
-    "overlap --method dense --length 400": "it attends all 400",
     "overlap --length 200": "ask for longer prompts",
     "overlap --length 600": "more than the model's 512",
     "overlap --length 400 --samples 2147483647": "not enough memory",
@@ -6505,69 +6504,29 @@ def test_a_rank_is_the_nearest_to_its_share():
             compress.share_rank(share, 256)
 
 
-def test_too_little_memory_says_what_would_fit(checkpoint, monkeypatch, capsys):
+def test_too_little_memory_says_what_would_fit(cli, checkpoint, monkeypatch):
     model = load_model(checkpoint, CPU, torch.float32)
     one_row = sum(cache.formula() for cache in make_engine(model, "dense", 1, 60).caches)
     monkeypatch.setattr(generate, "free_memory", lambda device: int(2.5 * one_row))
-    argv = [
-        "--checkpoint",
-        checkpoint,
-        "--prompt",
-        "50",
-        "--max_new_tokens",
-        "10",
-        "--ignore_eos",
-        "--device",
-        "cpu",
-        "--batch_size",
-    ]
-    assert run_main(generate.main, [*argv, 2], monkeypatch, capsys)[0] == 0
-    code, out, err = run_main(generate.main, [*argv, 4], monkeypatch, capsys)
-    assert code == 2 and out == "" and "2 rows or 37 tokens a row would fit" in err
+    line = "generate --prompt 50 --max_new_tokens 10 --ignore_eos --device cpu --batch_size"
+    assert cli(f"{line} 2")[0] == 0
+    assert "2 rows or 37 tokens a row would fit" in cli.refusal(f"{line} 4")
 
 
-def test_a_budget_beyond_the_context_says_so_and_equals_dense(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    texts = []
-    for argv in (
-        ["--method", "dense"],
-        ["--method", "sals", "--rank", "1", "--bits", "16", "--latent_bits", "16", "--skip_as", "dense"],
-    ):
-        argv += ["--checkpoint", folder, "--prompt", "40", "--max_new_tokens", "10"]
-        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-        texts.append(out)
-        assert code == 0 and ("every token is attended" in err) == ("sals" in argv)
-    assert texts[0] == texts[1]
+def test_a_budget_beyond_the_context_says_so_and_equals_dense(cli, tmp_path):
+    line = f"generate --checkpoint {tiny_checkpoint(tmp_path)} --prompt 40 --max_new_tokens 10"
+    code, dense, told = cli(line)
+    assert code == 0 and "every token is attended" not in told
+    code, out, told = cli(f"{line} --method sals --rank 1 --bits 16 --latent_bits 16 --skip_as dense")
+    assert code == 0 and "every token is attended" in told and out == dense
 
 
-def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
-    argv = [
-        "--checkpoint",
-        checkpoint,
-        "--method",
-        "sals",
-        "--rank",
-        "0.25",
-        "--prompt",
-        "30",
-        "--prompt",
-        "7",
-        "--batch_size",
-        "3",
-        "--max_new_tokens",
-        "9",
-        "--recent",
-        "4",
-        "--json",
-        "--ignore_eos",
-    ]
-    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
-    report = json.loads(out.splitlines()[-1])
-    assert code == 0
+def test_json_is_the_last_line_and_complete(cli):
+    line = "generate --method sals --rank 0.25 --prompt 30 --prompt 7 --batch_size 3 --recent 4"
+    report = cli.json(f"{line} --max_new_tokens 9 --ignore_eos")
     assert report["prompt_tokens"] == [30, 7, 30] and report["new_tokens"] == [9, 9, 9]
-    assert [len(ids) for ids in report["token_ids"]] == [9, 9, 9] and report["token_ids"][0] != report[
-        "token_ids"
-    ][1]
+    ids = report["token_ids"]
+    assert [len(row) for row in ids] == [9, 9, 9] and ids[0] != ids[1]
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"] < report["cache_bytes_dense"]
     assert report["settings"]["rank"] == 0.25 and report["seed"] == 0
     keys = (
@@ -6578,13 +6537,13 @@ def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
     assert set(keys.split()) <= set(report)
 
 
-def test_questions_count_as_read(checkpoint, monkeypatch, capsys):
+def test_questions_count_as_read(cli, monkeypatch):
     """As tokens of the prompt, in the bytes of a step, and until the first token."""
-    argv = ["--checkpoint", checkpoint, "--prompt", "once upon a time", "--max_new_tokens", 2, "--ignore_eos"]
-    plain = generated(argv, monkeypatch, capsys)
+    line = "generate --prompt 'once upon a time' --max_new_tokens 2 --ignore_eos"
+    plain = cli.json(line)
     feed, slow = generate.Engine.feed, 0.25
     monkeypatch.setattr(generate.Engine, "feed", lambda engine, ids: feed(engine, ids) or time.sleep(slow))
-    asked = generated([*argv, "--ask", "who is " * 20, "--ask", "where?"], monkeypatch, capsys)
+    asked = cli.json(f"{line} --ask '{'who is ' * 20}' --ask where?")
     more, made = asked["prompt_tokens"][0] - plain["prompt_tokens"][0], asked["new_tokens"][0]
     assert more > 40 and asked["first_token_s"] > slow
     token = plain["bytes_read_per_step"] / (plain["prompt_tokens"][0] + plain["new_tokens"][0])
@@ -6593,40 +6552,35 @@ def test_questions_count_as_read(checkpoint, monkeypatch, capsys):
 
 @needs_cuda
 @pytest.mark.parametrize("method", ["dense", "sals"])
-def test_commands_run_on_cuda(method, checkpoint, monkeypatch, capsys):
-    argv = ["--checkpoint", checkpoint, "--device", "cuda", "--method", method, "--prompt", 60]
-    report = generated([*argv, "--ignore_eos", "--max_new_tokens", 8], monkeypatch, capsys)
+def test_commands_run_on_cuda(method, cli):
+    report = cli.json(f"generate --device cuda --method {method} --prompt 60 --ignore_eos --max_new_tokens 8")
     assert report["device"] == torch.cuda.get_device_name() and report["dtype"] == "bfloat16"
     assert report["capture_s"] > 0 and report["new_tokens"] == [8]
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
-def test_report_of_a_mixed_cache(tmp_path, monkeypatch, capsys):
-    argv = ["--checkpoint", tiny_checkpoint(tmp_path), "--prompt", "60", "--ignore_eos", "--json"]
-    argv += ["--max_new_tokens", "20", "--method", "lrqk", "--rank", "8", "--k", "10", "--recent", "4"]
-    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
+def test_report_of_a_mixed_cache(cli):
+    line = "generate --prompt 60 --ignore_eos --max_new_tokens 20 --json"
+    code, out, err = cli(f"{line} --method lrqk --rank 8 --k 10 --recent 4")
     report = json.loads(out.splitlines()[-1])
     assert code == 0 and 0 < report["miss_rate"] < 1
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
     assert f"{report['miss_rate']:.1%} of the selected rows come from there" in err
-    code, out, err = run_main(generate.main, [*argv, "--method", "dense"][:6], monkeypatch, capsys)
+    code, out, err = cli(line)
     report = json.loads(out.splitlines()[-1])
     assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in err
 
 
-def test_prompts_from_text_file_and_stdin_agree(checkpoint, tmp_path, monkeypatch, capsys):
-    (tmp_path / "prompt.txt").write_text("some words\nand more")
-    outputs = set()
-    for prompt in ("some words\nand more", f"@{tmp_path / 'prompt.txt'}", "-"):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("some words\nand more"))
-        argv = ["--checkpoint", checkpoint, "--prompt", prompt, "--max_new_tokens", "12"]
-        outputs.add(run_main(generate.main, argv, monkeypatch, capsys)[:2])
-    assert len(outputs) == 1 and outputs.pop()[0] == 0
+def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path):
+    text, file = "some words\nand more", tmp_path / "prompt.txt"
+    file.write_text(text)
+    runs = [cli(f"generate --prompt '{p}' --max_new_tokens 12", stdin=text) for p in (text, f"@{file}", "-")]
+    assert len({(code, out) for code, out, _ in runs}) == 1 and runs[0][0] == 0
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_help_names_every_setting(method, monkeypatch, capsys):
-    code, out, _ = run_main(generate.main, ["--method", method, "--help"], monkeypatch, capsys)
+def test_help_names_every_setting(method, cli):
+    code, out, _ = cli(f"generate --method {method} --help")
     assert code == 0
     for f in dataclasses.fields(METHODS[method].settings):
         assert f"--{f.name}" in out and f.metadata["help"].split()[-1] in out
@@ -6634,7 +6588,7 @@ def test_help_names_every_setting(method, monkeypatch, capsys):
         assert "d_r" in out and "r*/r" in out and "x:" in out
 
 
-def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monkeypatch, capsys):
+def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
     """Two turns through the cache give what one prefill of all their tokens gives."""
     seen = []
     original = generate.decode_rows
@@ -6644,11 +6598,10 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monke
         return original(engine, *args, **kwargs)
 
     monkeypatch.setattr(generate, "decode_rows", spy)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
-    argv = ["--checkpoint", checkpoint, "--interactive", "--max_new_tokens", "12", "--context", "80"]
-    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
-    model, tokenizer = load_model(checkpoint, CPU, torch.float32), load_tokenizer(checkpoint)
-    engine = make_engine(model, "dense", 1, 80)
+    turns = "hello\nhow are you\n"
+    code, out, _ = cli("generate --interactive --max_new_tokens 12 --context 80", stdin=turns)
+    assert code == 0 and out.count("> ") == 3
+    engine, tokenizer = fitted_engine(checkpoint, "dense", 1, 80), load_tokenizer(checkpoint)
     ids = tokenizer.encode("hello")
     engine.prefill([ids])
     output = original(engine, 12, lambda recent: recent[-1] in tokenizer.stop_ids)
@@ -6657,98 +6610,55 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monke
     assert error(seen[1], engine.logits) < 1e-5
 
 
-def test_interactive_keeps_the_conversation(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
-    argv = ["--checkpoint", checkpoint, "--interactive", "--max_new_tokens", "5", "--context", "64"]
-    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 0 and out.count("> ") == 3
-
-
 @pytest.mark.parametrize("method", ["dense", "sals"])
-def test_random_weights_take_prompts_beyond_the_trained_length(method, monkeypatch, capsys):
+def test_random_weights_take_prompts_beyond_the_trained_length(method, cli, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", tiny_config(max_positions=64))
-    argv = ["--random_weights", "tiny", "--prompt", "100", "--batch_size", "2", "--max_new_tokens", "4"]
-    code, out, err = run_main(generate.main, [*argv, "--method", method, "--json"], monkeypatch, capsys)
-    assert code == 0, err
-    report = json.loads(out.splitlines()[-1])
+    line = f"generate --random_weights tiny --method {method} --prompt 100 --batch_size 2 --max_new_tokens 4"
+    report = cli.json(line)
     assert report["prompt_tokens"] == [100, 100] and [len(ids) for ids in report["token_ids"]] == [4, 4]
 
 
-def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    artifact_path(folder, "sals").unlink()
-    argv = ["fit", "--checkpoint", folder, "--method", "all", "--windows", "4", "--window", "64"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 0 and "energy kept" in out
-    model = load_model(folder, CPU, torch.float32)
-    tensors = load_artifact(folder, "sals", model)
-    assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
-    assert tensors["scale"].shape == tensors["query_eigenvalues"].shape == (4, 64)
-    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello", "--max_new_tokens", "3"]
-    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
-
-
-def test_fit_all_goes_on_where_a_method_cannot_take_the_model(tmp_path, monkeypatch, capsys):
+def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(cli, folder, monkeypatch):
     def refuse(*args):
         raise UserError("not this model")
 
-    folder = tiny_checkpoint(tmp_path)
-    monkeypatch.setitem(calibrate.FITS, "elitekv", refuse)
-    for method in ("sals", "loki", "elitekv", "fdc", "palu", "doublesparse"):
-        artifact_path(folder, method).unlink(missing_ok=True)
-    argv = ["fit", "--checkpoint", folder, "--method", "all", "--windows", "4", "--window", "64"]
-    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 0 and "elitekv: not fitted" in err
-    assert {path.stem for path in folder.glob("*.safetensors")} == {
-        "model", "sals", "loki", "fdc", "palu", "doublesparse"
-    }  # fmt: skip
-    argv = ["fit", "--checkpoint", folder, "--method", "elitekv", "--windows", "4", "--window", "64"]
-    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 2
+    for method in FITTED:
+        artifact_path(folder, method).unlink()
+    size, model = "--windows 4 --window 64", load_model(folder, CPU, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setitem(calibrate.FITS, "elitekv", refuse)
+        code, out, err = cli(f"fit --method all {size}")
+        assert code == 0 and "energy kept" in out and "elitekv: not fitted" in err
+        assert cli(f"fit --method elitekv {size}")[0] == 2
+    assert {path.stem for path in folder.glob("*.safetensors")} == {"model", *FITTED} - {"elitekv"}
+    assert cli(f"fit --method elitekv {size}")[0] == 0
+    for method in FITTED:
+        assert load_artifact(folder, method, model)
+    tensors = load_artifact(folder, "sals", model)
+    assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
+    assert tensors["scale"].shape == tensors["query_eigenvalues"].shape == (4, 64)
+    assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
+    assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
+    assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
 
 
-def test_eval_prints_dense_first_and_json(checkpoint, tmp_path, monkeypatch, capsys):
+def test_eval_prints_dense_first_and_json(cli, tmp_path):
     lossy = "sals:rank=0.25,bits=2,sinks=0,critical=1,recent=4"
-    argv = [
-        "eval",
-        "--checkpoint",
-        checkpoint,
-        "--method",
-        lossy,
-        "--samples",
-        "2",
-        "--rows",
-        "2",
-        "--lengths",
-        "200",
-        "--perplexity_rows",
-        "2",
-        "--prefix",
-        "40",
-        "--continuation",
-        "8",
-        "--json",
-        "--csv",
-        tmp_path / "table.csv",
-        "--tasks",
-        "single",
-        "multikey",
-        "--facts",
-        "4",
-    ]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert code == 0 and [row["method"] for row in rows] == ["dense", lossy]
+    line = f"eval --method {lossy} --samples 2 --rows 2 --lengths 200 --perplexity_rows 2 --prefix 40"
+    line += f" --continuation 8 --tasks single multikey --facts 4 --csv {tmp_path}/table.csv"
+    rows = cli.json(line)["rows"]
+    assert [row["method"] for row in rows] == ["dense", lossy]
     assert rows[0]["kl python"] == 0 and rows[1]["kl python"] > 1e-3
     assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
     assert len(rows[0]["depth 200"]) == 2  # two samples fill two of the five fifths
 
 
-def test_eval_at_equal_cost_marks_what_cannot_pay(checkpoint, monkeypatch, capsys):
-    argv = ["eval", "--checkpoint", checkpoint, "--method", "sals:sinks=2,recent=4", "--method", "streaming"]
-    argv += ["--samples", "0", "--perplexity_rows", "2", "--prefix", "56", "--continuation", "8", "--json"]
-    argv += ["--equal_bytes", "0.5", "--equal_tokens", "0.25"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
+    line = (
+        "eval --method sals:sinks=2,recent=4 --method streaming --samples 0 --perplexity_rows 2 --prefix 56"
+    )
+    code, out, _ = cli(f"{line} --continuation 8 --equal_bytes 0.5 --equal_tokens 0.25 --json")
     assert code == 0 and "dense *" in out and "sals:sinks=2,recent=4, 64 tokens: keep=0.25, rank=" in out
     dense, sals, streaming = json.loads(out.splitlines()[-1])["rows"]
     assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
@@ -6758,20 +6668,16 @@ def test_eval_at_equal_cost_marks_what_cannot_pay(checkpoint, monkeypatch, capsy
     assert sals["settings"]["64"]["keep"] == 0.25 and streaming["settings"]["64"] == {"recent": 12}
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(checkpoint, monkeypatch, capsys):
+def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monkeypatch):
     monkeypatch.setattr(model_file, "free_memory", lambda device: 10**5)
-    for argv in (["--random_weights", "llama-2-7b", "--prompt", "5"], ["--checkpoint", checkpoint]):
-        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-        assert code == 2 and out == "" and "the weights need" in err and err.count("\n") == 1
+    for line in ("generate --random_weights llama-2-7b --prompt 5", "generate"):
+        assert "the weights need" in cli.refusal(line)
 
 
-def test_stdin_that_is_no_text(checkpoint, monkeypatch, capsys):
-    for errors in ("strict", "surrogateescape"):  # as the locale has it
-        stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors)
-        monkeypatch.setattr(sys, "stdin", stdin)
-        argv = ["--checkpoint", checkpoint, "--prompt", "-"]
-        code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-        assert code == 2 and "not UTF-8" in err and err.count("\n") == 1
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as the locale has it
+def test_stdin_that_is_no_text(errors, cli, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
+    assert "not UTF-8" in cli.refusal("generate --prompt -")
 
 
 def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, monkeypatch):
@@ -6803,7 +6709,7 @@ def test_artifacts_can_be_read_as_other_files_can(tmp_path):
     assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.fitted])
+@pytest.mark.parametrize("method", FITTED)
 def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tmp_path):
     model = load_model(checkpoint, CPU, torch.float32)
     good, path = artifact_of(method, model), artifact_path(tmp_path, method)
@@ -6829,16 +6735,16 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
     assert load_artifact(tmp_path, method, model).keys() == good.keys()
 
 
-def test_random_artifacts_hold_what_their_methods_ask_for():
-    for method, row in METHODS.items():
-        if row.fitted:
-            made, c = compress.random_artifact(method, tiny_config()), tiny_config()
-            assert not any(compress.artifact_fault(made[n], *spec) for n, spec in row.tensors(c).items())
+@pytest.mark.parametrize("method", FITTED)
+def test_random_artifacts_hold_what_their_methods_ask_for(method):
+    config = tiny_config()
+    made = compress.random_artifact(method, config)
+    for name, spec in METHODS[method].tensors(config).items():
+        assert not compress.artifact_fault(made[name], *spec)
 
 
-def test_files_are_replaced_together_or_not_at_all(tmp_path, monkeypatch):
+def test_files_are_replaced_together_or_not_at_all(folder, tmp_path, monkeypatch):
     """A full disk, or a kill, leaves the old checkpoint; what a killed run left goes with the next one."""
-    folder = tiny_checkpoint(tmp_path / "model")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     left = folder / "checkpoint.partial"
     left.mkdir()
@@ -6860,8 +6766,7 @@ def test_files_are_replaced_together_or_not_at_all(tmp_path, monkeypatch):
     assert (folder / "model.safetensors").read_bytes() != before[folder / "model.safetensors"]
 
 
-def test_a_tied_matrix_may_have_the_name_of_the_output(tmp_path):
-    folder = tiny_checkpoint(tmp_path)
+def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
     expected = load_model(folder, CPU, torch.float32).output.weight.clone()
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -6870,23 +6775,18 @@ def test_a_tied_matrix_may_have_the_name_of_the_output(tmp_path):
     assert model.output.weight is model.tok_embeddings.weight and torch.equal(model.output.weight, expected)
 
 
-def test_random_prompts_need_no_tokenizer(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
+def test_random_prompts_need_no_tokenizer(cli, folder):
     (folder / "tokenizer.model").unlink()
-    argv = ["--checkpoint", folder, "--prompt", 10, "--max_new_tokens", 3]
-    assert generated(argv, monkeypatch, capsys)["new_tokens"] == [3]
-    code, _, err = run_main(generate.main, [*argv, "--stop", "x"], monkeypatch, capsys)
-    assert code == 2 and "no tokenizer.model" in err
+    line = "generate --prompt 10 --max_new_tokens 3"
+    assert cli.json(line)["new_tokens"] == [3]
+    assert "no tokenizer.model" in cli.refusal(f"{line} --stop x")
 
 
-def test_streams_that_are_closed_or_know_fewer_characters(checkpoint, monkeypatch, capsys):
+def test_streams_that_are_closed_or_know_fewer_characters(cli, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    argv = ["--checkpoint", checkpoint, "--prompt", "-"]
-    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "the prompt is empty" in err and err.count("\n") == 1
+    assert "the prompt is empty" in cli.refusal("generate --prompt -")
     monkeypatch.setattr(sys, "stdin", None)
-    argv = ["--checkpoint", checkpoint, "--interactive", "--context", 64]
-    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
+    assert cli("generate --interactive --context 64")[0] == 0
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     generate.run_command(lambda: print("snow \u2603", flush=True))
@@ -6900,7 +6800,7 @@ def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
     assert not state.exists()
 
 
-def test_an_interrupted_evaluation_keeps_its_rows(checkpoint, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
     measure = calibrate.perplexity_row
 
     def interrupted(candidate, *rest):
@@ -6910,9 +6810,8 @@ def test_an_interrupted_evaluation_keeps_its_rows(checkpoint, tmp_path, monkeypa
 
     monkeypatch.setattr(calibrate, "perplexity_row", interrupted)
     monkeypatch.setattr(generate.Progress, "outer", None)
-    argv = ["eval", "--checkpoint", checkpoint, "--method", "streaming", "--method", "topk:keep=8"]
-    argv += ["--samples", 0, "--perplexity_rows", 1, "--prefix", 40, "--continuation", 4]
-    code, _, err = run_main(calibrate.main, [*argv, "--csv", tmp_path / "t.csv"], monkeypatch, capsys)
+    line = "eval --method streaming --method topk:keep=8 --samples 0 --perplexity_rows 1 --prefix 40"
+    code, _, err = cli(f"{line} --continuation 4 --csv {tmp_path}/t.csv")
     rows = (tmp_path / "t.csv").read_text().splitlines()
     assert code == 130 and [row.split(",")[0] for row in rows] == ["method", "dense", "streaming"]
     assert "dense: bytes/token" in err and "streaming: bytes/token" in err
@@ -6951,35 +6850,26 @@ def test_the_readmes_first_command_prints_what_the_readme_shows():
     assert "Question:" + shown in run.stdout
 
 
-def generated(argv, monkeypatch, capsys) -> dict:
-    code, out, err = run_main(generate.main, [*argv, "--json"], monkeypatch, capsys)
-    assert code == 0, err
-    return json.loads(out.splitlines()[-1])
+def test_sampling_options_and_the_seed_reach_the_draw(cli):
+    def ids(options: str) -> list[list[int]]:
+        return cli.json(f"generate --prompt hello --max_new_tokens 12 --ignore_eos {options}")["token_ids"]
+
+    hot = "--temperature 50"
+    assert ids(f"{hot} --seed 1") == ids(f"{hot} --seed 1") != ids(f"{hot} --seed 2")
+    assert ids(f"{hot} --top_k 1") == ids(f"{hot} --top_p 1e-6") == ids("") != ids(hot)
 
 
-def test_sampling_options_and_the_seed_reach_the_draw(checkpoint, monkeypatch, capsys):
-    def ids(*options):
-        argv = ["--checkpoint", checkpoint, "--prompt", "hello", "--max_new_tokens", 12, "--ignore_eos"]
-        return generated([*argv, *options], monkeypatch, capsys)["token_ids"]
-
-    hot = ("--temperature", 50)
-    assert ids(*hot, "--seed", 1) == ids(*hot, "--seed", 1) != ids(*hot, "--seed", 2)
-    assert ids(*hot, "--top_k", 1) == ids(*hot, "--top_p", 1e-6) == ids() != ids(*hot)
-
-
-def test_random_prompts_of_one_length_differ(checkpoint, monkeypatch, capsys):
-    argv = ["--checkpoint", checkpoint, "--prompt", 9, "--prompt", 9, "--max_new_tokens", 8, "--ignore_eos"]
-    first, second = generated(argv, monkeypatch, capsys)["token_ids"]
+def test_random_prompts_of_one_length_differ(cli):
+    first, second = cli.json("generate --prompt 9 --prompt 9 --max_new_tokens 8 --ignore_eos")["token_ids"]
     assert first != second
 
 
-def test_generate_stops_at_the_models_stop_token(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    argv = ["--checkpoint", folder, "--prompt", "hello", "--max_new_tokens", 20]
-    free = generated([*argv, "--ignore_eos"], monkeypatch, capsys)["token_ids"][0]
+def test_generate_stops_at_the_models_stop_token(cli, folder):
+    line = "generate --prompt hello --max_new_tokens 20"
+    (free,) = cli.json(f"{line} --ignore_eos")["token_ids"]
     edit_json(folder / "config.json", eos_token_id=free[5])
-    assert generated(argv, monkeypatch, capsys)["token_ids"][0] == free[: free.index(free[5])]
-    assert generated([*argv, "--ignore_eos"], monkeypatch, capsys)["token_ids"][0] == free
+    assert cli.json(line)["token_ids"] == [free[: free.index(free[5])]]
+    assert cli.json(f"{line} --ignore_eos")["token_ids"] == [free]
 
 
 def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
@@ -6994,16 +6884,10 @@ def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
     assert report["text"] == [" world"] * 3
 
 
-def test_the_first_token_comes_after_the_prefill(checkpoint, monkeypatch, capsys):
+def test_the_first_token_comes_after_the_prefill(cli, monkeypatch):
     prefill = generate.Engine.prefill
-
-    def slow(self, prompts):
-        generate.time.sleep(0.3)
-        prefill(self, prompts)
-
-    monkeypatch.setattr(generate.Engine, "prefill", slow)
-    argv = ["--checkpoint", checkpoint, "--prompt", 9, "--max_new_tokens", 4]
-    report = generated(argv, monkeypatch, capsys)
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: time.sleep(0.3) or prefill(*args))
+    report = cli.json("generate --prompt 9 --max_new_tokens 4")
     assert report["first_token_s"] >= report["prefill_s"] >= 0.3
 
 
@@ -7017,15 +6901,12 @@ def test_a_prompt_may_fill_all_positions():
 
 def test_host_memory_counts_where_the_model_runs_on_the_cpu(monkeypatch):
     model, settings = tiny_model(), settings_from("lrqk", LRQK)
-    caches = make_engine(model, "lrqk", 1, 60, **LRQK).caches
-    needed = sum(c.formula() + c.host_bytes() for c in caches)
-    for free in (needed, needed - 1):
-        monkeypatch.setattr(generate, "free_memory", lambda device, free=free: free)
-        if free < needed:
-            with pytest.raises(UserError, match="not enough memory"):
-                generate.check_memory(model, "lrqk", settings, {}, 1, 60)
-        else:
-            generate.check_memory(model, "lrqk", settings, {}, 1, 60)
+    needed = sum(c.formula() + c.host_bytes() for c in make_engine(model, "lrqk", 1, 60, **LRQK).caches)
+    monkeypatch.setattr(generate, "free_memory", lambda device: needed)
+    generate.check_memory(model, "lrqk", settings, {}, 1, 60)
+    monkeypatch.setattr(generate, "free_memory", lambda device: needed - 1)
+    with pytest.raises(UserError, match="not enough memory"):
+        generate.check_memory(model, "lrqk", settings, {}, 1, 60)
 
 
 def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
@@ -7058,8 +6939,8 @@ def test_errors_are_one_line_that_moves_no_terminal(capsys):
     assert line.startswith("error: first?[31m??x?x") and line.endswith("x?last\n")
 
 
-def test_what_evaluation_reads_is_never_trained_or_calibrated_on(checkpoint, tmp_path, monkeypatch, capsys):
-    names = [f"{i}.py" for i in range(40)]
+def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, monkeypatch):
+    names = {f"{i}.py" for i in range(40)}
     held = {name for name in names if calibrate.held_out(Path(name))}
     assert 0 < len(held) < 10
     for name in names:
@@ -7074,57 +6955,29 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(checkpoint, tmp
     monkeypatch.setattr(calibrate, "windows", stop)
     monkeypatch.setattr(calibrate, "tokenize_files", stop)
     shutil.copy(NANO / "tokenizer.model", tmp_path)
-    for argv in (
-        ["train", "--out", tmp_path, "--text", tmp_path],
-        ["fit", "--checkpoint", checkpoint, "--method", "sals"],
-        ["eval", "--checkpoint", checkpoint],
-    ):
-        assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 2
-    assert seen == [set(names) - held, set(names) - held, held]
+    for line in (f"train --out {tmp_path} --text {tmp_path}", "fit --method sals", "eval"):
+        cli.refusal(line)
+    assert seen == [names - held, names - held, held]
 
 
-def test_max_rank_is_what_is_stored(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    argv = [
-        "fit",
-        "--checkpoint",
-        folder,
-        "--method",
-        "sals",
-        "--windows",
-        2,
-        "--window",
-        64,
-        "--max_rank",
-        0.25,
-    ]
-    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 0
-    model = load_model(folder, CPU, torch.float32)
-    assert compress.load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
-
-
-def test_ranks_prints_what_its_json_has(checkpoint, monkeypatch, capsys):
-    argv = ["ranks", "--checkpoint", checkpoint, "--windows", 2, "--window", 64, "--json"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
+def test_ranks_prints_what_its_json_has(cli):
+    code, out, _ = cli("ranks --windows 2 --window 64 --json")
     figures = json.loads(out.splitlines()[-1])
     assert code == 0 and figures["pre"] != figures["post"]
+    lines = [line for line in out.splitlines() if " RoPE " in line]
     for label, name in (("before", "pre"), ("after", "post")):
-        lines = [
-            line.split(" RoPE ")[1] for line in out.splitlines() if f"{label} " in line and " RoPE " in line
-        ]
-        assert [int(line.split()[0]) for line in lines] == figures[name]
+        told = [line.split(" RoPE ")[1] for line in lines if f"{label} " in line]
+        assert [int(line.split()[0]) for line in told] == figures[name]
 
 
-def test_interactive_goes_on_after_a_stop_token_without_reading_again(tmp_path, monkeypatch, capsys):
-    folder, prompts, prefill = tiny_checkpoint(tmp_path), [], generate.Engine.prefill
-    argv = ["--checkpoint", folder, "--max_new_tokens", 12]
-    free = generated([*argv, "--prompt", "hello"], monkeypatch, capsys)["token_ids"][0]
+def test_interactive_goes_on_after_a_stop_token_without_reading_again(cli, folder, monkeypatch):
+    prompts, prefill = [], generate.Engine.prefill
+    line = "generate --max_new_tokens 12"
+    (free,) = cli.json(f"{line} --prompt hello")["token_ids"]
     edit_json(folder / "config.json", eos_token_id=free[3])
-    monkeypatch.setattr(
-        generate.Engine, "prefill", lambda self, ids: prompts.append(ids) or prefill(self, ids)
-    )
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
-    assert run_main(generate.main, [*argv, "--interactive", "--context", 80], monkeypatch, capsys)[0] == 0
+    spy = lambda self, ids: prompts.append(ids) or prefill(self, ids)  # noqa: E731
+    monkeypatch.setattr(generate.Engine, "prefill", spy)
+    assert cli(f"{line} --interactive --context 80", stdin="hello\nhow are you\n")[0] == 0
     assert len(prompts) == 1
 
 
@@ -7132,7 +6985,7 @@ def test_peak_memory_is_in_bytes():
     assert 50e6 < generate.peak_memory(CPU) < 1e12
 
 
-def test_fit_passes_on_what_fdc_is_asked_for(tmp_path, monkeypatch, capsys):
+def test_fit_passes_on_what_fdc_is_asked_for(cli, folder, monkeypatch):
     asked = {}
 
     def spy(model, tokens, moments, max_rank, **how):
@@ -7140,57 +6993,20 @@ def test_fit_passes_on_what_fdc_is_asked_for(tmp_path, monkeypatch, capsys):
         return {"a": torch.zeros(2)}, {"energy": "none"}
 
     monkeypatch.setitem(calibrate.FITS, "fdc", spy)
-    argv = [
-        "fit",
-        "--checkpoint",
-        tiny_checkpoint(tmp_path),
-        "--method",
-        "fdc",
-        "--windows",
-        1,
-        "--window",
-        32,
-    ]
-    argv += ["--accuracy", 0.9, "--positions", 100]
-    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 0
+    assert cli("fit --method fdc --windows 1 --window 32 --accuracy 0.9 --positions 100")[0] == 0
     assert asked == {"accuracy": 0.9, "positions": 100}
 
 
-def test_masked_and_overlap_print_and_give_json(checkpoint, monkeypatch, capsys):
-    argv = [
-        "masked",
-        "--checkpoint",
-        checkpoint,
-        "--windows",
-        1,
-        "--window",
-        64,
-        "--k",
-        0.25,
-        "--d",
-        0.5,
-        "--json",
-    ]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert code == 0 and [row["method"] for row in rows] == ["dense", "k=0.25 final", "k=0.25 per_row"]
+def test_masked_and_overlap_print_and_give_json(cli):
+    rows = cli.json("masked --windows 1 --window 64 --k 0.25 --d 0.5")["rows"]
+    assert [row["method"] for row in rows] == ["dense", "k=0.25 final", "k=0.25 per_row"]
     assert (rows[1]["kept rows"], rows[1]["kept pairs"]) == calibrate.kept_shares(0.25, 64, "final")
-    argv = [
-        "overlap",
-        "--checkpoint",
-        checkpoint,
-        "--length",
-        200,
-        "--task",
-        "single",
-        "--samples",
-        2,
-        "--json",
-    ]
-    code, out, _ = run_main(calibrate.main, [*argv, "--method", "loki:k=0.25"], monkeypatch, capsys)
+    line = "overlap --length 200 --task single --samples 2 --json --method"
+    code, out, _ = cli(f"{line} loki:k=0.25")
     (scores,) = json.loads(out.splitlines()[-1]).values()
     assert code == 0 and len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
     assert " ".join(f"{s:.3f}" for s in scores) in out
+    assert "it attends all 200" in cli.refusal(f"{line} dense")
 
 
 # ---------------------------------------------------------------------------------------------- several ranks
@@ -7232,36 +7048,30 @@ def ranked(folder: Path) -> dict[str, tuple]:
     cache's bytes, and how many weights there are."""
     found = {}
     for name, (method, options) in [("four", case) for case in RANKED + JOINT] + [("two", RANKED[0])]:
-        model = load_model(folder / name, CPU, torch.float32)
-        c, room = model.config, Room(model, 2, 90)
-        settings = settings_from(method, options)
-        if method == "elitekv":  # all that the latent can hold
-            settings.d_ckv = min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * settings.r))
-        artifact = load_artifact(folder / name, method, model) if METHODS[method].fitted else {}
-        engine = Engine(model, METHODS[method].build(model, settings, room, artifact), room, Sampling())
+        latent = (
+            {"d_ckv": min(48, 4 // model_file.ranks()[1] * 28)} if method == "elitekv" else {}
+        )  # its most
+        engine = fitted_engine(folder / name, method, 2, 90, **options, **latent)
         logits = logits_through(engine, [random_ids(70), random_ids(41, 1)], [random_ids(8, 2)] * 2)
         tokens = decode_rows(engine, 4, lambda ids: False).token_ids
         figures = [sum(c.measured() for c in engine.caches), sum(c.formula() for c in engine.caches)]
-        found[f"{name} {method} {options}"] = (
-            logits,
-            tokens,
-            figures,
-            sum(p.numel() for p in model.parameters()),
-        )
+        weights = sum(p.numel() for p in engine.model.parameters())
+        found[f"{name} {method} {options}"] = logits, tokens, figures, weights
     return found
 
 
-def ranked_argv(folder: Path) -> list[str]:
-    argv = ["--checkpoint", folder / "four", "--method", "loki", "--prompt", "Twelve", "--prompt", "The red"]
-    argv += ["--temperature", "2", "--ignore_eos", "--max_new_tokens", "6", "--device", "cpu", "--json"]
-    return [str(word) for word in argv]
+def ranked_line(folder: Path) -> str:
+    line = (
+        f"generate --checkpoint {folder}/four --method loki --prompt Twelve --prompt 'The red' --device cpu"
+    )
+    return f"{line} --temperature 2 --ignore_eos --max_new_tokens 6"
 
 
 def ranked_main(folder: Path) -> None:
     rank, n = model_file.ranks()
     torch.save(ranked(folder), folder / f"{n}-{rank}.pt")
-    argv = [*ranked_argv(folder), "--seed", str(rank)]  # rank 0 draws for all
-    generate.run_generate(generate.parse_args(argv))
+    argv = shlex.split(f"{ranked_line(folder)} --json --seed {rank}")  # rank 0 draws for all
+    generate.run_generate(generate.parse_args(argv[1:]))
     sys.stdout.flush()
     model_file.gathered("all have printed")
     if rank == n - 1:
@@ -7277,9 +7087,9 @@ def one_rank(tmp_path_factory):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, monkeypatch, capsys):
+def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, cli):
     folder, alone = one_rank
-    report = generated(ranked_argv(folder), monkeypatch, capsys)
+    report = cli.json(ranked_line(folder))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n]
     command += ["--redirects", 3, "--log_dir", folder / f"logs{n}", __file__, folder]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -7305,9 +7115,8 @@ def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, 
     for name in ("token_ids", "text", "cache_bytes_measured", "cache_bytes_dense", "bytes_read_per_step"):
         assert ranked_report[name] == report[name]
     assert len(report["ranks"]) == 1 and len(ranked_report["ranks"]) == n
-    assert (
-        sum(rank["bytes_read_per_step"] for rank in ranked_report["ranks"]) == report["bytes_read_per_step"]
-    )
+    read = sum(rank["bytes_read_per_step"] for rank in ranked_report["ranks"])
+    assert read == report["bytes_read_per_step"]
 
 
 def play_rank(monkeypatch, rank: int, n: int) -> None:
@@ -7353,8 +7162,7 @@ def test_random_weights_of_ranks_agree_where_they_are_not_shared(monkeypatch):
     assert METHODS["sals"].build(first, SalsSettings(), Room(first, 1, 64), artifact)
 
 
-def test_shards_of_sals_are_the_blocks_of_the_covariance(tmp_path, monkeypatch):
-    folder = tiny_checkpoint(tmp_path)
+def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
     model = load_model(folder, CPU, torch.float32)
     tokens = torch.tensor(random_ids(400)).view(2, 200)
     moments = key_moments(model, tokens, "test")
@@ -7369,29 +7177,19 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(tmp_path, monkeypatch):
         assert torch.equal(own["scale"], made["scale"][:, heads])
 
 
-def test_ranks_that_cannot_be_are_refused_in_one_line(checkpoint, tmp_path, monkeypatch, capsys):
-    fit = ["fit", "--checkpoint", checkpoint, "--windows", 1, "--window", 32, "--method"]
-    run = ["--checkpoint", checkpoint, "--prompt", "hello", "--method"]
-    uptrained = tiny_checkpoint(tmp_path)
-    edit_json(uptrained / "config.json", elitekv=True)
-    cases = [
-        (1, calibrate, [*fit, "sals", "--shards", 3], "must divide the 4 KV heads"),
-        (1, calibrate, [*fit, "loki", "--shards", 2], "the artifacts of the other methods serve any number"),
-        (2, calibrate, [*fit, "sals"], "only eval takes torchrun"),
-        (2, generate, [*run, "sals"], "fit --checkpoint {} --method sals --shards 2"),
-        (
-            3,
-            generate,
-            [*run, "dense"],
-            "3 ranks cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
-        ),
-        (2, generate, ["--checkpoint", uptrained, "--prompt", "a"], "one latent of all heads"),
-    ]
+def test_ranks_that_cannot_be_are_refused_in_one_line(cli, checkpoint, folder, monkeypatch):
+    edit_json(folder / "config.json", elitekv=True)
     monkeypatch.setattr(generate.os, "_exit", sys.exit)
-    for n, module, argv, message in cases:
+    fit, run = (f"{program} --checkpoint {checkpoint}" for program in ("fit", "generate --prompt hello"))
+    cases = [
+        (2, f"{fit} --windows 1 --window 32 --method sals", "only eval takes torchrun"),
+        (2, f"{run} --method sals", f"fit --checkpoint {checkpoint} --method sals --shards 2"),
+        (3, run, "3 ranks cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; "),
+        (2, "generate --prompt a", "one latent of all heads"),
+    ]
+    for n, line, message in cases:
         play_rank(monkeypatch, 0, n)
-        code, out, err = run_main(module.main, argv, monkeypatch, capsys)
-        assert code == 2 and message.format(checkpoint) in err and err.count("\n") == 1, (argv, err)
+        assert message in cli.refusal(line)
     assert [tiny_config().shard(n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
 
 
