@@ -5892,14 +5892,6 @@ def test_overlap_of_everything_is_one_and_of_more_is_more():
     assert np.allclose(last, 1, atol=1e-5)
 
 
-def test_agreement_tells_recall_from_jaccard():
-    chosen = torch.tensor([[True, True, True, False, False], [False, True, False, False, True]])
-    scores = torch.tensor([[0.0, 5.0, 4.0, 3.0, 1.0], [1.0, 9.0, 2.0, 3.0, 8.0]])
-    recall, jaccard = calibrate.agreement(chosen, scores)
-    assert torch.allclose(recall, torch.tensor([2 / 3, 1.0]))  # of {1, 2, 3} two were chosen
-    assert torch.allclose(jaccard, torch.tensor([2 / 4, 1.0]))
-
-
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize(
     "method,options",
@@ -6155,9 +6147,9 @@ class CommandLine:
         self.out, self.err = said
         return code, *said
 
-    def json(self, line: str) -> dict:
+    def json(self, line: str, stdin: str | None = None) -> dict:
         """What a command prints as the last line of stdout."""
-        code, out, err = self(f"{line} --json")
+        code, out, err = self(f"{line} --json", stdin)
         assert code == 0, err
         return json.loads(out.splitlines()[-1])
 
@@ -6292,14 +6284,6 @@ def test_heads_that_groups_of_32_channels_do_not_fill_are_refused(method, option
     with pytest.raises(UserError, match="bit values need a head dim that groups of 32"):
         make_engine(tiny_model(head_dim=48), method, 1, 64, **options)
     make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16)
-
-
-def test_chat_wraps_the_text_of_a_file(cli, tmp_path):
-    (tmp_path / "hello.txt").write_text("hello there")
-    line = "generate --chat mistral --max_new_tokens 2 --prompt"
-    text, file = (cli.json(f"{line} {prompt}") for prompt in ("'hello there'", f"@{tmp_path}/hello.txt"))
-    assert text["prompt_tokens"] == file["prompt_tokens"]
-    assert text["prompt_tokens"][0] > len(load_tokenizer(NANO).encode("hello there"))
 
 
 def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
@@ -6554,10 +6538,15 @@ def test_report_of_a_mixed_cache(cli):
 
 
 def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path):
-    text, file = "some words\nand more", tmp_path / "prompt.txt"
+    text, file, lengths = "some words\nand more", tmp_path / "prompt.txt", []
     file.write_text(text)
-    runs = [cli(f"generate --prompt '{p}' --max_new_tokens 12", stdin=text) for p in (text, f"@{file}", "-")]
-    assert len({(code, out) for code, out, _ in runs}) == 1 and runs[0][0] == 0
+    for chat in ("", "--chat mistral"):
+        line = f"generate {chat} --max_new_tokens 12 --prompt"
+        first, *others = (cli.json(f"{line} '{prompt}'", stdin=text) for prompt in (text, f"@{file}", "-"))
+        for name in ("prompt_tokens", "token_ids", "text"):
+            assert all(other[name] == first[name] for other in others)
+        lengths += first["prompt_tokens"]
+    assert lengths[0] == len(load_tokenizer(NANO).encode(text)) < lengths[1]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -6572,12 +6561,11 @@ def test_help_names_every_setting(method, cli):
 
 def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
     """Two turns through the cache give what one prefill of all their tokens gives."""
-    seen = []
-    original = generate.decode_rows
+    seen, original = [], generate.decode_rows
 
-    def spy(engine, *args, **kwargs):
+    def spy(engine, *args):
         seen.append(engine.logits.clone())
-        return original(engine, *args, **kwargs)
+        return original(engine, *args)
 
     monkeypatch.setattr(generate, "decode_rows", spy)
     turns = "hello\nhow are you\n"
