@@ -6387,7 +6387,7 @@ BAD_COMMANDS = {
     "eval --method sals:fold=flase": "write fold=BOOL, not fold=flase",
     "eval --method dense --method lrqk:rank=500 --samples 0 --prefix 30": "--rank 500: r must be 1 to",
     "eval --equal_bytes 2": "--equal_bytes: 2 does not lie",
-    "eval --lengths 600": "512; shorten --prefix, --continuation or --l",
+    "eval --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
     "eval --csv again": "no file can be written there",
     "eval --csv few.txt/x.csv": "no file can be written into",
     "eval --text few.txt --text few.txt": "a text named few already",
