@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if not torch.cuda.is_available():  # kernels run on the CPU; it must be set before triton loads
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -4869,18 +4871,24 @@ def test_kernels_refuse_what_they_would_get_wrong():
 # ----------------------------------------------------------------------------------------------- golden texts
 
 
+def fitted_engine(folder: Path, method: str, rows: int, capacity: int, **options) -> Engine:
+    """An engine with the model and the artifact of a folder."""
+    model, settings = load_model(folder, CPU, torch.float32), settings_from(method, options)
+    artifact = load_artifact(folder, method, model) if METHODS[method].fitted else {}
+    room = Room(model, rows, capacity)
+    return Engine(model, METHODS[method].build(model, settings, room, artifact), room, Sampling())
+
+
 @needs_real
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-@pytest.mark.parametrize("method,options", [("dense", []), ("sals", FULL)])
+@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", FULL)])
 def test_stories260k_gives_its_golden_text(method, options, device):
-    golden = json.loads((REAL / "stories260k" / "golden.json").read_text())
-    model, tokenizer = (
-        load_model(REAL / "stories260k", torch.device(device), torch.float32),
-        load_tokenizer(REAL / "stories260k"),
-    )
+    folder = REAL / "stories260k"
+    golden, tokenizer = json.loads((folder / "golden.json").read_text()), load_tokenizer(folder)
     prompt = tokenizer.encode(golden["prompt"])
     assert prompt == golden["prompt_ids"]
-    engine = make_engine(model, method, 1, 256, **dict(options))
+    model = load_model(folder, torch.device(device), torch.float32)
+    engine = make_engine(model, method, 1, 256, **options)
     engine.prefill([prompt])
     new = len(golden["greedy_ids"]) - len(prompt)
     ids = prompt + decode_rows(engine, new, lambda ids: False).token_ids[0]
@@ -4891,31 +4899,18 @@ def test_stories260k_gives_its_golden_text(method, options, device):
 @pytest.fixture(scope="module")
 def nano_haystack():
     tokenizer = load_tokenizer(NANO)
-    text = "\n".join(p.read_text() for p in sorted(ROOT.glob("*.py"))[:3])
-    return Haystack(tokenizer, [np.array(tokenizer.encode(text))])
+    return Haystack(tokenizer, [np.array(tokenizer.encode((ROOT / "calibrate.py").read_text()))])
 
 
-@pytest.mark.parametrize(
-    "method,options", [("dense", {}), ("sals", {}), ("sals", {"rank": 0.125, "bits": 2})]
-)
+LOSSY = {"rank": 0.125, "bits": 2}
+
+
+@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", {}), ("sals", LOSSY)])
 def test_nano_retrieves_through_the_cache(method, options, nano_haystack):
-    model = load_model(NANO, CPU, torch.float32)
-    artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
-    room = Room(model, 4, 1600)
-    engine = Engine(
-        model,
-        METHODS[method].build(model, settings_from(method, options), room, artifact),
-        room,
-        Sampling(),
-    )
-    scores = calibrate.eval_retrieval(
-        engine, nano_haystack, "single", [0, 1, 2, 3], 1500, 16, [0.1, 0.3, 0.6, 0.9]
-    )
-    assert sum(scores) >= 3
-    if method == "dense":
-        assert (
-            sum(calibrate.eval_retrieval(engine, nano_haystack, "multikey", [0, 1, 2, 3], 1500, 16, [])) >= 3
-        )
+    engine = fitted_engine(NANO, method, 4, 1600, **options)
+    for kind, depths in (("single", [0.1, 0.3, 0.6, 0.9]), ("multikey", []))[: 1 + (method == "dense")]:
+        scores = calibrate.eval_retrieval(engine, nano_haystack, kind, [0, 1, 2, 3], 1500, 16, depths)
+        assert sum(scores) >= 3
 
 
 # ------------------------------------------------------------------------------- tasks, calibration, training
@@ -4952,35 +4947,75 @@ def test_frequent_words_are_the_most_frequent():
 
 
 def test_training_documents_have_length_weights_and_bos(nano_haystack):
-    rng, answers = random.Random(0), 0
+    tokenizer, rng, asked = nano_haystack.tokenizer, random.Random(0), 0
     for _ in range(40):
         ids, weights = training_document(nano_haystack, rng, 513)
-        assert len(ids) == len(weights) == 513 and ids[0] == nano_haystack.tokenizer.bos_id
-        answers += (weights == calibrate.ANSWER_WEIGHT).any()
-    assert 10 <= answers <= 30  # about half of the documents ask something
+        assert len(ids) == len(weights) == 513 and ids[0] == tokenizer.bos_id
+        answers = tokenizer.decode(ids[weights == calibrate.ANSWER_WEIGHT].tolist())
+        assert "Question" not in answers and "Answer" not in answers
+        asked += bool(answers)
+    assert 10 <= asked <= 30  # about half of the documents ask something
+    for n, seed in itertools.product((*range(2, 45), 400), range(30)):
+        assert [len(made) for made in training_document(nano_haystack, random.Random(seed), n)] == [n, n]
 
 
 def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
-    config = tiny_config(vocab_size=4096, tied=True)
     stages = [Stage(4, 64, 12), Stage(2, 128, 6)]
 
-    def losses(minutes_first: float) -> tuple[dict, float]:
-        state = tmp_path / f"{minutes_first}.safetensors"
-        model = Llama(config)
-        calibrate.initialise(model, 0)
-        done = train(model, nano_haystack, stages, 5e-3, 0, 0, state, minutes_first)
-        if not done:
-            model = Llama(config)
-            done = train(model, nano_haystack, stages, 5e-3, 0, 0, state, math.inf)
-        tokens, weights = calibrate.TrainingBatches(nano_haystack, [Stage(4, 64, 1)], 0)[0]
-        with torch.no_grad():
-            return load_file(state), calibrate.weighted_loss(model, tokens, weights).item()
+    def trained(*minutes: float) -> tuple[Llama, dict]:
+        state = tmp_path / f"{len(minutes)}.safetensors"
+        for seed, limit in enumerate(minutes):
+            model = Llama(tiny_config(vocab_size=4096, tied=True))
+            calibrate.initialise(model, seed)  # a later run takes the state's weights
+            done = train(model, nano_haystack, stages, 5e-3, 0, 0, state, limit)
+            assert done == (limit > 0)
+        return model, load_file(state)
 
-    (whole, loss), (resumed, _) = losses(math.inf), losses(0.0)
-    assert loss < math.log(4096) - 0.1
+    (model, whole), (_, resumed) = trained(math.inf), trained(0.0, math.inf)
+    with torch.no_grad():
+        batch = calibrate.TrainingBatches(nano_haystack, [Stage(4, 64, 1)], 0)[0]
+        assert calibrate.weighted_loss(model, *batch).item() < math.log(4096) - 0.1
     assert whole["step"] == resumed["step"] == 18
     for name, tensor in whole.items():
         assert torch.allclose(tensor, resumed[name], atol=1e-6), name
+
+
+def test_the_learning_rate_warms_up_and_decays(nano_haystack):
+    model, rates = Llama(tiny_config(vocab_size=4096)), []
+
+    def see(optimizer, *_):
+        groups = optimizer.param_groups
+        rates.append(groups[0]["lr"])
+        assert {p.ndim > 1: g["weight_decay"] for g in groups for p in g["params"]} == {True: 0.1, False: 0.0}
+
+    with register_optimizer_step_pre_hook(see):
+        assert train(model, nano_haystack, [Stage(1, 64, 20)], 1.0, 0, 0, None, math.inf)
+    assert rates[0] == pytest.approx(1 / 200) and rates[10] == pytest.approx(11 / 200 * 0.55)
+    assert rates[-1] < 20 / 200 * 0.11
+
+
+def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path):
+    model, path, steps = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
+
+    def interrupt(*_):
+        if next(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    hook = register_optimizer_step_pre_hook(interrupt)
+    with hook, pytest.raises(KeyboardInterrupt):
+        train(model, nano_haystack, [Stage(1, 64, 9)], 1e-3, 0, 0, path, math.inf)
+    optimizer = calibrate.make_optimizer(model, 1e-3)
+    assert calibrate.load_state(path, model, optimizer) == 4  # the step is done first
+    (tmp_path / "other").write_text("no state")
+    with pytest.raises(UserError, match="not what training this model has left"):
+        calibrate.load_state(tmp_path / "other", model, optimizer)
+
+
+def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
+    model, state = Llama(tiny_config(vocab_size=4096)), tmp_path / "state"
+    with pytest.raises(UserError, match="lower --lr"):
+        train(model, nano_haystack, [Stage(1, 32, 8)], 1e30, 0, 0, state, math.inf, constant=True)
+    assert not state.exists()
 
 
 def test_trained_tokenizer_keeps_digits_spaces_and_newlines(tmp_path):
@@ -4993,13 +5028,7 @@ def test_trained_tokenizer_keeps_digits_spaces_and_newlines(tmp_path):
     text = "def f(x):\n    return x + 12345  # caf\u00e9 \u4f60"
     ids = tokenizer.encode(text)
     assert tokenizer.vocab_size == 600 and tokenizer.decode(ids) == text
-    assert [tokenizer.pieces[i] for i in ids if tokenizer.pieces[i].isdigit()] == [
-        b"1",
-        b"2",
-        b"3",
-        b"4",
-        b"5",
-    ]
+    assert [p for p in (tokenizer.pieces[i] for i in ids) if p.isdigit()] == [b"1", b"2", b"3", b"4", b"5"]
     assert sorted(f.name for f in tmp_path.iterdir()) == ["text", "tokenizer.model"]
 
 
@@ -5023,14 +5052,10 @@ def test_rank_at_counts_the_leading_eigenvalues():
 
 
 def test_texts_come_once(tmp_path):
-    for name, text in {
-        "a.py": "x = 1\n" * 99,
-        "b.py": "x = 1\n" * 99,
-        "c.py": "short",
-        "d.py": "y" * 3000,
-    }.items():
+    once = "x = 1\n" * 99
+    for name, text in {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000}.items():
         (tmp_path / name).write_text(text)
-    assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == ["x = 1\n" * 99]
+    assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == [once]
 
 
 def test_windows_begin_with_bos(tmp_path):
@@ -5041,10 +5066,8 @@ def test_windows_begin_with_bos(tmp_path):
 
 
 def test_texts_are_drawn_by_their_shares():
-    assert calibrate.text_share("a:b:0.5") == (Path("a:b"), 0.5) and calibrate.text_share("a") == (
-        Path("a"),
-        1.0,
-    )
+    assert calibrate.text_share("a:b:0.5") == (Path("a:b"), 0.5)
+    assert calibrate.text_share("a") == (Path("a"), 1.0)
     hay = calibrate.Haystack(SimpleNamespace(pieces=[b"a"]), [np.zeros(50), np.ones(50)], [0.9, 0.1])
     drawn = np.mean([hay.sample(random.Random(i), 4)[0] for i in range(400)])
     assert 0.05 < drawn < 0.15
@@ -5055,33 +5078,6 @@ def test_the_weight_of_a_token_is_that_of_its_prediction(monkeypatch):
     monkeypatch.setattr(calibrate, "training_document", lambda *_: document)
     tokens, weights = calibrate.TrainingBatches(None, [Stage(2, 8, 1)], 0)[0]
     assert tokens.shape == (2, 9) and torch.equal(tokens[:, 1:].float(), weights)
-
-
-def test_only_answers_have_the_weight_of_answers(nano_haystack):
-    rng, seen = random.Random(0), 0
-    for _ in range(20):
-        ids, weights = calibrate.training_document(nano_haystack, rng, 513)
-        text = nano_haystack.tokenizer.decode(ids[weights == calibrate.ANSWER_WEIGHT].tolist())
-        seen += bool(text)
-        assert "Question" not in text and "Answer" not in text
-    assert seen
-
-
-def test_the_learning_rate_warms_up_and_decays(nano_haystack, monkeypatch):
-    make, rates = calibrate.make_optimizer, []
-
-    def spied(model, lr):
-        optimizer = make(model, lr)
-        decays = {p.ndim > 1: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-        assert decays == {True: 0.1, False: 0.0}
-        optimizer.register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
-        return optimizer
-
-    monkeypatch.setattr(calibrate, "make_optimizer", spied)
-    model = Llama(tiny_config(vocab_size=4096))
-    assert train(model, nano_haystack, [Stage(1, 64, 20)], 1.0, 0, 0, None, math.inf)
-    assert rates[0] == pytest.approx(1 / 200) and rates[10] == pytest.approx(11 / 200 * 0.55)
-    assert rates[-1] < 20 / 200 * 0.11
 
 
 def test_full_perplexity_spreads_its_windows():
@@ -5117,14 +5113,6 @@ def test_overlap_of_everything_is_one_and_of_more_is_more():
     assert np.allclose(last, 1, atol=1e-5)
 
 
-def test_agreement_tells_recall_from_jaccard():
-    chosen = torch.tensor([[True, True, True, False, False], [False, True, False, False, True]])
-    scores = torch.tensor([[0.0, 5.0, 4.0, 3.0, 1.0], [1.0, 9.0, 2.0, 3.0, 8.0]])
-    recall, jaccard = calibrate.agreement(chosen, scores)
-    assert torch.allclose(recall, torch.tensor([2 / 3, 1.0]))  # of {1, 2, 3} two were chosen
-    assert torch.allclose(jaccard, torch.tensor([2 / 4, 1.0]))
-
-
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize(
     "method,options",
@@ -5152,22 +5140,16 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
         cache.cache.watch = lambda *said, cache=cache: (seen[-1].extend(said), cache.see(*said))
     engine.step()
     for cache, q, _, index, live, recent in seen:
-        figures = []
-        index, live = index.expand(2, *index.shape[1:]), live.expand_as(index)
+        shape, figures = (2, *index.shape[1:]), []
+        # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one head
+        index, live = (said.expand(shape).reshape(2, -1, shape[-1]) for said in (index, live))
         for row, n in ((0, 48), (1, 24)):
             k = cache.keys[row, :, :n].repeat_interleave(group, 0).double()
             weights = torch.einsum("hd,hsd->hs", q[row].double(), k).div(4).softmax(-1)
-            for shared in {2: [()], 3: [(h,) for h in range(8 // group)]}.get(
-                index.ndim, [(h, g) for h in range(8 // group) for g in range(group)]
-            ):
-                heads = range(8)  # those that share the selection: all, a group, one
-                for i, size in zip(shared, (group, 1), strict=False):
-                    heads = heads[i * size : (i + 1) * size]
-                places = index[(row, *shared)][live[(row, *shared)]].tolist()
-                chosen = set(places) | set(range(max(0, n - recent), n))
-                together = sum(weights[h] for h in heads)
-                best = set(together.topk(len(chosen)).indices.tolist())
-                mass = sum(weights[h][list(chosen)].sum().item() for h in heads) / len(heads)
+            for places, real, heads in zip(index[row], live[row], weights.chunk(index.shape[1]), strict=True):
+                chosen = set(places[real].tolist()) | set(range(max(0, n - recent), n))
+                best = set(heads.sum(0).topk(len(chosen)).indices.tolist())
+                mass = heads[:, list(chosen)].sum().item() / len(heads)
                 hits = len(best & chosen)
                 figures.append((len(chosen) / n, hits / len(best), hits / len(best | chosen), mass))
         truth = dict(zip(calibrate.Watched.NAMES, np.mean(figures, axis=0), strict=True))
@@ -5186,10 +5168,6 @@ def test_watching_changes_nothing_and_exact_selection_recalls_all():
             assert found["recall"] == recall if recall else found["recall"] < 0.9
             assert found["jaccard"] <= found["recall"] and 0.2 < found["attended"] <= 0.25
             assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
-
-
-def artifact_for(method: str, model: Llama) -> dict[str, torch.Tensor]:
-    return artifact_of(method, model) if METHODS[method].fitted else {}
 
 
 def knobs_of(method: str, aim: str) -> list[str]:
@@ -5216,7 +5194,7 @@ def test_a_method_with_a_budget_says_what_it_attends(method):
 
 
 def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
-    settings, artifact = METHODS[method].settings, artifact_for(method, model)
+    settings, artifact = METHODS[method].settings, artifact_of(method, model)
 
     def costs(options):
         return calibrate.method_costs(model, method, settings(**options), artifact, capacity)
@@ -5227,27 +5205,22 @@ def equalised(model: Llama, method: str, shares: dict, capacity: int, **options)
 @pytest.mark.parametrize("aim,share", [("bytes", 0.3), ("tokens", 0.25)])
 @pytest.mark.parametrize("method", [m for m in METHODS if knobs_of(m, "bytes") + knobs_of(m, "tokens")])
 def test_equal_cost_is_the_most_within_the_share(method, aim, share):
-    model, capacity = tiny_model(head_dim=32), 300
-    options = equalised(model, method, {aim: share}, capacity)
-    artifact, settings = artifact_for(method, model), METHODS[method].settings
+    model, capacity, settings = tiny_model(head_dim=32), 300, METHODS[method].settings
+    artifact, options = artifact_of(method, model), equalised(model, method, {aim: share}, capacity)
+
+    def paid(**changes) -> float:
+        chosen = settings(**options | changes)
+        return calibrate.method_costs(model, method, chosen, artifact, capacity)[aim]
+
     if not set(options) & set(knobs_of(method, aim)):
         return  # no knob, or none that gets there
-    (name,) = options
-    paid = calibrate.method_costs(model, method, settings(**options), artifact, capacity)[aim]
-    assert 0.8 * share < paid <= share
+    ((name, value),) = options.items()
+    assert 0.8 * share < paid() <= share
     # A hundredth more of the knob, or one step more, would be above it.
-    step = max(0.01, options[name] * 0.02) if isinstance(options[name], float) else 2
-    try:
-        more = [
-            calibrate.method_costs(
-                model, method, settings(**options | {name: options[name] + sign * step}), artifact, capacity
-            )[aim]
-            for sign in (-1, 1)
-        ]
-    except UserError:
-        return
-    if not METHODS[method].settings.__dataclass_fields__[name].metadata["choices"]:
-        assert max(more) > share
+    step = max(0.01, value * 0.02) if isinstance(value, float) else 2
+    with contextlib.suppress(UserError):
+        more = max(paid(**{name: value + sign * step}) for sign in (-1, 1))
+        assert more > share or settings.__dataclass_fields__[name].metadata["choices"]
 
 
 def test_equal_cost_by_method():
@@ -5285,9 +5258,8 @@ def test_masked_attention_keeps_what_its_rule_says():
         for row in (0, 7, 100, 299):
             best = logits[3, row].topk(int(count[row].clamp(min=1))).indices
             assert set(best.tolist()) == set(kept[3, row].nonzero()[:, 0].tolist())
-        assert (
-            error(weights[3, 299], logits[3, 299].masked_fill(~kept[3, 299], -torch.inf).softmax(-1)) < 1e-5
-        )
+        last = logits[3, 299].masked_fill(~kept[3, 299], -torch.inf).softmax(-1)
+        assert error(weights[3, 299], last) < 1e-5
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
@@ -5304,18 +5276,16 @@ def test_masked_prefill_equals_full_attention_exact_top_k_and_decoding():
     basis = artifact_of("loki", model)["post.basis"]
     loss = [calibrate.weighted_loss(model, t[None], torch.ones(1, 63)) for t in tokens]
     full = torch.stack(loss).mean().exp().item()
+    masked = functools.partial(calibrate.masked_perplexity, model, tokens)
     for rule in ("final", "per_row"):
-        assert calibrate.masked_perplexity(model, tokens, 1.0, rule, basis, 0.25) == pytest.approx(full, 1e-4)
-        exact = calibrate.masked_perplexity(model, tokens, 0.25, rule, None, 1.0)
-        assert calibrate.masked_perplexity(model, tokens, 0.25, rule, basis, 1.0) == pytest.approx(
-            exact, 1e-4
-        )
+        assert masked(1.0, rule, basis, 0.25) == pytest.approx(full, 1e-4)
+        exact = masked(0.25, rule, None, 1.0)
+        assert masked(0.25, rule, basis, 1.0) == pytest.approx(exact, 1e-4)
         assert abs(exact / full - 1) > 1e-4
     # With a k of each row's own, every row does what a decode step does through the cache.
-    masked = calibrate.masked_perplexity(model, tokens, 0.25, "per_row", basis, 0.25)
-    engine = make_engine(tiny_model(), "loki", 2, 64, k=0.25, d=0.25)
-    bar = generate.Progress("test", 63)
-    assert calibrate.eval_perplexity(engine, tokens, 1, None, bar)[0] == pytest.approx(masked, 1e-4)
+    engine, bar = make_engine(tiny_model(), "loki", 2, 64, k=0.25, d=0.25), generate.Progress("test", 63)
+    decoded = calibrate.eval_perplexity(engine, tokens, 1, None, bar)[0]
+    assert decoded == pytest.approx(masked(0.25, "per_row", basis, 0.25), 1e-4)
 
 
 def test_a_long_fit_says_what_it_will_take(capsys):
@@ -5326,35 +5296,29 @@ def test_a_long_fit_says_what_it_will_take(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupted_artifact_leaves_nothing(tmp_path, monkeypatch):
-    def broken(tensors, path, metadata):
-        Path(path).write_bytes(b"half")
-        raise KeyboardInterrupt
+def test_perplexity_and_kl_through_the_cache():
+    model, tokens = tiny_model(vocab_size=4096), torch.tensor([random_ids(50, i, 4096) for i in range(2)])
 
-    monkeypatch.setattr(calibrate, "save_file", broken)
-    with pytest.raises(KeyboardInterrupt):
-        save_artifact({"a": torch.zeros(2)}, tmp_path / "sals.safetensors", {})
-    assert list(tmp_path.iterdir()) == []
+    def perplexity(method: str, dense=None, **options):
+        engine, bar = make_engine(model, method, 2, 50, **options), generate.Progress("test", 10)
+        return calibrate.eval_perplexity(engine, tokens, 40, dense, bar)
 
-
-def test_kl_is_that_of_the_dense_model_to_the_cache():
-    tokens, bar = torch.tensor([random_ids(50), random_ids(50, 1)]), generate.Progress("test", 20)
-    _, _, dense = calibrate.eval_perplexity(make_engine(tiny_model(), "dense", 2, 50), tokens, 40, None, bar)
-    engine = make_engine(tiny_model(), "streaming", 2, 50, sinks=1, recent=4)
-    _, kl, other = calibrate.eval_perplexity(engine, tokens, 40, dense, bar)
-    bar.close()
+    ppl, _, dense = perplexity("dense")
+    log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
+    reference = (-log_p.gather(-1, tokens[:, 40:, None]).mean()).exp()
+    assert abs(ppl / reference - 1) < 1e-4  # a full forward's
+    _, kl, _ = perplexity("dense", dense)
+    assert (kl >= 0).all() and (kl < 1e-5).all()  # to itself
+    _, kl, other = perplexity("streaming", dense, sinks=1, recent=4)
     truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1).mean(0)
     assert kl == pytest.approx(truth.numpy(), rel=0.01)  # of each row
     assert calibrate.standard_error(kl) == pytest.approx(np.abs(np.diff(truth)).item() / 2, rel=0.05)
 
 
 def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
-    monkeypatch.setattr(
-        calibrate, "eval_retrieval", lambda engine, hay, kind, seeds, *_: [float(s == 4) for s in seeds]
-    )
-    candidate = SimpleNamespace(
-        engine=lambda args, rows, capacity: make_engine(tiny_model(), "dense", rows, capacity)
-    )
+    right = lambda engine, hay, kind, seeds, *_: [float(s == 4) for s in seeds]  # noqa: E731
+    monkeypatch.setattr(calibrate, "eval_retrieval", right)
+    candidate = SimpleNamespace(engine=lambda args, *size: make_engine(tiny_model(), "dense", *size))
     args = argparse.Namespace(lengths=[50], rows=2, samples=5, tasks=["single"], facts=4)
     row = calibrate.retrieval_row(candidate, args, None, generate.Progress("test", 5))
     assert row["single 50"] == 20 and row["depth 50"] == [0, 0, 0, 0, 100]
@@ -5382,16 +5346,78 @@ def run_main(main, argv: list[str], monkeypatch, capsys) -> tuple[int, str, str]
     return code, out, err
 
 
+class CommandLine:
+    """Runs command lines in this process, on the CPU unless they name CUDA. A line begins with generate,
+    kernels or a command of calibrate; with `torchrun N` before it, this process plays rank 0 of N."""
+
+    def __init__(self, monkeypatch, capsys):
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, line: str, stdin: str | None = None) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr; the last two are kept as `out` and `err`."""
+        if stdin is not None:
+            self.monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        program, *argv = shlex.split(line)
+        if program == "torchrun":
+            n, program, *argv = argv
+            play_rank(self.monkeypatch, 0, int(n))
+        programs = {"generate": generate.main, "kernels": lambda: kernels.main(kernels)}
+        if program not in programs:
+            argv = [program, *argv]
+        code, *said = run_main(programs.get(program, calibrate.main), argv, self.monkeypatch, self.capsys)
+        self.out, self.err = said
+        return code, *said
+
+    def json(self, line: str, stdin: str | None = None) -> dict:
+        """What a command prints as the last line of stdout."""
+        code, out, err = self(f"{line} --json", stdin)
+        assert code == 0, err
+        return json.loads(out.splitlines()[-1])
+
+    def refusal(self, line: str) -> str:
+        """The one line in which a command ends that cannot run."""
+        code, out, err = self(line)
+        assert (code, out, err[:7], err.count("\n")) == (2, "", "error: ", 1), err
+        return err
+
+
 def tiny_checkpoint(folder: Path, **changes) -> Path:
-    """A folder with a random model that nano's tokenizer fits, calibrated for SALS."""
+    """A folder with a random model that nano's tokenizer fits, calibrated for every method."""
     model = tiny_model(vocab_size=4096, tied=True, **changes)
     save_checkpoint(model, folder)
     edit_json(folder / "config.json", attention_bias=model.config.out_bias, mlp_bias=model.config.mlp_bias)
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
-    for method in ("sals", "loki", "elitekv", "fdc", "palu", "doublesparse"):
+    for method in FITTED:
         save_artifact(artifact_of(method, model), artifact_path(folder, method), model_identity(model))
     return folder
+
+
+FITTED = [name for name, row in METHODS.items() if row.fitted]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny checkpoint with bases of half the rank for SALS."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+    made = bases(tiny_model()).items()
+    half = {name: t[:, :32].contiguous() if "basis" in name else t for name, t in made}
+    put_sals(folder, half)
+    return folder
+
+
+@pytest.fixture
+def cli(checkpoint, monkeypatch, capsys):
+    """A CommandLine whose --checkpoint is the tiny one by default."""
+    monkeypatch.setattr(generate, "NANO", checkpoint)
+    return CommandLine(monkeypatch, capsys)
+
+
+@pytest.fixture
+def folder(cli, checkpoint, tmp_path, monkeypatch):
+    """A copy of the checkpoint, for tests that change it; cli takes it by default."""
+    monkeypatch.setattr(generate, "NANO", shutil.copytree(checkpoint, tmp_path / "model"))
+    return tmp_path / "model"
 
 
 def edit_json(path: Path, **changes) -> None:
@@ -5402,117 +5428,75 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def drop_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
+def put_weight(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Replaces a tensor, or drops it."""
+    tensors = load_file(folder / WEIGHTS) | {name: tensor}
+    save_file({n: t for n, t in tensors.items() if t is not None}, folder / WEIGHTS)
 
 
-def lose_a_shard(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+def move_weights(folder: Path, shard: str) -> None:
+    """They go out of the folder; its index names a shard."""
+    shutil.move(folder / WEIGHTS, folder.parent / "outside.safetensors")
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {NORM: shard}}))
 
 
-def foreign_artifact(folder: Path) -> None:
-    save_artifact(bases(tiny_model()), artifact_path(folder, "sals"), model_identity(tiny_model()))
+def put_sals(folder: Path, tensors: dict, model: Llama | None = None) -> None:
+    """As fitted to this folder's model by default."""
+    model = model or load_model(folder, CPU, torch.float32)
+    save_artifact(tensors, artifact_path(folder, "sals"), model_identity(model))
 
 
-def edit_tensor(folder: Path, change, name: str = "model.norm.weight") -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {name: change(tensors[name])}, folder / "model.safetensors")
-
-
-def point_outside(folder: Path) -> None:
-    shutil.move(folder / "model.safetensors", folder.parent / "outside.safetensors")
-    index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def configured(**changes):
-    return lambda folder: edit_json(folder / "config.json", **changes)
-
-
-DAMAGE = {
-    "heads of 2^31 dims": (configured(head_dim=1 << 31), "head_dim is more than"),
-    "2^40 layers": (configured(num_hidden_layers=1 << 40), "n_layers is more than"),
-    "more layers than tensors": (configured(num_hidden_layers=500_000), "there are 38 tensors"),
-    "an endless base of RoPE": (configured(rope_theta=math.inf), "rope_theta is inf"),
-    "a width of true": (configured(hidden_size=True), "dim is True"),
-    "heads of 15 dims": (configured(head_dim=15), "RoPE rotates pairs of dims"),
-    "a base of RoPE beyond floats": (configured(rope_theta=10**400), "is too large"),
-    "a window that is no number": (
-        configured(model_type="mistral", sliding_window="abc"),
-        "sliding_window is 'abc'",
-    ),
-    "weights that are no numbers": (
-        lambda f: edit_tensor(f, lambda t: t * torch.nan),
-        "model.norm.weight is not finite",
-    ),
-    "whole weights": (lambda f: edit_tensor(f, torch.Tensor.int), "holds I32 numbers"),
-    "complex weights": (lambda f: edit_tensor(f, lambda t: t * 1j), "holds C64 numbers"),
-    "a shard elsewhere": (point_outside, "outside of the folder"),
-    "pickled weights": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+WEIGHTS, NORM, UP = "model.safetensors", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+# What the error says, and the change of config.json, or of the folder, that it is about.
+DAMAGE = [
+    ("head_dim is more than", {"head_dim": 1 << 31}),
+    ("n_layers is more than", {"num_hidden_layers": 1 << 40}),
+    ("there are 38 tensors", {"num_hidden_layers": 500_000}),
+    ("rope_theta is inf", {"rope_theta": math.inf}),
+    ("dim is True", {"hidden_size": True}),
+    ("RoPE rotates pairs of dims", {"head_dim": 15}),
+    ("is too large", {"rope_theta": 10**400}),
+    ("sliding_window is 'abc'", {"model_type": "mistral", "sliding_window": "abc"}),
+    ("not a usable config", {"hidden_size": "48"}),
+    ("max_positions is None", {"max_position_embeddings": None}),
+    ("not a usable config", {"rope_scaling": {"rope_type": "linear"}}),
+    ("not a usable config", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
+    ("'longrope'", {"rope_scaling": {"rope_type": "longrope"}}),
+    ("'gpt2' is not supported", {"model_type": "gpt2"}),
+    ("only silu", {"hidden_act": "gelu"}),
+    ("quantised", {"quantization_config": {"bits": 4}}),
+    ("do not belong together", {"intermediate_size": 63}),
+    ("weights lack 45 of 83 ", {"num_hidden_layers": 9}),
+    ("do not belong together", {"num_hidden_layers": 2}),
+    ("cannot share", {"num_key_value_heads": 3}),
+    ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
+    ("no config.json", lambda f: (f / "config.json").unlink()),
+    ("not valid JSON", lambda f: (f / "config.json").write_text("{")),
+    ("not a JSON object", lambda f: (f / "config.json").write_text("[]")),
+    ("not a usable config", lambda f: (f / "config.json").write_text('{"model_type": "llama"}')),
+    ("model.norm.weight is not finite", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
+    ("holds I32 numbers", lambda f: put_weight(f, NORM, torch.ones(48, dtype=torch.int32))),
+    ("holds C64 numbers", lambda f: put_weight(f, NORM, torch.ones(48) * 1j)),
+    (f"lack 1 of 38 tensors, the first is {UP}", lambda f: put_weight(f, UP, None)),
+    ("outside of the folder", lambda f: move_weights(f, "../outside.safetensors")),
+    ("shard", lambda f: move_weights(f, "model-00001-of-00002.safetensors")),
+    ("neither model.safetensors nor", lambda f: (f / WEIGHTS).unlink()),
+    ("download it again", lambda f: truncate(f / WEIGHTS)),
+    (
         "pytorch_model.bin is not read: save the model as safetensors",
+        lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),
     ),
-    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
-    "config lacks a field": (
-        lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
-        "not a usable config",
+    ("no tokenizer.model", lambda f: (f / "tokenizer.model").unlink()),
+    ("not a valid tokenizer", lambda f: (f / "tokenizer.model").write_bytes(b"nonsense")),
+    ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
+    ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
+    ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
+    (
+        "scale is missing; make it again: python calibrate.py fit",
+        lambda f: put_sals(f, {"0.basis": torch.eye(64)}),
     ),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
-    "config with text for a size": (
-        lambda f: edit_json(f / "config.json", hidden_size="48"),
-        "not a usable config",
-    ),
-    "config with no positions": (
-        lambda f: edit_json(f / "config.json", max_position_embeddings=None),
-        "max_positions is None",
-    ),
-    "RoPE without its factor": (
-        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "linear"}),
-        "not a usable config",
-    ),
-    "RoPE that is not finite": (
-        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "linear", "factor": 0}),
-        "not a usable config",
-    ),
-    "architecture": (lambda f: edit_json(f / "config.json", model_type="gpt2"), "'gpt2' is not supported"),
-    "RoPE type": (
-        lambda f: edit_json(f / "config.json", rope_scaling={"rope_type": "longrope"}),
-        "'longrope'",
-    ),
-    "activation": (lambda f: edit_json(f / "config.json", hidden_act="gelu"), "only silu"),
-    "quantised": (lambda f: edit_json(f / "config.json", quantization_config={"bits": 4}), "quantised"),
-    "shape disagrees": (
-        lambda f: edit_json(f / "config.json", intermediate_size=63),
-        "do not belong together",
-    ),
-    "layers disagree": (
-        lambda f: edit_json(f / "config.json", num_hidden_layers=9),
-        "weights lack 45 of 83 ",
-    ),
-    "fewer layers": (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "do not belong together"),
-    "heads disagree": (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "cannot share"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
-    "truncated weights": (lambda f: truncate(f / "model.safetensors"), "download it again"),
-    "missing tensor": (drop_tensor, "lack 1 of 38 tensors, the first is model.layers.1.mlp.up_proj.weight"),
-    "missing shard": (lose_a_shard, "shard"),
-    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "no tokenizer.model"),
-    "damaged tokenizer": (
-        lambda f: (f / "tokenizer.model").write_bytes(b"nonsense"),
-        "not a valid tokenizer",
-    ),
-    "no artifact": (lambda f: artifact_path(f, "sals").unlink(), "calibrate.py fit"),
-    "truncated artifact": (lambda f: truncate(artifact_path(f, "sals")), "make it again"),
-    "artifact of another model": (foreign_artifact, "fitted to another model"),
-    "sliding window": (
-        lambda f: edit_json(f / "config.json", model_type="mistral", sliding_window=8),
-        "sliding window",
-    ),
-}
+    ("fitted to another model", lambda f: put_sals(f, bases(tiny_model()), tiny_model())),
+]
 
 
 @pytest.mark.parametrize(
@@ -5522,28 +5506,6 @@ def test_heads_that_groups_of_32_channels_do_not_fill_are_refused(method, option
     with pytest.raises(UserError, match="bit values need a head dim that groups of 32"):
         make_engine(tiny_model(head_dim=48), method, 1, 64, **options)
     make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16)
-
-
-def test_chat_wraps_the_text_of_a_file(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path / "model")
-    (tmp_path / "hello.txt").write_text("hello there")
-    outputs = []
-    for prompt in ("hello there", f"@{tmp_path / 'hello.txt'}"):
-        argv = [
-            "--checkpoint",
-            folder,
-            "--chat",
-            "mistral",
-            "--prompt",
-            prompt,
-            "--max_new_tokens",
-            2,
-            "--json",
-        ]
-        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-        assert code == 0, err
-        outputs.append(json.loads(out.splitlines()[-1])["prompt_tokens"])
-    assert outputs[0] == outputs[1] and outputs[0][0] > len(load_tokenizer(folder).encode("hello there"))
 
 
 def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
@@ -5556,148 +5518,174 @@ def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
     assert capsys.readouterr().out == tokenizer.decode(ids) + "\n" and "\ufffd" in tokenizer.decode(ids)
 
 
-def test_a_long_stop_text_stops(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    argv = ["--checkpoint", folder, "--prompt", "hello", "--max_new_tokens", 60, "--ignore_eos", "--json"]
-    _, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
-    whole = json.loads(out.splitlines()[-1])["text"][0]
+def test_a_long_stop_text_stops(cli):
+    line = "generate --prompt hello --max_new_tokens 60 --ignore_eos"
+    (whole,) = cli.json(line)["text"]
     stop = whole[20:100]  # far longer than any one token
-    code, out, _ = run_main(generate.main, [*argv, "--stop", stop], monkeypatch, capsys)
-    assert code == 0 and len(json.loads(out.splitlines()[-1])["text"][0]) < 105 < len(whole)
+    assert len(cli.json(f"{line} --stop {shlex.quote(stop)}")["text"][0]) < 105 < len(whole)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_folders_end_in_one_line(damage, tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello there", "--max_new_tokens", 20]
-    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 0 and out
-    spoil, message = DAMAGE[damage]
-    spoil(folder)
+@pytest.mark.parametrize("message,damage", DAMAGE)
+def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
+    damage(folder) if callable(damage) else edit_json(folder / "config.json", **damage)
     before = sorted(folder.iterdir())
-    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and out == "" and message in err
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in cli.refusal("generate --method sals --prompt 'hello there' --max_new_tokens 20")
     assert sorted(folder.iterdir()) == before
 
 
-BAD_OPTIONS = {
-    "rows beyond the memory": (["--prompt", "5", "--batch_size", "2147483647"], "not enough memory"),
-    "rows beyond all numbers": (["--prompt", "5", "--batch_size", str(1 << 40)], "is too large a number"),
-    "a file for a folder": (["--checkpoint", __file__, "--prompt", "5"], "a file of another format"),
-    "unknown method": (
-        ["--method", "magic"],
-        "unknown method 'magic'; the methods are: dense, sals, elitekv, loki, lrqk, fdc, streaming",
+# Command lines and what their errors say. few.txt and python.txt are texts, again a folder with a tokenizer.
+BAD_COMMANDS = {
+    "generate --prompt 5 --batch_size 2147483647": "not enough memory",
+    f"generate --prompt 5 --batch_size {1 << 40}": "is too large a number",
+    "generate --checkpoint few.txt --prompt 5": "a file of another format",
+    "generate --method magic": "unknown method 'magic'; the methods are: "
+    "dense, sals, elitekv, loki, lrqk, fdc, streaming",
+    "generate --rank 0.5": "--rank is neither an option nor a setting of dense",
+    "generate --meth sals": "--meth is neither an option nor a setting of dense",
+    "generate --method sals --rank 1e308 --prompt hi": "a share of at most 1",
+    "generate --method shadowkv --rank 1e308 --prompt hi": "must lie in",
+    f"generate --method h2o --gumbel --noise_seed {10**20}": f"--noise_seed: {10**20} is too large a number",
+    "generate --method sals --rank x": "--rank: invalid number value: 'x'",
+    f"generate --prompt {'1' * 5000}": "more than the model's 512",
+    "generate --prompt hi --context 600": "512; shorten --context",
+    "generate --method sals --kv_bits 4": "--kv_bits is neither an option nor a setting of sals",
+    "generate --method sals --bits 3": "--bits",
+    "generate --prompt ''": "empty",
+    "generate --prompt 0": "empty",
+    "generate --prompt @nowhere.txt": "no such file",
+    "generate --prompt 600": "more than the model's 512",
+    "generate --prompt 3000000000": "more than the model's 512",
+    "generate --prompt 5 --max_new_tokens ²": "--max_new_tokens",
+    "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
+    f"generate --prompt 5 --seed {'9' * 30}": "--seed",
+    "generate --prompt 5 --temperature nan": "nan is not a finite number",
+    "generate --method sals --rank inf --prompt 5": "--rank: inf is not",
+    "generate --device meta --prompt 5": "--device meta is not supported",
+    "generate --chat --prompt hello": "no chat style fits",
+    "generate --chat": "--chat needs a --prompt",
+    "generate --random_weights llama-2-7b --prompt 5 --stop x": "tokenizer",
+    "generate --interactive --prompt hello": "--interactive takes no --prompt",
+    "generate --interactive --context 600": "more than the model's 512; shorten --context",
+    "generate --prompt 60 --context 40": "raise --context",
+    "generate --checkpoint nowhere": "no such folder",
+    "generate --random_weights llama-9": "choose from",
+    "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "stands in for a --checkpoint",
+    "generate --prompt hi --ask ''": "not empty",
+    "generate --prompt hi --stop ''": "not empty",
+    "generate --random_weights llama-2-7b --prompt hi": "give --prompt INTEGER",
+    "generate --random_weights llama-2-7b": "give --prompt INTEGER",
+    "generate --prompt caf\udce9": "not UTF-8",
+    "generate --prompt hi --ask \udcff": "not UTF-8",
+    "generate --chat llama-2 --prompt hi --ask who?": "--interactive",
+    "generate": "no demo.txt",
+    "generate --method sals --rank 1.5 --prompt 5": "1 to 64",
+    "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
+    "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
+    "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
+    "generate --method elitekv --d_ckv 49 --prompt 5": "with r = 2 the latent can have 1 to 48 dims",
+    "generate --method loki --k 0 --prompt 5": "--k must be above 0",
+    "generate --method loki --d 1.5 --prompt 5": "--d in (0, 1]",
+    "generate --method lrqk --rank 17 --prompt 5": "r must be 1 to 16",
+    "generate --method lrqk --rank 8 --recent 0 --prompt 5": "--recent at least 1",
+    "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
+    "generate --method lrqk --rank 8 --kv_device cuda --device cpu --prompt 5": "the model runs on the CPU",
+    "generate --method sals --recent 0 --prompt 5": "recent >= 1",
+    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: the share",
+    "generate --method palu --keep 0 --prompt 5": "must lie in (0, 1]",
+    "generate --method sals --skip first --prompt 5": "layer numbers",
+    "generate --top_p 0 --prompt 5": "--top_p",
+    "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
+    "generate --device abacus --prompt 5": "not a device",
+    "generate --device cuda": "--device cpu",
+    "generate --checkpoint nano --method sals --rank 2": "1 to",  # before the dense run of the demo
+    "generate --checkpoint nano --method sals --skip 99": "the layers are",
+    "generate --checkpoint nano-elitekv --method sals --prompt hi": "run it with --method elitekv",
+    "fly": "invalid choice",
+    "eval --method magic": "the methods are",
+    "eval --method sals:depth=3": "--depth is not a setting of sals",
+    "eval --method sals:rank=x": "write rank=FLOAT, not rank=x",
+    "eval --method sals:rank=nan": "write rank=FLOAT, not rank=nan",
+    "eval --method sals:rank": "write rank=FLOAT, not rank",
+    "eval --method sals:fold=flase": "write fold=BOOL, not fold=flase",
+    "eval --method dense --method lrqk:rank=500 --samples 0 --prefix 30": "--rank 500: r must be 1 to",
+    "eval --equal_bytes 2": "--equal_bytes: 2 does not lie",
+    "eval --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
+    "eval --csv again": "no file can be written there",
+    "eval --csv few.txt/x.csv": "no file can be written into",
+    "eval --text few.txt --text few.txt": "a text named few already",
+    "eval --text python.txt": "a text named python already",
+    "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
+    "eval --continuation 0": "--continuation: 0 is not a whole",
+    "eval --facts 3 --tasks multiquery": "--facts: 3 is not",
+    "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
+    "eval --haystack few.txt": "no text of at least 200 characters",
+    "eval --lengths 200 --prefix 40 --samples 2147483647 --rows 2147483647": "not enough memory",
+    "overlap --length 200": "ask for longer prompts",
+    "overlap --length 600": "more than the model's 512",
+    "overlap --length 400 --samples 2147483647": "not enough memory",
+    "overlap --samples 0": "--samples: 0 is not a whole",
+    "masked --k 2": "--k: 2 does not lie in (0, 1]",
+    "pairs --checkpoint nano-elitekv": "was uptrained for EliteKV",
+    "fit --method sals --text none": "there is no such file or folder",
+    "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
+    "fit --method fdc --accuracy 2": "--accuracy: 2 does not lie in (0, 1]",
+    "fit --method sals --max_rank 0": "--max_rank: 0 does not",
+    "fit --method sals --window 0": "--window: 0 is not a",
+    "fit --method sals --shards 3": "must divide the 4 KV heads",
+    "fit --method loki --shards 2": "the artifacts of the other methods serve any number",
+    "train --out new --text few.txt": "too little text for a tokenizer",
+    "train --out new --text few.txt --method elitekv": "give it with --from FOLDER",
+    "train --out new --text few.txt:nan": "write PATH or PATH:SHARE",
+    "train --out few.txt/new --text few.txt": "no file can be written into",
+    "train --out new --text few.txt --device tpu": "--device tpu: not a device",
+    "train --out new --text few.txt --lr -1": "--lr: -1 is not above 0",
+    "train --out new --text few.txt --minutes nan": "--minutes: nan is not a finite number",
+    "train --out new --text few.txt --max_tokens 0": "--max_tokens: 0 is not a whole number",
+    "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
+    "train --out new --text few.txt --stages 0x32x1": "BATCHxLENGTHxSTEPS",
+    "train --out new --text few.txt --state few.txt/state": "no file can be written into",
+    "train --out new --text few.txt --log again": "no file can be written there",
+    "train --out again --text few.txt --stages 2147483647x64x1": "not enough memory: logits of",
+    "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
+    "train --out again --text few.txt --stages 1x64x1": "no text of at least 200 characters",
+    "train --out again --text few.txt --workers 300": "--workers: 300 is more than 256",
+    "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
+    "torchrun 2 generate --checkpoint tiny --method sals --prompt hello": (
+        "fit --checkpoint tiny --method sals --shards 2"
     ),
-    "setting of another method": (["--rank", "0.5"], "--rank is neither an option nor a setting of dense"),
-    "abbreviation": (["--meth", "sals"], "--meth is neither an option nor a setting of dense"),
-    "rank beyond all floats": (
-        ["--method", "sals", "--rank", "1e308", "--prompt", "hi"],
-        "a share of at most 1",
-    ),
-    "rank of ShadowKV beyond all floats": (
-        ["--method", "shadowkv", "--rank", "1e308", "--prompt", "hi"],
-        "must lie in",
-    ),
-    "number of more than 63 bits": (
-        ["--method", "h2o", "--gumbel", "--noise_seed", "9" * 20],
-        f"--noise_seed: {'9' * 20} is too large a number",
-    ),
-    "setting that is no number": (["--method", "sals", "--rank", "x"], "--rank: invalid number value: 'x'"),
-    "prompt of more digits than Python reads": (["--prompt", "1" * 5000], "more than the model's 512"),
-    "context beyond the model": (["--prompt", "hi", "--context", "600"], "512; shorten --context"),
-    "kv_bits where they do not fit": (
-        ["--method", "sals", "--kv_bits", "4"],
-        "--kv_bits is neither an option nor a setting of sals",
-    ),
-    "bad choice": (["--method", "sals", "--bits", "3"], "--bits"),
-    "empty prompt": (["--prompt", ""], "empty"),
-    "empty number": (["--prompt", "0"], "empty"),
-    "no such file": (["--prompt", "@nowhere.txt"], "no such file"),
-    "prompt too long": (["--prompt", "600"], "more than the model's 512"),
-    "prompt too long by far": (["--prompt", "3000000000"], "more than the model's 512"),
-    "no digit": (["--prompt", "5", "--max_new_tokens", "²"], "--max_new_tokens"),
-    "no rows": (
-        ["--prompt", "5", "--batch_size", "0"],
-        "--batch_size: 0 is not a whole number of at least 1",
-    ),
-    "seed too large": (["--prompt", "5", "--seed", "9" * 30], "--seed"),
-    "not a number": (["--prompt", "5", "--temperature", "nan"], "nan is not a finite number"),
-    "setting not a number": (["--method", "sals", "--rank", "inf", "--prompt", "5"], "--rank: inf is not"),
-    "other device": (["--device", "meta", "--prompt", "5"], "--device meta is not supported"),
-    "chat with no style": (["--chat", "--prompt", "hello"], "no chat style fits"),
-    "chat with no prompt": (["--chat"], "--chat needs a --prompt"),
-    "stop with random weights": (
-        ["--random_weights", "llama-2-7b", "--prompt", "5", "--stop", "x"],
-        "tokenizer",
-    ),
-    "interactive with a prompt": (["--interactive", "--prompt", "hello"], "--interactive takes no --prompt"),
-    "interactive beyond the model": (
-        ["--interactive", "--context", "600"],
-        "more than the model's 512; shorten --context",
-    ),
-    "cache too small": (["--prompt", "60", "--context", "40"], "raise --context"),
-    "no such folder": (["--checkpoint", "nowhere"], "no such folder"),
-    "no such shape": (["--random_weights", "llama-9"], "choose from"),
-    "random weights of a checkpoint": (
-        ["--random_weights", "llama-2-7b", "--prompt", "5"],
-        "stands in for a --checkpoint",
-    ),
-    "empty question": (["--prompt", "hi", "--ask", ""], "not empty"),
-    "empty stop": (["--prompt", "hi", "--stop", ""], "not empty"),
-    "text for random weights": (
-        ["--random_weights", "llama-2-7b", "--prompt", "hi"],
-        "give --prompt INTEGER",
-    ),
-    "demo of random weights": (["--random_weights", "llama-2-7b"], "give --prompt INTEGER"),
-    "no text": (["--prompt", "caf\udce9"], "not UTF-8"),
-    "question that is no text": (["--prompt", "hi", "--ask", "\udcff"], "not UTF-8"),
-    "question in a chat": (["--chat", "llama-2", "--prompt", "hi", "--ask", "who?"], "--interactive"),
-    "no demo": ([], "no demo.txt"),
-    "rank too large": (["--method", "sals", "--rank", "1.5", "--prompt", "5"], "1 to 64"),
-    "rank beyond the artifact": (["--method", "sals", "--rank", "0.9", "--prompt", "5"], "--max_rank"),
-    "no such layer": (["--method", "sals", "--skip", "9", "--prompt", "5"], "the layers are -4 to 3"),
-    "too many pairs": (
-        ["--method", "elitekv", "--r", "9", "--prompt", "5"],
-        "--r 9: a head has 1 to 8 pairs",
-    ),
-    "latent too wide": (
-        ["--method", "elitekv", "--d_ckv", "49", "--prompt", "5"],
-        "with r = 2 the latent can have 1 to 48 dims",
-    ),
-    "no tokens": (["--method", "loki", "--k", "0", "--prompt", "5"], "--k must be above 0"),
-    "no components": (["--method", "loki", "--d", "1.5", "--prompt", "5"], "--d in (0, 1]"),
-    "rank beyond the head": (["--method", "lrqk", "--rank", "17", "--prompt", "5"], "r must be 1 to 16"),
-    "no ring": (["--method", "lrqk", "--rank", "8", "--recent", "0", "--prompt", "5"], "--recent at least 1"),
-    "fewer slots than k": (
-        ["--method", "lrqk", "--rank", "8", "--slots", "0.5", "--prompt", "5"],
-        "give 0 (no hit/miss) or a multiple of k",
-    ),
-    "no GPU to keep rows on": (
-        ["--method", "lrqk", "--rank", "8", "--kv_device", "cuda", "--device", "cpu", "--prompt", "5"],
-        "the model runs on the CPU",
-    ),
-    "no recent tokens": (["--method", "sals", "--recent", "0", "--prompt", "5"], "recent >= 1"),
-    "all singular values": (["--method", "fdc", "--rate", "1", "--prompt", "5"], "--rate 1.0: the share"),
-    "no rank": (["--method", "palu", "--keep", "0", "--prompt", "5"], "must lie in (0, 1]"),
-    "bad layer list": (["--method", "sals", "--skip", "first", "--prompt", "5"], "layer numbers"),
-    "bad sampling": (["--top_p", "0", "--prompt", "5"], "--top_p"),
-    "batch smaller than prompts": (
-        ["--prompt", "5", "--prompt", "6", "--batch_size", "1"],
-        "less than the 2 prompts",
-    ),
-    "no device": (["--device", "abacus", "--prompt", "5"], "not a device"),
-    "no chat template": (["--chat", "--prompt", "hi"], "chat style"),
+    "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
+    "torchrun 2 generate --checkpoint nano-elitekv --prompt a": "one latent of all heads",
+    "kernels --model 13b": "argument --model: invalid choice: '13b'",
+    "kernels --shape foo": "argument --shape: invalid choice: 'foo'",
+    "kernels --shape 7x77": "argument --shape: invalid choice: '7x77'",
+    "kernels --fast": "unrecognized arguments: --fast",
+    "kernels --method dense nosuch": "argument --method: invalid choice: 'nosuch'",
+    "kernels --table speed": "argument --table: invalid choice: 'speed'",
+    "kernels --csv nowhere/x.csv": "--csv nowhere/x.csv: there is no such folder",  # not that there is no GPU
 }
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-    model = load_model(folder, CPU, torch.float32)
-    half = {name: t[:, :32].contiguous() if "basis" in name else t for name, t in bases(model).items()}
-    save_artifact(half, artifact_path(folder, "sals"), model_identity(model))
+def desk(checkpoint, tmp_path_factory):
+    """The folder in which bad commands run."""
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "few.txt").write_text("too short")
+    (folder / "python.txt").write_text("a text of its own")
+    (folder / "again").mkdir()
+    shutil.copy(NANO / "tokenizer.model", folder / "again")
+    for path in (checkpoint, NANO, NANO.parent / "nano-elitekv"):
+        (folder / path.name).symlink_to(path)
     return folder
+
+
+@pytest.mark.parametrize("line", BAD_COMMANDS)
+def test_bad_commands_end_in_one_line_before_anything_runs(line, desk, cli, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
+    monkeypatch.chdir(desk)
+    before = sorted(desk.rglob("*"))
+    assert BAD_COMMANDS[line] in cli.refusal(line)
+    assert sorted(desk.rglob("*")) == before
 
 
 def test_a_rank_is_the_nearest_to_its_share():
@@ -5707,99 +5695,32 @@ def test_a_rank_is_the_nearest_to_its_share():
             compress.share_rank(share, 256)
 
 
-@pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_bad_options_end_in_one_line(case, checkpoint, monkeypatch, capsys):
-    options, message = BAD_OPTIONS[case]
-    options = options if "--checkpoint" in options else ["--checkpoint", checkpoint, *options]
-    code, out, err = run_main(generate.main, options, monkeypatch, capsys)
-    assert code == 2 and out == "" and message in err
-    assert err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_cuda_asked_for_but_absent(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, _, err = run_main(
-        generate.main, ["--checkpoint", checkpoint, "--device", "cuda"], monkeypatch, capsys
-    )
-    assert code == 2 and "--device cpu" in err
-
-
-def test_a_token_id_outside_the_model_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    shutil.copytree(checkpoint, tmp_path / "small", dirs_exist_ok=True)
-    save_checkpoint(
-        tiny_model(vocab_size=100), tmp_path / "small"
-    )  # fewer embeddings than nano's tokenizer has ids
-    argv = ["--checkpoint", tmp_path / "small", "--prompt", "hello"]
-    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "outside the model's vocabulary of 100" in err, folder
-
-
-def test_too_little_memory_says_what_would_fit(checkpoint, monkeypatch, capsys):
+def test_too_little_memory_says_what_would_fit(cli, checkpoint, monkeypatch):
     model = load_model(checkpoint, CPU, torch.float32)
     one_row = sum(cache.formula() for cache in make_engine(model, "dense", 1, 60).caches)
     monkeypatch.setattr(generate, "free_memory", lambda device: int(2.5 * one_row))
-    argv = [
-        "--checkpoint",
-        checkpoint,
-        "--prompt",
-        "50",
-        "--max_new_tokens",
-        "10",
-        "--ignore_eos",
-        "--device",
-        "cpu",
-        "--batch_size",
-    ]
-    assert run_main(generate.main, [*argv, 2], monkeypatch, capsys)[0] == 0
-    code, out, err = run_main(generate.main, [*argv, 4], monkeypatch, capsys)
-    assert code == 2 and out == "" and "2 rows or 37 tokens a row would fit" in err
+    line = "generate --prompt 50 --max_new_tokens 10 --ignore_eos --device cpu --batch_size"
+    assert cli(f"{line} 2")[0] == 0
+    assert "2 rows or 37 tokens a row would fit" in cli.refusal(f"{line} 4")
 
 
-def test_a_budget_beyond_the_context_says_so_and_equals_dense(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    texts = []
-    for argv in (
-        ["--method", "dense"],
-        ["--method", "sals", "--rank", "1", "--bits", "16", "--latent_bits", "16", "--skip_as", "dense"],
-    ):
-        argv += ["--checkpoint", folder, "--prompt", "40", "--max_new_tokens", "10"]
-        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-        texts.append(out)
-        assert code == 0 and ("every token is attended" in err) == ("sals" in argv)
-    assert texts[0] == texts[1]
+def test_a_budget_beyond_the_context_says_so_and_equals_dense(cli, tmp_path):
+    line = f"generate --checkpoint {tiny_checkpoint(tmp_path)} --prompt 40 --max_new_tokens 10"
+    code, dense, told = cli(line)
+    assert code == 0 and "every token is attended" not in told
+    code, out, told = cli(f"{line} --method sals --rank 1 --bits 16 --latent_bits 16 --skip_as dense")
+    assert code == 0 and "every token is attended" in told and out == dense
 
 
-def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
-    argv = [
-        "--checkpoint",
-        checkpoint,
-        "--method",
-        "sals",
-        "--rank",
-        "0.25",
-        "--prompt",
-        "30",
-        "--prompt",
-        "7",
-        "--batch_size",
-        "3",
-        "--max_new_tokens",
-        "9",
-        "--recent",
-        "4",
-        "--json",
-        "--ignore_eos",
-    ]
-    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
-    report = json.loads(out.splitlines()[-1])
-    assert code == 0
+def test_json_is_the_last_line_and_complete(cli):
+    line = "generate --method sals --rank 0.25 --prompt 30 --prompt 7 --batch_size 3 --recent 4"
+    report = cli.json(f"{line} --max_new_tokens 9 --ignore_eos")
     assert report["prompt_tokens"] == [30, 7, 30] and report["new_tokens"] == [9, 9, 9]
-    assert [len(ids) for ids in report["token_ids"]] == [9, 9, 9] and report["token_ids"][0] != report[
-        "token_ids"
-    ][1]
+    ids = report["token_ids"]
+    assert [len(row) for row in ids] == [9, 9, 9] and ids[0] != ids[1]
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"] < report["cache_bytes_dense"]
     assert report["settings"]["rank"] == 0.25 and report["seed"] == 0
+    assert 50e6 < report["peak_memory_bytes"] < 1e12
     keys = (
         "method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s first_token_s "
         "decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense bytes_read_per_step "
@@ -5808,13 +5729,13 @@ def test_json_is_the_last_line_and_complete(checkpoint, monkeypatch, capsys):
     assert set(keys.split()) <= set(report)
 
 
-def test_questions_count_as_read(checkpoint, monkeypatch, capsys):
+def test_questions_count_as_read(cli, monkeypatch):
     """As tokens of the prompt, in the bytes of a step, and until the first token."""
-    argv = ["--checkpoint", checkpoint, "--prompt", "once upon a time", "--max_new_tokens", 2, "--ignore_eos"]
-    plain = generated(argv, monkeypatch, capsys)
+    line = "generate --prompt 'once upon a time' --max_new_tokens 2 --ignore_eos"
+    plain = cli.json(line)
     feed, slow = generate.Engine.feed, 0.25
     monkeypatch.setattr(generate.Engine, "feed", lambda engine, ids: feed(engine, ids) or time.sleep(slow))
-    asked = generated([*argv, "--ask", "who is " * 20, "--ask", "where?"], monkeypatch, capsys)
+    asked = cli.json(f"{line} --ask '{'who is ' * 20}' --ask where?")
     more, made = asked["prompt_tokens"][0] - plain["prompt_tokens"][0], asked["new_tokens"][0]
     assert more > 40 and asked["first_token_s"] > slow
     token = plain["bytes_read_per_step"] / (plain["prompt_tokens"][0] + plain["new_tokens"][0])
@@ -5823,40 +5744,38 @@ def test_questions_count_as_read(checkpoint, monkeypatch, capsys):
 
 @needs_cuda
 @pytest.mark.parametrize("method", ["dense", "sals"])
-def test_commands_run_on_cuda(method, checkpoint, monkeypatch, capsys):
-    argv = ["--checkpoint", checkpoint, "--device", "cuda", "--method", method, "--prompt", 60]
-    report = generated([*argv, "--ignore_eos", "--max_new_tokens", 8], monkeypatch, capsys)
+def test_commands_run_on_cuda(method, cli):
+    report = cli.json(f"generate --device cuda --method {method} --prompt 60 --ignore_eos --max_new_tokens 8")
     assert report["device"] == torch.cuda.get_device_name() and report["dtype"] == "bfloat16"
     assert report["capture_s"] > 0 and report["new_tokens"] == [8]
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
-def test_report_of_a_mixed_cache(tmp_path, monkeypatch, capsys):
-    argv = ["--checkpoint", tiny_checkpoint(tmp_path), "--prompt", "60", "--ignore_eos", "--json"]
-    argv += ["--max_new_tokens", "20", "--method", "lrqk", "--rank", "8", "--k", "10", "--recent", "4"]
-    code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-    report = json.loads(out.splitlines()[-1])
-    assert code == 0 and 0 < report["miss_rate"] < 1
+def test_report_of_a_mixed_cache(cli):
+    line = "generate --prompt 60 --ignore_eos --max_new_tokens 20"
+    report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4")
+    assert 0 < report["miss_rate"] < 1
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
-    assert f"{report['miss_rate']:.1%} of the selected rows come from there" in err
-    code, out, err = run_main(generate.main, [*argv, "--method", "dense"][:6], monkeypatch, capsys)
-    report = json.loads(out.splitlines()[-1])
-    assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in err
+    assert f"{report['miss_rate']:.1%} of the selected rows come from there" in cli.err
+    report = cli.json(line)
+    assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in cli.err
 
 
-def test_prompts_from_text_file_and_stdin_agree(checkpoint, tmp_path, monkeypatch, capsys):
-    (tmp_path / "prompt.txt").write_text("some words\nand more")
-    outputs = set()
-    for prompt in ("some words\nand more", f"@{tmp_path / 'prompt.txt'}", "-"):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("some words\nand more"))
-        argv = ["--checkpoint", checkpoint, "--prompt", prompt, "--max_new_tokens", "12"]
-        outputs.add(run_main(generate.main, argv, monkeypatch, capsys)[:2])
-    assert len(outputs) == 1 and outputs.pop()[0] == 0
+def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path):
+    text, file, lengths = "some words\nand more", tmp_path / "prompt.txt", []
+    file.write_text(text)
+    for chat in ("", "--chat mistral"):
+        line = f"generate {chat} --max_new_tokens 12 --prompt"
+        first, *others = (cli.json(f"{line} '{prompt}'", stdin=text) for prompt in (text, f"@{file}", "-"))
+        for name in ("prompt_tokens", "token_ids", "text"):
+            assert all(other[name] == first[name] for other in others)
+        lengths += first["prompt_tokens"]
+    assert lengths[0] == len(load_tokenizer(NANO).encode(text)) < lengths[1]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_help_names_every_setting(method, monkeypatch, capsys):
-    code, out, _ = run_main(generate.main, ["--method", method, "--help"], monkeypatch, capsys)
+def test_help_names_every_setting(method, cli):
+    code, out, _ = cli(f"generate --method {method} --help")
     assert code == 0
     for f in dataclasses.fields(METHODS[method].settings):
         assert f"--{f.name}" in out and f.metadata["help"].split()[-1] in out
@@ -5864,21 +5783,19 @@ def test_help_names_every_setting(method, monkeypatch, capsys):
         assert "d_r" in out and "r*/r" in out and "x:" in out
 
 
-def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monkeypatch, capsys):
+def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
     """Two turns through the cache give what one prefill of all their tokens gives."""
-    seen = []
-    original = generate.decode_rows
+    seen, original = [], generate.decode_rows
 
-    def spy(engine, *args, **kwargs):
+    def spy(engine, *args):
         seen.append(engine.logits.clone())
-        return original(engine, *args, **kwargs)
+        return original(engine, *args)
 
     monkeypatch.setattr(generate, "decode_rows", spy)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
-    argv = ["--checkpoint", checkpoint, "--interactive", "--max_new_tokens", "12", "--context", "80"]
-    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
-    model, tokenizer = load_model(checkpoint, CPU, torch.float32), load_tokenizer(checkpoint)
-    engine = make_engine(model, "dense", 1, 80)
+    turns = "hello\nhow are you\n"
+    code, out, _ = cli("generate --interactive --max_new_tokens 12 --context 80", stdin=turns)
+    assert code == 0 and out.count("> ") == 3
+    engine, tokenizer = fitted_engine(checkpoint, "dense", 1, 80), load_tokenizer(checkpoint)
     ids = tokenizer.encode("hello")
     engine.prefill([ids])
     output = original(engine, 12, lambda recent: recent[-1] in tokenizer.stop_ids)
@@ -5887,109 +5804,52 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(checkpoint, monke
     assert error(seen[1], engine.logits) < 1e-5
 
 
-def test_interactive_keeps_the_conversation(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
-    argv = ["--checkpoint", checkpoint, "--interactive", "--max_new_tokens", "5", "--context", "64"]
-    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 0 and out.count("> ") == 3
-
-
 @pytest.mark.parametrize("method", ["dense", "sals"])
-def test_random_weights_take_prompts_beyond_the_trained_length(method, monkeypatch, capsys):
+def test_random_weights_take_prompts_beyond_the_trained_length(method, cli, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", tiny_config(max_positions=64))
-    argv = ["--random_weights", "tiny", "--prompt", "100", "--batch_size", "2", "--max_new_tokens", "4"]
-    code, out, err = run_main(generate.main, [*argv, "--method", method, "--json"], monkeypatch, capsys)
-    assert code == 0, err
-    report = json.loads(out.splitlines()[-1])
+    line = f"generate --random_weights tiny --method {method} --prompt 100 --batch_size 2 --max_new_tokens 4"
+    report = cli.json(line)
     assert report["prompt_tokens"] == [100, 100] and [len(ids) for ids in report["token_ids"]] == [4, 4]
 
 
-def test_fit_writes_an_artifact_that_generate_takes(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    artifact_path(folder, "sals").unlink()
-    argv = ["fit", "--checkpoint", folder, "--method", "all", "--windows", "4", "--window", "64"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 0 and "energy kept" in out
-    model = load_model(folder, CPU, torch.float32)
+def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(cli, folder, monkeypatch):
+    for method in FITTED:
+        artifact_path(folder, method).unlink()
+    size, model = "--windows 4 --window 64", load_model(folder, CPU, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setitem(calibrate.FITS, "elitekv", mock.Mock(side_effect=UserError("not this model")))
+        code, out, err = cli(f"fit --method all {size}")
+        assert code == 0 and "energy kept" in out and "elitekv: not fitted" in err
+        assert cli(f"fit --method elitekv {size}")[0] == 2
+    assert {path.stem for path in folder.glob("*.safetensors")} == {"model", *FITTED} - {"elitekv"}
+    assert cli(f"fit --method elitekv {size}")[0] == 0
+    for method in FITTED:
+        assert load_artifact(folder, method, model)
     tensors = load_artifact(folder, "sals", model)
     assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
     assert tensors["scale"].shape == tensors["query_eigenvalues"].shape == (4, 64)
-    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello", "--max_new_tokens", "3"]
-    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
+    assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
+    assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
+    assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
 
 
-def test_fit_all_goes_on_where_a_method_cannot_take_the_model(tmp_path, monkeypatch, capsys):
-    def refuse(*args):
-        raise UserError("not this model")
-
-    folder = tiny_checkpoint(tmp_path)
-    monkeypatch.setitem(calibrate.FITS, "elitekv", refuse)
-    for method in ("sals", "loki", "elitekv", "fdc", "palu", "doublesparse"):
-        artifact_path(folder, method).unlink(missing_ok=True)
-    argv = ["fit", "--checkpoint", folder, "--method", "all", "--windows", "4", "--window", "64"]
-    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 0 and "elitekv: not fitted" in err
-    assert {path.stem for path in folder.glob("*.safetensors")} == {
-        "model", "sals", "loki", "fdc", "palu", "doublesparse"
-    }  # fmt: skip
-    argv = ["fit", "--checkpoint", folder, "--method", "elitekv", "--windows", "4", "--window", "64"]
-    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 2
-
-
-def test_an_artifact_of_an_older_format_is_refused(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    model = load_model(folder, CPU, torch.float32)
-    save_artifact({"0.basis": torch.eye(64)}, artifact_path(folder, "sals"), model_identity(model))
-    argv = ["--checkpoint", folder, "--method", "sals", "--prompt", "hello"]
-    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "scale is missing; make it again: python calibrate.py fit" in err
-
-
-def test_eval_prints_dense_first_and_json(checkpoint, tmp_path, monkeypatch, capsys):
+def test_eval_prints_dense_first_and_json(cli, tmp_path):
     lossy = "sals:rank=0.25,bits=2,sinks=0,critical=1,recent=4"
-    argv = [
-        "eval",
-        "--checkpoint",
-        checkpoint,
-        "--method",
-        lossy,
-        "--samples",
-        "2",
-        "--rows",
-        "2",
-        "--lengths",
-        "200",
-        "--perplexity_rows",
-        "2",
-        "--prefix",
-        "40",
-        "--continuation",
-        "8",
-        "--json",
-        "--csv",
-        tmp_path / "table.csv",
-        "--tasks",
-        "single",
-        "multikey",
-        "--facts",
-        "4",
-    ]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert code == 0 and [row["method"] for row in rows] == ["dense", lossy]
+    line = f"eval --method {lossy} --samples 2 --rows 2 --lengths 200 --perplexity_rows 2 --prefix 40"
+    line += f" --continuation 8 --tasks single multikey --facts 4 --csv {tmp_path}/table.csv"
+    rows = cli.json(line)["rows"]
+    assert [row["method"] for row in rows] == ["dense", lossy]
     assert rows[0]["kl python"] == 0 and rows[1]["kl python"] > 1e-3
     assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
     assert len(rows[0]["depth 200"]) == 2  # two samples fill two of the five fifths
 
 
-def test_eval_at_equal_cost_marks_what_cannot_pay(checkpoint, monkeypatch, capsys):
-    argv = ["eval", "--checkpoint", checkpoint, "--method", "sals:sinks=2,recent=4", "--method", "streaming"]
-    argv += ["--samples", "0", "--perplexity_rows", "2", "--prefix", "56", "--continuation", "8", "--json"]
-    argv += ["--equal_bytes", "0.5", "--equal_tokens", "0.25"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 0 and "dense *" in out and "sals:sinks=2,recent=4, 64 tokens: keep=0.25, rank=" in out
-    dense, sals, streaming = json.loads(out.splitlines()[-1])["rows"]
+def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
+    line = "eval --method sals:sinks=2,recent=4 --method streaming --samples 0 --equal_bytes 0.5"
+    line += " --equal_tokens 0.25 --perplexity_rows 2 --prefix 56 --continuation 8"
+    dense, sals, streaming = cli.json(line)["rows"]
+    assert "dense *" in cli.out and "sals:sinks=2,recent=4, 64 tokens: keep=0.25, rank=" in cli.out
     assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
     for row in (sals, streaming):
         assert row["over"] == [] and row["bytes/token"] <= dense["bytes/token"] / 2
@@ -5997,222 +5857,55 @@ def test_eval_at_equal_cost_marks_what_cannot_pay(checkpoint, monkeypatch, capsy
     assert sals["settings"]["64"]["keep"] == 0.25 and streaming["settings"]["64"] == {"recent": 12}
 
 
-def test_perplexity_through_the_cache_equals_a_full_forward(checkpoint):
-    model = load_model(checkpoint, CPU, torch.float32)
-    tokens = torch.randint(3, 4096, (2, 50))
-    engine = make_engine(model, "dense", 2, 50)
-    bar = generate.Progress("test", 10)
-    ppl, _, _ = calibrate.eval_perplexity(engine, tokens, 40, None, bar)
-    log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
-    reference = (-log_p.gather(-1, tokens[:, 40:, None]).mean()).exp()
-    assert abs(ppl / reference - 1) < 1e-4
-
-
-def test_eval_builds_every_method_before_it_evaluates_one(checkpoint, monkeypatch, capsys):
-    """A mistake in the last method of a long table is told at once."""
-    monkeypatch.setattr(calibrate, "eval_perplexity", lambda *args: pytest.fail("evaluated first"))
-    argv = ["eval", "--checkpoint", checkpoint, "--method", "dense", "--method", "lrqk:rank=500"]
-    argv += ["--samples", "0", "--prefix", "30", "--continuation", "2"]
-    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "--rank 500: r must be 1 to" in err.splitlines()[-1]
-
-
-def test_calibrate_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
-    few, python = tmp_path / "few.txt", tmp_path / "python.txt"
-    few.write_text("too short")
-    python.write_text("a text of its own")
-    weights = NANO / "model.safetensors"
-    train, again = (["train", "--out", tmp_path / name, "--text", few] for name in ("new", "again"))
-    (tmp_path / "again").mkdir()
-    shutil.copy(NANO / "tokenizer.model", tmp_path / "again")
-    cases = [
-        (
-            ["fit", "--checkpoint", checkpoint, "--method", "sals", "--text", tmp_path / "none"],
-            "there is no such file or folder",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=x"], "write rank=FLOAT, not rank=x"),
-        (["eval", "--checkpoint", checkpoint, "--method", "magic"], "the methods are"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--method", "sals:depth=3"],
-            "--depth is not a setting of sals",
-        ),
-        (["train", "--out", checkpoint, "--text", checkpoint, "--stages", "8x8"], "BATCHxLENGTHxSTEPS"),
-        (
-            ["fit", "--checkpoint", checkpoint, "--method", "fdc", "--accuracy", "2"],
-            "--accuracy: 2 does not lie in (0, 1]",
-        ),
-        (["fly"], "invalid choice"),
-        (
-            ["overlap", "--checkpoint", checkpoint, "--method", "dense", "--length", "400"],
-            "it attends all 400",
-        ),
-        (["overlap", "--checkpoint", checkpoint, "--length", "200"], "ask for longer prompts"),
-        (["fit", "--checkpoint", checkpoint, "--method", "sals", "--text", weights], "not UTF-8 text"),
-        ([*train, "--method", "elitekv"], "give it with --from FOLDER"),
-        (["eval", "--checkpoint", checkpoint, "--equal_bytes", "2"], "--equal_bytes: 2 does not lie"),
-        (["masked", "--checkpoint", checkpoint, "--k", "2"], "--k: 2 does not lie in (0, 1]"),
-        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank=nan"], "write rank=FLOAT, not rank=nan"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--lengths", "600"],
-            "512; shorten --prefix, --continuation or --l",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--csv", tmp_path], "no file can be written there"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--method", "sals:fold=flase"],
-            "write fold=BOOL, not fold=flase",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--method", "sals:rank"], "write rank=FLOAT, not rank"),
-        (["eval", "--checkpoint", checkpoint, "--text", few, "--text", few], "a text named few already"),
-        (["eval", "--checkpoint", checkpoint, "--text", python], "a text named python already"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--samples", "0", "--perplexity_rows", "0"],
-            "nothing to evaluate",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--csv", few / "x.csv"], "no file can be written into"),
-        (["eval", "--checkpoint", checkpoint, "--continuation", "0"], "--continuation: 0 is not a whole"),
-        (["overlap", "--checkpoint", checkpoint, "--length", "600"], "more than the model's 512"),
-        (["overlap", "--checkpoint", checkpoint, "--samples", "0"], "--samples: 0 is not a whole"),
-        (["eval", "--checkpoint", checkpoint, "--facts", "3", "--tasks", "multiquery"], "--facts: 3 is not"),
-        (
-            ["eval", "--checkpoint", checkpoint, "--facts", "3000", "--tasks", "multikey", "--lengths", "400"]
-            + ["--perplexity_rows", "0"],
-            "--facts 3000: there are words for",
-        ),
-        (["eval", "--checkpoint", checkpoint, "--haystack", few], "no text of at least 200 characters"),
-        (["pairs", "--checkpoint", NANO.parent / "nano-elitekv"], "was uptrained for EliteKV"),
-        (
-            ["fit", "--checkpoint", checkpoint, "--method", "sals", "--max_rank", "0"],
-            "--max_rank: 0 does not",
-        ),
-        (["fit", "--checkpoint", checkpoint, "--method", "sals", "--window", "0"], "--window: 0 is not a"),
-        (["train", "--out", tmp_path / "new", "--text", f"{checkpoint}:nan"], "write PATH or PATH:SHARE"),
-        (
-            ["train", "--out", NANO / "config.json" / "new", "--text", checkpoint],
-            "no file can be written into",
-        ),
-        ([*train, "--device", "tpu"], "--device tpu: not a device"),
-        ([*train, "--lr", "-1"], "--lr: -1 is not above 0"),
-        ([*again, "--stages", "2147483647x64x1"], "not enough memory: logits of"),
-        ([*again, "--workers", "300"], "--workers: 300 is more than 256"),
-        (
-            ["overlap", "--checkpoint", checkpoint, "--length", "400", "--samples", "2147483647"],
-            "not enough memory",
-        ),
-        (
-            ["eval", "--checkpoint", checkpoint, "--lengths", "200", "--prefix", "40"]
-            + ["--samples", "2147483647", "--rows", "2147483647"],
-            "not enough memory",
-        ),
-        ([*train, "--minutes", "nan"], "--minutes: nan is not a finite number"),
-        ([*train, "--max_tokens", "0"], "--max_tokens: 0 is not a whole number"),
-        ([*train, "--stages", "0x32x1"], "BATCHxLENGTHxSTEPS"),
-        ([*train, "--state", few / "state"], "no file can be written into"),
-        ([*train, "--log", tmp_path], "no file can be written there"),
-        (train, "too little text for a tokenizer"),
-        ([*again, "--stages", "1x40000x1"], "32768; shorten --stages"),
-        ([*again, "--stages", "1x64x1"], "no text of at least 200 characters"),
-    ]
-    for argv, message in cases:
-        code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
-        assert code == 2 and message in err and err.count("\n") == 1, (argv, err)
-    assert not (tmp_path / "new").exists()
-
-
-def test_what_is_wrong_with_a_method_shows_before_the_dense_run(monkeypatch, capsys):
-    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
-    for options, message in ((["--rank", "2"], "1 to"), (["--skip", "99"], "the layers are")):
-        argv = ["--checkpoint", NANO, "--method", "sals", *options]
-        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-        assert code == 2 and out == "" and message in err and err.count("\n") == 1
-
-
-def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(checkpoint, monkeypatch, capsys):
+def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monkeypatch):
     monkeypatch.setattr(model_file, "free_memory", lambda device: 10**5)
-    for argv in (["--random_weights", "llama-2-7b", "--prompt", "5"], ["--checkpoint", checkpoint]):
-        code, out, err = run_main(generate.main, argv, monkeypatch, capsys)
-        assert code == 2 and out == "" and "the weights need" in err and err.count("\n") == 1
+    for line in ("generate --random_weights llama-2-7b --prompt 5", "generate"):
+        assert "the weights need" in cli.refusal(line)
 
 
-def test_an_uptrained_checkpoint_names_its_one_method(monkeypatch, capsys):
-    argv = ["--checkpoint", NANO.parent / "nano-elitekv", "--method", "sals", "--prompt", "hi"]
-    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "run it with --method elitekv" in err
-
-
-def test_stdin_that_is_no_text(checkpoint, monkeypatch, capsys):
-    for errors in ("strict", "surrogateescape"):  # as the locale has it
-        stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors)
-        monkeypatch.setattr(sys, "stdin", stdin)
-        argv = ["--checkpoint", checkpoint, "--prompt", "-"]
-        code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-        assert code == 2 and "not UTF-8" in err and err.count("\n") == 1
-
-
-def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, monkeypatch):
-    model, path, stages = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", [Stage(1, 64, 9)]
-    make = calibrate.make_optimizer
-
-    def interrupted(model, lr):
-        optimizer, steps = make(model, lr), itertools.count()
-
-        def third(*_):
-            if next(steps) == 3:
-                signal.raise_signal(signal.SIGINT)
-
-        optimizer.register_step_pre_hook(third)
-        return optimizer
-
-    monkeypatch.setattr(calibrate, "make_optimizer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(model, nano_haystack, stages, 1e-3, 0, 0, path, math.inf)
-    assert calibrate.load_state(path, model, make(model, 1e-3)) == 4  # the step is done first
-    (tmp_path / "other").write_text("no state")
-    with pytest.raises(UserError, match="not what training this model has left"):
-        calibrate.load_state(tmp_path / "other", model, make(model, 1e-3))
-
-
-def test_artifacts_can_be_read_as_other_files_can(tmp_path):
+def test_an_artifact_is_whole_and_can_be_read_as_other_files_can(tmp_path, monkeypatch):
     (tmp_path / "plain").write_text("")
     save_artifact({"a": torch.zeros(1)}, tmp_path / "a.safetensors", {})
     assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
+    def interrupted(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
 
-@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.fitted])
+    monkeypatch.setattr(calibrate, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_artifact({"a": torch.zeros(2)}, tmp_path / "b.safetensors", {})
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "a.safetensors"}
+
+
+@pytest.mark.parametrize("method", FITTED)
 def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tmp_path):
     model = load_model(checkpoint, CPU, torch.float32)
     good, path = artifact_of(method, model), artifact_path(tmp_path, method)
 
-    def refusal(tensors: dict) -> str:
-        save_artifact({n: t.contiguous() for n, t in tensors.items()}, path, model_identity(model))
-        with pytest.raises(UserError) as refused:
-            load_artifact(tmp_path, method, model)
-        return str(refused.value)
+    def reloaded(tensors: dict) -> dict:
+        given = {name: t.clone().contiguous() for name, t in tensors.items() if t is not None}
+        save_artifact(given, path, model_identity(model))
+        return load_artifact(tmp_path, method, model)
 
     for name, (kind, *shape) in METHODS[method].tensors(model.config).items():
         tensor = good[name]
-        assert f"{name} is missing" in refusal({n: t for n, t in good.items() if n != name})
-        assert "numbers" in refusal(good | {name: tensor.int() if kind is float else tensor.float()})
-        assert "numbers" in refusal(good | {name: tensor.to(torch.complex64)})
-        assert "numbers" in refusal(good | {name: tensor.to(torch.int8)})
-        assert f"{name} is [" in refusal(good | {name: torch.stack((tensor, tensor))})
+        wrong = [(f"{name} is missing", None), (rf"{name} is \[", torch.stack((tensor, tensor)))]
+        for other in (torch.complex64, torch.int8, torch.int32 if kind is float else torch.float32):
+            wrong.append(("numbers", tensor.to(other)))
         if kind is float:
-            assert "not finite" in refusal(good | {name: tensor * torch.nan})
+            wrong.append(("not finite", tensor * torch.nan))
         elif shape:
-            assert "is no order" in refusal(good | {name: tensor + 1})
-    save_artifact(good, path, model_identity(model))
-    assert load_artifact(tmp_path, method, model).keys() == good.keys()
+            wrong.append(("is no order", tensor + 1))
+        for message, instead in wrong:
+            with pytest.raises(UserError, match=message):
+                reloaded(good | {name: instead})
+    for tensors in (good, compress.random_artifact(method, model.config)):
+        assert reloaded(tensors).keys() == tensors.keys()
 
 
-def test_random_artifacts_hold_what_their_methods_ask_for():
-    for method, row in METHODS.items():
-        if row.fitted:
-            made, c = compress.random_artifact(method, tiny_config()), tiny_config()
-            assert not any(compress.artifact_fault(made[n], *spec) for n, spec in row.tensors(c).items())
-
-
-def test_files_are_replaced_together_or_not_at_all(tmp_path, monkeypatch):
+def test_files_are_replaced_together_or_not_at_all(folder, tmp_path, monkeypatch):
     """A full disk, or a kill, leaves the old checkpoint; what a killed run left goes with the next one."""
-    folder = tiny_checkpoint(tmp_path / "model")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     left = folder / "checkpoint.partial"
     left.mkdir()
@@ -6234,8 +5927,7 @@ def test_files_are_replaced_together_or_not_at_all(tmp_path, monkeypatch):
     assert (folder / "model.safetensors").read_bytes() != before[folder / "model.safetensors"]
 
 
-def test_a_tied_matrix_may_have_the_name_of_the_output(tmp_path):
-    folder = tiny_checkpoint(tmp_path)
+def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
     expected = load_model(folder, CPU, torch.float32).output.weight.clone()
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -6244,44 +5936,29 @@ def test_a_tied_matrix_may_have_the_name_of_the_output(tmp_path):
     assert model.output.weight is model.tok_embeddings.weight and torch.equal(model.output.weight, expected)
 
 
-def test_random_prompts_need_no_tokenizer(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
+def test_random_prompts_differ_and_need_no_tokenizer(cli, folder):
     (folder / "tokenizer.model").unlink()
-    argv = ["--checkpoint", folder, "--prompt", 10, "--max_new_tokens", 3]
-    assert generated(argv, monkeypatch, capsys)["new_tokens"] == [3]
-    code, _, err = run_main(generate.main, [*argv, "--stop", "x"], monkeypatch, capsys)
-    assert code == 2 and "no tokenizer.model" in err
+    line = "generate --prompt 9 --prompt 9 --max_new_tokens 8 --ignore_eos"
+    first, second = cli.json(line)["token_ids"]
+    assert len(first) == len(second) == 8 and first != second
+    assert "no tokenizer.model" in cli.refusal(f"{line} --stop x")
 
 
-def test_streams_that_are_closed_or_know_fewer_characters(checkpoint, monkeypatch, capsys):
+def test_streams_that_are_closed_or_know_other_characters(cli, monkeypatch):
+    for errors in ("strict", "surrogateescape"):  # as the locale has it
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
+        assert "not UTF-8" in cli.refusal("generate --prompt -")
     monkeypatch.setattr(sys, "stdin", None)
-    argv = ["--checkpoint", checkpoint, "--prompt", "-"]
-    code, _, err = run_main(generate.main, argv, monkeypatch, capsys)
-    assert code == 2 and "the prompt is empty" in err and err.count("\n") == 1
+    assert "the prompt is empty" in cli.refusal("generate --prompt -")
     monkeypatch.setattr(sys, "stdin", None)
-    argv = ["--checkpoint", checkpoint, "--interactive", "--context", 64]
-    assert run_main(generate.main, argv, monkeypatch, capsys)[0] == 0
+    assert cli("generate --interactive --context 64")[0] == 0
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     generate.run_command(lambda: print("snow \u2603", flush=True))
     assert stdout.buffer.getvalue() == b"snow ?\n"
 
 
-@pytest.mark.parametrize("n", [*range(2, 45), 400])
-def test_training_documents_of_any_length(n, nano_haystack):
-    for seed in range(30):
-        ids, weights = training_document(nano_haystack, random.Random(seed), n)
-        assert len(ids) == len(weights) == n
-
-
-def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
-    model, state = Llama(tiny_config(vocab_size=4096)), tmp_path / "state"
-    with pytest.raises(UserError, match="lower --lr"):
-        train(model, nano_haystack, [Stage(1, 32, 8)], 1e30, 0, 0, state, math.inf, constant=True)
-    assert not state.exists()
-
-
-def test_an_interrupted_evaluation_keeps_its_rows(checkpoint, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
     measure = calibrate.perplexity_row
 
     def interrupted(candidate, *rest):
@@ -6291,41 +5968,12 @@ def test_an_interrupted_evaluation_keeps_its_rows(checkpoint, tmp_path, monkeypa
 
     monkeypatch.setattr(calibrate, "perplexity_row", interrupted)
     monkeypatch.setattr(generate.Progress, "outer", None)
-    argv = ["eval", "--checkpoint", checkpoint, "--method", "streaming", "--method", "topk:keep=8"]
-    argv += ["--samples", 0, "--perplexity_rows", 1, "--prefix", 40, "--continuation", 4]
-    code, _, err = run_main(calibrate.main, [*argv, "--csv", tmp_path / "t.csv"], monkeypatch, capsys)
+    line = "eval --method streaming --method topk:keep=8 --samples 0 --perplexity_rows 1 --prefix 40"
+    code, _, err = cli(f"{line} --continuation 4 --csv {tmp_path}/t.csv")
     rows = (tmp_path / "t.csv").read_text().splitlines()
     assert code == 130 and [row.split(",")[0] for row in rows] == ["method", "dense", "streaming"]
     assert "dense: bytes/token" in err and "streaming: bytes/token" in err
     assert list(tmp_path.iterdir()) == [tmp_path / "t.csv"]
-
-
-def test_a_kl_to_itself_is_no_less_than_zero(checkpoint):
-    tokens = torch.randint(3, 4096, (2, 50), generator=torch.Generator().manual_seed(0))
-    model, bar = load_model(checkpoint, CPU, torch.float32), generate.Progress("test", 20)
-    reference = None
-    for _ in range(2):
-        engine = make_engine(model, "dense", 2, 50)
-        _, kl, reference = calibrate.eval_perplexity(engine, tokens, 40, reference, bar)
-        assert (kl >= 0).all() and (kl < 1e-5).all()
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--model", "13b"],
-        ["--shape", "foo"],
-        ["--shape", "7x77"],
-        ["--fast"],
-        ["--csv", "nowhere/x.csv"],
-        ["--method", "dense", "nosuch"],
-        ["--table", "speed"],
-    ],
-)
-def test_the_benchmarks_errors_are_one_line(argv, monkeypatch, capsys):
-    code, out, err = run_main(lambda: kernels.main(kernels), argv, monkeypatch, capsys)
-    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
-    assert argv[-1] in err  # what is wrong is said, not that there is no GPU
 
 
 @needs_cuda
@@ -6422,7 +6070,7 @@ def test_the_readmes_first_command_prints_what_the_readme_shows():
     assert "Question:" + shown in run.stdout
 
 
-def test_the_readmes_own_method_runs(checkpoint, monkeypatch, capsys):
+def test_the_readmes_own_method_runs(cli):
     code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     prompts = [random_ids(n, n) for n in (5, 60, 33)]
     more = [random_ids(20, 100 + n) for n in (5, 60, 33)]
@@ -6437,41 +6085,31 @@ def test_the_readmes_own_method_runs(checkpoint, monkeypatch, capsys):
         assert error(few[1:, 1], dense[1:, 1]) > 1e-2  # 60 do not
         for cache in engine.caches:
             assert cache.measured() == cache.formula() == compress.dense_bytes(cache.room) * 24 // 80
-        options = ["--method", "keynorm", "--keep", 24, "--checkpoint", checkpoint, "--ignore_eos"]
-        report = generated([*options, "--prompt", "hello", "--max_new_tokens", 4], monkeypatch, capsys)
+        run = "generate --method keynorm --keep 24 --ignore_eos --prompt hello --max_new_tokens 4"
+        report = cli.json(run)
     assert report["settings"]["keep"] == 24 and len(report["token_ids"][0]) == 4
     assert "keynorm" not in METHODS
 
 
-def generated(argv, monkeypatch, capsys) -> dict:
-    code, out, err = run_main(generate.main, [*argv, "--json"], monkeypatch, capsys)
-    assert code == 0, err
-    return json.loads(out.splitlines()[-1])
+def test_sampling_options_and_the_seed_reach_the_draw(cli):
+    def ids(options: str) -> list[list[int]]:
+        return cli.json(f"generate --prompt hello --max_new_tokens 12 --ignore_eos {options}")["token_ids"]
+
+    hot = "--temperature 50"
+    assert ids(f"{hot} --seed 1") == ids(f"{hot} --seed 1") != ids(f"{hot} --seed 2")
+    assert ids(f"{hot} --top_k 1") == ids(f"{hot} --top_p 1e-6") == ids("") != ids(hot)
 
 
-def test_sampling_options_and_the_seed_reach_the_draw(checkpoint, monkeypatch, capsys):
-    def ids(*options):
-        argv = ["--checkpoint", checkpoint, "--prompt", "hello", "--max_new_tokens", 12, "--ignore_eos"]
-        return generated([*argv, *options], monkeypatch, capsys)["token_ids"]
-
-    hot = ("--temperature", 50)
-    assert ids(*hot, "--seed", 1) == ids(*hot, "--seed", 1) != ids(*hot, "--seed", 2)
-    assert ids(*hot, "--top_k", 1) == ids(*hot, "--top_p", 1e-6) == ids() != ids(*hot)
-
-
-def test_random_prompts_of_one_length_differ(checkpoint, monkeypatch, capsys):
-    argv = ["--checkpoint", checkpoint, "--prompt", 9, "--prompt", 9, "--max_new_tokens", 8, "--ignore_eos"]
-    first, second = generated(argv, monkeypatch, capsys)["token_ids"]
-    assert first != second
-
-
-def test_generate_stops_at_the_models_stop_token(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    argv = ["--checkpoint", folder, "--prompt", "hello", "--max_new_tokens", 20]
-    free = generated([*argv, "--ignore_eos"], monkeypatch, capsys)["token_ids"][0]
+def test_generate_stops_at_the_models_stop_token(cli, folder, monkeypatch):
+    line, prefill, prompts = "generate --max_new_tokens 20", generate.Engine.prefill, []
+    (free,) = cli.json(f"{line} --ignore_eos --prompt hello")["token_ids"]
     edit_json(folder / "config.json", eos_token_id=free[5])
-    assert generated(argv, monkeypatch, capsys)["token_ids"][0] == free[: free.index(free[5])]
-    assert generated([*argv, "--ignore_eos"], monkeypatch, capsys)["token_ids"][0] == free
+    assert cli.json(f"{line} --prompt hello")["token_ids"] == [free[: free.index(free[5])]]
+    assert cli.json(f"{line} --ignore_eos --prompt hello")["token_ids"] == [free]
+    # A conversation goes on after it without reading again.
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: prompts.append(args) or prefill(*args))
+    assert cli(f"{line} --interactive --context 80", stdin="hello\nhow are you\n")[0] == 0
+    assert len(prompts) == 1
 
 
 def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
@@ -6486,16 +6124,10 @@ def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
     assert report["text"] == [" world"] * 3
 
 
-def test_the_first_token_comes_after_the_prefill(checkpoint, monkeypatch, capsys):
+def test_the_first_token_comes_after_the_prefill(cli, monkeypatch):
     prefill = generate.Engine.prefill
-
-    def slow(self, prompts):
-        generate.time.sleep(0.3)
-        prefill(self, prompts)
-
-    monkeypatch.setattr(generate.Engine, "prefill", slow)
-    argv = ["--checkpoint", checkpoint, "--prompt", 9, "--max_new_tokens", 4]
-    report = generated(argv, monkeypatch, capsys)
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: time.sleep(0.3) or prefill(*args))
+    report = cli.json("generate --prompt 9 --max_new_tokens 4")
     assert report["first_token_s"] >= report["prefill_s"] >= 0.3
 
 
@@ -6509,15 +6141,12 @@ def test_a_prompt_may_fill_all_positions():
 
 def test_host_memory_counts_where_the_model_runs_on_the_cpu(monkeypatch):
     model, settings = tiny_model(), settings_from("lrqk", LRQK)
-    caches = make_engine(model, "lrqk", 1, 60, **LRQK).caches
-    needed = sum(c.formula() + c.host_bytes() for c in caches)
-    for free in (needed, needed - 1):
-        monkeypatch.setattr(generate, "free_memory", lambda device, free=free: free)
-        if free < needed:
-            with pytest.raises(UserError, match="not enough memory"):
-                generate.check_memory(model, "lrqk", settings, {}, 1, 60)
-        else:
-            generate.check_memory(model, "lrqk", settings, {}, 1, 60)
+    needed = sum(c.formula() + c.host_bytes() for c in make_engine(model, "lrqk", 1, 60, **LRQK).caches)
+    monkeypatch.setattr(generate, "free_memory", lambda device: needed)
+    generate.check_memory(model, "lrqk", settings, {}, 1, 60)
+    monkeypatch.setattr(generate, "free_memory", lambda device: needed - 1)
+    with pytest.raises(UserError, match="not enough memory"):
+        generate.check_memory(model, "lrqk", settings, {}, 1, 60)
 
 
 def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
@@ -6530,204 +6159,52 @@ def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
     assert out == "" and "slow [#######...." in err and "1/4, 90 s left" in err
 
 
-def test_an_interrupt_ends_with_130():
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as stop:
-        generate.run_command(interrupted)
-    assert stop.value.code == 130
-
-
-def test_errors_are_one_line_that_moves_no_terminal(capsys):
-    def fails():
-        raise UserError("first\x1b[31m\n\u202e" + "x\r" * 9999 + "last")
-
-    with pytest.raises(SystemExit) as stop:
-        generate.run_command(fails)
+def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(capsys):
+    text = "first\x1b[31m\n\u202e" + "x\r" * 9999 + "last"
+    for mistake, code in ((KeyboardInterrupt(), 130), (UserError(text), 2)):
+        with pytest.raises(SystemExit) as stop:
+            generate.run_command(mock.Mock(side_effect=mistake))
+        assert stop.value.code == code
     line = capsys.readouterr().err
-    assert stop.value.code == 2 and line[:-1].isprintable() and line[-1] == "\n" and len(line) < 310
+    assert line[:-1].isprintable() and line[-1] == "\n" and len(line) < 310
     assert line.startswith("error: first?[31m??x?x") and line.endswith("x?last\n")
 
 
-def test_what_evaluation_reads_is_never_trained_or_calibrated_on(checkpoint, tmp_path, monkeypatch, capsys):
-    names = [f"{i}.py" for i in range(40)]
+def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, monkeypatch):
+    names = {f"{i}.py" for i in range(40)}
     held = {name for name in names if calibrate.held_out(Path(name))}
     assert 0 < len(held) < 10
     for name in names:
         (tmp_path / name).write_text(name * 100)
-    seen = []
-
-    def stop(*arguments):
-        seen.append({f.name for part in arguments if isinstance(part, list) for f in part})
-        raise UserError("seen")
-
+    read = mock.Mock(side_effect=UserError("read"))
     monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
-    monkeypatch.setattr(calibrate, "windows", stop)
-    monkeypatch.setattr(calibrate, "tokenize_files", stop)
+    monkeypatch.setattr(calibrate, "windows", read)
+    monkeypatch.setattr(calibrate, "tokenize_files", read)
     shutil.copy(NANO / "tokenizer.model", tmp_path)
-    for argv in (
-        ["train", "--out", tmp_path, "--text", tmp_path],
-        ["fit", "--checkpoint", checkpoint, "--method", "sals"],
-        ["eval", "--checkpoint", checkpoint],
-    ):
-        assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 2
-    assert seen == [set(names) - held, set(names) - held, held]
+    for line in (f"train --out {tmp_path} --text {tmp_path}", "fit --method sals", "eval"):
+        assert "read" in cli.refusal(line)
+    files = [next(given for given in call.args if isinstance(given, list)) for call in read.call_args_list]
+    assert [{file.name for file in some} for some in files] == [names - held, names - held, held]
 
 
-def test_max_rank_is_what_is_stored(tmp_path, monkeypatch, capsys):
-    folder = tiny_checkpoint(tmp_path)
-    argv = [
-        "fit",
-        "--checkpoint",
-        folder,
-        "--method",
-        "sals",
-        "--windows",
-        2,
-        "--window",
-        64,
-        "--max_rank",
-        0.25,
-    ]
-    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 0
-    model = load_model(folder, CPU, torch.float32)
-    assert compress.load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
-
-
-def test_ranks_prints_what_its_json_has(checkpoint, monkeypatch, capsys):
-    argv = ["ranks", "--checkpoint", checkpoint, "--windows", 2, "--window", 64, "--json"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    figures = json.loads(out.splitlines()[-1])
-    assert code == 0 and figures["pre"] != figures["post"]
+def test_ranks_prints_what_its_json_has(cli):
+    figures = cli.json("ranks --windows 2 --window 64")
+    assert figures["pre"] != figures["post"]
+    lines = [line for line in cli.out.splitlines() if " RoPE " in line]
     for label, name in (("before", "pre"), ("after", "post")):
-        lines = [
-            line.split(" RoPE ")[1] for line in out.splitlines() if f"{label} " in line and " RoPE " in line
-        ]
-        assert [int(line.split()[0]) for line in lines] == figures[name]
+        told = [line.split(" RoPE ")[1] for line in lines if f"{label} " in line]
+        assert [int(line.split()[0]) for line in told] == figures[name]
 
 
-def test_plot_draws_csv_files_and_names_what_they_lack(tmp_path, monkeypatch, capsys):
-    quality = "method,bytes/token,read/step,kl python,single 1024,multikey 1024"
-    rows = [
-        "dense,8192,67000,0,100,50",
-        '"sals:rank=0.25,bits=2",2367,11600,0.01,50,',
-        "kivi,2691,21700,0.1,100,40",
-    ]
-    steps = ("8b,8,2048,sals,3", "8b,8,1024,sals,2", "8b,8,1024,dense,5", "7b,1,1024,dense,4")
-    times = "\n".join(["model,batch,length,method,ms", *steps])
-    (tmp_path / "eval.csv").write_text("\n".join([quality, *rows]))
-    (tmp_path / "step.csv").write_text(times)
-    pictures, picture = {}, calibrate.picture
-
-    @contextlib.contextmanager
-    def kept(path, *shape):
-        with picture(path, *shape) as axes:
-            yield axes
-        pictures[path.stem] = axes
-
-    monkeypatch.setattr(calibrate, "picture", kept)
-    pytest.importorskip("matplotlib")
-    argv = ["plot", tmp_path / "eval.csv", tmp_path / "step.csv", "--out", tmp_path / "out"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 0 and out.split() == [str(tmp_path / "out" / f"{name}.png") for name in ("eval", "step")]
-    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in out.split())
-    points = [[tuple(line.get_xydata()[0]) for line in axis.lines] for axis in pictures["eval"].flat]
-    assert points[0] == [(8192, 100), (2367, 50), (2691, 90)]  # of the tasks that a row has
-    assert points[3] == [(11600, 0.01), (21700, 0.1)]  # dense has no KL to itself
-    first = {line.get_label(): line.get_xydata().tolist() for line in pictures["step"].flat[0].lines}
-    assert first == {"sals": [[1024, 2], [2048, 3]], "dense": [[1024, 5]]}
-    for text, message in (
-        (quality.replace("read/step", "x") + "\n1,2,3,4,5,6", "it has no column 'read/step'"),
-        ("\n".join([quality, *rows[1:]]), "it has no row of dense"),
-        ("\n".join([quality, "dense,8192,67 MB,0,1,1"]), "the column 'read/step' holds what is no number"),
-        (quality, "it has no rows"),
-        (times.replace("batch", "rows"), "it has no column 'batch'"),
-    ):
-        (tmp_path / "bad.csv").write_text(text)
-        code, _, err = run_main(calibrate.main, ["plot", tmp_path / "bad.csv"], monkeypatch, capsys)
-        assert code == 2 and message in err and err.count("\n") == 1, err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    code, _, err = run_main(calibrate.main, argv, monkeypatch, capsys)
-    assert code == 2 and err == "error: pictures need matplotlib: pip install matplotlib\n"
-
-
-def test_interactive_goes_on_after_a_stop_token_without_reading_again(tmp_path, monkeypatch, capsys):
-    folder, prompts, prefill = tiny_checkpoint(tmp_path), [], generate.Engine.prefill
-    argv = ["--checkpoint", folder, "--max_new_tokens", 12]
-    free = generated([*argv, "--prompt", "hello"], monkeypatch, capsys)["token_ids"][0]
-    edit_json(folder / "config.json", eos_token_id=free[3])
-    monkeypatch.setattr(
-        generate.Engine, "prefill", lambda self, ids: prompts.append(ids) or prefill(self, ids)
-    )
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhow are you\n"))
-    assert run_main(generate.main, [*argv, "--interactive", "--context", 80], monkeypatch, capsys)[0] == 0
-    assert len(prompts) == 1
-
-
-def test_peak_memory_is_in_bytes():
-    assert 50e6 < generate.peak_memory(CPU) < 1e12
-
-
-def test_fit_passes_on_what_fdc_is_asked_for(tmp_path, monkeypatch, capsys):
-    asked = {}
-
-    def spy(model, tokens, moments, max_rank, **how):
-        asked.update(how)
-        return {"a": torch.zeros(2)}, {"energy": "none"}
-
-    monkeypatch.setitem(calibrate.FITS, "fdc", spy)
-    argv = [
-        "fit",
-        "--checkpoint",
-        tiny_checkpoint(tmp_path),
-        "--method",
-        "fdc",
-        "--windows",
-        1,
-        "--window",
-        32,
-    ]
-    argv += ["--accuracy", 0.9, "--positions", 100]
-    assert run_main(calibrate.main, argv, monkeypatch, capsys)[0] == 0
-    assert asked == {"accuracy": 0.9, "positions": 100}
-
-
-def test_masked_and_overlap_print_and_give_json(checkpoint, monkeypatch, capsys):
-    argv = [
-        "masked",
-        "--checkpoint",
-        checkpoint,
-        "--windows",
-        1,
-        "--window",
-        64,
-        "--k",
-        0.25,
-        "--d",
-        0.5,
-        "--json",
-    ]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert code == 0 and [row["method"] for row in rows] == ["dense", "k=0.25 final", "k=0.25 per_row"]
+def test_masked_and_overlap_print_and_give_json(cli):
+    rows = cli.json("masked --windows 1 --window 64 --k 0.25 --d 0.5")["rows"]
+    assert [row["method"] for row in rows] == ["dense", "k=0.25 final", "k=0.25 per_row"]
     assert (rows[1]["kept rows"], rows[1]["kept pairs"]) == calibrate.kept_shares(0.25, 64, "final")
-    argv = [
-        "overlap",
-        "--checkpoint",
-        checkpoint,
-        "--length",
-        200,
-        "--task",
-        "single",
-        "--samples",
-        2,
-        "--json",
-    ]
-    code, out, _ = run_main(calibrate.main, [*argv, "--method", "loki:k=0.25"], monkeypatch, capsys)
-    (scores,) = json.loads(out.splitlines()[-1]).values()
-    assert code == 0 and len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
-    assert " ".join(f"{s:.3f}" for s in scores) in out
+    line = "overlap --length 200 --task single --samples 2 --method"
+    (scores,) = cli.json(f"{line} loki:k=0.25").values()
+    assert len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
+    assert " ".join(f"{s:.3f}" for s in scores) in cli.out
+    assert "it attends all 200" in cli.refusal(f"{line} dense")
 
 
 # ---------------------------------------------------------------------------------------------- several ranks
@@ -6763,36 +6240,27 @@ def ranked(folder: Path) -> dict[str, tuple]:
     cache's bytes, and how many weights there are."""
     found = {}
     for name, (method, options) in [("four", case) for case in RANKED + JOINT] + [("two", RANKED[0])]:
-        model = load_model(folder / name, CPU, torch.float32)
-        c, room = model.config, Room(model, 2, 90)
-        settings = settings_from(method, options)
-        if method == "elitekv":  # all that the latent can hold
-            settings.d_ckv = min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * settings.r))
-        artifact = load_artifact(folder / name, method, model) if METHODS[method].fitted else {}
-        engine = Engine(model, METHODS[method].build(model, settings, room, artifact), room, Sampling())
-        logits = logits_through(engine, [random_ids(70), random_ids(41, 1)], [random_ids(8, 2)] * 2)
+        # all that the latent can hold
+        most = {"d_ckv": min(48, 4 // model_file.ranks()[1] * 28)} if method == "elitekv" else {}
+        engine = fitted_engine(folder / name, method, 2, 80, **options, **most)
+        logits = logits_through(engine, [random_ids(70), random_ids(41, 1)], [random_ids(4, 2)] * 2)
         tokens = decode_rows(engine, 4, lambda ids: False).token_ids
         figures = [sum(c.measured() for c in engine.caches), sum(c.formula() for c in engine.caches)]
-        found[f"{name} {method} {options}"] = (
-            logits,
-            tokens,
-            figures,
-            sum(p.numel() for p in model.parameters()),
-        )
+        weights = sum(p.numel() for p in engine.model.parameters())
+        found[f"{name} {method} {options}"] = logits, tokens, figures, weights
     return found
 
 
-def ranked_argv(folder: Path) -> list[str]:
-    argv = ["--checkpoint", folder / "four", "--method", "loki", "--prompt", "Twelve", "--prompt", "The red"]
-    argv += ["--temperature", "2", "--ignore_eos", "--max_new_tokens", "6", "--device", "cpu", "--json"]
-    return [str(word) for word in argv]
+def ranked_line(folder: Path) -> str:
+    line = f"generate --checkpoint {folder}/four --method loki --prompt Twelve --prompt 'The red'"
+    return f"{line} --device cpu --temperature 2 --ignore_eos --max_new_tokens 6"
 
 
 def ranked_main(folder: Path) -> None:
     rank, n = model_file.ranks()
     torch.save(ranked(folder), folder / f"{n}-{rank}.pt")
-    argv = [*ranked_argv(folder), "--seed", str(rank)]  # rank 0 draws for all
-    generate.run_generate(generate.parse_args(argv))
+    argv = shlex.split(f"{ranked_line(folder)} --json --seed {rank}")  # rank 0 draws for all
+    generate.run_generate(generate.parse_args(argv[1:]))
     sys.stdout.flush()
     model_file.gathered("all have printed")
     if rank == n - 1:
@@ -6808,9 +6276,9 @@ def one_rank(tmp_path_factory):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, monkeypatch, capsys):
+def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, cli):
     folder, alone = one_rank
-    report = generated(ranked_argv(folder), monkeypatch, capsys)
+    report = cli.json(ranked_line(folder))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n]
     command += ["--redirects", 3, "--log_dir", folder / f"logs{n}", __file__, folder]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -6836,14 +6304,14 @@ def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, 
     for name in ("token_ids", "text", "cache_bytes_measured", "cache_bytes_dense", "bytes_read_per_step"):
         assert ranked_report[name] == report[name]
     assert len(report["ranks"]) == 1 and len(ranked_report["ranks"]) == n
-    assert (
-        sum(rank["bytes_read_per_step"] for rank in ranked_report["ranks"]) == report["bytes_read_per_step"]
-    )
+    read = sum(rank["bytes_read_per_step"] for rank in ranked_report["ranks"])
+    assert read == report["bytes_read_per_step"]
 
 
 def play_rank(monkeypatch, rank: int, n: int) -> None:
     for module in (model_file, calibrate, generate):
         monkeypatch.setattr(module, "ranks", lambda: (rank, n))
+    monkeypatch.setattr(generate.os, "_exit", sys.exit)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3 fuses q, k, v and gate, up
@@ -6880,12 +6348,12 @@ def test_random_weights_of_ranks_agree_where_they_are_not_shared(monkeypatch):
     assert torch.equal(first.output.weight, second.output.weight)
     assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
     assert first.config.n_kv_heads == 2 and first.whole.n_kv_heads == 4
+    assert [tiny_config().shard(n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
     artifact = compress.random_artifact("sals", first.config)
     assert METHODS["sals"].build(first, SalsSettings(), Room(first, 1, 64), artifact)
 
 
-def test_shards_of_sals_are_the_blocks_of_the_covariance(tmp_path, monkeypatch):
-    folder = tiny_checkpoint(tmp_path)
+def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
     model = load_model(folder, CPU, torch.float32)
     tokens = torch.tensor(random_ids(400)).view(2, 200)
     moments = key_moments(model, tokens, "test")
@@ -6898,29 +6366,6 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(tmp_path, monkeypatch):
         truth = eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
         assert error(basis @ basis.T, truth @ truth.T) < 1e-3
         assert torch.equal(own["scale"], made["scale"][:, heads])
-
-
-def test_ranks_that_cannot_be_are_refused_in_one_line(checkpoint, tmp_path, monkeypatch, capsys):
-    fit = ["fit", "--checkpoint", checkpoint, "--windows", 1, "--window", 32, "--method"]
-    run = ["--checkpoint", checkpoint, "--prompt", "hello", "--method"]
-    uptrained = tiny_checkpoint(tmp_path)
-    edit_json(uptrained / "config.json", elitekv=True)
-    cases = [
-        (2, calibrate, [*fit, "sals"], "only eval takes torchrun"),
-        (
-            3,
-            generate,
-            [*run, "dense"],
-            "3 ranks cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
-        ),
-        (2, generate, ["--checkpoint", uptrained, "--prompt", "a"], "one latent of all heads"),
-    ]
-    monkeypatch.setattr(generate.os, "_exit", sys.exit)
-    for n, module, argv, message in cases:
-        play_rank(monkeypatch, 0, n)
-        code, out, err = run_main(module.main, argv, monkeypatch, capsys)
-        assert code == 2 and message.format(checkpoint) in err and err.count("\n") == 1, (argv, err)
-    assert [tiny_config().shard(n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
 
 
 if __name__ == "__main__":
