@@ -5631,8 +5631,6 @@ BAD_COMMANDS = {
     "fit --method fdc --accuracy 2": "--accuracy: 2 does not lie in (0, 1]",
     "fit --method sals --max_rank 0": "--max_rank: 0 does not",
     "fit --method sals --window 0": "--window: 0 is not a",
-    "fit --method sals --shards 3": "must divide the 4 KV heads",
-    "fit --method loki --shards 2": "the artifacts of the other methods serve any number",
     "train --out new --text few.txt": "too little text for a tokenizer",
     "train --out new --text few.txt --method elitekv": "give it with --from FOLDER",
     "train --out new --text few.txt:nan": "write PATH or PATH:SHARE",
@@ -5650,9 +5648,6 @@ BAD_COMMANDS = {
     "train --out again --text few.txt --stages 1x64x1": "no text of at least 200 characters",
     "train --out again --text few.txt --workers 300": "--workers: 300 is more than 256",
     "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
-    "torchrun 2 generate --checkpoint tiny --method sals --prompt hello": (
-        "fit --checkpoint tiny --method sals --shards 2"
-    ),
     "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
     "torchrun 2 generate --checkpoint nano-elitekv --prompt a": "one latent of all heads",
     "kernels --model 13b": "argument --model: invalid choice: '13b'",
@@ -5993,7 +5988,7 @@ def test_the_benchmark_times_a_methods_operators_and_its_attention():
     "case, names",
     [
         ("topk", ["scores", "select", "attend"]),
-        ("fdc", ["fdc_append", "fdc_attend"]),
+        ("fdc", ["fdc_attend"]),
         ("streaming", ["attend"]),
     ],
 )
