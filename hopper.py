@@ -499,8 +499,8 @@ def _attend_streamed(
     basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
     pos: Tensor, words: Tensor, bits: int
 ) -> Tensor:  # fmt: skip
-    """sals_attend of chosen tokens and heads that share no keys, in a kernel for logits and exact windows and
-    one for the values (see streams_basis)."""
+    """attend of chosen tokens that are rebuilt from latents, heads sharing no keys, in a kernel for logits and
+    exact windows and one for the values (see streams_basis)."""
     (B, Hkv, D), n, count = q.shape, index.shape[1], window_parts(ring_k.shape[1])
     keys = (latent, latent_scale, basis, basis_scale)
     logits, windows = _logits_and_windows(q, index, *keys, ring_k, ring_v, pos, words)
@@ -786,8 +786,8 @@ def _attend_at_once(
     basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
     pos: Tensor, words: Tensor, bits: int
 ) -> Tensor:  # fmt: skip
-    """sals_attend of chosen tokens and heads that share no keys, in one kernel, and the merge of its parts
-    (see attends_at_once)."""
+    """attend of chosen tokens that are rebuilt from latents, heads sharing no keys, in one kernel, and the
+    merge of its parts (see attends_at_once)."""
     (B, Hkv, D), (S, r), n, z = q.shape, latent.shape[1:], index.shape[1], ring_k.shape[1]
     itemsize, T = latent.element_size(), 64
     KB = 128 // itemsize
@@ -994,7 +994,7 @@ def _int8_shared_kernel(
 def _attend_int8_shared(
     q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor, pos: Tensor, bits: int
 ) -> Tensor:
-    """int8_attend of heads whose keys queries share (see shares_int8). It is launched plainly, since programs
+    """attend of keys in int8 (see shares_int8). It is launched plainly, since programs
     of one warp would crowd if they were let in early (see overlapped)."""
     (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor

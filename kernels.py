@@ -101,15 +101,6 @@ def shape(name: str, x: Tensor, *sizes: int, dtype: torch.dtype | None = None) -
     need(dtype is None or x.dtype == dtype, f"{name} must be {dtype}, not {x.dtype}")
 
 
-def check_latent(pos: Tensor, latent: Tensor, scale: Tensor | None, B: int, dtype: torch.dtype) -> None:
-    """Asks that latents [B, S, r] are of the model's dtype, or int8 codes with a scale [B, S] fp32."""
-    shape("latent", latent, B, *latent.shape[1:], dtype=dtype if scale is None else torch.int8)
-    check(pos, B, latent=latent)
-    if scale is not None:
-        shape("latent_scale", scale, *latent.shape[:2], dtype=torch.float32)
-        check(pos, B, latent_scale=scale)
-
-
 def check_blocks(blocks: tuple[int, ...], S: int, block: int) -> None:
     """Raises ValueError where the queries of `blocks` blocks of S tokens (none: one for all) are not so many,
     or a tile would lie in two blocks."""
@@ -872,7 +863,7 @@ def rope_words(rope: Tensor, positions: int, D: int, dtype: torch.dtype) -> Tens
 
 
 def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
-    """The basis as sals_attend wants it: dims of a RoPE pair side by side, heads padded to a power of two.
+    """The basis as attend wants it: dims of a RoPE pair side by side, heads padded to a power of two.
 
     basis [Hkv*D, r] -> [Hkv, DP, r]: dim 2c is old dim c, dim 2c + 1 is old dim c + D/2, DP - D zero rows
     after them."""
@@ -1773,11 +1764,13 @@ def fdc_attend(
 ) -> Tensor:  # fmt: skip
     """Attention of one token a row over the tokens 0..pos of heads of unequal rank, equal work a program.
 
-    q [B, Hq, max d_qk] and packed, table, ranks as fdc_append has them; scale: that of the full head dim
-    -> [B, sum of G d_v], heads in order. All heads of all rows lie end to end on one line; every program
-    attends an equal stretch of it, found from pos on the device: ragged rows are balanced as well, and no
-    step schedules anything. The parts merge by log-sum-exp. Truth: compress.attend for each head, and for
-    the stretches compress.equal_stretches (arXiv 2408.04107, sec. 5.3, schedules whole heads)."""
+    q [B, Hq, max d_qk], zero beyond a head's d_qk; packed [B * S * sum(ranks)]: K' [B, S, d_qk] head by head,
+    then V' [B, S, d_v]; ranks: d_qk of all heads, then d_v, and table the rank_table of them; scale: that of
+    the full head dim -> [B, sum of G d_v], heads in order. All heads of all rows lie end to end on one line;
+    every program attends an equal stretch of it, found from pos on the device: ragged rows are balanced as
+    well, and no step schedules anything. The parts merge by log-sum-exp. Truth: compress.attend for each
+    head, and for the stretches compress.equal_stretches (arXiv 2408.04107, sec. 5.3, schedules whole
+    heads)."""
     B, Hq, DQ = q.shape
     Hkv = len(ranks) // 2
     S = fdc_capacity(B, Hkv, ranks, table, packed)
@@ -2019,13 +2012,9 @@ def work_of(name: str, args: tuple, out) -> tuple[float, float]:
         share = 0.0
     elif name == "scores":  # reads the leading dims of rows
         share = args[0].shape[-1] / args[1].shape[-1]
-    elif name in ("attend", "sals_attend"):
-        if name == "attend":
-            q, kind, (latent, *_), (v, *_), _, _, index = args[:7]
-            heads, S = v.shape[1:3]
-        else:
-            q, index, latent, _, basis = args[:5]
-            kind, heads, S = "latents", len(basis), latent.shape[1]
+    elif name == "attend":
+        q, kind, (latent, *_), (v, *_), _, _, index = args[:7]
+        heads, S = v.shape[1:3]
         if index is not None:  # of a row, of each KV head or of each query head
             share = min(1, index[0].numel() / (heads if index.ndim == 3 else 1) / S)
         if kind == "latents":  # makes keys, in int8 at twice the rate of bf16
