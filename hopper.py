@@ -499,7 +499,7 @@ def _attend_streamed(
     basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
     pos: Tensor, words: Tensor, bits: int
 ) -> Tensor:  # fmt: skip
-    """attend of chosen tokens that are rebuilt from latents, heads sharing no keys, in a kernel for logits and
+    """attend of chosen tokens that are rebuilt from latents, heads sharing no keys: a kernel for logits and
     exact windows and one for the values (see streams_basis)."""
     (B, Hkv, D), n, count = q.shape, index.shape[1], window_parts(ring_k.shape[1])
     keys = (latent, latent_scale, basis, basis_scale)
