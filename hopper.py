@@ -121,7 +121,8 @@ def attend(
         latent, latent_scale = (x if x is None else x[:, 0] for x in keys[:2])
         basis, basis_scale, bias, _ = keys[2:]
         by_token = [x.transpose(1, 2) for x in values]
-        joint = keys[0].stride(1) == 0 and bias is None and q.shape[1] == len(basis)
+        shared = keys[0].stride(1) == 0 or len(basis) == 1
+        joint = shared and bias is None and q.shape[1] == len(basis)
         if joint and len(values) == 2 and all(x.is_contiguous() for x in (latent, *by_token)):
             (B, n), (Hkv, D), r = index.shape, q.shape[1:], latent.shape[2]
             sizes, itemsize = (n, Hkv, D, r), tile_itemsize(q.dtype, latent)

@@ -6,6 +6,7 @@ of the reference.
 """
 
 import argparse
+import ast
 import base64
 import contextlib
 import dataclasses
@@ -3618,6 +3619,7 @@ def test_smollm2_agrees_with_transformers(smollm2):
 # ---------------------------------------------------------------------------------------------------- kernels
 # In triton's interpreter on the CPU (fp32 and fp16: tl.dot on bf16 is wrong there), in fp16 and bf16 on CUDA.
 
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
@@ -3669,47 +3671,85 @@ def poisoned_memory(monkeypatch):
 poisoned = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "B, S, heads, r_score, r",
-    [(1, 70, 1, 5, 9), (3, 130, 1, 64, 128), (3, 300, 3, 33, 40), (1, 129, 8, 64, 64), (3, 97, 32, 520, 530)],
-)
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("block", [0, 48, 512])
-@poisoned
-def test_kernel_softmax_scores(dtype, B, S, heads, r_score, r, int8, block):
-    blocks = [-(-S // block)] if block else []
-    queries, latent = randn(B, *blocks, heads, r_score, dtype=dtype), randn(B, S, r, dtype=dtype)
-    queries[..., 0, :] *= 0 if heads > 1 else 1  # a head without a largest number
+# ---- scores
+
+
+def poison(x, dead):
+    """x in its own strides, NaN where dead, a mask of its leading dims."""
+    x = x.clone()
+    x[dead] = NAN
+    return x
+
+
+def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels):
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
-    stored, decoded = latents_of(latent, live, int8)
-    truth = sals_scores(queries.float(), decoded[..., :r_score], live, "softmax", 0.25, block)
-    out = kernels.softmax_scores(queries, *stored, pos, 16**-0.5, block)
-    assert (out[~live] == -torch.inf).all()
-    close(out[live], truth[live], dtype)
+    x = randn(B, S, H, r, dtype=dtype)
+    rows, scale = compress.quantize_int8(x) if int8 else (x, None)
+    decoded = (rows * scale if int8 else x).float()[..., :r_score].transpose(1, 2)
+    n = -(-S // block) if block else 1
+    queries = 2 * randn(B, n, H, N, r_score, seed=1, dtype=dtype)
+    queries[..., 0, :] *= N == 1  # a query without a largest number
+    of_token = torch.arange(S, device=DEVICE) // (block or S)
+    logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded) * 0.3
+    logits = logits.masked_fill(~live[:, None, None], -torch.inf)
+    if rule == "each":
+        truth = logits.flatten(1, 2)
+    elif rule == "largest":  # ranks alike without the constant of a single query
+        truth = compress.group_scores(logits, live) if N > 1 else logits[:, :, 0]
+    else:
+        truth = logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
+    if int8:
+        scale = poison(scale[..., 0], ~live).transpose(1, 2)
+    else:
+        rows = poison(rows, ~live)
+    queries = queries if block else queries[:, 0]
+    out = ops.scores(queries, rows.transpose(1, 2), scale, pos, 0.3, rule, block)
+    assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
+    close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
 
-def latents_of(latent, live, int8):
-    """(rows, scale or None) as a cache stores them, NaN where a token is not live; what they stand for."""
-    if not int8:
-        return (latent.masked_fill(~live[..., None], NAN), None), latent.float()
-    codes, scale = compress.quantize_int8(latent)
-    codes[~live] = 127
-    return (codes, scale[..., 0].masked_fill(~live, NAN)), codes * scale
-
-
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["each", "largest", "softmax"])
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    "B, S, H, N, r, r_score, block",
+    [
+        (1, 70, 1, 4, 32, 16, 0),
+        (3, 300, 2, 1, 48, 20, 48),
+        (2, 90, 3, 6, 64, 64, 0),
+        (2, 300, 1, 3, 40, 33, 48),
+        (3, 97, 1, 32, 530, 520, 0),
+        (3, 97, 1, 32, 530, 520, 512),
+        (1, 129, 1, 8, 9, 5, 48),
+    ],
+)
 @poisoned
-def test_kernel_softmax_scores_of_several_tiles_a_program(monkeypatch, int8):
+def test_kernel_scores(dtype, rule, int8, B, S, H, N, r, r_score, block):
+    """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8."""
+    check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block)
+
+
+@pytest.mark.parametrize("rule", ["each", "largest", "softmax"])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("block", [0, 48])
+@poisoned
+def test_kernel_scores_of_several_tiles_a_program(monkeypatch, rule, int8, block):
     monkeypatch.setattr(kernels, "softmax_config", lambda *_: (16, 32, 4, 2, 6))
-    queries, latent = 3 * randn(3, 4, 32, dtype=torch.float16), randn(3, 300, 40, dtype=torch.float16)
-    pos = positions(299, 100, 17)
-    live = torch.arange(300, device=DEVICE) <= pos[:, None]
-    stored, decoded = latents_of(latent, live, int8)
-    truth = sals_scores(queries.float(), decoded[..., :32], live, "softmax", 0.25)
-    out = kernels.softmax_scores(queries, *stored, pos, 16**-0.5)
-    close(out[live], truth[live], torch.float16)
+    check_scores(torch.float16, rule, int8, 3, 300, 1, 4, 40, 32, block)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="4 GB of rows")
+def test_kernel_scores_beyond_two_to_the_31_numbers():
+    B, S, r = 2, 1 << 20, 2048
+    rows = torch.zeros(B, 1, S, r, dtype=torch.int8, device=DEVICE)
+    rows[1, :, -4096:] = 1
+    scale, queries = torch.ones(B, 1, S, device=DEVICE), torch.ones(B, 1, 1, 64, device=DEVICE)
+    out = kernels.scores(queries, rows, scale, positions(S - 1, S - 1), 1.0, "each")
+    assert out.sum((1, 2)).tolist() == [0, 4096 * 64]
+
+
+# ---- select
 
 
 @pytest.mark.parametrize(
@@ -3805,7 +3845,7 @@ def test_kernel_select_guesses_inside_its_bracket_and_soon_ends(kind, most, sign
         assert len(steps) <= most * (y < S)
 
 
-def check_select(kind, S, x, y, z, pos, shares=None):
+def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
     pos = positions(*pos)
     B = len(pos)
     scores = randn(B, S)
@@ -3831,159 +3871,306 @@ def check_select(kind, S, x, y, z, pos, shares=None):
         scores = 1 + levels * 2.0**-23
     live = places <= pos[:, None]
     wanted = shares and positions(*(int(share * y) for share in shares))
-    out = kernels.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
+    out = ops.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
     truth = compress.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
     for b in range(B):
         got, want = (index[b][index[b] >= 0].long() for index in (out, truth))
         assert (out[b] >= -1).all() and len(got) == len(got.unique()) == len(want)
         assert (got <= pos[b] - z).all() and torch.equal(out[b, :x], truth[b, :x])
         assert torch.equal(scores[b, got].sort().values, scores[b, want].sort().values)
-    again = kernels.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
+    again = ops.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
     assert torch.equal(out, again)
 
 
-def sals_truth(q, index, live, latent, basis, v, ring_k, ring_v, pos, cos, sin):
-    """fp32, row by row; v [B, S, Hkv, D] decoded; index and live [B, n]."""
-    B, Hq, D = q.shape
-    Hkv, z = ring_k.shape[2], ring_k.shape[1]
-    rows = []
-    for b in range(B):
-        chosen = index[b][live[b]].long()
-        k = (latent[b, chosen].float() @ basis.float().T).unflatten(-1, (Hkv, D))
-        k = apply_rope(k, cos[chosen], sin[chosen])
-        recent = torch.arange(max(0, int(pos[b]) - z + 1), int(pos[b]) + 1, device=q.device) % z
-        k = torch.cat((k, ring_k[b, recent].float())).repeat_interleave(Hq // Hkv, 1)
-        values = torch.cat((v[b, chosen].float(), ring_v[b, recent].float())).repeat_interleave(Hq // Hkv, 1)
-        weight = (torch.einsum("hd,nhd->hn", q[b].float(), k) * D**-0.5).softmax(-1)
-        rows.append(torch.einsum("hn,nhd->hd", weight, values))
-    return torch.stack(rows)
+# ---- attend
+
+FORMATS = ["plain", "int8", "latents", "joint latents", "joint int8 latents", "channels"]
+
+
+def with_ring(decoded, exact, read, seed, dtype, R=32):
+    """decoded [B, Hkv, S, D] in fp32, but for the tokens where exact [B, S] out of a ring [B, R, Hkv, D];
+    and the ring, NaN in the slots that are not read."""
+    B, Hkv, S, D = decoded.shape
+    ring, slot = randn(B, R, Hkv, D, seed=seed, dtype=dtype), torch.arange(S, device=DEVICE) % R
+    truth = torch.where(exact[:, None, :, None], ring[:, slot].transpose(1, 2).float(), decoded)
+    used = (read & exact[:, None])[..., None] & (slot[:, None] == torch.arange(R, device=DEVICE))
+    ring.transpose(1, 2)[~used.any(2)] = NAN
+    return truth, ring
+
+
+def stored_keys(form, dtype, read, D, pos, r=24):
+    """Random stores of a format as kernels.attend takes them, NaN where a KV head does not read a token
+    (read [B, Hkv, S]); and the keys [B, Hkv, S, D] that they hold, in fp32."""
+    B, Hkv, S = read.shape
+    k = randn(B, S, Hkv, D, seed=1, dtype=dtype).transpose(1, 2)
+    if form == "plain":
+        return [poison(k, ~read)], k.float()
+    k = k.contiguous()
+    if form == "int8":
+        codes, scale = compress.quantize_int8(k)
+        return [codes, poison(scale[..., 0], ~read)], codes * scale
+    if form == "channels":
+        places = torch.arange(S, device=DEVICE)
+        codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), 4, 32, -2)
+        decoded = compress.dequantize(codes, low_scale, 4, 32, dtype, -2)[:, :, :S].float()
+        exact = places >= (pos // 32 * 32)[:, None]
+        coded = F.pad(read & ~exact[:, None], (0, -S % 32)).unflatten(2, (-1, 32)).any(3)
+        truth, ring = with_ring(decoded, exact, read, 4, dtype)
+        return [codes, poison(low_scale, ~coded), ring], truth
+    joint, int8, (cos, sin) = "joint" in form, "int8" in form, tables(S, D)
+    latent = randn(B, 1 if joint else Hkv, S, r, dtype=dtype)
+    basis, bias = r**-0.5 * randn(Hkv * D, r, seed=2, dtype=dtype), randn(Hkv * D, 1, seed=3)
+    paired, dead = [kernels.interleave_rope(x, Hkv) for x in (basis, bias)], ~read
+    if joint:  # of all heads, as SALS has them
+        dead, paired[1], bias = ~read.any(1, keepdim=True), None, 0 * bias
+    stores = [poison(latent, dead), None, paired[0], None, paired[1]]
+    if int8:
+        codes, scale = compress.quantize_int8(latent)
+        basis_codes, basis_scale = compress.quantize_basis(basis, SimpleNamespace(n_kv_heads=Hkv))
+        latent, basis = codes * scale, basis_codes * basis_scale
+        paired = [kernels.interleave_rope(x, Hkv) for x in (basis_codes, basis_scale)]
+        stores = [codes, poison(scale[..., 0], dead), *paired, None]
+    stores[:2] = [x if x is None else x.expand(B, Hkv, *x.shape[2:]) for x in stores[:2]]
+    k = (latent.float() @ basis.float().unflatten(0, (Hkv, D)).mT) + bias.view(Hkv, 1, D)
+    truth = apply_rope(k.transpose(1, 2), cos, sin).transpose(1, 2)
+    return [*stores, kernels.rope_pairs(cos, sin, dtype)], truth
+
+
+def stored_values(form, dtype, read, DV, bits, pos):
+    """The same of values: by token, beside int8 keys and channels by head, and beside these with a ring."""
+    B, Hkv, S = read.shape
+    v = randn(B, S, Hkv, DV, seed=6, dtype=dtype)
+    v = v.transpose(1, 2).contiguous() if form in ("int8", "channels") else v
+    codes, low_scale, truth = v, None, v.float()
+    if bits < 16:
+        codes, low_scale = quantize(v, bits, min(32, DV))
+        truth = dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
+    if form not in ("int8", "channels"):
+        codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
+    if bits == 16:
+        return [poison(codes, ~read)], truth
+    if form != "channels":
+        return [codes, poison(low_scale, ~read)], truth
+    exact = torch.arange(S, device=DEVICE) > pos[:, None] - 32
+    truth, ring = with_ring(truth, exact, read, 9, dtype)
+    return [codes, poison(low_scale, ~read | exact[:, None]), ring], truth
+
+
+def chosen_tokens(sets, n, B, S, pos):
+    """For each set n places, some of none (-1), of distinct tokens up to pos; which tokens [B, sets, S]."""
+    later = torch.arange(S, device=DEVICE) > pos.view(-1, *[1] * len(sets), 1)
+    best, index = randn(B, *sets, S, seed=5).masked_fill(later, -torch.inf).topk(min(n, S))
+    index = index.where(best > -torch.inf, -1).int()
+    index[..., 2::7] = -1
+    member = torch.zeros(B, *sets, S + 1, dtype=torch.bool, device=DEVICE)
+    return index, member.scatter(-1, index.long().where(index >= 0, S), True)[..., :S]
+
+
+def attend_case(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=24, rise=None, written=False):
+    """Arguments of kernels.attend, with NaN in every slot that it must not read, or if `written` only where
+    there is no token; and what it gives, in fp32.
+
+    tokens: "all", or the kind of the index. rise: from the first to the last slot of the window keys are
+    their query times factors from rise[0] to rise[1]."""
+    pos, Hq = positions(*pos), Hkv * G
+    places = torch.arange(S, device=DEVICE)
+    if tokens == "all":
+        index, live = None, (places <= pos[:, None] - z)[:, None].expand(-1, Hq, -1)
+    else:
+        sets = {"row": (), "KV head": (Hkv,), "query head": (Hq,)}[tokens]
+        index, member = chosen_tokens(sets, n, B, S, pos)
+        live = member.reshape(B, -1, S).repeat_interleave(Hq // max(1, *sets, 1), 1)
+    read = live.unflatten(1, (Hkv, G)).any(2)
+    if written:
+        read = (places <= pos[:, None])[:, None].expand(-1, Hkv, -1)
+    q = randn(B, Hq, D, dtype=dtype)
+    keys, k = stored_keys(form, dtype, read, D, pos, r)
+    values, v = stored_values(form, dtype, read, DV, bits, pos)
+    window = [randn(B, z, Hkv, width, seed=7, dtype=dtype) for width in (D, DV)] if z else []
+    if rise:
+        factors = torch.linspace(*rise, z, device=DEVICE)[:, None, None]
+        window[0] = (q[:, None, ::G].float() * factors).to(dtype)
+    if z:
+        k, v = (torch.cat((x, w.transpose(1, 2).float()), 2) for x, w in zip((k, v), window, strict=True))
+        filled = torch.arange(z, device=DEVICE) <= pos[:, None]
+        live = torch.cat((live, filled[:, None].expand(-1, Hq, -1)), 2)
+        window = [poison(x, ~filled) for x in window]
+    k, v = (x.repeat_interleave(G, 1) for x in (k, v))
+    logits = torch.einsum("bhd,bhnd->bhn", q.float(), k) * D**-0.5
+    truth = torch.einsum("bhn,bhnd->bhd", logits.masked_fill(~live, -torch.inf).softmax(-1), v)
+    kind = form.split()[-1]
+    return (q, kind, keys, values, bits, pos, index, window, D**-0.5), truth
+
+
+def check_attend(dtype, *case, ops=kernels, **options):
+    given, truth = attend_case(dtype, *case, **options)
+    close(ops.attend(*given), truth, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tokens", ["all", "row", "KV head", "query head"])
+@pytest.mark.parametrize(
+    "B, S, Hkv, G, D, DV, bits, z, pos",
+    [
+        (1, 70, 2, 1, 64, 40, 16, 0, (69,)),
+        (3, 130, 2, 4, 128, 128, 4, 24, (129, 64, 3)),
+        (2, 300, 1, 3, 96, 96, 2, 0, (299, 32)),
+        (1, 90, 1, 8, 256, 64, 8, 7, (80,)),
+        (3, 150, 2, 1, 128, 128, 2, 70, (149, 60, 0)),
+        (2, 90, 1, 20, 16, 16, 4, 0, (89, 31)),
+        (2, 90, 3, 2, 96, 96, 8, 5, (89, 0)),
+        (2, 90, 2, 2, 64, 64, 16, 24, (80, 40)),
+    ],
+)
+@poisoned
+def test_kernel_attend(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos):
+    """Every format of keys and of values, every kind of index, with a window of exact tokens and without."""
+    check_attend(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tokens", ["all", "query head"])
+@pytest.mark.parametrize(
+    "D, tile, step, splits", [(96, 16, 64, 1), (128, 64, 32, 3), (64, 32, 16, 70), (160, 16, 64, 20)]
+)
+@poisoned
+def test_kernel_attend_tiles(monkeypatch, form, tokens, D, tile, step, splits):
+    """The basis at once and in steps; empty splits, and more than a merge takes at once."""
+    tile = max(32, tile) if form == "channels" else tile  # whole groups of 32 tokens
+    monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: max(32, step) if "int8" in form else step)
+    monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
+    monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
+    check_attend(torch.float16, form, tokens, 2, 400, 2, 2, D, D, 4, 100, (399, 120), n=130, r=57)
+
+
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("rise", [(-3, 3), (3, -3), (-40, -40)])
+@poisoned
+def test_kernel_attend_window_of_several_tiles(G, rise):
+    """Logits that rise from slot to slot, that fall, and all far below those of slots still empty."""
+    case = ("joint latents", "row", 3, 200, 2, G, 64, 64, 4, 100, (199, 120, 30))
+    check_attend(torch.float16, *case, rise=rise)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
+@pytest.mark.parametrize(
+    "form, tokens, B, S, Hkv, G, bits, z, n, r",
+    [
+        (form, *sizes)
+        for form in ("joint latents", "joint int8 latents")
+        for sizes in (
+            ("row", 16, 1000, 32, 1, 2, 64, 448, 512),
+            ("row", 4, 5000, 32, 1, 4, 64, 4032, 512),
+            ("row", 8, 3000, 8, 4, 4, 80, 1984, 256),
+            ("all", 1, 3000, 8, 4, 4, 64, 0, 256),
+        )
+    ]
+    + [("int8", "all", 4, 3000, 8, G, bits, 0, 0, 0) for G, bits in ((1, 2), (4, 4), (4, 16))]
+    + [("channels", "all", 4, 3000, 8, G, 4, 0, 0, 0) for G in (1, 4)]
+    + [("plain", tokens, 4, 3000, 8, 4, 16, 0, 448, 0) for tokens in ("all", "KV head")],
+)
+@poisoned
+def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
+    pos = [S - 1 - 7 * b for b in range(B)]
+    check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
+
+
+@pytest.mark.parametrize("form", ["joint latents", "joint int8 latents"])
+def test_kernel_attend_counts_numbers_of_fp32_where_the_model_is(monkeypatch, form):
+    seen, ranks = [], kernels.ranks_at_once
+    monkeypatch.setattr(kernels, "ranks_at_once", lambda *given: seen.append(given[1]) or ranks(*given))
+    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
+    assert seen == [4]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "B, S, Hkv, G, D, r, bits, n, z, pos",
-    [
-        (1, 100, 2, 1, 64, 32, 4, 40, 8, (99,)),
-        (3, 150, 2, 1, 128, 37, 2, 70, 16, (149, 60, 3)),
-        (3, 150, 1, 4, 128, 48, 4, 70, 16, (149, 60, 3)),
-        (1, 90, 2, 8, 64, 64, 2, 33, 7, (80,)),
-        (3, 90, 2, 1, 96, 40, 4, 33, 7, (80, 40, 0)),
-        (3, 90, 1, 4, 96, 17, 2, 33, 7, (80, 40, 0)),
-        (1, 90, 3, 1, 64, 24, 8, 33, 7, (80,)),
-        (1, 90, 2, 4, 96, 24, 8, 33, 7, (80,)),
-        (3, 90, 2, 1, 128, 24, 16, 33, 70, (80, 40, 0)),
-        (1, 90, 1, 8, 64, 24, 16, 33, 7, (80,)),
-        (3, 200, 2, 1, 64, 32, 4, None, 8, (199, 60, 3)),
-        (3, 200, 1, 4, 128, 32, 2, None, 8, (199, 60, 7)),
-    ],
+    "B, S, Hkv, G, DV, pos",
+    [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
+    + [(2, 90, 3, 3, 20, (88, 31))],
 )
-@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, int8):
-    check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, int8=int8)
-
-
-@pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("first, last", [(-3, 3), (3, -3), (-40, -40)])
-@poisoned
-def test_kernel_sals_attend_window_of_several_tiles(G, first, last):
-    """Logits that rise from slot to slot, that fall, and all far below those of slots still empty."""
-    check_sals_attend(torch.float16, 3, 200, 2, G, 64, 32, 4, 33, 100, (199, 120, 30), (first, last))
-
-
-def check_sals_attend(dtype, B, S, Hkv, G, D, r, bits, n, z, pos, window=None, int8=False, ops=kernels):
+def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
+    """A row whose pos lies beyond S attends all S."""
     pos = positions(*pos)
-    group = min(32, D)
-    q, latent = randn(B, Hkv * G, D, dtype=dtype), randn(B, S, r, dtype=dtype)
-    basis = randn(Hkv * D, r, dtype=dtype) * r**-0.5
-    v = randn(B, S, Hkv, D, seed=1, dtype=dtype)
-    ring_k, ring_v = randn(B, z, Hkv, D, seed=2, dtype=dtype), randn(B, z, Hkv, D, seed=3, dtype=dtype)
-    if window:  # keys along their queries, times a factor from first to last slot
-        factors = torch.linspace(*window, z, device=DEVICE)[:, None, None]
-        ring_k = (q[:, None, ::G].float() * factors).to(dtype)
-    cos, sin = tables(S, D)
-    live_tokens = torch.arange(S, device=DEVICE) <= pos[:, None]
-    values, low_scale, decoded = v, None, v
-    if bits < 16:
-        values, low_scale = quantize(v, bits, group)
-        decoded = dequantize(values, low_scale, bits, group, torch.float32)
-        low_scale[~live_tokens] = NAN
-    else:
-        values = v.clone()
-        values[~live_tokens] = NAN
-    if n is None:
-        index = torch.arange(S, device=DEVICE).expand(B, -1)
-        live = index <= pos[:, None] - z
-        given = None
-    else:
-        given = torch.stack(
-            [torch.randperm(S, generator=torch.Generator().manual_seed(b)) for b in range(B)]
-        )[:, :n]
-        given = given.to(DEVICE, torch.int32)
-        given[given > pos[:, None] - z] = -1
-        index, live = given, given >= 0
-    latents, latent = latents_of(latent, live_tokens, int8)
-    paired = [kernels.interleave_rope(basis, Hkv), None]
-    if int8:
-        codes, scale = compress.quantize_basis(basis, SimpleNamespace(n_kv_heads=Hkv))
-        paired, basis = [kernels.interleave_rope(x, Hkv) for x in (codes, scale)], codes * scale
-    truth = sals_truth(q, index, live, latent, basis, decoded, ring_k, ring_v, pos, cos, sin)
-    empty = torch.arange(z, device=DEVICE) > pos[:, None]
-    ring_k[empty], ring_v[empty] = NAN, NAN
-    rope = kernels.rope_pairs(cos, sin, dtype)
-    stores = (*latents, *paired, values, low_scale, ring_k, ring_v)
-    close(ops.sals_attend(q, given, *stores, pos, rope, bits), truth, dtype)
+    later = torch.arange(S, device=DEVICE) > pos[:, None]
+    logits = 3 * randn(B, G, Hkv, S + 5).transpose(1, 2)[..., :S]
+    v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
+    weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
+    truth = (weights @ v.float()).flatten(1, 2)
+    logits, dead = logits.masked_fill(later[:, None, None], NAN), later[:, None].expand(-1, Hkv, -1)
+    close(kernels.attend_logits(logits, poison(v, dead), pos), truth, dtype)
 
 
-# (tokens a tile, heads a tile, ranks a step, warps, stages, programs): tiles that span one, two and several
-# rows, programs that stop in the middle of a tile; then (tokens a tile, warps, stages, splits): one split and
-# several.
-@pytest.mark.parametrize("n", [128, 33, None])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "logits, values",
+    "B, S, Hq, W, DV, pos, wide",
     [
-        ((128, 2, 32, 8, 3, 3), (32, 2, 4, 1)),
-        ((64, 2, 16, 4, 3, 5), (64, 4, 3, 2)),
-        ((64, 1, 32, 4, 3, 100), (16, 4, 2, 5)),
+        (1, 70, 4, 48, 32, (69,), False),
+        (3, 130, 20, 100, 60, (129, 64, 0), False),
+        (2, 300, 8, 36, 36, (299, 31), False),
+        (2, 90, 3, 600, 520, (89, 31), True),
+        (3, 40, 8, 1024, 768, (39, 15, 0), True),
     ],
 )
-@pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_kernel_sals_attend_tiles(monkeypatch, n, logits, values, int8):
-    tile, heads, step, *rest = logits
-    monkeypatch.setattr(
-        kernels, "logits_config", lambda *_: (tile, heads, max(32, step) if int8 else step, *rest)
-    )
-    monkeypatch.setattr(kernels, "values_config", lambda *_: values)
-    check_sals_attend(torch.float16, 3, 200, 4, 1, 64, 64, 4, n, 24, (199, 120, 30), int8=int8)
+def test_kernel_attend_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
+    """In one kernel; and rows too wide for it, by their logits."""
+    calls, scores = [], kernels.scores
+    monkeypatch.setattr(kernels, "scores", lambda *given: calls.append(given) or scores(*given))
+    pos, q, rows = positions(*pos), randn(B, Hq, W, dtype=dtype), randn(B, S, W, seed=1, dtype=dtype)
+    later = torch.arange(S, device=DEVICE) > pos[:, None]
+    logits = (q.float() @ rows.float().mT * W**-0.5).masked_fill(later[:, None], -torch.inf)
+    truth = logits.softmax(-1) @ rows[..., :DV].float()
+    close(kernels.attend_latent(q, poison(rows, later), pos, DV, W**-0.5), truth, dtype)
+    assert bool(calls) == wide
 
 
-# (tokens a tile, ranks a step, warps, stages, splits): the basis whole and in steps, a ring of several tiles.
-@pytest.mark.parametrize("n", [128, 33, None])
-@pytest.mark.parametrize(
-    "D, config", [(96, (16, 64, 4, 2, 1)), (128, (64, 32, 4, 2, 3)), (64, (32, 16, 4, 1, 7))]
-)
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_kernel_sals_attend_tiles_of_shared_keys(monkeypatch, D, config, n, int8):
-    tile, step, warps, stages, splits = config
-    monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: max(32, step) if int8 else step)
-    monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, warps, stages, 1))
-    monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
-    check_sals_attend(torch.float16, 3, 200, 2, 4, D, 57, 4, n, 24, (199, 120, 30), int8=int8)
+@pytest.mark.parametrize("name", ["attend", "scores", "select"])
+def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path):
+    """Copied with the functions and constants that it names, and they name."""
+    source = (ROOT / "kernels.py").read_text()
+    always, known, wanted = [], {}, [name]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            known[node.name] = node
+        elif isinstance(node, ast.Assign):
+            known |= {target.id: node for target in node.targets}
+        elif not isinstance(node, ast.Expr) and "__main__" not in ast.unparse(node):
+            always.append(node)  # imports, and what stands in for triton
+            wanted += [x.id for x in ast.walk(node) if isinstance(x, ast.Name)]
+    found = {}
+    while wanted:
+        node = known.get(wanted.pop())
+        if node and node.lineno not in found:
+            found[node.lineno] = node
+            wanted += [x.id for x in ast.walk(node) if isinstance(x, ast.Name)]
+    lines, copied = source.splitlines(), []
+    for node in sorted([*always, *found.values()], key=lambda node: node.lineno):
+        decorators = getattr(node, "decorator_list", [])
+        copied += lines[min([node.lineno, *(x.lineno for x in decorators)]) - 1 : node.end_lineno]
+    (tmp_path / "copied.py").write_text("\n".join(copied).replace("kv_kernels", f"kv_copied_{name}"))
+    spec = importlib.util.spec_from_file_location("copied", tmp_path / "copied.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(copied) < len(lines) / 2 and not hasattr(module, "main")
+    if name == "attend":
+        check_attend(
+            torch.float16, "joint int8 latents", "row", 2, 90, 2, 2, 64, 64, 4, 8, (80, 3), ops=module
+        )
+    elif name == "scores":
+        check_scores(torch.float16, "softmax", True, 2, 90, 1, 4, 40, 32, 48, ops=module)
+    else:
+        check_select("ties", 257, 4, 33, 8, (256, 17), ops=module)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_kernel_logits_are_those_of_fp32_where_the_model_is(monkeypatch, int8):
-    seen, config = [], kernels.logits_config
-    monkeypatch.setattr(kernels, "logits_config", lambda *shape: seen.append(shape[-1]) or config(*shape))
-    check_sals_attend(torch.float32, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), int8=int8)
-    assert seen == [4]
+# ---- compiled for GPUs that are not there
 
 
 def run_for_hopper(*programs, capability=90):
-    """Runs them with a driver that can only compile: Compile stands for a kernel of a module, and puts into
-    `compiled` what a launch of it compiles, by its name."""
+    """Runs them with a driver that can only compile: Compile stands for a kernel of a module, and puts what a
+    launch of it compiles into `compiled`, with its name."""
     before = f"""
         import torch, types, kernels
         from triton.backends.compiler import GPUTarget
@@ -3994,16 +4181,17 @@ def run_for_hopper(*programs, capability=90):
             get_current_stream = staticmethod(lambda device: 0)
         driver.set_active(Hopper())
         kernels.nvidia_generation = lambda device: {capability} // 10
-        compiled, most = {{}}, 227 * 1024 if {capability} == 90 else 99 * 1024
+        compiled = []
         class Compile:
             def __init__(self, name, module=kernels):
                 self.kernel, self.name = getattr(module, name), name
             def __getitem__(self, grid):
                 def launch(*args, **options):
-                    assert self.name not in compiled
-                    compiled[self.name] = self.kernel.warmup(*args, grid=grid, **options)
-                    assert compiled[self.name].metadata.shared <= most, self.name
+                    compiled.append((self.name, self.kernel.warmup(*args, grid=grid, **options)))
                 return launch
+        def zeros(*shape, dtype=torch.bfloat16):
+            return torch.zeros(*shape, dtype=dtype)
+        i8, i32, half, fp32 = torch.int8, torch.int32, torch.half, torch.float32
     """
     program = "".join(map(textwrap.dedent, (before, *programs)))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -4012,493 +4200,102 @@ def run_for_hopper(*programs, capability=90):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_kernels_wait_for_the_one_before_they_touch_memory():
-    """At a rank at which the attention with shared keys does not read its basis, a weight, ahead of that."""
-    run_for_hopper("""
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability):
+    """Of every format and rule at the sizes of an 8B and a 7B model, for the triton that is installed. Where
+    launches overlap, kernels wait for the one before they touch memory."""
+    program = """
         names = {name for name in vars(kernels) if name.endswith("_kernel")} - {"_fetch_kernel"}
         for name in names:
             setattr(kernels, name, Compile(name))
-        def zeros(*shape, dtype=torch.bfloat16):
-            return torch.zeros(*shape, dtype=dtype)
-        B, S, D, r, z = 2, 5000, 64, 320, 16
-        pos = zeros(B, dtype=torch.int32)
-        scores, rope = zeros(B, S, dtype=torch.float32), zeros(S, D // 2, 2, dtype=torch.half)
-        kernels.softmax_scores(zeros(B, 4, r), zeros(B, S, r), None, pos, 1.0)
-        index = kernels.select(scores, pos, 4, 200, z)
-        for Hkv, Hq in ((4, 4), (1, 4)):
-            ring, latent = zeros(B, z, Hkv, D), zeros(B, S, r)
-            codes = zeros(B, S, Hkv, D // 2, dtype=torch.uint8)
-            pairs = zeros(B, S, Hkv, 2, 2, dtype=torch.half)
-            stores, basis = (codes, pairs, ring, ring), zeros(Hkv, D, r)
-            kernels.sals_attend(zeros(B, Hq, D), index, latent, None, basis, None, *stores, pos, rope, 4)
-            kernels.merge_splits = lambda out, *_: out  # compiled once
-        q, k = zeros(B, Hq, D), zeros(B, Hkv, D)
-        kernels.sals_append(zeros(B, r), q, k, k, zeros(B, r), pos, rope, latent, None, *stores, 4)
-        keys, values = zeros(B, Hkv, S, D, dtype=torch.int8), codes.view(B, Hkv, S, D // 2)
-        kept = (keys, zeros(B, Hkv, S, dtype=torch.float32), values, pairs.view(B, Hkv, S, 2, 2))
-        kernels.int8_append(q, k, k, pos, rope, *kept, 4)
-        kernels.int8_attend(q, *kept, pos, 4)
-        kernels.dense_attend(q, zeros(B, Hkv, S, D), zeros(B, Hkv, S, D), pos)
-        kernels.attend_latent(q, zeros(B, S, D), pos, 48, 1.0)
-        ranks = [32, 32]
-        table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * 64)
-        kernels.fdc_append(q, k, zeros(B, 32), zeros(1, D, 32), packed, table, ranks, pos, rope)
-        kernels.fdc_attend(zeros(B, Hq, 32), packed, table, ranks, pos, 1.0)
-        assert set(compiled) == names, names - set(compiled)
-        dense = compiled.pop("_dense_kernel")  # crowds if it is let in early
-        assert not dense.metadata.launch_pdl and "griddepcontrol" not in dense.asm["ptx"]
-        for name, kernel in compiled.items():
-            before, after = kernel.asm["ptx"].split("griddepcontrol.wait")  # one
-            assert kernel.metadata.launch_pdl
-            for touch in ("ld.global", "st.global", "cp.async", "atom", "red.", "launch_dependents"):
-                assert touch not in before, (name, touch)
-    """)
-
-
-@pytest.mark.parametrize("capability", [80, 86, 89, 90])
-def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability):
-    """Of every format and rule at the sizes of an 8B and a 7B model, for the triton that is installed."""
-    run_for_hopper(
-        """
-        most = 99 * 1024
-        kernels.merge_splits = lambda out, *_: out
-        def fresh(name):
-            compiled.clear()
-            setattr(kernels, name, Compile(name))
-        for name in ("_attend_kernel", "_attend_latent_kernel", "_scores_kernel", "_reduce_scores_kernel"):
-            fresh(name)
-        def zeros(*shape, dtype=torch.bfloat16):
-            return torch.zeros(*shape, dtype=dtype)
-        B, S, D, u8, i8, i32, half = 2, 4096, 128, torch.uint8, torch.int8, torch.int32, torch.half
-        pos = zeros(B, dtype=i32)
+        B, S, D = 2, 4992, 128
+        pos, scores = zeros(B, dtype=i32), zeros(B, S, dtype=fp32)
+        kernels.select(scores, pos, 4, 200, 16)
         for H, G in ((8, 4), (32, 1)):
             q, k = zeros(B, H * G, D), zeros(B, H, S, D)
             window = [zeros(B, 80, H, D)] * 2
-            codes = [zeros(B, H, S, D // 2, dtype=u8), zeros(B, H, S, D // 32, 2, dtype=half)]
-            scale = zeros(B, H, S, dtype=torch.float32)
+            codes = [zeros(B, H, S, D // 2, dtype=torch.uint8), zeros(B, H, S, D // 32, 2, dtype=half)]
+            scale = zeros(B, H, S, dtype=fp32)
             rope, ring = zeros(S, D // 2, 2, dtype=half), zeros(B, 128, H, D)
             channels = [codes[0], zeros(B, H, S // 32, D, 2, dtype=half), ring]
-            latent = [zeros(B, H, S, 256), None, zeros(H, D, 256), None, None, rope]
+            latent = [zeros(B, H, S, 256), None, zeros(H, D, 256), None, zeros(H, D, 1, dtype=fp32), rope]
             int8 = [zeros(B, H, S, 512, dtype=i8), scale, zeros(H, D, 512, dtype=i8)]
-            int8 += [zeros(H, D, 1, dtype=torch.float32), None, rope]
+            int8 += [zeros(H, D, 1, dtype=fp32), None, rope]
             cases = [("plain", [k], [k], 16, []), ("int8", [k.to(i8), scale], codes, 4, [])]
             cases += [("latents", keys, codes, 4, window) for keys in (latent, int8)]
             cases += [("channels", channels, [*codes, ring], 4, [])]
             for kind, keys, values, bits, beside in cases:
                 for index in (None, zeros(B, H * G, 448, dtype=i32)):
-                    if kind == "plain" and index is None:
-                        continue  # that is dense_attend
-                    compiled.clear()
                     kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0)
             for rule in ("each", "largest", "softmax"):
-                compiled.clear()
                 kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
-            compiled.clear()
-            kernels.attend_latent(q.flatten(1).view(B, H * G, D), zeros(B, S, D), pos, 96, 1.0)
-        compiled.clear()
-        kernels.attend_latent(zeros(B, 32, 2048), zeros(B, S, 2048), pos, 1536, 1.0)
-        compiled.clear()
-        queries, rows = zeros(B, 32, 1, 32, 256), zeros(B, 1, S, 512, dtype=i8)
-        kernels.scores(queries, rows, scale[:, :1].contiguous(), pos, 1.0, "softmax", 128)
-        """,
-        capability=capability,
-    )
+            kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
+            for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
+                kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
+            new = zeros(B, 512), q, zeros(B, H, D), zeros(B, H, D), pos, rope
+            by_token = [x.transpose(1, 2).contiguous() for x in codes]
+            kernels.sals_append(*new, zeros(B, S, 512, dtype=i8), scores, *by_token, *window, 4, 16)
+        kernels.scores(zeros(B, 39, 1, 32, 256), int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128)
+        table, packed = kernels.rank_table([32, 32], torch.device("cpu")), zeros(B * S * 64)
+        kernels.fdc_attend(zeros(B, 4, 32), packed, table, [32, 32], pos, 1.0)
+        assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
+        for name, kernel in compiled:
+            assert kernel.metadata.shared <= 99 * 1024, (name, kernel.metadata.shared)
+            if overlaps:
+                before, after = kernel.asm["ptx"].split("griddepcontrol.wait")  # one
+                assert kernel.metadata.launch_pdl, name
+                for touch in ("ld.global", "st.global", "cp.async", "atom", "red.", "launch_dependents"):
+                    assert touch not in before, (name, touch)
+    """
+    run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
-@pytest.mark.parametrize(
-    "B, S, Hkv, G, r, bits, n",
-    [
-        (16, 1000, 32, 1, 512, 2, 448),
-        (4, 5000, 32, 1, 512, 4, 4032),
-        (8, 3000, 8, 4, 256, 4, 1984),
-        (1, 3000, 8, 4, 256, 4, None),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_kernel_sals_attend_real_sizes(B, S, Hkv, G, r, bits, n, int8):
-    pos = [S - 1 - 7 * b for b in range(B)]
-    check_sals_attend(torch.bfloat16, B, S, Hkv, G, 128, r, bits, n, 64, pos, int8=int8)
-
-
-ALL_TOKENS = [  # B, S, Hkv, G, D, pos
-    (1, 70, 2, 1, 64, (69,)),
-    (3, 130, 2, 4, 128, (129, 64, 0)),
-    (3, 90, 1, 8, 96, (88, 31, 32)),
-    (3, 300, 1, 1, 128, (299, 5, 0)),
-    (1, 200, 3, 1, 96, (150,)),
-]
-
-
-def attention_truth(q, k, v, later):
-    """fp32 attention of q [B, Hkv G, D] over k, v [B, Hkv, S, D] but for tokens where later [B, Hkv, S]."""
-    k, v, later = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k.float(), v.float(), later))
-    logits = torch.einsum("bhd,bhnd->bhn", q.float(), k) * q.shape[-1] ** -0.5
-    return torch.einsum("bhn,bhnd->bhd", logits.masked_fill(later, -torch.inf).softmax(-1), v)
-
-
-def tokens_after(pos, Hkv, S):
-    return (torch.arange(S, device=DEVICE) > pos[:, None])[:, None].expand(-1, Hkv, -1)
-
-
-def stored_keys(kind, dtype, B, S, Hkv, D, pos):
-    """Random stores of a format as kernels.attend takes them, and the keys [B, Hkv, S, D] fp32 they hold."""
-    k = randn(B, Hkv, S, D, seed=1, dtype=dtype)
-    if kind == "plain":
-        return [k], k.float()
-    if kind == "int8":
-        codes, scale = compress.quantize_int8(k)
-        return [codes, scale[..., 0].contiguous()], codes * scale
-    if kind == "latents":  # of all heads, and with a bias
-        latent, basis = randn(B, S, 24, dtype=dtype), 0.2 * randn(Hkv * D, 24, seed=2, dtype=dtype)
-        bias, (cos, sin) = randn(Hkv * D, 1, seed=3), tables(S, D)
-        flat = latent.float() @ basis.float().T + bias[:, 0]
-        truth = apply_rope(flat.unflatten(-1, (Hkv, D)), cos, sin).transpose(1, 2)
-        paired = [kernels.interleave_rope(x, Hkv) for x in (basis, bias)]
-        stores = [latent[:, None].expand(-1, Hkv, -1, -1), None, paired[0], None, paired[1]]
-        return [*stores, kernels.rope_pairs(cos, sin, dtype)], truth
-    R = 32
-    codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), 4, 32, -2)
-    truth = compress.dequantize(codes, low_scale, 4, 32, dtype, -2)[:, :, :S]
-    ring, places = randn(B, R, Hkv, D, seed=4, dtype=dtype), torch.arange(S, device=DEVICE)
-    exact = (places >= (pos // R * R)[:, None])[:, None, :, None]
-    truth = torch.where(exact, ring[:, places % R].transpose(1, 2), truth)
-    return [codes, low_scale, ring], truth.float()
-
-
-def chosen_tokens(sets, n, B, S, pos):
-    """n places of so many sets of distinct tokens up to pos, a few of them of none; and which tokens those
-    are [B, sets, S]."""
-    order = randn(B, *sets, S, seed=5)
-    order = order.masked_fill(torch.arange(S, device=DEVICE) > pos.view(-1, *[1] * len(sets), 1), -torch.inf)
-    best, index = order.topk(min(n, S))
-    index = index.where((best > -torch.inf) & (index % 7 != 3) | (index == 0), -1).int()
-    index[..., -1] = 0  # there is one in every set
-    index[..., :-1] = index[..., :-1].where(index[..., :-1] != 0, -1)
-    member = torch.zeros(*index.shape[:-1], S + 1, dtype=torch.bool, device=DEVICE)
-    return index, member.scatter(-1, index.long().where(index >= 0, S), True)[..., :S]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["plain", "int8", "latents", "channels"])
-@pytest.mark.parametrize("tokens", ["all", "row", "KV head", "query head"])
-@pytest.mark.parametrize("bits, z", [(16, 0), (4, 24)])
-@pytest.mark.parametrize(
-    "B, S, Hkv, G, D, pos",
-    [(1, 70, 2, 1, 64, (69,)), (3, 130, 2, 4, 128, (129, 64, 31)), (2, 300, 1, 3, 96, (299, 32))],
-)
-@poisoned
-def test_kernel_attend(dtype, kind, tokens, bits, z, B, S, Hkv, G, D, pos):
-    """Every format of keys and of values, every kind of index, with a window of exact tokens and without."""
-    pos = positions(*pos)
-    q, v = randn(B, Hkv * G, D, dtype=dtype), randn(B, S, Hkv, D, seed=6, dtype=dtype)
-    keys, k = stored_keys(kind, dtype, B, S, Hkv, D, pos)
-    values, decoded = [v.transpose(1, 2)], v
-    if bits < 16:
-        values = [x.transpose(1, 2) for x in quantize(v, bits, 32)]
-        decoded = compress.dequantize(*(x.transpose(1, 2) for x in values), bits, 32, dtype)
-    if tokens == "all":
-        index, later = None, tokens_after(pos - z, Hkv * G, S)
-    else:
-        sets = {"row": (), "KV head": (Hkv,), "query head": (Hkv * G,)}[tokens]
-        index, member = chosen_tokens(sets, 40, B, S, pos)
-        later = ~member.reshape(B, -1, S).repeat_interleave(Hkv * G // max(1, *sets, 1), 1)
-    window = [randn(B, z, Hkv, D, seed=seed, dtype=dtype) for seed in (7, 8)] if z else []
-    v = decoded.transpose(1, 2).float()
-    if z:
-        k, v = (torch.cat((x, w.transpose(1, 2).float()), 2) for x, w in zip((k, v), window, strict=True))
-        empty = torch.arange(z, device=DEVICE) > pos[:, None]
-        later = torch.cat((later, empty[:, None].expand(-1, Hkv * G, -1)), 2)
-        for x in window:
-            x[empty] = NAN
-    k, v = (x.repeat_interleave(G, 1) for x in (k, v))
-    truth = attention_truth(q, k, v, later)
-    close(kernels.attend(q, kind, keys, values, bits, pos, index, window, D**-0.5), truth, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", ["each", "largest", "softmax"])
-@pytest.mark.parametrize("block", [0, 48])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(
-    "B, S, H, N, r, r_score", [(1, 70, 1, 4, 32, 16), (3, 300, 2, 1, 48, 20), (2, 90, 3, 6, 64, 64)]
-)
-@poisoned
-def test_kernel_scores(dtype, rule, block, int8, B, S, H, N, r, r_score):
-    """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8."""
-    pos = positions(*(S - 1 - 37 * b for b in range(B)))
-    live = torch.arange(S, device=DEVICE) <= pos[:, None]
-    x = randn(B, S, H, r, dtype=dtype)
-    rows, scale = compress.quantize_int8(x) if int8 else (x, None)
-    decoded = (rows * scale if int8 else x).float()[..., :r_score].transpose(1, 2)
-    scale = scale[..., 0].transpose(1, 2) if int8 else None
-    n = -(-S // block) if block else 1
-    queries = 2 * randn(B, n, H, N, r_score, seed=1, dtype=dtype)
-    of_token = torch.arange(S, device=DEVICE) // (block or S)
-    logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded) * 0.3
-    logits = logits.masked_fill(~live[:, None, None], -torch.inf)
-    if rule == "each":
-        truth = logits.flatten(1, 2)
-    elif rule == "largest":  # ranks alike without the constant of a single query
-        truth = compress.group_scores(logits, live) if N > 1 else logits[:, :, 0]
-    else:
-        truth = logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
-    queries, rows = queries if block else queries[:, 0], rows.transpose(1, 2)
-    out = kernels.scores(queries, rows, scale, pos, 0.3, rule, block)
-    assert torch.equal(out > -torch.inf, truth > -torch.inf)
-    close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("B, S, Hkv, G, D, pos", ALL_TOKENS)
-@poisoned
-def test_kernel_dense_attend(dtype, B, S, Hkv, G, D, pos):
-    pos = positions(*pos)
-    q = randn(B, Hkv * G, D, dtype=dtype)
-    k, v = randn(B, Hkv, S, D, seed=1, dtype=dtype), randn(B, Hkv, S, D, seed=2, dtype=dtype)
-    later = tokens_after(pos, Hkv, S)
-    truth = attention_truth(q, k, v, later)
-    k[later], v[later] = NAN, NAN
-    close(kernels.dense_attend(q, k, v, pos), truth, dtype)
-
-
-def check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos, ops=kernels):
-    pos, group = positions(*pos), min(32, D)
-    q = randn(B, Hkv * G, D, dtype=dtype)
-    k, k_scale = compress.quantize_int8(randn(B, Hkv, S, D, seed=1))
-    v = randn(B, Hkv, S, D, seed=2, dtype=dtype)
-    later = tokens_after(pos, Hkv, S)
-    values, low_scale, decoded = v.masked_fill(later[..., None], NAN), None, v
-    if bits < 16:
-        values, low_scale = quantize(v, bits, group)
-        decoded = dequantize(values, low_scale, bits, group, torch.float32)
-        low_scale[later] = NAN
-    truth = attention_truth(q, k * k_scale, decoded, later)
-    k_scale = k_scale[..., 0].masked_fill(later, NAN)
-    close(ops.int8_attend(q, k, k_scale, values, low_scale, pos, bits), truth, dtype)
+# ---- append, heads of unequal rank, rows of host memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize(
-    "B, S, Hkv, G, D, pos", [*ALL_TOKENS, (2, 90, 2, 1, 16, (89, 63)), (2, 90, 1, 20, 32, (89, 64))]
-)
-@poisoned
-def test_kernel_int8_attend(dtype, bits, B, S, Hkv, G, D, pos):
-    check_int8_attend(dtype, B, S, Hkv, G, D, bits, pos)
-
-
-def test_int8_keys_of_heads_that_the_kernel_does_not_take():
-    model, outputs = tiny_model(head_dim=24).to(DEVICE), []
-    q, k, v = (randn(2, heads, 24, seed=heads) for heads in (8, 4, 4))
-    for kernels_ in (False, True):
-        cache = compress.Int8Cache(Room(model, 2, 10, kernels_), 4)
-        outputs.append(cache.decode(positions(3, 0), q, k, v))
-    assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("config", [(32, 1, 4, 1), (16, 2, 1, 2), (64, 4, 3, 1)])
-@poisoned
-def test_kernel_int8_attend_tiles(monkeypatch, G, config):
-    """One split and many, tiles of which the last are empty."""
-    monkeypatch.setattr(kernels, "int8_config", lambda *_: config)
-    monkeypatch.setattr(kernels, "SMS", 12)
-    check_int8_attend(torch.float16, 2, 500, 2, G, 64, 2, (499, 260))
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="sizes of the interpreter's patience")
-@pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("bits", [2, 4, 16])
-@poisoned
-def test_kernel_int8_attend_real_sizes(G, bits):
-    check_int8_attend(torch.bfloat16, 4, 3000, 8, G, 128, bits, (2999, 2000, 1, 17))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("Hkv, G, D", [(2, 3, 64), (3, 1, 96), (1, 4, 16)])
-@poisoned
-def test_kernel_int8_append(dtype, bits, Hkv, G, D):
-    """A key is half a step from what a dense cache would hold, or a rounding of its dtype more, and has the
-    codes of that; values and all that is not the new token's are the same to the bit."""
-    B, S, pos = 3, 20, positions(19, 8, 0)
-    widths = (G * Hkv * D, Hkv * D, Hkv * D)
-    parts = (randn(B, n + 8 * i, dtype=dtype, seed=i)[:, :n] for i, n in enumerate(widths))  # rows apart
-    q, k, v = (t.unflatten(1, (-1, D)) for t in parts)
-    k[2, 0] = 0  # a key without a scale
-    keys, key_scale = compress.quantize_int8(randn(B, Hkv, S, D, seed=1))
-    values, low_scale = randn(B, Hkv, S, D, seed=2, dtype=dtype), None
-    if bits < 16:
-        values, low_scale = quantize(values, bits, min(32, D))
-    stores = [keys, key_scale[..., 0].contiguous(), values, low_scale]
-    truth = [None if s is None else s.clone() for s in stores]
-    cos, sin = tables(S, D)
-    rope = kernels.rope_pairs(cos, sin, dtype)
-    rotated = kernels.int8_append(q, k, v, pos, rope, *stores, bits)
-    here = (torch.arange(B, device=DEVICE), slice(None), pos.long())
-    angles = (cos[pos.long()], sin[pos.long()])
-    close(rotated, apply_rope(q.float(), *angles), dtype)
-    codes, scale = stores[0][here], stores[1][here]  # [B, Hkv, D], [B, Hkv]
-    turned = apply_rope(k.float(), *angles)
-    rounding = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
-    far, largest = (codes * scale[..., None] - turned).abs(), turned.abs().amax(-1, keepdim=True)
-    assert (far <= 0.501 * scale[..., None] + rounding * largest).all()
-    if dtype != torch.bfloat16:  # which the interpreter cuts off, and does not round
-        turned = apply_rope(k.float(), *(rope[pos.long(), :, i].float() for i in (0, 1))).to(dtype)
-        assert (codes != compress.quantize_int8(turned)[0]).float().mean() < 0.004
-    assert (codes.abs().amax(-1) == 127 * (scale > 0)).all() and (scale == 0).sum() == 1
-    truth[0][here], truth[1][here] = codes, scale
-    if bits < 16:
-        truth[2][here], truth[3][here] = quantize(v, bits, min(32, D))
-    else:
-        truth[2][here] = v
-    for got, want in zip(stores, truth, strict=True):
-        assert got is want is None or torch.equal(got, want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize(
-    "Hkv, D, r, r_score", [(2, 64, 33, 17), (3, 96, 20, None), (1, 128, 64, 64), (5, 16, 3, 1)]
-)
+@pytest.mark.parametrize("Hkv, D, r", [(2, 64, 33), (3, 96, 20), (1, 128, 64), (5, 16, 3)])
 @pytest.mark.parametrize("int8, sinks", [(False, 0), (True, 5)])
 @poisoned
-def test_kernel_sals_append(dtype, bits, Hkv, D, r, r_score, int8, sinks):
-    B, S, z, group = 3, 20, 8, min(32, D)
-    pos = positions(19, 8, 0)
-    rows = torch.arange(B, device=DEVICE)
+def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8, sinks):
+    """The new token, to the bit but for RoPE; all else stays as it was."""
+    B, S, z, group, pos = 3, 20, 8, min(32, D), positions(19, 8, 0)
     G = 3 if Hkv == 1 else 2
-    qkv = randn(B, (G + 2) * Hkv * D + 2 * r, dtype=dtype)  # rows as wqkv gives them: apart
-    q, k, v, new, queries = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r, r], 1)
-    queries = None if r_score is None else queries[:, :r_score]
+    qkv = randn(B, (G + 2) * Hkv * D + r + 8, dtype=dtype)  # rows as wqkv gives them: apart
+    q, k, v, new, _ = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r, 8], 1)
     q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
-    if r_score is not None:
-        qkv[:, qkv.shape[1] - r + r_score :] = NAN  # is beyond them
     least = 2.0**-24 * (torch.arange(D, device=DEVICE) % 2)  # of fp16, as scales are
     new[2] = 0  # a latent without a scale
     v[0, 0] = least  # a scale that rounds to 0
     v[1, 0] = least * int(1.45 * (2**bits - 1))  # one that rounds down so far that codes must be clamped
     cos, sin = tables(S, D)
-    latent, ring_k, ring_v = (
-        randn(B, S, r, dtype=dtype),
-        randn(B, sinks + z, Hkv, D, dtype=dtype),
-        randn(B, sinks + z, Hkv, D, dtype=dtype),
-    )
-    values, low_scale = randn(B, S, Hkv, D, dtype=dtype), None
-    if bits < 16:
-        values, low_scale = quantize(values, bits, group)
-    written = torch.arange(S, device=DEVICE) < pos[:, None]
-    latents, decoded = latents_of(latent, written, int8)
-    stores = [*latents, values, low_scale, ring_k, ring_v]
-    truth = [None if s is None else s.clone() for s in stores]
-    here = (rows, pos.long())
+    ring_k, ring_v = (randn(B, sinks + z, Hkv, D, seed=seed, dtype=dtype) for seed in (1, 2))
+    stores = [randn(B, S, r, dtype=dtype), None, randn(B, S, Hkv, D, dtype=dtype), None, ring_k, ring_v]
     if int8:
-        truth[0][here], scale = compress.quantize_int8(new)
-        truth[1][here] = scale[:, 0]
-    else:
-        truth[0][here] = new
-    slot = compress.window_slot(pos.long(), sinks, z)
-    truth[4][rows, slot] = apply_rope(k[:, None], cos[pos.long()][:, None], sin[pos.long()][:, None])[:, 0]
-    truth[5][rows, slot] = v
+        stores[0], scale = compress.quantize_int8(stores[0])
+        stores[1] = scale[..., 0].contiguous()
     if bits < 16:
-        truth[2][here], truth[3][here] = quantize(v, bits, group)
-    else:
-        truth[2][here] = v
+        stores[2:4] = quantize(stores[2], bits, group)
+    truth = [None if s is None else s.clone() for s in stores]
+    rows, at = torch.arange(B, device=DEVICE), pos.long()
+    truth[0][rows, at], scale = compress.quantize_int8(new) if int8 else (new, None)
+    if int8:
+        truth[1][rows, at] = scale[:, 0]
+    slot = compress.window_slot(at, sinks, z)
+    truth[4][rows, slot] = apply_rope(k, cos[at], sin[at])
+    truth[5][rows, slot] = v
+    truth[2][rows, at], low_scale = quantize(v, bits, group) if bits < 16 else (v, None)
+    if bits < 16:
+        truth[3][rows, at] = low_scale
     rope = kernels.rope_pairs(cos, sin, dtype)
-    rotated, scores = kernels.sals_append(new, q, k, v, queries, pos, rope, *stores, bits, 0, sinks)
-    close(rotated, apply_rope(q.float(), cos[pos.long()], sin[pos.long()]), dtype)
-    if queries is None:
-        assert scores.shape == (0, S)
-    else:
-        check_sum_scores(scores, queries, decoded, written, dtype)
+    rotated = kernels.sals_append(new, q, k, v, pos, rope, *stores, bits, sinks)
+    close(rotated, apply_rope(q.float(), cos[at], sin[at]), dtype)
     for i, (got, want) in enumerate(zip(stores, truth, strict=True)):
         if i == 4:
             close(got, want.float(), dtype)
-        elif got is not None:
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-def check_sum_scores(scores, queries, latent, written, dtype, block=0):
-    queries = queries.float()[..., None, :]  # of one head
-    truth = sals_scores(queries, latent[..., : queries.shape[-1]], written, "sum", 1.0, block)
-    assert (scores[~written] == -torch.inf).all()
-    close(scores[written], truth[written], dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("S, r_score, r", [(70, 5, 9), (130, 64, 128), (300, 33, 40), (97, 520, 530)])
-@pytest.mark.parametrize("int8, block", [(False, 0), (True, 0), (False, 48), (True, 512)])
-@poisoned
-def test_kernel_sals_append_scores(dtype, S, r_score, r, int8, block):
-    """Tiles of 4096 numbers: rows of one tile and of several, ranks in one block and in three."""
-    B, D, pos = 3, 16, positions(S - 1, S // 2, 0)
-    q, latent = randn(B, 1, D, dtype=dtype), randn(B, S, r, dtype=dtype)
-    new, queries = randn(B, r, dtype=dtype), randn(B, r, seed=1, dtype=dtype)[:, :r_score]
-    if block:
-        queries = randn(B, -(-S // block), r_score, seed=1, dtype=dtype)
-    written = torch.arange(S, device=DEVICE) < pos[:, None]
-    latents, decoded = latents_of(latent, written, int8)
-    ring_k, ring_v, values = (randn(B, n, 1, D, dtype=dtype) for n in (4, 4, S))
-    rope = kernels.rope_pairs(*tables(S, D), dtype)
-    stores = (*latents, values, None, ring_k, ring_v)
-    _, scores = kernels.sals_append(new, q, q, q, queries, pos, rope, *stores, 16, block)
-    check_sum_scores(scores, queries, decoded, written, dtype, block)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="4 GB of latents")
-def test_kernel_sals_append_scores_beyond_two_to_the_31_numbers():
-    B, S, D, r = 2, 1 << 20, 16, 2048
-    latent = torch.zeros(B, S, r, dtype=torch.int8, device=DEVICE)
-    latent[1, -4097:] = 1
-    scale, queries = torch.ones(B, S, device=DEVICE), torch.ones(B, 64, device=DEVICE)
-    stores = (latent, scale, randn(B, S, 1, D), None, randn(B, 2, 1, D), randn(B, 2, 1, D))
-    pos, rope = positions(S - 1, S - 1), kernels.rope_pairs(*tables(S, D), torch.float32)
-    new, k = randn(B, r), randn(B, 1, D)
-    _, scores = kernels.sals_append(new, k, k, k, queries, pos, rope, *stores, 16)
-    assert scores.nan_to_num(neginf=0).sum(1).tolist() == [0, 4096 * 64]
-
-
-@pytest.mark.parametrize("scored, int8", [(True, False), (True, True), (False, False)])
-def test_kernel_operators_of_sals_do_what_torch_compile_is_told(scored, int8):
-    """Shapes and dtypes of their results, and which tensors they write."""
-    B, S, D, r, z = 2, 20, 16, 9, 4
-    pos, rope = positions(19, 3), kernels.rope_pairs(*tables(S, D), torch.float32)
-    latents, _ = latents_of(randn(B, S, r), torch.ones(B, S, dtype=torch.bool, device=DEVICE), int8)
-    values, ring, k = randn(B, S, 1, D), randn(B, z, 1, D), randn(B, 1, D)
-    stores = (values, None, ring, ring.clone())
-    queries = randn(B, 5) if scored else None
-    check = torch.library.opcheck
-    check(kernels.sals_append, (randn(B, r), k, k, k, queries, pos, rope, *latents, *stores, 16))
-    check(kernels.softmax_scores, (randn(B, 3, 5), *latents, pos, 0.5))
-    check(kernels.select, (randn(B, S), pos, 2, 5, z))
-    basis = (randn(1, D, r), None)
-    if int8:
-        basis = (torch.ones(1, D, r, dtype=torch.int8, device=DEVICE), torch.ones(1, D, 1, device=DEVICE))
-    check(kernels.sals_attend, (k, None, *latents, *basis, *stores, pos, rope, 16))
-    values = values.transpose(1, 2).contiguous()
-    check(kernels.dense_attend, (k, values, randn(B, 1, S, D), pos))
-    codes, scale = compress.quantize_int8(values)
-    keys = (codes, scale[..., 0].contiguous(), values, None)
-    check(kernels.int8_append, (k, k, k, pos, rope, *keys, 16))
-    check(kernels.int8_append, (k, k, k, pos, rope, *keys[:2], *quantize(values, 4, 16), 4))
-    check(kernels.int8_attend, (k, *keys, pos, 16))
-
-
-@pytest.mark.parametrize("kind", ["plain", "int8", "latents", "channels"])
-def test_kernel_operators_do_what_torch_compile_is_told(kind):
-    """Shapes and dtypes of their results; they write none of what they are given."""
-    B, S, Hkv, D, check = 2, 64, 2, 32, torch.library.opcheck
-    pos, q, v = positions(63, 3), randn(B, 2 * Hkv, D), randn(B, Hkv, S, D)
-    keys, _ = stored_keys(kind, torch.float32, B, S, Hkv, D, pos)
-    index, _ = chosen_tokens((Hkv,), 20, B, S, pos)
-    for values, bits in (([v], 16), (list(quantize(v, 4, 32)), 4)):
-        for given in (None, index):
-            check(kernels.attend, (q, kind, keys, values, bits, pos, given, [], 0.1))
-    check(kernels.attend_latent, (q, v[:, 0].contiguous(), pos, 20, 0.1))
-    for rule in ("each", "largest", "softmax"):
-        check(kernels.scores, (q.unflatten(1, (Hkv, 2)).contiguous(), v, None, pos, 0.1, rule))
+            got[rows, slot] = want[rows, slot]
+        assert got is want is None or torch.equal(got, want)
 
 
 FDC_RANKS = {  # d_qk of each head, then d_v
@@ -4511,55 +4308,32 @@ FDC_RANKS = {  # d_qk of each head, then d_v
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "ranks, B, S, G, D, pos",
+    "ranks, B, S, G, pos",
     [
-        ("equal", 1, 70, 1, 64, (69,)),
-        ("unequal", 3, 300, 2, 96, (299, 0, 64)),
-        ("unequal", 5, 90, 1, 96, (1, 89, 63, 3, 0)),
-        ("odd", 2, 130, 8, 96, (127, 128)),
-        ("many", 2, 150, 1, 96, (149, 40)),
+        ("equal", 1, 70, 1, (69,)),
+        ("unequal", 3, 300, 2, (299, 0, 64)),
+        ("unequal", 5, 90, 1, (1, 89, 63, 3, 0)),
+        ("odd", 2, 130, 8, (127, 128)),
+        ("many", 2, 150, 1, (149, 40)),
     ],
 )
 @pytest.mark.parametrize("balanced", [True, False])
 @poisoned
-def test_kernel_fdc(dtype, ranks, B, S, G, D, pos, balanced):
-    """Append and attention against each head on its own, in the packed buffer at its own rank."""
+def test_kernel_fdc_attend(dtype, ranks, B, S, G, pos, balanced):
+    """Against each head on its own, in the packed buffer and of the queries at its own rank."""
     ranks, pos = FDC_RANKS[ranks], positions(*pos)
-    Hkv, (cos, sin) = len(ranks) // 2, tables(S, D)
-    parts = [randn(B, S, n, seed=i, dtype=dtype) for i, n in enumerate(ranks)]
-    for b, part in itertools.product(range(B), parts):
-        part[b, pos[b] :] = NAN  # the newest token is not yet written
-    packed = torch.cat([part.flatten() for part in parts])
-    basis = randn(Hkv, D, max(ranks[:Hkv]), dtype=dtype) * D**-0.5
-    for h, rank in enumerate(ranks[:Hkv]):
-        basis[h, :, rank:] = 0
-    qkv = randn(B, (G + 1) * Hkv * D + sum(ranks[Hkv:]), dtype=dtype)  # rows as wqkv gives them: apart
-    q, k, latent = qkv.split([G * Hkv * D, Hkv * D, sum(ranks[Hkv:])], 1)
-    q, k = (x.unflatten(1, (-1, D)) for x in (q, k))
-    stored = (packed, kernels.rank_table(ranks, DEVICE, balanced), ranks, pos)
-    queries = kernels.fdc_append(q, k, latent, basis, *stored, kernels.rope_pairs(cos, sin, dtype))
-    out = kernels.fdc_attend(queries, *stored, 0.2).float()
-
-    rows, at = torch.arange(B, device=DEVICE), pos.long()
-    turned = [apply_rope(x.float(), cos[at], sin[at]).to(dtype).float() for x in (q, k)]
-    turned = [torch.einsum("bhgd,hdr->bhgr", x.unflatten(1, (Hkv, -1)), basis.float()) for x in turned]
-    close(queries, turned[0].flatten(1, 2), dtype)
-    written = [x.view(B, S, -1) for x in packed.split([B * S * n for n in ranks])]
+    Hkv, later = len(ranks) // 2, torch.arange(S, device=DEVICE) > pos[:, None]
+    parts = [randn(B, S, rank, seed=i, dtype=dtype) for i, rank in enumerate(ranks)]
+    q = randn(B, Hkv, G, max(ranks[:Hkv]), dtype=dtype)
     truth = []
     for h, rank in enumerate(ranks[:Hkv]):
-        close(written[h][rows, at], turned[1][:, h, 0, :rank], dtype)
-        assert torch.equal(written[Hkv + h][rows, at], latent.split(ranks[Hkv:], 1)[h])
-        query = queries.unflatten(1, (Hkv, G))[:, h, :, :rank].float()
-        live = torch.arange(S, device=DEVICE) <= pos[:, None]
-        key, value = (torch.where(live[..., None], x.float(), 0) for x in (written[h], written[Hkv + h]))
-        logits = (query @ key.transpose(1, 2) * 0.2).masked_fill(~live[:, None], -torch.inf)
-        truth.append((logits.softmax(-1) @ value).flatten(1))
-    close(out, torch.cat(truth, 1), dtype)
-    for part, before in zip(written, parts, strict=True):  # nothing but the newest token has changed
-        part[rows, at] = before[rows, at]
-        assert torch.equal(part.isnan(), before.isnan()) and torch.equal(
-            part.nan_to_num(), before.nan_to_num()
-        )
+        logits = q[:, h, :, :rank].float() @ parts[h].float().mT * 0.2
+        weights = logits.masked_fill(later[:, None], -torch.inf).softmax(-1)
+        truth.append((weights @ parts[Hkv + h].float()).flatten(1))
+        q[:, h, :, rank:] = NAN
+    packed = torch.cat([poison(part, later).flatten() for part in parts])
+    table = kernels.rank_table(ranks, DEVICE, balanced)
+    close(kernels.fdc_attend(q.flatten(1, 2), packed, table, ranks, pos, 0.2), torch.cat(truth, 1), dtype)
 
 
 def test_fdc_tiles_are_never_narrower_than_a_tensor_core_takes():
@@ -4631,39 +4405,74 @@ def test_kernels_reach_host_memory_through_its_address():
     assert torch.cuda.memory_allocated() - before < rows.nbytes
 
 
+# ---- operators: torch.compile, CUDA graphs, refusals
+
+
+def check_operators(ops, dtype=torch.float32):
+    """Shapes and dtypes of results, and which tensors are written, are what torch.compile is told."""
+    B, S, Hkv, D, check = 2, 64, 2, 32, torch.library.opcheck
+    for form, bits, tokens in itertools.product(FORMATS, (16, 4), ("all", "row")):
+        given, _ = attend_case(dtype, form, tokens, B, S, Hkv, 2, D, D, bits, 4, (63, 3), written=True)
+        check(ops.attend, given)
+    pos, v, rope = given[5], randn(B, Hkv, S, D, dtype=dtype), kernels.rope_pairs(*tables(S, D), dtype)
+    check(ops.attend_logits, (randn(B, Hkv, 2, S), v, pos))
+    for W in (32, 600):
+        check(ops.attend_latent, (randn(B, 4, W, dtype=dtype), randn(B, S, W, dtype=dtype), pos, 20, 0.1))
+    for rule in ("each", "largest", "softmax"):
+        check(ops.scores, (randn(B, Hkv, 2, 16, dtype=dtype), v, None, pos, 0.1, rule))
+    check(ops.select, (randn(B, S), pos, 2, 5, 4))
+    table, packed = kernels.rank_table([16] * 4, DEVICE), randn(B * S * 64, dtype=dtype)
+    check(ops.fdc_attend, (randn(B, 4, 16, dtype=dtype), packed, table, [16] * 4, pos, 0.1))
+    q, k = (randn(B, heads, D, dtype=dtype) for heads in (4, 2))
+    by_token, ring = v.transpose(1, 2).contiguous(), randn(B, 4, Hkv, D, dtype=dtype)
+    latent = randn(B, S, 9, dtype=dtype)
+    codes, scale = compress.quantize_int8(latent)
+    for stores, bits in (
+        ((latent, None, by_token, None), 16),
+        ((codes, scale[..., 0].contiguous(), *quantize(by_token, 4, 32)), 4),
+    ):
+        check(
+            ops.sals_append,
+            (randn(B, 9, dtype=dtype), q, k, k, pos, rope, *stores, ring, ring.clone(), bits),
+        )
+
+
+def test_kernel_operators_do_what_torch_compile_is_told():
+    check_operators(kernels)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
 def test_kernel_graph_follows_pos(int8):
     """One capture is right for every length: replayed at other positions it equals eager, bit for bit."""
-    B, S, Hkv, G, D, r, z = 3, 3000, 4, 2, 64, 64, 16
-    bf16 = torch.bfloat16
-    q, k, v = (randn(B, h, D, seed=i, dtype=bf16) for i, h in enumerate((Hkv * G, Hkv, Hkv)))
-    dense_k, dense_v = randn(B, Hkv, S, D, dtype=bf16), randn(B, Hkv, S, D, seed=1, dtype=bf16)
-    int8_k, k_scale = compress.quantize_int8(dense_k)
-    all_tokens = (int8_k, k_scale[..., 0].contiguous(), *quantize(dense_v, 4, 32))
-    values, low_scale = quantize(randn(B, S, Hkv, D, dtype=bf16), 4, 32)
-    latents, basis = (randn(B, S, r, dtype=bf16), None), (randn(Hkv * D, r, dtype=bf16), None)
-    if int8:
-        codes, scale = compress.quantize_int8(latents[0])
-        latents = codes, scale[..., 0].contiguous()
-        basis = compress.quantize_basis(basis[0], SimpleNamespace(n_kv_heads=Hkv))
-    basis = [x if x is None else kernels.interleave_rope(x, Hkv) for x in basis]
-    ring_k, ring_v = randn(B, z, Hkv, D, dtype=bf16), randn(B, z, Hkv, D, seed=1, dtype=bf16)
-    queries, new = randn(B, Hkv * G, 32, dtype=bf16), randn(B, r, dtype=bf16)
-    rope = kernels.rope_pairs(*tables(S, D), bf16)
-    pos = positions(2000, 500, 5)
+    B, S, Hkv, G, D, r, z, bf16 = 3, 3000, 4, 2, 64, 64, 16, torch.bfloat16
+    form = "joint int8 latents" if int8 else "joint latents"
+    cases = {
+        name: attend_case(bf16, name, "all", B, S, Hkv, G, D, D, 4, z, (S - 1,) * B, r=r, written=True)[0]
+        for name in (form, "plain", "int8", "channels")
+    }
+    (q, _, keys, values, _, pos, _, window, scale), rope = (
+        cases[form],
+        kernels.rope_pairs(*tables(S, D), bf16),
+    )
+    latents, by_token = [x if x is None else x[:, 0] for x in keys[:2]], [x.transpose(1, 2) for x in values]
+    joint = [x if x is None else x[:, None] for x in latents]
+    new, k, rows = randn(B, r, dtype=bf16), randn(B, Hkv, D, dtype=bf16), randn(B, S, 96, dtype=bf16)
+    queries = randn(B, 1, 8, 32, dtype=bf16)
 
     def step():
-        stores = (values, low_scale, ring_k, ring_v)
-        rotated, by_sum = kernels.sals_append(new, q, k, v, queries[:, 0], pos, rope, *latents, *stores, 4)
-        by_softmax = kernels.softmax_scores(queries, *latents, pos, D**-0.5)
-        chosen = [kernels.select(scores, pos, 4, 100, z) for scores in (by_sum, by_softmax)]
-        stores = (*latents, *basis, *stores, pos, rope, 4)
-        attended = (kernels.sals_attend(rotated, index, *stores) for index in (*chosen, None))
-        turned = kernels.int8_append(q, k, v, pos, rope, *all_tokens, 4)
-        attended = *attended, kernels.int8_attend(turned, *all_tokens, pos, 4)
-        return *chosen, *attended, kernels.dense_attend(q, dense_k, dense_v, pos)
+        rotated = kernels.sals_append(new, q, k, k, pos, rope, *latents, *by_token, *window, 4)
+        scores = [kernels.scores(queries, *joint, pos, scale, rule)[:, 0] for rule in ("each", "softmax")]
+        chosen = [kernels.select(x.contiguous(), pos, 4, 100, z) for x in scores]
+        made = [*scores, *chosen]
+        for index in (*chosen, None):
+            made.append(kernels.attend(rotated, "latents", keys, values, 4, pos, index, window, scale))
+        for name in ("plain", "int8", "channels"):
+            _, kind, *stores, _, _, _, beside, _ = cases[name]
+            made.append(kernels.attend(q, kind, *stores, pos, None, beside, scale))
+        made.append(kernels.attend_latent(randn(B, 4, 96, dtype=bf16), rows, pos, 64, scale))
+        return made
 
     step()
     torch.cuda.synchronize()
@@ -4676,6 +4485,15 @@ def test_kernel_graph_follows_pos(int8):
         replayed = [x.clone() for x in captured]
         for got, want in zip(replayed, step(), strict=True):
             assert torch.equal(got, want)
+
+
+def test_int8_keys_of_heads_that_the_kernel_does_not_take():
+    model, outputs = tiny_model(head_dim=24).to(DEVICE), []
+    q, k, v = (randn(2, heads, 24, seed=heads) for heads in (8, 4, 4))
+    for kernels_ in (False, True):
+        cache = compress.Int8Cache(Room(model, 2, 10, kernels_), 4)
+        outputs.append(cache.decode(positions(3, 0), q, k, v))
+    assert torch.equal(*outputs)
 
 
 OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
@@ -4697,22 +4515,33 @@ OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
 )
 def test_decode_with_kernels_equals_decode_without(method, options, group, monkeypatch):
     """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
-    results, calls, fdc_attend = [], [], kernels.fdc_attend
-    monkeypatch.setattr(kernels, "fdc_attend", lambda *x: calls.append(x) or fdc_attend(*x))
+    results, calls, tables_ = [], set(), []
+    for name in ("attend", "attend_latent", "attend_logits", "fdc_attend"):
+        operation = getattr(kernels, name)
+
+        def spy(*given, name=name, operation=operation):
+            calls.add(given[1] if name == "attend" else name)
+            tables_.extend(given[2:3] if name == "fdc_attend" else [])
+            return operation(*given)
+
+        monkeypatch.setattr(kernels, name, spy)
     for kernels_ in (False, True):
         model = tiny_model(group=group).to(DEVICE)
         room = Room(model, 2, 64, kernels_)
         caches = METHODS[method].build(
             model, settings_from(method, options), room, artifact_of(method, model)
         )
-        fits = method != "palu" and options.get("window") != "half"
-        assert method not in ("sals", "fdc") or caches[2].fused == (kernels_ and fits)
-        assert options.get("skip_as") != "int8" or caches[0].fused == kernels_
         engine = Engine(model, caches, room, Sampling())
         engine.prefill([random_ids(n, n) for n in (5, 31)])
         results.append((decode_rows(engine, 4, lambda ids: False).token_ids, engine.logits.cpu()))
-        assert bool(calls) == (kernels_ and method == "fdc")
-        assert all(table[4].min() >= 16 for _, _, table, *_ in calls)  # widths: the work is balanced
+        assert kernels_ or not calls
+    kinds = {"dense": {"plain"}, "sals": {"latents"}, "fdc": {"fdc_attend"}, "palu": {"latents"}}
+    kinds |= {"kivi": {"channels"}, "elitekv": {"attend_latent"}, "h2o": {"attend_logits"}}
+    kinds |= {"streaming": {"plain"}, "loki": {"channels"}}
+    kinds |= {"sals": set() if "window" in options else {"latents"}}
+    beside = {"dense": {"plain"}, "int8": {"int8"}}.get(options.get("skip_as"), set())
+    assert calls == kinds[method] | beside
+    assert all(table[4].min() >= 16 for table in tables_)  # widths: the work is balanced
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
@@ -4752,44 +4581,122 @@ def test_methods_select_alike_with_the_kernel_and_without(method, options, monke
     assert error(results[1][1], results[0][1]) < 1e-5
 
 
-def test_kernel_int8_attend_refuses():
-    q, v, k_scale = randn(1, 2, 32), randn(1, 2, 9, 32), randn(1, 2, 9)
-    k, wide = v.to(torch.int8), (1, 1, 1, 17)
-    for bad, message in (
-        ({"q": randn(1, 3, 32)}, "do not divide"),
-        ({"q": randn(1, 32, 2).transpose(1, 2)}, "q .* must be contiguous"),
-        ({"k": k.float()}, "k must be torch.int8"),
-        ({"k_scale": k_scale.half()}, "k_scale must be torch.float32"),
-        ({"values": v.half()}, "values must be"),
-        ({"bits": 4}, "need low_scale"),
-        ({"q": randn(1, 2, 544), "k": k.repeat(wide), "values": v.repeat(wide)}, "do not fit int32"),
-    ):
-        given = {"q": q, "k": k, "k_scale": k_scale, "values": v, "low_scale": None, "bits": 16} | bad
-        with pytest.raises(ValueError, match=message):
-            kernels.int8_attend(**given, pos=positions(8))
+def attend_arguments(kind):
+    """Arguments of kernels.attend by name, at which nothing is wrong."""
+    names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
+    form = "joint latents" if kind == "latents" else kind
+    given, _ = attend_case(torch.float32, form, "all", 1, 40, 2, 2, 32, 32, 4, 4, (39,))
+    return dict(zip(names, given, strict=True))
 
 
-def test_kernel_int8_append_refuses():
-    token, k = randn(1, 2, 32), randn(1, 2, 9, 32).to(torch.int8)
-    for bad, message in (
-        ({"q": randn(1, 3, 32)}, "does not fit"),
-        ({"q": randn(1, 2, 31)}, "q must be"),
-        ({"q": randn(1, 2, 31), "k": randn(1, 2, 31)}, "does not fit"),
-        ({"v": token.half()}, "v must be torch.float32"),
-        ({"keys": k.float()}, "keys must be torch.int8"),
-        ({"key_scale": randn(1, 2, 8)}, "key_scale must be"),
-        ({"bits": 4}, "need low_scale"),
-        ({"rope": kernels.rope_pairs(*tables(8, 32), torch.float32)}, "rope has 8 positions, the cache 9"),
-    ):
-        given = {"q": token, "k": token, "v": token, "keys": k, "key_scale": randn(1, 2, 9)}
-        given |= {"values": randn(1, 2, 9, 32), "low_scale": None, "bits": 16, "pos": positions(8)}
-        given |= {"rope": kernels.rope_pairs(*tables(9, 32), torch.float32)} | bad
-        with pytest.raises(ValueError, match=message):
-            kernels.int8_append(**given)
+def other(place, change):
+    """A change of one of a list's tensors."""
+    return lambda tensors: [change(x) if i == place else x for i, x in enumerate(tensors)]
 
 
-def attentions(model: Llama) -> list:
-    return [layer.attention for layer in model.layers]
+ATTEND_REFUSES = [  # kind, argument, its change, the message
+    ("plain", "q", lambda q: q[:, :3], "3 query heads do not divide over 2"),
+    ("plain", "q", lambda q: q.mT.contiguous().mT, "q .* must be contiguous"),
+    ("plain", "q", lambda q: q.half(), "keys must be torch.float16"),
+    ("plain", "pos", lambda pos: pos.long(), "pos must be int32"),
+    ("plain", "keys", other(0, lambda k: k[..., :16]), "keys must be"),
+    ("plain", "keys", other(0, lambda k: k.mT.contiguous().mT), "keys must be whole rows"),
+    ("plain", "bits", lambda bits: 3, "bits must be 2, 4, 8 or 16"),
+    ("plain", "bits", lambda bits: 16, "values must be torch.float32"),
+    ("plain", "values", other(1, lambda x: x.float()), "low_scale must be torch.float16"),
+    ("plain", "values", other(1, lambda x: x.contiguous()), "low_scale must lie as the codes do"),
+    ("plain", "window", other(0, lambda x: x.half()), "window keys must be torch.float32"),
+    ("plain", "window", other(1, lambda x: x[:, 1:]), "window values must be"),
+    ("plain", "index", lambda _: torch.zeros(1, 2, 9, device=DEVICE), "index must be int32"),
+    ("plain", "index", lambda _: positions(1, 2, 3), r"index must be \[1, .., n\]"),
+    ("plain", "index", lambda _: positions(1, 2, 3).view(1, 3, 1), "a query head, not 3"),
+    ("int8", "keys", other(0, lambda k: k.float()), "keys must be torch.int8"),
+    ("int8", "keys", other(1, lambda x: x.half()), "scale of keys must be torch.float32"),
+    ("int8", "keys", other(1, lambda x: x.mT.contiguous().mT), "scales of keys must lie as"),
+    ("latents", "keys", other(1, lambda _: randn(1, 2, 40)), "latents must be torch.int8"),
+    ("latents", "keys", other(3, lambda _: randn(2, 32, 1)), "int8 together"),
+    ("latents", "keys", other(2, lambda x: x[:, :16]), "basis .* must be"),
+    ("latents", "keys", other(4, lambda _: randn(2, 16, 1)), "bias .* must be"),
+    ("latents", "keys", other(5, lambda x: x[:39]), "rope has 39 positions, the cache 40"),
+    ("channels", "keys", other(2, lambda x: x[:, :20]), "2 or 4 bits, the ring of 32s"),
+    ("channels", "keys", other(1, lambda x: x[:, :, :1]), "low_scale of keys must be"),
+]
+
+
+@pytest.mark.parametrize("kind, name, change, message", ATTEND_REFUSES)
+def test_kernel_attend_refuses(kind, name, change, message):
+    given = attend_arguments(kind)
+    with pytest.raises(ValueError, match=message):
+        kernels.attend(**given | {name: change(given[name])})
+
+
+def scores_arguments(pos, *queries, r=8, scale=None, rule="each", block=0):
+    return randn(*queries), randn(1, 1, 10, 8)[..., :r], scale, pos, 1.0, rule, block
+
+
+def append_arguments(pos, *rest, D=16, Hq=2, tokens=10):
+    k, by_token, ring = randn(1, 2, D), randn(1, 10, 2, D), randn(1, 4, 2, D)
+    rope = kernels.rope_pairs(*tables(tokens, D), torch.float32)
+    stores = (randn(1, 10, 4), None, by_token, None, ring, ring)
+    return randn(1, 4), randn(1, Hq, D), k, k, pos, rope, *stores, *rest
+
+
+def fetch_arguments(v, index):
+    rows, hot = randn(1, 2, 9, 16), randn(1, 2, 3, 16)
+    return rows, v, index, index.long(), index == 0, hot, hot.clone()
+
+
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    [
+        ("select", lambda pos: (randn(1, 10).double(), pos, 1, 2, 3), "fp32"),
+        ("select", lambda pos: (randn(1, 10), pos.long(), 1, 2, 3), "int32"),
+        ("select", lambda pos: (randn(1, 10), pos, 1, 0, 3), "at least 1"),
+        ("select", lambda pos: (randn(1, 10), pos, 1, 2, 3, pos.long()), "wanted must be torch.int32"),
+        ("select", lambda pos: (randn(1, 10), pos, 1, 2, 3, positions(1, 1)), r"wanted must be \[1\]"),
+        ("select", lambda pos: (randn(2, 10), pos.repeat(4)[::2], 1, 2, 3), "pos .* must be contiguous"),
+        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 9), "do not fit rows"),
+        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 8, rule="sum"), "no rule sum"),
+        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 8, scale=randn(1, 1, 10)), "rows are torch.fl"),
+        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 3, r=3), "rows must be whole rows"),
+        ("scores", lambda pos: scores_arguments(pos, 1, 3, 1, 4, 8, block=8), "no queries for blocks of 8"),
+        ("scores", lambda pos: scores_arguments(pos, 1, 2, 1, 4, 8, block=8), "not a multiple of 16"),
+        ("attend_logits", lambda pos: (randn(1, 2, 2, 9).half(), randn(1, 2, 9, 8), pos), "must be fp32"),
+        ("attend_logits", lambda pos: (randn(1, 2, 2, 9), randn(1, 2, 8, 8), pos), "v must be"),
+        ("attend_latent", lambda pos: (randn(1, 2, 8), randn(1, 9, 8), pos, 9, 1.0), "leading 1 to 8"),
+        ("attend_latent", lambda pos: (randn(1, 2, 8), randn(1, 9, 16), pos, 8, 1.0), "latent must be"),
+        ("sals_append", lambda pos: append_arguments(pos, 16, Hq=3), "does not fit k"),
+        ("sals_append", lambda pos: append_arguments(pos, 16, D=17), "does not fit k"),
+        (
+            "sals_append",
+            lambda pos: append_arguments(pos, 16, tokens=9),
+            "rope has 9 positions, the cache 10",
+        ),
+        ("sals_append", lambda pos: append_arguments(pos, 4), "need low_scale"),
+        ("sals_append", lambda pos: append_arguments(pos, 16, 4), "ring must hold at least one token"),
+        (
+            "fdc_attend",
+            lambda pos: (randn(1, 2, 16), randn(640), kernels.rank_table([16, 16], DEVICE), [16], pos, 1.0),
+            "ranks must be d_qk and d_v",
+        ),
+        (
+            "fetch_rows",
+            lambda pos: fetch_arguments(randn(1, 2, 9, 16), positions(0, 0).view(1, 2, 1)),
+            "index must be torch.int64",
+        ),
+        (
+            "fetch_rows",
+            lambda pos: fetch_arguments(
+                randn(1, 9, 2, 16).transpose(1, 2), positions(0, 0).view(1, 2, 1).long()
+            ),
+            "v .* must be contiguous",
+        ),
+        ("value_group", lambda pos: (48, 4), "multiple of 32"),
+    ],
+)
+def test_kernels_refuse_what_they_would_get_wrong(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(kernels, name)(*arguments(positions(9)))
 
 
 def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
@@ -4797,75 +4704,6 @@ def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
     assert Room(model, 1, 20).kernels is None
     with pytest.raises(UserError, match="--no-kernels"):
         Room(model, 1, 20, True)
-
-
-@poisoned
-def test_kernel_bad_input():
-    pos, scores = positions(9), randn(1, 10)
-    with pytest.raises(ValueError, match="fp32"):
-        kernels.select(scores.double(), pos, 1, 2, 3)
-    with pytest.raises(ValueError, match="int32"):
-        kernels.select(scores, pos.long(), 1, 2, 3)
-    with pytest.raises(ValueError, match="at least 1"):
-        kernels.select(scores, pos, 1, 0, 3)
-    with pytest.raises(ValueError, match="wanted must be torch.int32"):
-        kernels.select(scores, pos, 1, 2, 3, pos.long())
-    with pytest.raises(ValueError, match=r"wanted must be \[1\]"):
-        kernels.select(scores, pos, 1, 2, 3, positions(1, 1))
-    with pytest.raises(ValueError, match="contiguous"):
-        kernels.softmax_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], None, pos, 1.0)
-    with pytest.raises(ValueError, match="pos .* must be contiguous"):
-        kernels.select(randn(2, 10), positions(9, 9, 9, 9)[::2], 1, 2, 3)
-    with pytest.raises(ValueError, match="ranks must be d_qk and d_v"):
-        kernels.fdc_attend(randn(1, 2, 16), randn(640), kernels.rank_table([16, 16], DEVICE), [16], pos, 1.0)
-
-
-@pytest.mark.parametrize("n", [128, None])
-@pytest.mark.parametrize("D, splits", [(64, 20), (64, 70), (160, 20)])
-@poisoned
-def test_kernel_sals_attend_more_splits_than_a_merge_takes_at_once(monkeypatch, n, D, splits):
-    monkeypatch.setattr(kernels, "values_config", lambda *_: (16, 4, 2, splits))
-    check_sals_attend(torch.float32, 3, 400, 2, 1, D, 32, 4, n, 24, (399, 120, 30))
-
-
-def test_kernel_rope_table_must_reach_the_capacity():
-    B, S, D = 1, 10, 16
-    k, store = randn(B, 1, D), randn(B, S, 1, D)
-    rope = kernels.rope_pairs(*tables(S - 1, D), torch.float32)
-    stores = (randn(B, S, 4), None, store, None, randn(B, 2, 1, D), randn(B, 2, 1, D))
-    with pytest.raises(ValueError, match="rope has 9 positions, the cache 10"):
-        kernels.sals_append(randn(B, 4), k, k, k, None, positions(9), rope, *stores, 16)
-
-
-def test_kernels_refuse_what_they_would_get_wrong():
-    assert kernels.value_group(16, 4) == 16 and kernels.value_group(96, 4) == 32
-    with pytest.raises(ValueError, match="multiple of 32"):
-        kernels.value_group(48, 4)
-    with pytest.raises(ValueError, match="latent must be torch.int8"):
-        kernels.softmax_scores(randn(1, 1, 4), randn(1, 10, 8), randn(1, 10), positions(9), 1.0)
-    codes, stores = randn(1, 10, 4).to(torch.int8), (randn(1, 10, 1, 16), None, randn(1, 2, 1, 16))
-    rest = (*stores, stores[2])
-    here = (positions(9), kernels.rope_pairs(*tables(10, 16), torch.float32))
-    with pytest.raises(ValueError, match="int8 together"):
-        kernels.sals_attend(
-            randn(1, 1, 16), None, codes, randn(1, 10), randn(1, 16, 4), None, *rest, *here, 16
-        )
-    for heads, D in ((3, 16), (2, 17)):
-        with pytest.raises(ValueError, match="does not fit k"):
-            token = (randn(1, 4), randn(1, heads, D), *[randn(1, 2, D)] * 2, None)
-            kernels.sals_append(*token, *here, randn(1, 10, 4), None, *rest, 16)
-    for queries, message in (
-        (randn(1, 5), "do not fit latent"),
-        (randn(2, 3), r"queries must be \[1, 3\]"),
-        (randn(1, 6)[:, ::2], "queries .* must be contiguous"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            token = (randn(1, 4), *[randn(1, 1, 16)] * 3, queries)
-            kernels.sals_append(*token, *here, randn(1, 10, 4), None, *rest, 16)
-    rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1, dtype=torch.int64)
-    apart = randn(1, 9, 2, 16).transpose(1, 2)
-    with pytest.raises(ValueError, match="v .* must be contiguous"):
-        kernels.fetch_rows(rows, apart, index, index, index > 0, hot, hot.clone())
 
 
 # ----------------------------------------------------------------------------------------------- golden texts
@@ -6371,8 +6209,11 @@ if __name__ == "__main__":
 # Skipped where there is no such file, or no Gluon. No interpreter runs Gluon: its kernels run on Hopper GPUs
 # only, and elsewhere are compiled.
 
+
 ON_HOPPER = kernels.nvidia_generation(torch.device(DEVICE)) == 9
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
+
+
 H200 = {  # properties
     "multi_processor_count": 132,
     "shared_memory_per_block_optin": 227 * 1024,
@@ -6414,160 +6255,137 @@ def test_hopper_times_its_operators_by_the_benchmark_of_kernels(hopper):
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "13b" in done.stderr
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_hopper_operators_do_what_torch_compile_is_told(hopper, int8):
-    """On Hopper int8_attend and linear_chain run kernels of this file; all else goes to kernels.py's."""
-    B, S, Hkv, D, r, z, n = 2, 300, 2, 64, 128, 4, 64
+def test_hopper_operators_do_what_torch_compile_is_told(hopper):
+    """On Hopper linear_chain, and attention over int8 keys, run kernels of this file."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    pos, rope = positions(299, 100), kernels.rope_pairs(*tables(S, D), dtype)
-    latents, _ = latents_of(
-        randn(B, S, r, dtype=dtype), torch.ones(B, S, dtype=torch.bool, device=DEVICE), int8
-    )
-    v, ring, q = (randn(B, k, Hkv, D, dtype=dtype) for k in (S, z, 1))
-    q = q[:, 0].contiguous()
-    index = torch.arange(n, dtype=torch.int32, device=DEVICE).repeat(B, 1)
-    basis = (randn(Hkv, D, r, dtype=dtype), None)
-    if int8:
-        basis = (torch.ones(Hkv, D, r, dtype=torch.int8, device=DEVICE), torch.ones(Hkv, D, 1, device=DEVICE))
-    check = torch.library.opcheck
-    check(hopper.softmax_scores, (randn(B, 3, 64, dtype=dtype), *latents, pos, 0.5))
-    stores = (*latents, *basis, *quantize(v, 4, 32), ring, ring, pos, rope, 4)
-    for given in (index, None):
-        check(hopper.sals_attend, (q, given, *stores))
-    keys, scale = compress.quantize_int8(randn(B, Hkv, S, 128))
-    values = quantize(randn(B, Hkv, S, 128), 4, 32)
-    query = randn(B, 2 * Hkv, 128, dtype=dtype)
-    check(hopper.int8_attend, (query, keys, scale[..., 0].contiguous(), *values, pos, 4))
+    check_operators(hopper, dtype)
+    given, _ = attend_case(dtype, "int8", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
+    torch.library.opcheck(hopper.attend, given)
     if ON_HOPPER:
-        check(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
-
-
-def test_hopper_operators_refuse_what_those_of_kernels_do(hopper):
-    with pytest.raises(ValueError, match="contiguous"):
-        hopper.softmax_scores(randn(1, 1, 4), randn(1, 10, 8)[..., :4], None, positions(9), 1.0)
-    rope, codes = kernels.rope_pairs(*tables(10, 16), torch.float32), randn(1, 10, 4).to(torch.int8)
-    stores = (randn(1, 10, 1, 16), None, randn(1, 2, 1, 16), randn(1, 2, 1, 16), positions(9), rope, 16)
-    with pytest.raises(ValueError, match="int8 together"):
-        hopper.sals_attend(randn(1, 1, 16), None, codes, randn(1, 10), randn(1, 16, 4), None, *stores)
-    with pytest.raises(ValueError, match="k must be torch.int8"):
-        k = randn(1, 2, 9, 32)
-        hopper.int8_attend(randn(1, 2, 32), k, randn(1, 2, 9), k, None, positions(8), 16)
-
-
-@needs_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "B, S, heads, r_score, r, plan",
-    [
-        (3, 1001, 32, 64, 128, (3, 3, 2)),
-        (3, 300, 1, 192, 208, (3, 1, 8)),
-        (2, 5000, 64, 512, 1024, (40, 1, 3)),
-        (5, 129, 8, 128, 128, (1, 2, 4)),
-        (1, 20000, 32, 256, 512, (128, 2, 2)),
-        (3, 12000, 32, 64, 64, None),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_hopper_softmax_scores_at_once(hopper, monkeypatch, dtype, B, S, heads, r_score, r, plan, int8):
-    """One program a row, programs without tokens, more slots than chunks, and what is planned for the shape;
-    a launch after the other gives the same to the bit."""
-    monkeypatch.setattr(kernels, "softmax_scores", None)
-    if plan:
-        monkeypatch.setattr(hopper, "scores_at_once", lambda *_: plan)
-    queries, latent = 3 * randn(B, heads, r_score + 8, dtype=dtype), randn(B, S, r, dtype=dtype)
-    queries = queries.flatten(1)[:, : heads * r_score].unflatten(1, (heads, r_score))  # rows apart
-    queries[:, 0] *= 0 if heads > 1 else 1  # a head without a largest number
-    pos = positions(*[S - 1, S // 2, 0, 127, 128][:B])
-    live = torch.arange(S, device=DEVICE) <= pos[:, None]
-    stored, decoded = latents_of(latent, live, int8)
-    truth = sals_scores(queries.float(), decoded[..., :r_score], live, "softmax", 0.25)
-    out = [hopper.softmax_scores(queries, *stored, pos, 16**-0.5) for _ in range(3)]
-    assert (out[0][~live] == -torch.inf).all() and all(torch.equal(out[0], again) for again in out)
-    close(out[0][live], truth[live], dtype)
-
-
-@pytest.mark.parametrize("int8", [False, True])
-def test_hopper_softmax_scores_at_once_compiles_without_a_gpu(hopper, int8):
-    program = f"""
-        hopper._softmax_scores_kernel = Compile("_softmax_scores_kernel", hopper)
-        hopper.on_hopper = lambda *_: True
-        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
-        zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
-        latent, scale = zeros(4, 10000, 128), zeros(4, 10000, dtype=torch.float32)
-        if {int8}:
-            latent = latent.to(torch.int8)
-        pos = zeros(4, dtype=torch.int32)
-        hopper.softmax_scores(zeros(4, 32, 64), latent, scale if {int8} else None, pos, 1.0)
-    """
-    after = """
-        # No GPU need show that one of these is missing, or that a barrier between programs is.
-        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
-        assert ptx.count(".gpu.acquire") == 1 and ptx.count(".gpu.release.add") == 1
-        # Two fit a multiprocessor, lest the launch fails.
-        assert kernel.metadata.launch_cooperative_grid and kernel.metadata.shared <= 113 * 1024
-    """
-    compile_for_hopper(program, after)
+        torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
 @pytest.mark.parametrize(
-    "B, S, heads, r_score, r, dtype, itemsize, plan",
+    "plan, form, tokens, place, change, message",
     [
-        (8, 32768, 32, 64, 128, torch.bfloat16, 1, (33, 8, 4)),
-        (8, 32768, 32, 512, 1024, torch.bfloat16, 2, (16, 16, 3)),  # one program a multiprocessor
-        (1, 131072, 32, 64, 128, torch.float16, 2, (128, 8, 8)),  # as many as multiprocessors
-        (8, 32768, 64, 64, 128, torch.bfloat16, 1, None),  # too many tokens for so many heads
-        (8, 16384, 64, 64, 128, torch.bfloat16, 1, (33, 4, 4)),
-        (8, 16384, 65, 64, 128, torch.bfloat16, 1, None),
-        (4, 131072, 32, 64, 128, torch.bfloat16, 1, None),  # too many tokens
-        (8, 4096, 32, 64, 128, torch.bfloat16, 1, None),  # too few
-        (300, 32768, 32, 64, 128, torch.bfloat16, 1, None),  # too many rows
-        (8, 32768, 32, 32, 64, torch.bfloat16, 1, None),
-        (8, 32768, 32, 1024, 2048, torch.bfloat16, 1, None),
-        (8, 32768, 32, 64, 100, torch.bfloat16, 1, None),
-        (8, 32768, 32, 64, 128, torch.float32, 4, None),
+        ("shares_int8", "int8", "all", 0, lambda k: k.float(), "keys must be torch.int8"),
+        ("attends_at_once", "joint latents", "row", 3, lambda _: randn(2, 32, 1), "int8 together"),
+        ("streams_basis", "joint latents", "row", 5, lambda x: x[:39], "rope has 39 positions"),
     ],
 )
-def test_softmax_scores_are_made_at_once_where_their_weights_fit(
-    hopper, monkeypatch, B, S, heads, r_score, r, dtype, itemsize, plan
-):
-    monkeypatch.setattr(hopper, "on_hopper", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**H200))
-    stored = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32}[itemsize]
-    latent = torch.empty(1, dtype=stored).expand(B, S, r)
-    assert hopper.scores_at_once(B, S, heads, r_score, dtype, latent) == plan
+def test_hopper_attend_refuses(hopper, monkeypatch, plan, form, tokens, place, change, message):
+    """What that of kernels.py does, before a kernel of its own begins."""
+    only(hopper, monkeypatch, plan)
+    monkeypatch.setattr(hopper, "shares_int8", lambda *_: True)
+    case = (form, tokens, 1, 40, 2, 2 if form == "int8" else 1, 32, 32, 4, 0 if form == "int8" else 4, (39,))
+    (q, kind, keys, *rest), _ = attend_case(torch.float32, *case)
+    with pytest.raises(ValueError, match=message):
+        hopper.attend(q, kind, other(place, change)(keys), *rest)
+
+
+def only(hopper, monkeypatch, plan):
+    """Of hopper's ways to attend latents that of `plan` alone, and none of kernels.py."""
+    for name in ("attends_at_once", "streams_basis"):
+        monkeypatch.setattr(hopper, name, lambda *_, name=name: name == plan)
+    monkeypatch.setattr(kernels, "attend", None)
+
+
+def check_hopper_latents(hopper, dtype, int8, B, S, Hkv, D, bits, z, pos, **options):
+    form = "joint int8 latents" if int8 else "joint latents"
+    case = (form, "row", B, S, Hkv, 1, D, D, bits, z, pos)
+    check_attend(dtype, *case, written=True, ops=hopper, **options)
 
 
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
-# the ring has slots, programs of one head and of several tiles.
+# the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
+# hardly begun.
 @needs_hopper
+@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "B, Hkv, D, chunks, n, z, programs",
+    "B, Hkv, D, chunks, n, bits, z, programs",
     [
-        (1, 2, 128, 1, 64, 24, 132),
-        (3, 4, 128, 2, 128, 64, 3),
-        (3, 3, 128, 4, 70, 100, 5),
-        (9, 5, 64, 3, 9, 1, 132),
-        (17, 4, 128, 2, 8, 130, 4),
-        (2, 32, 128, 8, 448, 300, 7),
-        (5, 8, 64, 5, 130, 33, 2),
+        (1, 2, 128, 1, 64, 2, 24, 2),
+        (3, 4, 128, 2, 128, 4, 64, 1),
+        (3, 3, 128, 4, 70, 2, 100, 3),
+        (9, 5, 64, 3, 9, 2, 1, 5),
+        (17, 4, 128, 2, 8, 8, 130, 3),
+        (2, 32, 128, 8, 448, 2, 300, 7),
+        (5, 8, 64, 5, 130, 4, 33, 2),
+        (1, 3, 64, 8, 300, 8, 24, 2),
+        (2, 4, 128, 8, 257, 4, 24, None),
     ],
 )
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
-def test_hopper_sals_attend_streams_the_basis(
-    hopper, monkeypatch, dtype, B, Hkv, D, chunks, n, z, programs, int8
+def test_hopper_attend_latents(
+    hopper, monkeypatch, plan, dtype, B, Hkv, D, chunks, n, bits, z, programs, int8
 ):
-    monkeypatch.setattr(hopper, "attends_at_once", lambda *_: False)
-    monkeypatch.setattr(hopper, "streams_basis", lambda *_: True)
-    monkeypatch.setattr(kernels, "sals_attend", None)
-    for module in (hopper, kernels):
-        monkeypatch.setattr(module, "SMS", programs)
-    pos = [max(3, 599 - 150 * b) for b in range(B)]
-    check_sals_attend(
-        dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), 4, n, z, pos, int8=int8, ops=hopper
-    )
+    only(hopper, monkeypatch, plan)
+    if programs:  # of a row, or of all
+        monkeypatch.setattr(hopper, "row_programs", lambda *_: programs)
+        monkeypatch.setattr(hopper, "SMS", programs)
+    pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (128 if int8 else 64)
+    check_hopper_latents(hopper, dtype, int8, B, 600, Hkv, D, bits, z, pos, n=n, r=r)
+
+
+@needs_hopper
+@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
+@pytest.mark.parametrize("rise", [(-3, 3), (3, -3), (-40, -40)])
+@poisoned
+def test_hopper_attend_window_of_several_tiles(hopper, monkeypatch, plan, rise):
+    only(hopper, monkeypatch, plan)
+    case = (torch.float16, False, 3, 200, 2, 64, 4, 100, (199, 120, 30))
+    check_hopper_latents(hopper, *case, r=64, rise=rise)
+
+
+@needs_hopper
+@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
+@pytest.mark.parametrize("B, S, bits, n", [(16, 1000, 2, 448), (4, 5000, 4, 4032)])
+@pytest.mark.parametrize("int8", [False, True])
+@poisoned
+def test_hopper_attend_latents_real_sizes(hopper, monkeypatch, plan, B, S, bits, n, int8):
+    only(hopper, monkeypatch, plan)
+    pos = [S - 1 - 7 * b for b in range(B)]
+    check_hopper_latents(hopper, torch.bfloat16, int8, B, S, 32, 128, bits, 64, pos, n=n, r=512)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 130, 90), (8, 5, 84), (4, 300, 9)])
+@poisoned
+def test_hopper_values_take_windows_that_are_attended_with_the_logits(hopper, monkeypatch, dtype, bits, z, n):
+    """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
+    S = z + 84
+    case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
+    (q, kind, keys, *rest), truth = attend_case(*case, n=n, written=True)
+    pos, index, window, scale = rest[2:]
+    k = stored_keys("joint latents", dtype, torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE), 32, pos)[1]
+
+    def make_both(q, index, latent, latent_scale, basis, basis_scale, ring_k, ring_v, pos, words):
+        scores = torch.einsum("bhd,bhsd->bhs", q.float(), k) * scale * kernels.LOG2E
+        logits = scores.gather(2, index.clamp(min=0).long()[:, None].expand(-1, 2, -1))
+        logits = logits.masked_fill(index[:, None] < 0, -torch.inf)
+        parts, slot = torch.arange(hopper.window_parts(z), device=DEVICE), torch.arange(z, device=DEVICE)
+        mine = (slot // 64 * 4 + slot % 4) == parts[:, None]  # [parts, z]
+        mine = mine & (slot <= pos[:, None])[:, None, None]  # [B, 1, parts, z]
+        ring_k, ring_v = (torch.nan_to_num(t).float().transpose(1, 2) for t in (ring_k, ring_v))
+        scores = (ring_k @ q.float()[..., None]).mT * (scale * kernels.LOG2E)
+        tops = torch.where(mine, scores, -1e30).amax(-1)
+        weights = torch.where(mine, torch.exp2(scores - tops[..., None]), 0.0)
+        return logits, (tops, weights.sum(-1), weights @ ring_v)
+
+    only(hopper, monkeypatch, "streams_basis")
+    monkeypatch.setattr(hopper, "_logits_and_windows", make_both)
+    close(hopper.attend(q, kind, keys, *rest), truth, dtype)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, int8):
+    seen = []
+    for name in ("attends_at_once", "streams_basis"):
+        monkeypatch.setattr(hopper, name, lambda *shape: seen.append(shape[-1]) or False)
+    check_hopper_latents(hopper, torch.float32, int8, 1, 90, 2, 64, 4, 8, (80,), n=33)
+    assert seen == [4, 4]
 
 
 def test_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
@@ -6581,134 +6399,6 @@ def test_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     assert not hopper.streams_basis(cuda, 7168, 448, 32, 128, 256, 4)  # fp32
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not hopper.streams_basis(cuda, *fits)
-
-
-@pytest.mark.parametrize("dtype, r", [("bfloat16", 512), ("int8", 1024)])
-def test_hopper_kernel_that_streams_the_basis_compiles_without_a_gpu(hopper, dtype, r):
-    """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
-    program = f"""
-        hopper._streamed_logits_kernel = Compile("_streamed_logits_kernel", hopper)
-        hopper.streams_basis = lambda *_: True
-        int8, q = torch.{dtype} == torch.int8, torch.zeros(16, 32, 128, dtype=torch.bfloat16)
-        index, pos, words = (torch.zeros(n, dtype=torch.int32) for n in (16 * 448, 16, 500 * 64))
-        latent, basis = (torch.zeros(*n, {r}, dtype=torch.{dtype}) for n in ((16, 500), (32, 128)))
-        scales = (torch.zeros(16, 500), torch.zeros(32, 128, 1)) if int8 else (None, None)
-        keys, ring = (latent, scales[0], basis, scales[1]), torch.zeros(16, 64, 32, 128, dtype=q.dtype)
-        hopper._logits_and_windows(q, index.view(16, 448), *keys, ring, ring, pos, words.view(500, 64))
-    """
-    compile_for_hopper(program, waits=3)  # both consumers, and the windows
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 130, 90), (16, 5, 84), (4, 300, 9)])
-@poisoned
-def test_hopper_values_take_windows_that_are_attended_with_the_logits(hopper, monkeypatch, dtype, bits, z, n):
-    """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
-
-    def make_both(q, index, latent, latent_scale, basis, basis_scale, ring_k, ring_v, pos, words):
-        logits = kernels._logits(q, index, latent, latent_scale, basis, basis_scale, pos, words, z)
-        parts, slot = torch.arange(hopper.window_parts(z), device=DEVICE), torch.arange(z, device=DEVICE)
-        mine = (slot // 64 * 4 + slot % 4) == parts[:, None]  # [parts, z]
-        mine = mine & (slot <= pos[:, None])[:, None, None]  # [B, 1, parts, z]
-        k, v = (torch.nan_to_num(t).float().transpose(1, 2) for t in (ring_k, ring_v))  # [B, Hkv, z, D]
-        scores = (k @ q.float()[..., None]).mT * (q.shape[-1] ** -0.5 * kernels.LOG2E)
-        tops = torch.where(mine, scores, -1e30).amax(-1)
-        weights = torch.where(mine, torch.exp2(scores - tops[..., None]), 0.0)
-        windows = (tops, weights.sum(-1), weights @ v)
-        ring_k.fill_(NAN)  # what is attended is not read again
-        return logits, windows
-
-    monkeypatch.setattr(hopper, "attends_at_once", lambda *_: False)
-    monkeypatch.setattr(hopper, "streams_basis", lambda *_: True)
-    monkeypatch.setattr(hopper, "_logits_and_windows", make_both)
-    S = z + 84
-    check_sals_attend(dtype, 4, S, 2, 1, 32, 24, bits, n, z, (S - 1, 0, 70, 7), ops=hopper)
-
-
-# Tiles that end before their second half or in it, ranks of one chunk and of more chunks than the ring has
-# slots, programs of one head, of part of a tile and of several, windows of several tiles and hardly begun.
-@needs_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "B, Hkv, D, chunks, n, bits, z, programs",
-    [
-        (1, 2, 128, 1, 64, 2, 24, 2),
-        (3, 4, 128, 2, 128, 4, 24, 1),
-        (3, 3, 128, 4, 70, 2, 100, 3),
-        (9, 5, 64, 3, 9, 2, 1, 5),
-        (17, 4, 128, 2, 8, 8, 24, 3),
-        (2, 32, 128, 8, 448, 2, 64, 7),
-        (5, 8, 64, 5, 130, 4, 33, 3),
-        (1, 3, 64, 8, 300, 8, 24, 2),
-        (2, 4, 128, 8, 257, 4, 24, None),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_hopper_sals_attend_at_once(
-    hopper, monkeypatch, dtype, B, Hkv, D, chunks, n, bits, z, programs, int8
-):
-    monkeypatch.setattr(hopper, "attends_at_once", lambda *_: True)
-    for module, name in ((hopper, "_attend_streamed"), (kernels, "sals_attend")):
-        monkeypatch.setattr(module, name, None)
-    if programs:  # a row
-        monkeypatch.setattr(hopper, "row_programs", lambda *_: programs)
-    pos = [max(3, 599 - 150 * b) for b in range(B)]
-    check_sals_attend(
-        dtype, B, 600, Hkv, 1, D, chunks * (128 if int8 else 64), bits, n, z, pos, int8=int8, ops=hopper
-    )
-
-
-@needs_hopper
-@pytest.mark.parametrize("first, last", [(-3, 3), (3, -3), (-40, -40)])
-@pytest.mark.parametrize("kernel", ["attends_at_once", "streams_basis"])
-@poisoned
-def test_hopper_sals_attend_window_of_several_tiles(hopper, monkeypatch, kernel, first, last):
-    for name in ("attends_at_once", "streams_basis"):
-        monkeypatch.setattr(hopper, name, lambda *_, name=name: name == kernel)
-    window = (first, last)
-    check_sals_attend(torch.float16, 3, 200, 2, 1, 64, 64, 4, 33, 100, (199, 120, 30), window, ops=hopper)
-
-
-@pytest.mark.parametrize("B", [1, 2, 3, 4, 8, 16, 50, 132])
-@pytest.mark.parametrize("n", [1, 128, 448, 960, 4032])
-@pytest.mark.parametrize("Hkv", [1, 8, 32])
-def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper, B, n, Hkv):
-    programs, tiles = hopper.row_programs(B, n, Hkv, 132), -(-n // 128)
-    most = min(132 // B, tiles * Hkv)
-    assert 1 <= programs <= most <= 4 * programs / 3
-    starts = {program * tiles * Hkv // programs for program in range(programs)}
-    assert len(starts) == programs
-    if most % tiles <= most / 4 and most >= tiles:
-        assert {tile * Hkv for tile in range(tiles)} <= starts
-
-
-@pytest.mark.parametrize("int8", [False, True])
-def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, int8):
-    seen = []
-    for name in ("attends_at_once", "streams_basis"):
-        monkeypatch.setattr(hopper, name, lambda *shape: seen.append(shape[-1]) or False)
-    check_sals_attend(torch.float32, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), int8=int8, ops=hopper)
-    assert seen == [4, 4]
-
-
-@needs_hopper
-@pytest.mark.parametrize(
-    "B, S, bits, n, kernel",
-    [
-        (16, 1000, 2, 448, "attends_at_once"),
-        (16, 1000, 2, 448, "streams_basis"),
-        (4, 5000, 4, 4032, "attends_at_once"),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_hopper_sals_attend_real_sizes(hopper, monkeypatch, B, S, bits, n, int8, kernel):
-    for name in ("attends_at_once", "streams_basis"):
-        monkeypatch.setattr(hopper, name, lambda *_, name=name: name == kernel)
-    monkeypatch.setattr(kernels, "sals_attend", None)
-    pos = [S - 1 - 7 * b for b in range(B)]
-    check_sals_attend(torch.bfloat16, B, S, 32, 1, 128, 512, bits, n, 64, pos, int8=int8, ops=hopper)
 
 
 def test_hopper_attends_at_once_where_it_can(hopper, monkeypatch):
@@ -6729,154 +6419,165 @@ def test_hopper_attends_at_once_where_it_can(hopper, monkeypatch):
     assert not hopper.attends_at_once(cuda, *fits)
 
 
-@pytest.mark.parametrize(
-    "dtype, r, D, bits, heads",
-    [("bfloat16", 512, 128, 2, 32), ("int8", 1024, 128, 8, 32), ("int8", 256, 64, 4, 1)],
-)
-def test_hopper_kernel_that_attends_at_once_compiles_without_a_gpu(hopper, dtype, r, D, bits, heads):
-    """No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed."""
-    program = f"""
-        hopper._sals_kernel = Compile("_sals_kernel", hopper)
-        hopper.attends_at_once, hopper.merge_splits = lambda *_: True, lambda out, *_: out
-        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
-        zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
-        latent, basis = zeros(4, 500, {r}, dtype=torch.{dtype}), zeros({heads}, {D}, {r}, dtype=torch.{dtype})
-        scales = [None, None]
-        if latent.dtype == torch.int8:
-            scales = [torch.zeros(4, 500), torch.zeros({heads}, {D}, 1)]
-        codes = zeros(4, 500, {heads}, {D} * {bits} // 8, dtype=torch.uint8)
-        low_scale = zeros(4, 500, {heads}, {D} // 32, 2, dtype=torch.half)
-        index, pos = zeros(4, 448, dtype=torch.int32), zeros(4, dtype=torch.int32)
-        ring, rope = zeros(4, 64, {heads}, {D}), zeros(500, {D} // 2, 2, dtype=torch.half)
-        stores = (latent, scales[0], basis, scales[1], codes, low_scale, ring, ring)
-        hopper.sals_attend(zeros(4, {heads}, {D}), index, *stores, pos, rope, {bits})
-    """
-    compile_for_hopper(program, waits=3)  # both halves, and the values
-
-
-def test_hopper_sals_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch):
-    asked, attend = [], hopper.sals_attend
-
-    def shifted(q, index, latent, *rest):
-        room = torch.empty(latent.numel() + 1, dtype=latent.dtype, device=latent.device)
-        return attend(q, index, room[1:].view(latent.shape).copy_(latent), *rest)
-
-    monkeypatch.setattr(hopper, "attends_at_once", lambda *_: asked.append(True) or True)
-    monkeypatch.setattr(hopper, "_attend_at_once", None)
-    monkeypatch.setattr(hopper, "sals_attend", shifted)
-    check_sals_attend(torch.float16, 1, 90, 2, 1, 64, 32, 4, 33, 8, (80,), ops=hopper)
-    assert asked
-
-
-@needs_hopper
-def test_hopper_sals_attend_at_once_gives_the_same_bits_again(hopper):
-    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
-    would show."""
-    first, second = (kernels.sals_case(B, 4096, 32, 32, 128, 512, 2, True, 16, 432, 64) for B in (4, 3))
-    calls = kernels.sals_calls(hopper, first)["attend"][:2] + kernels.sals_calls(hopper, second)["attend"][:1]
-    truths = [call() for call in calls]
-    assert not torch.equal(*truths[:2])
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        outs = [call() for call in calls * 10]
-    for _ in range(10):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(out, truths[i % 3]) for i, out in enumerate(outs))
+@pytest.mark.parametrize("B", [1, 2, 3, 4, 8, 16, 50, 132])
+@pytest.mark.parametrize("n", [1, 128, 448, 960, 4032])
+@pytest.mark.parametrize("Hkv", [1, 8, 32])
+def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper, B, n, Hkv):
+    programs, tiles = hopper.row_programs(B, n, Hkv, 132), -(-n // 128)
+    most = min(132 // B, tiles * Hkv)
+    assert 1 <= programs <= most <= 4 * programs / 3
+    starts = {program * tiles * Hkv // programs for program in range(programs)}
+    assert len(starts) == programs
+    if most % tiles <= most / 4 and most >= tiles:
+        assert {tile * Hkv for tile in range(tiles)} <= starts
 
 
 @needs_hopper
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
 @poisoned
-def test_hopper_int8_attend_shared(hopper, monkeypatch, bits, G, programs):
+def test_hopper_attend_int8_shared(hopper, monkeypatch, bits, G, programs):
     """One program a head, which writes the result itself, several, and more than short rows have tiles."""
     monkeypatch.setattr(hopper, "SMS", programs)
-    monkeypatch.setattr(kernels, "int8_attend", None)
-    check_int8_attend(torch.bfloat16, 4, 1001, 3, G, 128, bits, (1000, 0, 511, 32), ops=hopper)
-    few = (6, 2)  # tokens in all, than in a tile
-    check_int8_attend(torch.bfloat16, 2, 7, 1, G, 128, bits, few, ops=hopper)
+    monkeypatch.setattr(kernels, "attend", None)
+    for B, S, Hkv, pos in ((4, 1001, 3, (1000, 0, 511, 32)), (2, 7, 1, (6, 2))):
+        check_attend(torch.bfloat16, "int8", "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_hopper_int8_attend_shared_compiles_without_a_gpu(hopper, bits):
-    program = f"""
-        hopper._int8_shared_kernel = Compile("_int8_shared_kernel", hopper)
-        hopper.shares_int8, hopper.SMS = lambda *_: True, 1
-        k, codes = torch.zeros(2, 8, 500, 128, dtype=torch.int8), torch.zeros(2, 8, 500, 16 * {bits})
-        q, pos = torch.zeros(2, 32, 128, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
-        low_scale = torch.zeros(2, 8, 500, 4, 2, dtype=torch.half)
-        hopper.int8_attend(q, k, torch.zeros(2, 8, 500), codes.to(torch.uint8), low_scale, pos, {bits})
-    """
-    compile_for_hopper(program, multiply="mma.sync", waits=0)
-
-
-def test_hopper_int8_attend_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch):
-    asked, attend = [], hopper.int8_attend
-
-    def shifted(q, k, *rest):
-        room = torch.empty(k.numel() + 1, dtype=k.dtype, device=k.device)
-        return attend(q, room[1:].view(k.shape).copy_(k), *rest)
-
-    monkeypatch.setattr(hopper, "shares_int8", lambda *_: asked.append(True) or True)
-    monkeypatch.setattr(hopper, "_attend_int8_shared", None)
-    monkeypatch.setattr(hopper, "int8_attend", shifted)
-    check_int8_attend(torch.float16, 2, 90, 2, 4, 64, 4, (80, 3), ops=hopper)
+@pytest.mark.parametrize(
+    "form, G, plan, kernel",
+    [
+        ("joint latents", 1, "attends_at_once", "_attend_at_once"),
+        ("int8", 4, "shares_int8", "_attend_int8_shared"),
+    ],
+)
+def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(
+    hopper, monkeypatch, form, G, plan, kernel
+):
+    asked = []
+    monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
+    monkeypatch.setattr(hopper, kernel, None)
+    tokens, z = ("row", 8) if form == "joint latents" else ("all", 0)
+    given, truth = attend_case(torch.float16, form, tokens, 1, 90, 2, G, 64, 64, 4, z, (80,), written=True)
+    first, *others = given[2]
+    stored = first[:, :1] if form == "joint latents" else first
+    room = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
+    shifted = room[1:].view(stored.shape).copy_(stored).expand(first.shape)
+    close(hopper.attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
     assert asked
 
 
 @needs_hopper
-@pytest.mark.parametrize("score", ["sum", "softmax", "softmax at once"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_hopper_attends_at_once_with_the_same_bits_again(hopper, monkeypatch, int8):
+    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
+    would show."""
+    only(hopper, monkeypatch, "attends_at_once")
+    form, options = "joint int8 latents" if int8 else "joint latents", {"n": 432, "r": 512, "written": True}
+    cases = [
+        attend_case(
+            torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (4095 - shift,) * B, **options
+        )[0]
+        for B, shift in ((4, 0), (4, 9), (3, 0))
+    ]
+    truths = [hopper.attend(*given) for given in cases]
+    assert not torch.equal(*truths[:2])
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        outs = [hopper.attend(*given) for given in cases * 10]
+    for _ in range(10):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, truths[i % 3]) for i, out in enumerate(outs))
+
+
+# No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
 @pytest.mark.parametrize(
-    "Hq, Hkv, bits, int8, kernel",
+    "kernel, dtype, r, D, bits, Hkv, G, waits",
     [
-        (8, 2, 2, False, "grouped"),
-        (8, 2, 4, True, "grouped"),
-        (4, 4, 2, False, "logits"),
-        (4, 4, 4, True, "logits"),
-        (32, 32, 16, False, "streamed_logits"),
-        (32, 32, 2, True, "sals"),
+        ("_streamed_logits_kernel", "bfloat16", 512, 128, 4, 32, 1, 3),  # both consumers, and the windows
+        ("_streamed_logits_kernel", "int8", 1024, 128, 4, 32, 1, 3),
+        ("_sals_kernel", "bfloat16", 512, 128, 2, 32, 1, 3),  # both halves, and the values
+        ("_sals_kernel", "int8", 1024, 128, 8, 32, 1, 3),
+        ("_sals_kernel", "int8", 256, 64, 4, 1, 1, 3),
+        ("_int8_shared_kernel", "int8", 0, 128, 2, 8, 4, 0),
+        ("_int8_shared_kernel", "int8", 0, 128, 4, 8, 4, 0),
+        ("_int8_shared_kernel", "int8", 0, 128, 8, 8, 4, 0),
     ],
 )
-def test_launches_that_overlap_give_the_same_steps(hopper, monkeypatch, score, Hq, Hkv, bits, int8, kernel):
+def test_hopper_kernels_that_attend_compile_without_a_gpu(hopper, kernel, dtype, r, D, bits, Hkv, G, waits):
+    program = f"""
+        kernel, r, D, bits, H, B, S = "{kernel}", {r}, {D}, {bits}, {Hkv}, 4, 500
+        setattr(hopper, kernel, Compile(kernel, hopper))
+        hopper._windowed_values_kernel = Compile("_windowed_values_kernel", hopper)
+        hopper.attends_at_once = lambda *_: kernel == "_sals_kernel"
+        hopper.streams_basis = hopper.shares_int8 = lambda *_: True
+        hopper.SMS, hopper.merge_splits = 1, lambda out, *_: out
+        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
+        q, pos, index = zeros(B, H * {G}, D), zeros(B, dtype=i32), zeros(B, 448, dtype=i32)
+        values = [zeros(B, S, H, D * bits // 8, dtype=torch.uint8), zeros(B, S, H, D // 32, 2, dtype=half)]
+        values, window = [x.transpose(1, 2) for x in values], [zeros(B, 64, H, D)] * 2
+        kind = "latents" if r else "int8"
+        if r:
+            keys = [zeros(B, 1, S, r, dtype=torch.{dtype}).expand(-1, H, -1, -1)]
+            scales = [zeros(B, 1, S, dtype=fp32).expand(-1, H, -1), zeros(H, D, 1, dtype=fp32)]
+            if torch.{dtype} != i8:
+                scales = [None, None]
+            keys += [scales[0], zeros(H, D, r, dtype=torch.{dtype}), scales[1], None]
+            keys += [zeros(S, D // 2, 2, dtype=half)]
+        else:
+            keys = [zeros(B, H, S, D, dtype=i8), zeros(B, H, S, dtype=fp32)]
+            index, window, values = None, [], [x.contiguous() for x in values]
+        hopper.attend(q, kind, keys, values, bits, pos, index, window, D**-0.5)
+    """
+    compile_for_hopper(program, kernel, multiply="wgmma" if waits else "mma.sync", waits=waits)
+
+
+@needs_hopper
+@pytest.mark.parametrize("rule", ["each", "softmax"])
+@pytest.mark.parametrize(
+    "Hq, Hkv, bits, int8, plan",
+    [
+        (8, 2, 2, False, None),
+        (8, 2, 4, True, None),
+        (4, 4, 2, False, None),
+        (32, 32, 4, False, "streams_basis"),
+        (32, 32, 2, True, "attends_at_once"),
+    ],
+)
+def test_launches_that_overlap_give_the_same_steps(hopper, monkeypatch, rule, Hq, Hkv, bits, int8, plan):
     """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
     B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
-    for other in {"grouped", "logits", "streamed_logits", "sals"} - {kernel}:
-        module = kernels if other in ("grouped", "logits") else hopper
-        monkeypatch.setattr(module, f"_{other}_kernel", None)
-    monkeypatch.setattr(hopper, "scores_at_once", lambda *_: (4, 12, 2) if score.endswith("once") else None)
+    if plan:
+        only(hopper, monkeypatch, plan)
     torch.manual_seed(0)
-    case = kernels.sals_case(B, S, Hq, Hkv, D, r, min(bits, 8), int8, x, y, z)
-    dim, kw = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}
-    widths = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if score == "sum" else Hq)]
+    dim, kw, scale = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}, D**-0.5
+    widths = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if rule == "each" else Hq)]
     sizes = [(dim, dim), (2 * ffn, dim), (dim, ffn), (sum(widths), dim)]
     weights = [torch.randn(N, K, **kw) * K**-0.5 for N, K in sizes]
     norms, first = [torch.ones(dim, **kw)] * 2, torch.randn(2, B, dim, **kw)
-    stores = []
-    for s in case["sets"][:2]:
-        values = (torch.randn(B, S, Hkv, D, **kw), None) if bits == 16 else (s["codes"], s["low_scale"])
-        stores.append((s["latent"], s["latent_scale"], *values, s["ring_k"], s["ring_v"]))
-    written = [t for kept in stores for t in kept if t is not None]
-    begin = [t.clone() for t in written]
-    shared = (case["pos"], case["rope"])
+    form = "joint int8 latents" if int8 else "joint latents"
+    case = (kw["dtype"], form, "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
+    layers = [attend_case(*case, r=r, written=True)[0] for _ in range(2)]
+    written = [t for given in layers for t in (*given[2][:2], *given[3], *given[7]) if t is not None]
+    begin, pos, rope = [t.clone() for t in written], layers[0][5], layers[0][2][5]
 
     def steps():
         attended, x_ = first
         seen = []
-        for kept in stores * 3:
+        for _, kind, keys, values, _, _, _, window, _ in layers * 3:
+            latents = [t if t is None else t[:, 0] for t in keys[:2]]
+            by_token = [t.transpose(1, 2) for t in values]
             x_, new = hopper.linear_chain(attended, x_, weights, [None] * 4, norms, [1e-5] * 2)
             q, k, v, latent, queries = new.split(widths, 1)
             q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
-            summed = queries if score == "sum" else None
-            q, scores = hopper.sals_append(latent, q, k, v, summed, *shared, *kept, bits)
-            if score != "sum":
-                queries = queries.unflatten(1, (Hq, -1))
-                scores = hopper.softmax_scores(queries, *kept[:2], case["pos"], D**-0.5)
-            index = hopper.select(scores, case["pos"], x, y, z)
-            basis = (case["basis"], case["basis_scale"])
-            attended = hopper.sals_attend(q, index, *kept[:2], *basis, *kept[2:], *shared, bits)
-            attended = attended.flatten(1)
+            q = hopper.sals_append(latent, q, k, v, pos, rope, *latents, *by_token, *window, bits)
+            queries = queries.unflatten(1, (1, -1, r // 2))
+            joint = [t if t is None else t[:, None] for t in latents]
+            scores = hopper.scores(queries, *joint, pos, scale, rule)[:, 0]
+            index = hopper.select(scores, pos, x, y, z)
+            attended = hopper.attend(q, kind, keys, values, bits, pos, index, window, scale).flatten(1)
             seen += [x_, index, attended]
         return seen
 
@@ -7118,15 +6819,17 @@ def test_hopper_kernel_of_the_linear_chain_compiles_without_a_gpu(hopper, rows, 
         assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
         assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
     """
-    compile_for_hopper(program, after, waits=2)  # the producer of the inputs, the consumer
+    compile_for_hopper(
+        program, "_linear_chain_kernel", after, waits=2
+    )  # the producer of the inputs, the consumer
 
 
-def compile_for_hopper(program, after="", multiply="wgmma", waits=1):
-    """Runs a program that compiles one kernel, by Compile; what comes out must use what Hopper has, wait for
-    the kernel before in so many partitions (none: it is not launched before that ends), and pass `after`, a
-    program that sees its ptx."""
+def compile_for_hopper(program, name, after="", multiply="wgmma", waits=1):
+    """Runs a program that compiles the kernel of that name, by Compile; what comes out must use what Hopper
+    has, wait for the kernel before in so many partitions (none: it is not launched before that ends), and
+    pass `after`, a program that sees its ptx."""
     check = f"""
-        (kernel,) = compiled.values()
+        kernel = dict(compiled)["{name}"]
         ptx = kernel.asm["ptx"]
         assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
         assert "{multiply}" in ptx and "cp.async.bulk" in ptx
