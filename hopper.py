@@ -123,10 +123,11 @@ def attend(
         by_token = [x.transpose(1, 2) for x in values]
         shared = keys[0].stride(1) == 0 or len(basis) == 1
         joint = shared and bias is None and q.shape[1] == len(basis)
-        if joint and len(values) == 2 and all(x.is_contiguous() for x in (latent, *by_token)):
+        if joint and len(values) < 3 and all(x.is_contiguous() for x in (latent, *by_token)):
+            v, low_scale = (*by_token, None)[:2]
             (B, n), (Hkv, D), r = index.shape, q.shape[1:], latent.shape[2]
             sizes, itemsize = (n, Hkv, D, r), tile_itemsize(q.dtype, latent)
-            given = (q, index, latent, latent_scale, basis, basis_scale, *by_token, *window, pos)
+            given = (q, index, latent, latent_scale, basis, basis_scale, v, low_scale, *window, pos)
             at_once = attends_at_once(q.device, B, *sizes, bits, itemsize)
             if at_once and aligned(latent, basis, *by_token):
                 return _attend_at_once(*given, key_check(q, kind, keys, values, bits, pos)[-1], bits)

@@ -1197,6 +1197,7 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     shape("latents", latent, B, Hkv, S, r, dtype=q.dtype if latent_scale is None else torch.int8)
     shape("basis (of interleave_rope)", basis, Hkv, DP, r, dtype=latent.dtype)
     need((latent_scale is None) == (basis_scale is None), "latents and basis are of int8 together")
+    need(bias is None or latent_scale is None, "latents in int8 take no bias")
     steps = row_steps("latents", latent)
     if latent_scale is not None:
         shape("scale of latents", latent_scale, *latent.shape[:3], dtype=torch.float32)
@@ -1295,6 +1296,7 @@ def attend(
     read."""
     (B, Hq, _), (Hkv, S) = q.shape, values[0].shape[1:3]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    need(keys[0].shape[2] >= S, f"keys of {keys[0].shape[2]} tokens do not fit values of {S}")
     key_stores, key_steps, sizes, functions = KEYS[kind](q, keys, Hkv)
     value_stores, value_steps, packing, decoder = packed_values(q, values, bits)
     D, DV, z = sizes[0], packing[2] * packing[3], window[0].shape[1] if window else 0
@@ -1312,7 +1314,7 @@ def attend(
         need(sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}")
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
-    T, warps, stages, fill = attend_config(kind, q.element_size())
+    T, warps, stages, fill = attend_config(kind, DV, q.element_size(), roomy(q.device))
     if kind == "channels" and index is not None:
         sizes = (*sizes[:3], 1)  # chosen tokens each look their group up
     splits = attend_splits(n, B * programs, fill)
@@ -1337,7 +1339,7 @@ def attend_logits(logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     shape("v", v, B, H, S, DV)
     check(pos, B)
     packing = value_packing(DV, 16)
-    T, warps, stages, fill = attend_config("plain", v.element_size())
+    T, warps, stages, fill = attend_config("plain", DV, v.element_size(), roomy(v.device))
     splits = attend_splits(S, B * H, fill)
     out, tops, sums, parts = split_outputs(v.new_empty(B, H * G, DV), splits)
     steps = (logits.stride(0), logits.stride(1), 1)
@@ -1355,13 +1357,15 @@ def attend_splits(n: int, programs: int, fill: int) -> int:
     return max(1, min(cdiv(n, 128), fill * SMS // programs))
 
 
-def attend_config(kind: str, itemsize: int) -> tuple[int, int, int, int]:
+def attend_config(kind: str, DV: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
     if itemsize == 4:
         return 32, 4, 2, 4
     if kind == "latents":
-        return 64, 4, 3, 2
-    return (64, 4, 3, 4) if kind == "plain" else (32, 2, 3, 8)
+        return 64, 4, 3 if roomy else 2, 2
+    if kind == "plain":
+        return (64, 4, 3, 4) if roomy else (64 if DV <= 128 else 32, 4, 2, 4)
+    return 32, 2, 3, 8
 
 
 # -------------------------------------------------------------- attention over latents of all heads (EliteKV)
