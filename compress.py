@@ -2884,7 +2884,8 @@ class FdcCache(Cache):
         self.append(pos, k, latent)
         if self.fused:  # one kernel shares the work of unequal heads out evenly
             stored = (self.packed, self.table, self.ranks, pos)
-            return self.room.kernels.fdc_attend(self.wide(q, pos).flatten(1, 2), *stored, self.scale)[:, None]
+            queries = self.wide(q, pos).flatten(1, 2).contiguous()
+            return self.room.kernels.fdc_attend(queries, *stored, self.scale)[:, None]
         live, outputs = self.room.positions <= pos[:, None], []
         for h, (queries, (k_store, v_store)) in enumerate(
             zip(self.queries(q, pos), self.heads(), strict=True)
