@@ -914,9 +914,8 @@ class SalsCache(Cache):
         rotated = kernels.sals_append(new, q, k, v, pos, rope, *stores, bits, self.exact_sinks)
         latents = [x if x is None else x[:, None] for x in stores[:2]]  # of all heads
         if self.sparse:
-            rule, scale = {"softmax": ("softmax", self.logit_scale), "sum": ("each", 1.0)}[
-                self.settings.score
-            ]
+            by_sum = self.settings.score == "sum"  # of one query for all heads
+            rule, scale = ("each", 1.0) if by_sum else ("softmax", self.logit_scale)
             queries = self.queries(pos, q, *folded[1:]).unsqueeze(-3)
             scores = kernels.scores(queries, *latents, pos, scale, rule, self.block)[:, 0]
             index = self.select(pos, scores)
