@@ -195,7 +195,7 @@ def overlapped(device: torch.device) -> dict:
     out: once all programs have called it, or ended, those of the next kernel are let in, to wait there. They
     take the room that is free or becomes free first, so that they crowd on some multiprocessors where more
     of them fit than are meant to: a kernel of such programs that fills the chip is let in by none, or is
-    launched plainly (dense attention)."""
+    launched plainly (hopper.py's for keys in int8)."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
