@@ -1231,18 +1231,29 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
 
 
 def plot_times(path: Path, rows: list[dict], png: Path) -> None:
-    """Milliseconds of a step against the length, for each model and batch: a line for each method."""
-    kinds = {"model": str, "batch": str, "method": str, "length": float, "ms": float}
-    columns = [csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items()]
-    lines = {}
-    for model, batch, method, *point in zip(*columns, strict=True):
-        lines.setdefault(f"{model}, {batch} rows", {}).setdefault(method, []).append(point)
-    with picture(png, 1, len(lines)) as (axes,):
-        for axis, (title, methods) in zip(axes, lines.items(), strict=True):
-            for method, points in methods.items():
-                color = "black" if method == "dense" else None
-                axis.plot(*zip(*sorted(points), strict=True), marker="o", color=color, label=method)
-            axis.set(title=title, xlabel="tokens a row", ylabel="ms a step", xscale="log")
+    """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
+    where a method falls below dense: cuDNN's attention (dense_us), or the method of that name beside ms."""
+    unit, of, dense = ("us", "layer", "dense (cuDNN)") if "us" in rows[0] else ("ms", "step", "dense")
+    kinds = {"model": str, "batch": str, "length": float, "method": str, unit: float}
+    points = [*zip(*(csv_column(path, rows, *kind).tolist() for kind in kinds.items()), strict=True)]
+    if unit == "us":
+        truth = csv_column(path, rows, "dense_us").tolist()
+        points += [(*point[:3], dense, us) for point, us in zip(points, truth, strict=True)]
+    panels = {}
+    for model, batch, length, method, each in sorted(points, key=lambda point: point[2]):
+        panels.setdefault(f"{model}, {batch} rows", {}).setdefault(method, {})[length] = each
+    with picture(png, 1, len(panels)) as (axes,):
+        for axis, (title, times) in zip(axes, panels.items(), strict=True):
+            axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
+            logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
+            for method, (x, y) in logs.items():
+                style = {"color": "black", "linewidth": 3} if method == dense else {}
+                (line,) = axis.plot(np.exp(x), np.exp(y), label=method, **style)
+                above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
+                (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
+                part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
+                where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
+                axis.plot(*where, "o", color=line.get_color())
             axis.legend()
 
 
@@ -1250,8 +1261,9 @@ def run_plot(args: argparse.Namespace) -> None:
     """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
 
     An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
-    and read/step. A point is a row, with its method's name. Step times have the columns model, batch, length,
-    method and ms; they become ms against length, a line for each method, dense in black.
+    and read/step. A point is a row, with its method's name. Times are those of kernels.py --table breakeven
+    --csv, or the columns model, batch, length, method and ms. They become time against length, a line for
+    each method, dense in bold. A dot is where a method becomes faster than dense.
 
         python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
     check_matplotlib()
@@ -1260,7 +1272,7 @@ def run_plot(args: argparse.Namespace) -> None:
         rows = list(csv.DictReader(generate.read_text(path).splitlines()))
         if not rows:
             raise UserError(f"{path}: it has no rows")
-        plot = plot_times if "ms" in rows[0] else plot_quality
+        plot = plot_times if rows[0].keys() & {"ms", "us"} else plot_quality
         plot(path, rows, args.out / f"{path.stem}.png")
 
 

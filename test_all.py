@@ -6031,6 +6031,34 @@ def test_ranks_prints_what_its_json_has(cli):
         assert [int(line.split()[0]) for line in told] == figures[name]
 
 
+def test_plot_draws_time_against_length_and_where_a_method_becomes_faster(cli, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    table = "model,batch,length,method,us,dense_us,limit_us\n7b,1,1024,sals,16,4,1\n7b,1,4096,sals,16,64,1\n"
+    (tmp_path / "t.csv").write_text(table + "7b,1,4096,loki,80,64,1\n7b,8,1024,sals,9,30,1\n")
+    drawn = []
+    original = calibrate.picture
+
+    @contextlib.contextmanager
+    def spy(*args):
+        with original(*args) as axes:
+            yield axes
+            drawn.extend(axes.flat)
+
+    monkeypatch.setattr(calibrate, "picture", spy)
+    code, out, err = cli(f"plot {tmp_path}/t.csv --out {tmp_path}")
+    assert (code, out) == (0, f"{tmp_path}/t.png\n"), err
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert [axis.get_title() for axis in drawn] == ["7b, 1 rows", "7b, 8 rows"]
+    lines = {line.get_label(): line for line in drawn[0].lines if line.get_linestyle() != "None"}
+    assert lines.keys() == {"sals", "loki", "dense (cuDNN)"}
+    assert lines["dense (cuDNN)"].get_ydata() == pytest.approx([4, 64])
+    assert lines["dense (cuDNN)"].get_linewidth() > lines["sals"].get_linewidth()
+    dots = [line.get_xydata() for line in drawn[0].lines if line.get_linestyle() == "None"]
+    assert np.concatenate(dots) == pytest.approx(np.array([[2048.0, 16.0]]))  # halfway in both logarithms
+    (tmp_path / "t.csv").write_text(table.replace("dense_us", "else"))
+    assert "no column 'dense_us'" in cli.refusal(f"plot {tmp_path}/t.csv --out {tmp_path}")
+
+
 def test_masked_and_overlap_print_and_give_json(cli):
     rows = cli.json("masked --windows 1 --window 64 --k 0.25 --d 0.5")["rows"]
     assert [row["method"] for row in rows] == ["dense", "k=0.25 final", "k=0.25 per_row"]
