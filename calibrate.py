@@ -71,10 +71,14 @@ def text_files(path: Path, held: bool | None = None) -> list[Path]:
     return files
 
 
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that there is."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
 def check_folder(option: str, folder: Path) -> None:
-    """Raises UserError where no file could be written into a folder, made or still to be made: before the
-    work whose result it shall hold."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    """Raises UserError, before any work, where no file could be written into a folder."""
+    there = existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"{option}: no file can be written into {folder}")
 
@@ -136,13 +140,13 @@ class Task:
         return sum(r in text for r in self.references) / len(self.references)
 
 
-def keys(rng: random.Random, n: int) -> list[str]:
-    """n distinct keys that share words with one another: the hard distractors of RULER's multi-key tasks."""
+def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
+    """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
     side = max(2, math.ceil(math.sqrt(1.5 * n)))
     if side > (words := min(len(ADJECTIVES), len(NOUNS))):
         raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
-    return rng.sample(pairs, n)
+    return numbered(rng, rng.sample(pairs, n), each)
 
 
 def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
@@ -155,7 +159,7 @@ def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
 
 def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
     """single (1 fact) and multikey (more): one number is asked for at a time."""
-    pairs = numbered(rng, keys(rng, n_facts))  # keys come in random order: so do the facts
+    pairs = numbered_keys(rng, n_facts)
     facts = number_facts(pairs)
     ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
     return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
@@ -163,7 +167,7 @@ def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Ta
 
 def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
     """One key with several values, asked for all at once, in the order of the text."""
-    pairs = numbered(rng, keys(rng, n_keys), n_values)
+    pairs = numbered_keys(rng, n_keys, n_values)
     rng.shuffle(pairs)
     facts = number_facts(pairs)
     groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
@@ -173,7 +177,7 @@ def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Tas
 
 def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
     """Several keys asked for in one question; the answer repeats each key."""
-    pairs = numbered(rng, keys(rng, n_facts))
+    pairs = numbered_keys(rng, n_facts)
     asked = rng.sample(pairs, n_asked)
     question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
     answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
@@ -182,25 +186,22 @@ def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Tas
 
 def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
     """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
-    names, tasks = rng.sample(NAMES, n_chains * (n_hops + 1)), []
-    chains, facts = numbered(rng, [names[i::n_chains] for i in range(n_chains)]), []
+    names = rng.sample(NAMES, n_chains * (n_hops + 1))
+    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
+    facts = []
     for chain, value in chains:
         facts += [f"\nStore {value} in {chain[0]}.\n"]
         facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
     rng.shuffle(facts)
-    for chain, value in chains:
-        question = f"Which variables hold {value}?\nAnswer: The variables that hold {value} are"
-        tasks.append(Task(facts, question, f" {', '.join(chain)}.", chain))
-    return tasks
+    ask = "Which variables hold {0}?\nAnswer: The variables that hold {0} are"
+    return [Task(facts, ask.format(value), f" {', '.join(chain)}.", chain) for chain, value in chains]
 
 
 def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
-    """Frequent words: three code words are mentioned far more often than six others; name the three, most
-    frequent first (RULER scores them in any order)."""
+    """Frequent words: three of nine code words are mentioned far more often; name them, most often first."""
     words = rng.sample(NAMES, 9)
-    counts = [round(n_mentions * share) for share in (0.34, 0.24, 0.17)]
-    counts = [max(c, floor) for c, floor in zip(counts, (5, 4, 3), strict=True)]
-    counts += [max(1, round(n_mentions * 0.25 / 6))] * 6
+    shares = [(0.34, 5), (0.24, 4), (0.17, 3), *[(0.25 / 6, 1)] * 6]  # and the least
+    counts = [max(least, round(n_mentions * share)) for share, least in shares]
     facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
     rng.shuffle(facts)
     question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
@@ -228,9 +229,7 @@ def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None
 
 
 class Haystack:
-    """Plain text as token ids, and how to lay facts into it without cutting a word.
-
-    tokens: one or several id arrays (sources) with the share of samples drawn from each."""
+    """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
 
     def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
         self.tokenizer, self.tokens = tokenizer, tokens
@@ -264,10 +263,10 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
     """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
     rng = random.Random(f"{kind}-{seed}")
     task = make_tasks(kind, rng, n_tokens, n_facts)[0]
-    question = hay.encode(f"\nQuestion: {task.question}")
+    question = hay.encode(f"\nQuestion: {task.question}").tolist()
     bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
     pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
-    ids = np.concatenate([np.array(bos, np.int32), *pieces, question]).tolist()
+    ids = [*bos, *np.concatenate(pieces).tolist(), *question]
     if len(ids) > n_tokens:
         fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
         raise UserError(f"{fault}; ask for longer prompts, or for fewer facts where there is --facts")
@@ -348,16 +347,12 @@ def asked_windows(args: argparse.Namespace, c: ModelConfig, tokenizer, held: boo
 
 @dataclass
 class KeyMoments:
-    """Second moment K^T K / N [L, Hkv*D, Hkv*D] and mean [L, Hkv*D] of all heads' keys jointly, fp64.
+    """Means over tokens, fp64: of all heads' keys jointly, and of products with the queries of a group."""
 
-    product [L, Hkv, D]: mean over tokens of |q_c k_c|, q and k of the same token, summed over a group.
-    queries [L, Hkv, D/2]: mean over tokens of the squared length of each pair of a query's dims that RoPE
-    rotates, summed over a group; RoPE leaves it as it is."""
-
-    second: Tensor
-    mean: Tensor
-    product: Tensor
-    queries: Tensor
+    second: Tensor  # K^T K / N [L, Hkv*D, Hkv*D]
+    mean: Tensor  # [L, Hkv*D]
+    product: Tensor  # [L, Hkv, D]: |q_c k_c|, q and k of the same token, summed over the group
+    queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair of dims that RoPE rotates, summed over the group
 
 
 @torch.inference_mode()
@@ -392,9 +387,8 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
 
 
 def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
-    """Says what a long pass over the text will take, from its first window: `seconds` each, `windows` to go.
-
-    held: bytes of the sums. They are all that is kept: the peak after one window is that of the pass."""
+    """Says what a long pass will take, from its first window: `windows` more, `seconds` each. held: bytes of
+    the sums; since nothing else is kept, the peak so far is that of the pass."""
     if (total := seconds * windows) > 10:
         time_left = f"{windows} more windows at {seconds:.2f} s, about {total / 60:.1f} min"
         memory = f"the sums take {human(held)}, peak memory {human(generate.peak_memory(device))}"
@@ -439,26 +433,23 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
 
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
-    tensors, perplexity, heads = {}, {}, (model.config.n_kv_heads, model.config.head_dim)
+    tensors, perplexity, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
+    scored = max(1, trial.shape[1] // 8)
+    bar = Progress("trial", 2 * scored)
     for name in ("pre", "post"):
         mean = moments[name].mean
         joint = moments[name].second - mean[:, :, None] * mean[:, None]  # covariance [L, Hkv*D, Hkv*D]
         own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
         values, vectors = eigen(own.movedim(-1, 1))
-        tensors[f"{name}.eigenvalues"] = values.float()
-        tensors[f"{name}.basis"] = vectors.float()
-    trial = tokens[-4:]
-    prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
-    for name in ("pre", "post"):
+        tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
         room = Room(model, *trial.shape)
         caches = compress.build_loki(model, compress.LokiSettings(basis=name), room, tensors)
         engine = Engine(model, caches, room, Sampling())
-        perplexity[name] = eval_perplexity(engine, trial, prefix, None, Progress("trial", trial.shape[1]))[0]
+        perplexity[name] = eval_perplexity(engine, trial, trial.shape[1] - scored, None, bar)[0]
+    bar.close()
     tensors["better"] = torch.tensor(int(perplexity["post"] <= perplexity["pre"]))
-    quarter = model.config.head_dim // 4
-    values = tensors["post.eigenvalues"]
-    kept = (values[..., :quarter].sum(-1) / values.sum(-1)).mean()
-    facts = {"energy": f"{0.25:.1%}: {kept:.4f}"}
+    kept = (values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)).mean()
+    facts = {"energy": f"25.0%: {kept:.4f}"}
     return tensors, facts | {f"perplexity_{name}": f"{p:.4f}" for name, p in perplexity.items()}
 
 
@@ -466,7 +457,7 @@ def fit_doublesparse(model: Llama, tokens: Tensor, moments: Moments, max_rank: f
     """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
     importance = moments["post"].product
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
-    return {"importance": importance.float()}, {"energy": f"{0.125:.1%}: {eighth.mean():.4f}"}
+    return {"importance": importance.float()}, {"energy": f"12.5%: {eighth.mean():.4f}"}
 
 
 ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so many query rows of each
@@ -525,10 +516,8 @@ def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact:
 
 def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
-    lowest perplexity on the last windows without uptraining (App. C). A and B follow from the weights when
-    the model loads."""
-    tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
-    tensors |= {"r": torch.tensor(0), "d_ckv": torch.tensor(0)}
+    lowest perplexity on the last windows without uptraining (App. C)."""
+    tensors = elite_orders(model, tokens[:ELITE_WINDOWS]) | {"r": torch.tensor(0), "d_ckv": torch.tensor(0)}
     allocations = compress.elite_allocations(model.config, 0.25)
     if not allocations:
         raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
@@ -1248,7 +1237,7 @@ def plot_times(path: Path, rows: list[dict], png: Path) -> None:
             logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
             for method, (x, y) in logs.items():
                 style = {"color": "black", "linewidth": 3} if method == dense else {}
-                (line,) = axis.plot(np.exp(x), np.exp(y), label=method, **style)
+                (line,) = axis.plot(np.exp(x), np.exp(y), marker=".", label=method, **style)
                 above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
                 (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
                 part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
