@@ -71,23 +71,19 @@ def text_files(path: Path, held: bool | None = None) -> list[Path]:
     return files
 
 
-def existing(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that there is."""
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
-
-
-def check_folder(option: str, folder: Path) -> None:
-    """Raises UserError, before any work, where no file could be written into a folder."""
-    there = existing(folder)
+def check_folder(option: str, folder: Path) -> Path:
+    """The folder, or the nearest above it that there is. Raises UserError where no file could be written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"{option}: no file can be written into {folder}")
+    return there
 
 
-def check_file(option: str, path: Path) -> None:
-    """The same for one file."""
-    if path.is_dir() or path.exists() and not os.access(path, os.W_OK):
+def check_file(option: str, path: Path | None) -> None:
+    """The same for one file, if there is to be one."""
+    if path and (path.is_dir() or path.exists() and not os.access(path, os.W_OK)):
         raise UserError(f"{option} {path}: no file can be written there")
-    if not path.exists():
+    if path and not path.exists():
         check_folder(option, path.parent)
 
 
@@ -223,9 +219,7 @@ def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None
         return tasks_multiquery(rng, n, 4)
     if kind == "variables":
         return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, room // 5))), 4)
-    if kind == "frequent":
-        return tasks_frequent(rng, n_tokens // 100)
-    raise UserError(f"no task {kind!r}; the tasks are: {', '.join(KINDS)}")
+    return tasks_frequent(rng, n_tokens // 100)
 
 
 class Haystack:
@@ -252,11 +246,8 @@ class Haystack:
         starts = starts if len(starts) else np.zeros(1, np.int64)
         where = [depth] if depth is not None else [rng.random() for _ in facts]
         places = sorted(int(starts[int(w * len(starts))]) for w in where)
-        pieces, last = [], 0
-        for place, ids in zip(places, encoded, strict=True):
-            pieces += [plain[last:place], ids]
-            last = place
-        return [*pieces, plain[last:]]
+        *parts, last = np.split(plain, places)
+        return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
 
 
 def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
@@ -338,11 +329,13 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
     return tokens
 
 
-def asked_windows(args: argparse.Namespace, c: ModelConfig, tokenizer, held: bool = False) -> Tensor:
-    """Windows of --text, or of a part of the standard library: the held-out one, or that to fit on."""
+def load_with_windows(args: argparse.Namespace, held: bool = False) -> tuple[Llama, Tensor]:
+    """The model, and windows of --text, or of the standard library: to evaluate on (held), or to fit on."""
+    model, tokenizer = load(args)
+    c = model.config
     files = text_files(args.text or STDLIB, None if args.text else held)
     longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
-    return windows(tokenizer, files, longest, args.windows)
+    return model, windows(tokenizer, files, longest, args.windows)
 
 
 @dataclass
@@ -406,12 +399,9 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """U of each layer: leading eigenvectors of its joint pre-RoPE key covariance, of the keys k as they are
-    (SALS sec. 4.2) and of S k (ours).
-
-    An error e of a key changes a logit by q^T R e, where R rotates pair p by an angle that depends on the
-    distance. Over all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2 at both dims
-    of pair p, the U of S k is the one that keeps the logits best."""
+    """U of each layer: leading eigenvectors of the covariance of its keys k before RoPE (SALS sec. 4.2), and
+    of S k (ours). An error e of a key changes a logit by q^T R e, where R rotates each pair p. Over all
+    angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2, U of S k keeps logits best."""
     c, second = model.config, moments["pre"].second
     scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
@@ -431,7 +421,6 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
 
 def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
-
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, perplexity, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     scored = max(1, trial.shape[1] // 8)
@@ -466,7 +455,7 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 @torch.inference_mode()
 def see_deltas(model: Llama, tokens: Tensor, see: Callable[[int, int, Tensor, Tensor, Tensor], None]) -> None:
     """Runs tokens [N, S] and calls see(layer, KV head, deltas, q, k): `rope_deltas` of ELITE_ROWS random
-    queries of each window against all keys before them, and the head's q [N, S, G, D] and k [N, S, D]."""
+    queries of each window, and the head's q [N, S, G, D] and k [N, S, D]."""
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
@@ -485,16 +474,14 @@ def see_deltas(model: Llama, tokens: Tensor, see: Callable[[int, int, Tensor, Te
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and
     by Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S]; the search itself is exact."""
-    found = {"elite": [], "distance": [], "contribution": []}
+    found, shape = [], (model.config.n_layers, model.config.n_kv_heads)
 
     def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
-        norms = compress.contribution(q, k).argsort(descending=True).cpu()
-        for name, result in zip(found, (*compress.ropelite(deltas), norms), strict=True):
-            found[name].append(result)
+        found.append((*compress.ropelite(deltas), compress.contribution(q, k).argsort(descending=True).cpu()))
 
     see_deltas(model, tokens, see)
-    shape = (model.config.n_layers, model.config.n_kv_heads)
-    return {name: torch.stack(heads).unflatten(0, shape) for name, heads in found.items()}
+    results = (torch.stack(heads).unflatten(0, shape) for heads in zip(*found, strict=True))
+    return dict(zip(("elite", "distance", "contribution"), results, strict=True))
 
 
 @torch.inference_mode()
@@ -532,10 +519,8 @@ def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float)
 
 @torch.inference_mode()
 def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tuple[Tensor, Tensor]:
-    """Singular values [L, H, D] and right singular vectors [L, H, D, D] of vectors seen on tokens [N, S].
-
-    rows(layer, q, k, v) names the vectors of each of H heads, [n, H, D]. Their Gram matrix is summed in
-    fp64: Eq. 1 of FDC adds singular values, and fp32 noise in a Gram is larger than the small ones."""
+    """Singular values [L, H, D] and right singular vectors [L, H, D, D] of rows(layer, q, k, v) [n, H, D].
+    On tokens [N, S], in fp64: fp32 noise in a Gram matrix is larger than the small singular values."""
     grams = [0] * model.config.n_layers
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -548,13 +533,9 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
     return values.sqrt(), vectors
 
 
-def fit_fdc(
-    model: Llama, tokens: Tensor, moments: Moments, max_rank, accuracy=0.99, positions=None
-) -> Fitted:
+def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, positions=None) -> Fitted:
     """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
-
-    The hidden states of a window do not depend on where it lies, so that each token's q and k are simply
-    rotated to a random one of `positions` (the model's range): a basis of the first fits far ones badly."""
+    Hidden states do not depend on where a window lies: q and k are rotated to random ones of `positions`."""
     c, device = model.config, next(model.parameters()).device
     positions = min(positions or c.max_positions, c.max_positions)
     generator = torch.Generator().manual_seed(0)
@@ -568,22 +549,20 @@ def fit_fdc(
         stacked = torch.cat((q.unflatten(1, (c.n_kv_heads, -1)), k[:, :, None]), 2)  # [S, Hkv, G + 1, D]
         return stacked.transpose(1, 2).flatten(0, 1)
 
-    values, basis = head_bases(model, noise, "random tokens", queries_and_keys)
-    tensors = {"qk.values": values, "qk.basis": basis}
+    qk_values, qk_basis = head_bases(model, noise, "random tokens", queries_and_keys)
     weights = torch.stack([x.attention.wqkv.weight.split(x.attention.widths)[2] for x in model.layers])
     weights = weights.unflatten(1, (c.n_kv_heads, -1)).double().cpu()  # [L, Hkv, D, dim]: W_V transposed
-    values, basis = eigen(weights @ weights.transpose(-1, -2))
-    tensors |= {"v.values": values.sqrt(), "v.basis": basis}
+    v_squares, v_basis = eigen(weights @ weights.transpose(-1, -2))
+    tensors = {"qk.values": qk_values, "qk.basis": qk_basis, "v.values": v_squares.sqrt(), "v.basis": v_basis}
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
     rate, reached, perplexity = fdc_search(model, tokens[-FLOOR_WINDOWS:], tensors, accuracy)
-    ranks = [compress.fdc_ranks(tensors[f"{kind}.values"], rate) for kind in ("qk", "v")]
-    energy = tensors["qk.values"].square()
-    kept = (energy * (torch.arange(c.head_dim) < ranks[0][..., None])).sum() / energy.sum()
-    means = "mean ranks {:.1f} and {:.1f} of {}".format(*(r.double().mean() for r in ranks), c.head_dim)
+    kept, energy = fdc_kept(tensors, rate), tensors["qk.values"].square()
+    share = (energy * kept["qk"]).sum() / energy.sum()
+    means = "mean ranks {:.1f} and {:.1f}".format(*(each.sum(-1).double().mean() for each in kept.values()))
     lost = f"{reached:.2%} of dense accuracy, {perplexity:.4f} of dense perplexity"
-    facts = {"floor": accuracy, "positions": positions, "accuracy": f"{reached:.4f}", "rate": f"{rate:.6f}"}
-    facts = {name: str(fact) for name, fact in facts.items()}
-    facts |= {"perplexity": f"{perplexity:.4f}", "energy": f"rate {rate:.4f} ({means}, {lost}): {kept:.4f}"}
+    facts = {"floor": f"{accuracy}", "positions": f"{positions}", "accuracy": f"{reached:.4f}"}
+    facts |= {"rate": f"{rate:.6f}", "perplexity": f"{perplexity:.4f}"}
+    facts["energy"] = f"rate {rate:.4f} ({means} of {c.head_dim}, {lost}): {share:.4f}"
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
 
 
@@ -591,11 +570,16 @@ RANDOM_TOKENS = 1 << 15  # the paper: at least 8K
 FLOOR_WINDOWS = 8  # windows of text on which accuracy is measured
 
 
-def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float) -> tuple:
-    """F_p (FDC sec. 5.2): the largest rate at which `accuracy` of the dense model's accuracy is left.
+def fdc_kept(tensors: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
+    """Which columns of R stay at a rate, for q and k ("qk") and for v: [L, Hkv, D] bool."""
+    values = {kind: tensors[f"{kind}.values"] for kind in ("qk", "v")}
+    ranks = {kind: compress.fdc_ranks(each, rate) for kind, each in values.items()}
+    return {kind: torch.arange(values[kind].shape[-1]) < r[..., None] for kind, r in ranks.items()}
 
-    Ranks fall with the rate, so it bisects the rates at which a rank changes; accuracy is the share of
-    tokens [N, S] that the model predicts. -> the rate, its accuracy and perplexity over the dense ones."""
+
+def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float) -> tuple:
+    """F_p (FDC sec. 5.2): the largest rate that keeps `accuracy` of the dense model's on tokens [N, S].
+    -> the rate, its accuracy and perplexity over the dense ones, by bisection of the rates that matter."""
     rates = compress.fdc_rates(tensors["qk.values"], tensors["v.values"])
     bar = Progress("rate", len(rates).bit_length() + 2)
 
@@ -618,13 +602,10 @@ def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accurac
 
 def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float) -> Tensor:
     """full_passes of tokens [N, S] by FDC at `rate`: the share predicted right, and the perplexity.
-
-    q R (k R)^T on the kept columns is (q P) (k P)^T with the projector P = R R^T: one plain forward pass
-    computes what prefill and decode on the compressed vectors do, and leaves the weights alone."""
+    q R (k R)^T on the kept columns is (q P) (k P)^T, P = R R^T: one plain forward pass is the same."""
     c, weight = model.config, model.tok_embeddings.weight
     projectors = {}
-    for kind in ("qk", "v"):
-        kept = torch.arange(c.head_dim) < compress.fdc_ranks(tensors[f"{kind}.values"], rate)[..., None]
+    for kind, kept in fdc_kept(tensors, rate).items():
         basis = tensors[f"{kind}.basis"] * kept[:, :, None]
         projectors[kind] = (basis @ basis.transpose(-1, -2)).to(weight)  # [L, Hkv, D, D]
     cos, sin = rope_tables(c, tokens.shape[1], weight.device)
@@ -642,7 +623,6 @@ def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate:
 
 def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W on the text.
-
     With X^T X = L L^T and L^T W = U S R^T, the optimum A = L^-T U S, B = R^T has A = W R, and R holds the
     eigenvectors of W^T X^T X W: the Gram matrix of the head's keys (or values) themselves, less the bias."""
     c = model.config
@@ -677,9 +657,8 @@ def run_fit(args: argparse.Namespace) -> None:
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
-    model, tokenizer = load(args)
+    model, tokens = load_with_windows(args)
     check_folder("--checkpoint", args.checkpoint)
-    tokens = asked_windows(args, model.config, tokenizer)
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
@@ -694,8 +673,8 @@ def run_fit(args: argparse.Namespace) -> None:
             continue
         path = artifact_path(args.checkpoint, method)
         save_artifact(tensors, path, {"method": method} | compress.model_identity(model) | source | facts)
-        size = human(path.stat().st_size)
-        print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
+        about = f"{human(path.stat().st_size)}, {tokens.numel()} tokens"
+        print(f"{path}: {about}; energy kept at {facts['energy']}")
 
 
 def run_ranks(args: argparse.Namespace) -> None:
@@ -708,8 +687,7 @@ def run_ranks(args: argparse.Namespace) -> None:
     if args.png:
         check_matplotlib()
         check_file("--png", args.png)
-    model, tokenizer = load(args)
-    tokens = asked_windows(args, model.config, tokenizer)
+    model, tokens = load_with_windows(args)
     moments = key_moments(model, tokens, "ranks")
     ranks = {name: compress.rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
     width = model.config.kv_dim
@@ -717,8 +695,7 @@ def run_ranks(args: argparse.Namespace) -> None:
     for i, (pre, post) in enumerate(zip(ranks["pre"], ranks["post"], strict=True)):
         print(f"layer {i:3}  before RoPE {pre:5} {'#' * max(1, 40 * pre // width)}")
         print(f"           after  RoPE {post:5} {'=' * max(1, 40 * post // width)}")
-    mean = {name: sum(r) / len(r) for name, r in ranks.items()}
-    print(f"mean       before {mean['pre']:.1f}, after {mean['post']:.1f}")
+    print("mean       before {:.1f}, after {:.1f}".format(*(sum(r) / len(r) for r in ranks.values())))
     if args.json:
         print(json.dumps({"energy": args.energy, "width": width, **ranks}))
     if args.png:
@@ -735,19 +712,16 @@ def run_ranks(args: argparse.Namespace) -> None:
 class Watched:
     """A cache with the exact keys beside it: of the tokens that it should attend, how many does it attend?
 
-    The truth at a step is made of the layer's own q and keys after RoPE. As many tokens as the cache attends,
-    those of the largest attention weight, should be attended: of a query head, or, where heads share one
-    selection, of their weights together. Sinks and recent tokens count on both sides.
-    sums: attended tokens as a share of the length, recall, Jaccard index, mass; each a mean over heads and
-    rows, summed over `steps` (fp64, on the device: a CUDA graph adds to them)."""
+    These are as many as it attends, of the largest attention weights: of a query head, or of the heads that
+    share a selection together. Sinks and recent tokens count on both sides. sums: NAMES, each a mean over
+    heads and rows, and 1, summed over steps (fp64, on the device: a CUDA graph adds to them)."""
 
-    NAMES = ("attended", "recall", "jaccard", "mass")
+    NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a share of the length
 
     def __init__(self, cache: Cache):
         c, room = cache.config, cache.room
         self.cache, self.keys = cache, cache.store(c.n_kv_heads, room.capacity, c.head_dim)
-        self.sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=room.device)
-        self.steps = torch.zeros((), dtype=torch.float64, device=room.device)
+        self.sums = torch.zeros(1 + len(self.NAMES), dtype=torch.float64, device=room.device)
         for part in cache.modules():  # a cache may hold another one
             if isinstance(part, Cache):
                 part.watch = self.see
@@ -780,28 +754,18 @@ class Watched:
         weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)  # as logarithms: none becomes 0
         mass = (weights.exp() * chosen).sum(-1).mean()
         shared = [dim for dim in (1, 2) if heads[dim] == 1]  # these select by their weights together
-        recall, jaccard = agreement(chosen, weights.logsumexp(shared, keepdim=True) if shared else weights)
-        attended = (chosen.sum(-1) / (pos + 1)[:, None, None]).mean()
-        self.sums += torch.stack((attended, recall.mean(), jaccard.mean(), mass))
-        self.steps += 1
-
-    def reset(self) -> None:
-        self.sums.zero_()
-        self.steps.zero_()
+        scores = weights.logsumexp(shared, keepdim=True) if shared else weights
+        n = chosen.sum(-1)
+        least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
+        hits = (chosen & (scores >= least)).sum(-1)
+        # Loki's Figure 6 shows recall under the name of the Jaccard index.
+        means = [each.mean() for each in (n / (pos + 1)[:, None, None], hits / n, hits / (2 * n - hits))]
+        self.sums += torch.stack((*means, mass, torch.ones_like(mass)))
 
     def result(self) -> dict[str, float]:
-        """Means over the steps since reset; empty for a cache that attends all its tokens."""
-        return dict(zip(self.NAMES, (self.sums / self.steps).tolist(), strict=True)) if self.steps else {}
-
-
-def agreement(chosen: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Recall and Jaccard index of chosen [..., S] bool against as many tokens of the best scores [..., S].
-
-    Loki's Figure 6 shows the first, hits / n, under the name of the second, hits / (2 n - hits)."""
-    n = chosen.sum(-1)
-    least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
-    hits = (chosen & (scores >= least)).sum(-1)
-    return hits / n, hits / (2 * n - hits)
+        """Means over the steps; empty for a cache that attends all its tokens."""
+        *sums, steps = self.sums.tolist()
+        return {name: total / steps for name, total in zip(self.NAMES, sums, strict=True) if steps}
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
@@ -838,9 +802,7 @@ class Candidate:
         return cls(text, method, options, Path(folder) if folder else None)
 
     def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched: bool = False) -> Engine:
-        """A fresh engine over freshly loaded weights, since a method may change them.
-
-        watched: with the exact keys beside each cache (Watched)."""
+        """An engine over freshly loaded weights, since a method may change them; watched: by Watched."""
         model = self.load(args)
         artifact = self.check(args, model, {capacity: rows})
         method, room = METHODS[self.method], Room(model, rows, capacity)
@@ -848,7 +810,7 @@ class Candidate:
         caches = [Watched(cache) for cache in caches] if watched else caches
         engine = Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
         for cache in caches if watched else []:
-            cache.reset()  # forgets what the graph's warm-up saw
+            cache.sums.zero_()  # forgets what the graph's warm-up saw
         return engine
 
     def load(self, args: argparse.Namespace) -> Llama:
@@ -856,8 +818,8 @@ class Candidate:
         return load(argparse.Namespace(**vars(args) | {"checkpoint": self.folder or args.checkpoint}))[0]
 
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
-        """The artifact. Raises UserError now, rather than after the rows before it, where the method cannot
-        be built, or its cache would not fit the memory: of so many rows of each capacity."""
+        """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
+        would not fit the memory."""
         fitted = METHODS[self.method].fitted
         artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if fitted else {}
         shares = {"tokens": args.equal_tokens, "bytes": args.equal_bytes}
@@ -871,8 +833,6 @@ class Candidate:
 
     def equalised(self, shares: dict[str, float], model: Llama, artifact: dict, capacity: int) -> dict:
         """The options at these shares of dense; notes in `over` where the method stays above."""
-        if not shares:
-            return self.options
 
         def costs(options: dict) -> dict[str, float]:
             return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
@@ -894,31 +854,27 @@ def equal_options(settings: type, options: dict, shares: dict, costs: Callable, 
     """Options with each knob (compress.setting's `sets`) at the most that its share of dense allows.
 
     shares: of bytes, of tokens, or of both; costs(options) -> what these cost of each. Knobs of tokens come
-    first, since attended tokens may take bytes too. A knob that does both keeps to both; one of which no
-    value keeps to its share stays as it is."""
+    first, since attended tokens may take bytes too. A knob of which no value is allowed stays as it is."""
     knobs = dataclasses.fields(settings)
     for knob in sorted(knobs, key=lambda f: "tokens" not in f.metadata["sets"]):
         limits = {name: shares[name] for name in knob.metadata["sets"].split() if name in shares}
-        if limits:
-            best = dearest(knob, partial(allowed_cost, costs, options, knob.name, limits), capacity, limits)
-            options = options if best is None else options | {knob.name: best}
+        if limits and (best := dearest(knob, options, limits, costs, capacity)) is not None:
+            options = options | {knob.name: best}
     return options
 
 
-def allowed_cost(costs: Callable, options: dict, name: str, limits: dict[str, float], value) -> float | None:
-    """The larger of the limited costs at options with name = value; None where one is above its limit."""
-    try:
-        paid = costs(options | {name: value})
-    except UserError:  # not a value for this method and model
-        return None
-    return max(paid[n] for n in limits) if all(paid[n] <= limits[n] for n in limits) else None
-
-
-def dearest(knob: dataclasses.Field, cost: Callable, capacity: int, limits: dict[str, float]):
-    """The value of a knob of the highest cost(value), which is None where a value is not allowed; None if
-    none is, and if the knob changes nothing with the other settings.
-
+def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callable, capacity: int):
+    """The value of a knob that costs most within all limits; None if none does, or all cost the same.
     Shares lie in (0, 1], whole numbers in 1 .. capacity. Every round looks closer around the best one."""
+
+    def cost(value) -> float | None:
+        """The larger of the limited costs; None where one is above its limit."""
+        try:
+            paid = costs(options | {knob.name: value})
+        except UserError:  # not a value for this method and model
+            return None
+        return max(paid[n] for n in limits) if all(paid[n] <= limits[n] for n in limits) else None
+
     top = capacity if knob.type is int else 1.0
     tried = (*limits.values(), *(i / 8 for i in range(1, 9)), *(2.0**-i for i in range(4, 14)))
     values = knob.metadata["choices"] or sorted({knob.type(top * x) for x in tried} - {0})
@@ -938,14 +894,11 @@ def dearest(knob: dataclasses.Field, cost: Callable, capacity: int, limits: dict
 
 
 @torch.inference_mode()
-def eval_perplexity(
-    engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar
-) -> tuple[float, np.ndarray, Tensor]:
+def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar) -> tuple:
     """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
 
-    tokens [B, prefix + n] -> perplexity over the n tokens, each row's mean KL (nats) of `reference`
-    log-probabilities [n, B, V] to this cache's (0 without), and this cache's log-probabilities (fp16, on the
-    CPU)."""
+    tokens [B, prefix + n] -> perplexity over the n tokens, each row's mean KL (nats) of `reference` [n, B, V]
+    to this cache's log-probabilities (0 without), and these (fp16, on the CPU)."""
     tokens = tokens.to(engine.room.device)
     engine.prefill(tokens[:, :prefix].tolist())
     loss, kl, kept = 0.0, np.zeros(len(tokens)), []
@@ -964,11 +917,8 @@ def eval_perplexity(
 
 
 @torch.inference_mode()
-def eval_retrieval(
-    engine: Engine, hay: Haystack, kind: str, seeds: list[int], n_tokens: int, n_facts: int, depths: list
-) -> list[float]:
+def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_facts, depths) -> list[float]:
     """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily.
-
     depths: where the fact of each `single` lies, from 0 (the start) to 1; other kinds lie at random."""
     places = zip(seeds, depths if kind == "single" else [None] * len(seeds), strict=True)
     samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in places]
@@ -981,17 +931,16 @@ def eval_retrieval(
 
 def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
     """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`."""
-    row, errors, capacity, seen = {}, {}, args.prefix + args.continuation, []
+    row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
         ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
         reference.setdefault(name, log_p)
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
-        errors[f"kl {name}"] = standard_error(kl)
+        row["errors"][f"kl {name}"] = standard_error(kl)
         own = [result for cache in engine.caches if (result := cache.result())]
         seen += itertools.chain(*model_file.gathered(own))
-    row |= {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
-    return row | {"errors": errors}
+    return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
 
 def standard_error(samples: np.ndarray) -> float:
@@ -1000,8 +949,8 @@ def standard_error(samples: np.ndarray) -> float:
 
 
 def ledger(engine: Engine, length: int) -> dict:
-    """Bytes per token of the cache's true size (on the device, and in host memory where a method uses it),
-    and bytes that a step reads from a row of `length` tokens; of all ranks together."""
+    """Measured bytes per token on the device and, where a method uses it, in host memory; and bytes that a
+    step reads from a row of `length` tokens; of all ranks together."""
     tokens = engine.room.rows * engine.room.capacity
     own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
     measured, read, host = map(sum, zip(*itertools.chain(*model_file.gathered(own)), strict=True))
@@ -1010,11 +959,9 @@ def ledger(engine: Engine, length: int) -> dict:
 
 
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
-    """Bytes per token, bytes read per step (longest prompt), per cent right for each length and task.
-
-    In the JSON only: `single`'s score for each fifth of the depth, under "depth LENGTH", and under "errors"
-    the standard error of each score."""
-    row, errors = {}, {}
+    """The ledger (of the last length), and per cent right for each length and task. In the JSON only: the
+    score of `single` for each fifth of the depth ("depth LENGTH"), and standard errors ("errors")."""
+    row = {"errors": {}}
     for length in args.lengths:
         engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM)
         rows = engine.room.rows
@@ -1022,18 +969,17 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
         for kind in args.tasks:
             scores = []
             for first in range(0, args.samples, rows):
-                last = args.samples - 1
-                seeds = [min(first + i, last) for i in range(rows)]  # the last batch may repeat one
+                seeds = [min(first + i, args.samples - 1) for i in range(rows)]  # the last may repeat
                 depths = [(seed + 0.5) / args.samples for seed in seeds]
                 scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
                 bar.tick(min(rows, args.samples - first))
             scores = np.array(scores[: args.samples])
             row[f"{kind} {length}"] = 100 * float(scores.mean())
-            errors[f"{kind} {length}"] = 100 * standard_error(scores)
+            row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
             if kind == "single":
                 fifths = (part for part in np.array_split(scores, 5) if len(part))
                 row[f"depth {length}"] = [100 * float(part.mean()) for part in fifths]
-    return row | {"errors": errors}
+    return row
 
 
 def run_eval(args: argparse.Namespace) -> None:
@@ -1047,8 +993,7 @@ def run_eval(args: argparse.Namespace) -> None:
         python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
     if ranks()[0]:
         args.csv = None  # rank 0 writes it
-    if args.csv:
-        check_file("--csv", args.csv)  # now, rather than after the evaluation
+    check_file("--csv", args.csv)  # now, rather than after the evaluation
     if not args.samples and not args.perplexity_rows:
         raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
@@ -1110,28 +1055,19 @@ def print_json(**facts) -> None:
     print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__, **facts}))
 
 
-# The first columns of the table
-LEADING = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
-
-
 def eval_columns(rows: list[dict]) -> list[str]:
-    """The columns that any of the rows has, LEADING ones first."""
+    """The columns that any of the rows has."""
+    leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
     named = {key for row in rows for key, value in row.items() if not isinstance(value, (dict, list))}
-    return [key for key in dict.fromkeys((*LEADING, *rows[0])) if key in named]
+    return [key for key in dict.fromkeys((*leading, *rows[0])) if key in named]
 
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """The table so far, in the place of an older one."""
-    table = io.StringIO(newline="")
-    writer = csv.DictWriter(table, columns, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    if path.exists() and not path.is_file():  # a pipe or a device
-        path.write_text(table.getvalue(), newline="")
-        return
-    path = path.resolve()  # what a link points to
-    with replacing(path.parent, path.name) as partial:
-        (partial / path.name).write_text(table.getvalue(), newline="")
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
@@ -1223,13 +1159,13 @@ def plot_times(path: Path, rows: list[dict], png: Path) -> None:
     """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
     where a method falls below dense: cuDNN's attention (dense_us), or the method of that name beside ms."""
     unit, of, dense = ("us", "layer", "dense (cuDNN)") if "us" in rows[0] else ("ms", "step", "dense")
-    kinds = {"model": str, "batch": str, "length": float, "method": str, unit: float}
-    points = [*zip(*(csv_column(path, rows, *kind).tolist() for kind in kinds.items()), strict=True)]
     if unit == "us":
-        truth = csv_column(path, rows, "dense_us").tolist()
-        points += [(*point[:3], dense, us) for point, us in zip(points, truth, strict=True)]
+        csv_column(path, rows, "dense_us")  # refuses a table that lacks it
+        rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
+    kinds = {"model": str, "batch": str, "length": float, "method": str, unit: float}
+    columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
     panels = {}
-    for model, batch, length, method, each in sorted(points, key=lambda point: point[2]):
+    for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
         panels.setdefault(f"{model}, {batch} rows", {}).setdefault(method, {})[length] = each
     with picture(png, 1, len(panels)) as (axes,):
         for axis, (title, times) in zip(axes, panels.items(), strict=True):
@@ -1250,9 +1186,8 @@ def run_plot(args: argparse.Namespace) -> None:
     """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
 
     An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
-    and read/step. A point is a row, with its method's name. Times are those of kernels.py --table breakeven
-    --csv, or the columns model, batch, length, method and ms. They become time against length, a line for
-    each method, dense in bold. A dot is where a method becomes faster than dense.
+    and read/step. Times are those of kernels.py --table breakeven --csv, or the columns model, batch, length,
+    method and ms. They become a line for each method, dense in bold, and a dot where it becomes the slower.
 
         python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
     check_matplotlib()
@@ -1270,9 +1205,8 @@ def run_plot(args: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | None]:
-    """OS of every layer (SALS sec. 3.2): the share of the last token's true attention mass that the attended
-    tokens hold, a mean over heads and prompts (of one length). The last token goes through the cache; the
-    engine's caches are Watched. None for a layer that attends all its tokens."""
+    """OS of every layer (SALS sec. 3.2): the share of the last token's true attention mass that it attends, a
+    mean over heads and prompts (of one length). None for a layer that attends all its tokens."""
     engine.prefill([prompt[:-1] for prompt in prompts])
     engine.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
     engine.step()
@@ -1308,8 +1242,7 @@ def run_overlap(args: argparse.Namespace) -> None:
 
 
 def masked_attention(q, k, v, queries: Tensor, keys: Tensor, share: float, rule: str) -> Tensor:
-    """Attention of every row of a text to the k best of its causal keys only, as the released code of Loki
-    evaluates it: a mask over exact logits, which saves nothing.
+    """Attention of every row of a text to the k best of its causal keys, by a mask, as Loki's code has it.
 
     q, v and k [B, S, H, D] after RoPE; queries and keys [B, S, H, d] score the tokens. rule: k is the same in
     all rows, k_f S ("final", the paper's), or row t has its own, k_f (t + 1), as in decoding ("per_row")."""
@@ -1338,7 +1271,6 @@ def rows_count(share: float, length: int, rule: str, rows: Tensor) -> Tensor:
 
 def kept_shares(share: float, length: int, rule: str) -> tuple[float, float]:
     """Of the causal keys, what the k best are: mean over rows, and of all pairs of query and key.
-
     For "final" and long texts k_f (1 + ln(1 / k_f)) and 2 k_f - k_f^2: the first k rows attend to all."""
     rows = torch.arange(length)
     kept = torch.minimum(rows_count(share, length, rule, rows), rows + 1).double()
@@ -1347,7 +1279,6 @@ def kept_shares(share: float, length: int, rule: str) -> tuple[float, float]:
 
 def masked_perplexity(model: Llama, tokens: Tensor, share: float, rule: str, basis, d: float) -> float:
     """Perplexity of tokens [N, S] by full forward passes under masked_attention.
-
     basis: P of every layer [L, Hkv, D, D], of which the leading d_f D components score; None: exact top-k."""
     c = model.config
     cos, sin = rope_tables(c, tokens.shape[1], next(model.parameters()).device)
@@ -1371,23 +1302,16 @@ def run_masked(args: argparse.Namespace) -> None:
     by d principal components. k is a share of the final length for all rows, or of each row's own length.
 
         python calibrate.py masked --k 0.25 --d 0.5 0.25"""
-    model, tokenizer = load(args)
-    tokens = asked_windows(args, model.config, tokenizer, held=True)
+    model, tokens = load_with_windows(args, held=True)
     artifact = load_artifact(args.checkpoint, "loki", model)
     basis, length = artifact[f"{compress.loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
-    bar = Progress("masked", 1 + 2 * len(args.k) * (1 + len(args.d)))
-
-    def perplexity(*how) -> float:
-        bar.tick()
-        return masked_perplexity(model, tokens, *how)
-
+    perplexity = partial(masked_perplexity, model, tokens)
     results = [{"method": "dense", "exact": perplexity(1.0, "final", None, 1.0)}]
-    for rule, share in itertools.product(("final", "per_row"), args.k):
+    for rule, share in tracked("masked", [*itertools.product(("final", "per_row"), args.k)]):
         row = {"method": f"k={share:g} {rule}", "exact": perplexity(share, rule, None, 1.0)}
         row |= {f"d={d:g}": perplexity(share, rule, basis, d) for d in args.d}
         row["kept rows"], row["kept pairs"] = kept_shares(share, length, rule)
         results.append(row)
-    bar.close()
     print(f"perplexity of {len(tokens)} windows of {length} tokens, each row masked to its k best")
     print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
     if args.json:
@@ -1398,10 +1322,8 @@ def run_masked(args: argparse.Namespace) -> None:
 
 
 def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]]) -> dict[str, list[float]]:
-    """How far the logits of tokens [N, S] lie from RoPE's when only the first r pairs of an order rotate.
-
-    orders: name -> [L, Hkv, r] for several r. The distance (mean absolute difference of the logits) is
-    relative to that of no pair rotated, and a mean over layers and heads: 1 for none, 0 for all."""
+    """How far the logits of tokens [N, S] lie from RoPE's when only some pairs, orders[name] [L, Hkv, r] for
+    each r, rotate: mean absolute difference over that of no pair rotated, a mean over layers and heads."""
     results = {name: [[] for _ in sets] for name, sets in orders.items()}
 
     def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
@@ -1422,13 +1344,12 @@ def run_pairs(args: argparse.Namespace) -> None:
     evenly), and the share of the weights' energy that one latent of K and V loses, or one of each.
 
         python calibrate.py pairs --r 4 8 16 --share 0.25"""
-    model, tokenizer = load(args)
+    model, tokens = load_with_windows(args, held=True)
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV; give the one it was made of")
     c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
     if not all(1 <= r <= c.head_dim // 2 for r in args.r):
         raise UserError(f"--r: a head has 1 to {c.head_dim // 2} pairs")
-    tokens = asked_windows(args, c, tokenizer, held=True)
     orders = {name: [artifact[name][..., :r] for r in args.r] for name in ("elite", "contribution")}
     uniform = [compress.uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
     orders["uniform"] = [pairs.expand(c.n_layers, c.n_kv_heads, -1) for pairs in uniform]
@@ -1477,8 +1398,7 @@ def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nda
 
 
 def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[np.ndarray, float]]:
-    """Pieces of a text of n tokens with facts of one to three kinds of tasks, then all questions with their
-    answers; and the loss weight of each piece."""
+    """Pieces of n tokens and their loss weights: a text with facts of one to three kinds, then questions."""
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
     tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
     labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
@@ -1510,9 +1430,7 @@ class Stage:
 
 
 class TrainingBatches(Dataset):
-    """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32, the same for any number of workers.
-
-    plan: the stage of each step."""
+    """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32 of plan[i], for any number of workers."""
 
     def __init__(self, hay: Haystack, plan: list[Stage], seed: int):
         self.hay, self.plan, self.seed = hay, plan, seed
@@ -1560,19 +1478,16 @@ def save_checkpoint(model: Llama, folder: Path) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
     config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     with replacing(folder, "checkpoint") as partial:
-        save_weights(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @contextmanager
 def replacing(folder: Path, name: str) -> Iterator[Path]:
     """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
-
     It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
     partial, is_new = folder / f"{name}.partial", not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if partial.is_file():
-        partial.unlink()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
@@ -1603,11 +1518,10 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         raise UserError(f"{path}: cannot be written ({error})") from None
 
 
-def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def save_bf16(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """save_tensors with what is floating point in bf16."""
-    tensors = {name: t.detach().cpu() for name, t in tensors.items()}
-    tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
-    save_tensors(tensors, path, metadata)
+    rounded = {name: t.detach().bfloat16() for name, t in tensors.items() if t.is_floating_point()}
+    save_tensors(tensors | rounded, path, metadata)
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -1655,14 +1569,9 @@ def deferred_interrupts() -> Iterator[list]:
         raise KeyboardInterrupt
 
 
-def train(
-    model, hay: Haystack, stages: list[Stage], lr, seed, workers, state, minutes, constant=False, log=None
-) -> bool:
+def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False, log=None) -> bool:
     """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
-
-    workers: processes that make batches. state: None or the file that a later run resumes from. log: None or
-    the file that gets a line of tokens read and mean loss every 20 steps. -> True when done, False when
-    `minutes` ran out first."""
+    state and log: files or None, as --state and --log. -> whether it is done, before `minutes` ran out."""
     device, cuda = next(model.parameters()).device, torch.cuda.is_available()
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
@@ -1677,9 +1586,8 @@ def train(
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
     with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
         for tokens, weights in batches if done < total else ():
+            warm, decay = min(1.0, (done + 1) / 200), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
             for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
-                warm = min(1.0, (done + 1) / 200)
-                decay = 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
                 group["lr"] = lr if constant else lr * warm * decay
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
             with torch.autocast(device.type, torch.bfloat16):
@@ -1726,21 +1634,12 @@ def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
                     break
 
     made = io.BytesIO()
+    pieces = {"vocab_size": vocab_size, "model_type": "bpe", "byte_fallback": True, "split_digits": True}
+    spaces = {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
+    text = {"normalization_rule_name": "identity", "character_coverage": 0.9995, "max_sentence_length": 16384}
+    settings = {**pieces, **spaces, **text, "minloglevel": 2}
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(),
-            model_writer=made,
-            vocab_size=vocab_size,
-            model_type="bpe",
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            character_coverage=0.9995,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=16384,
-            minloglevel=2,
-        )
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(), model_writer=made, **settings)
     except RuntimeError as error:
         if "Vocabulary size" not in str(error) and "sentences_.empty" not in str(error):
             raise
@@ -1771,13 +1670,12 @@ def _encode_text(text: str) -> list[int]:
 
 def text_share(text: str) -> tuple[Path, float]:
     """PATH:SHARE, or PATH for a share of 1."""
-    path, _, share = text.rpartition(":") if ":" in text else (text, ":", "1")
+    path, share = text.rsplit(":", 1) if ":" in text[1:] else (text, "1")
     try:
-        if (value := generate.finite(share)) > 0 and path:
-            return Path(path), value
+        return Path(path), positive(share)
     except (ValueError, argparse.ArgumentTypeError):
-        pass
-    raise UserError(f"--text {text}: write PATH or PATH:SHARE, such as books:0.5, with a share above 0")
+        fault = "write PATH or PATH:SHARE, such as books:0.5, with a share above 0"
+        raise UserError(f"--text {text}: {fault}") from None
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -1794,9 +1692,8 @@ def run_train(args: argparse.Namespace) -> None:
     paths, shares = zip(*map(text_share, args.text), strict=True)
     device, _ = generate.device_and_dtype(args)
     check_folder("--out", args.out)  # now, rather than after the training
-    for option in ("state", "log"):
-        if path := getattr(args, option):
-            check_file(f"--{option}", path)
+    check_file("--state", args.state)
+    check_file("--log", args.log)
     files = [text_files(path, held=False) for path in paths]
     if args.source:
         model, tokenizer = uptraining_model(args, device)
@@ -1847,9 +1744,7 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
 @torch.no_grad()
 def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
     """Writes a checkpoint that EliteKV alone can run, and its artifact with the elite pairs, A and B (bf16).
-
-    model.safetensors keeps the ordinary names and shapes: W_k and W_v are the expanded A B. The rest of the
-    folder is copied from `source`, with "elitekv": true in config.json."""
+    W_k and W_v become the expanded A B. Other files come from `source`; config.json says "elitekv": true."""
     tensors, elite = compress.elite_artifact(model), [layer.attention for layer in model.layers]
     with replacing(folder, "checkpoint") as partial:
         for file in source.iterdir():
@@ -1859,10 +1754,10 @@ def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for layer in model.layers:
             layer.attention = compress.dense_attention(layer.attention)
-        save_weights(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
         model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
         metadata = {"method": "elitekv"} | compress.model_identity(model)
-        save_weights(tensors, artifact_path(partial, "elitekv"), metadata)
+        save_bf16(tensors, artifact_path(partial, "elitekv"), metadata)
     for layer, attention in zip(model.layers, elite, strict=True):
         layer.attention = attention
 
@@ -1978,7 +1873,6 @@ def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
 
 def gguf_weights(config: ModelConfig, tensors: dict) -> dict[str, tuple]:
     """What fills each slot: name -> shape, tensor, and heads whose rows llama.cpp has reordered (0: none).
-
     In arch llama it stores the two dims of a RoPE pair of q and k side by side. Raises UserError."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
@@ -2004,7 +1898,6 @@ def gguf_weights(config: ModelConfig, tensors: dict) -> dict[str, tuple]:
 
 def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> None:
     """Writes a safetensors file, 16 M numbers at a time: the header's length, the header, all tensors.
-
     Raises UserError for numbers that are not finite. Format: github.com/huggingface/safetensors."""
     from gguf import dequantize
 
@@ -2015,10 +1908,9 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    bar = Progress("convert", len(plan))
     with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
-        for shape, tensor, heads in plan.values():
+        for shape, tensor, heads in tracked("convert", plan.values()):
             data = tensor.data
             if heads:
                 data = data.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
@@ -2027,8 +1919,6 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
                 if not part.isfinite().all():
                     raise UserError(f"tensor {tensor.name} holds numbers that are not finite in {dtype}")
                 file.write(part.flatten().view(torch.uint8).numpy())
-            bar.tick()
-    bar.close()
 
 
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
@@ -2078,7 +1968,7 @@ def run_convert(args: argparse.Namespace) -> None:
 
         python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
-    check_folder("--out", out)
+    there = check_folder("--out", out)
     meta, tensors = read_gguf(path)
     with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
@@ -2088,8 +1978,8 @@ def run_convert(args: argparse.Namespace) -> None:
     ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
     if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
-    size, free = sum(math.prod(p[0]) for p in plan.values()) * dtype.itemsize, shutil.disk_usage(there).free
+    size = sum(math.prod(shape) for shape, _, _ in plan.values()) * dtype.itemsize
+    free = shutil.disk_usage(there).free
     need = f"{path} in {args.dtype}: needs {human(size)} of disk ({human(free)} are free)"
     if size > free:
         raise UserError(need)
@@ -2134,10 +2024,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
 
-    model, held_text = (
-        generate.add_model_options,
-        partial(text_options, default="held-out Python sources", windows=8),
-    )
+    model = generate.add_model_options
+    held_text = partial(text_options, default="held-out Python sources", windows=8)
     p = command(run_fit, model, text_options)
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
     about = "directions stored, as a share of Hkv*D; any rank up to it can be chosen later"
@@ -2148,8 +2036,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command(run_eval, model, json_option)
     about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
     p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
-    about = "more text for perplexity; repeat it"
-    p.add_argument("--text", type=Path, action="append", default=[], help=about)
+    p.add_argument(
+        "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
+    )
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
@@ -2217,14 +2106,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> None:
+def run() -> None:
+    args = parse_args(sys.argv[1:])
     if ranks()[1] > 1 and args.run is not run_eval:
         raise UserError("of these commands only eval takes torchrun; start the others with python")
     args.run(args)
 
 
 def main() -> None:
-    generate.run_command(lambda: run(parse_args(sys.argv[1:])))
+    generate.run_command(run)
 
 
 if __name__ == "__main__":
