@@ -1187,7 +1187,7 @@ def run_plot(args: argparse.Namespace) -> None:
 
     An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
     and read/step. Times are those of kernels.py --table breakeven --csv, or the columns model, batch, length,
-    method and ms. They become a line for each method, dense in bold, and a dot where it becomes the slower.
+    method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
 
         python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
     check_matplotlib()
@@ -1711,8 +1711,7 @@ def run_train(args: argparse.Namespace) -> None:
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, list(shares))
     model = model.to(device)
-    # Uptraining goes on at the rate that pre-training's schedule ends with.
-    lr = args.lr or (2e-4 if args.source else 2e-3)
+    lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
     for path in filter(None, (args.state, args.log)):
         path.parent.mkdir(parents=True, exist_ok=True)
     loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
