@@ -94,6 +94,18 @@ def error(result, reference) -> float:
     return float("inf") if math.isnan(value) else value
 
 
+def pairwise(*axes) -> list[tuple]:
+    """Few cases of the product of some lists: any two values of two lists meet in at least one."""
+    places = list(itertools.product(*map(range, map(len, axes))))
+    pairs = [set(itertools.combinations(enumerate(place), 2)) for place in places]
+    missing, cases = set().union(*pairs), []
+    while missing:
+        best = max(range(len(places)), key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        cases.append(tuple(axis[i] for axis, i in zip(axes, places[best], strict=True)))
+    return cases
+
+
 def tiny_config(group: int = 2, head_dim: int = 16, **changes) -> model_file.ModelConfig:
     shape = {"dim": 48, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8 // group, "head_dim": head_dim}
     return model_file.ModelConfig(**shape | {"ffn_dim": 64, "vocab_size": 96, "max_positions": 512} | changes)
@@ -214,11 +226,26 @@ EVERYTHING = [  # settings under which a method is dense attention: the rank is 
 ]
 
 
-def make_engine(model: Llama, method: str, rows: int, capacity: int, artifact=None, **options) -> Engine:
-    """By default with an artifact_of the model."""
-    room, artifact = Room(model, rows, capacity), artifact or artifact_of(method, model)
+ENGINE = {"compiled", "graphed"}  # options of an Engine
+
+
+def make_engine(
+    model: Llama, method: str, rows: int, capacity: int, artifact=None, kernels_=None, **options
+) -> Engine:
+    """By default with an artifact_of the model; options: a method's, and compiled and graphed."""
+    room, artifact = Room(model, rows, capacity, kernels_), artifact or artifact_of(method, model)
+    how = {name: options.pop(name) for name in ENGINE & options.keys()}
     caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
-    return Engine(model, caches, room, Sampling())
+    return Engine(model, caches, room, Sampling(), **how)
+
+
+def fitted_engine(
+    folder: Path, method: str, rows: int, capacity: int, device="cpu", dtype=torch.float32, **options
+) -> Engine:
+    """An engine with the model and the artifact of a folder."""
+    model = load_model(folder, torch.device(device), dtype)
+    artifact = load_artifact(folder, method, model) if METHODS[method].fitted else {}
+    return make_engine(model, method, rows, capacity, artifact, **options)
 
 
 def logits_through(engine: Engine, prompts: list[list[int]], continuation: list[list[int]]) -> torch.Tensor:
@@ -2692,10 +2719,7 @@ def test_graph_replay_equals_eager(method, options):
     """One graph over 300 steps of a ragged batch, across the budget's edge at 32 tokens."""
     prompts, tokens = [random_ids(n, n) for n in (5, 31, 60)], []
     for graphed in (False, True):
-        model = tiny_model().cuda()
-        room, artifact = Room(model, 3, 400), artifact_of(method, model)
-        caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), graphed=graphed)
+        engine = make_engine(tiny_model().cuda(), method, 3, 400, graphed=graphed, **options)
         engine.prefill(prompts)
         tokens.append((decode_rows(engine, 300, lambda ids: False).token_ids, engine.logits.tolist()))
     assert tokens[0] == tokens[1]
@@ -2716,11 +2740,8 @@ def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options,
     prompts = [eval_sample(nano_haystack, "multikey", seed, n)[0] for seed, n in ((0, 700), (1, 1500))]
     tokens = []
     for kernels_, graphed in itertools.product((False, True), repeat=2):
-        model = load_model(NANO, torch.device("cuda"), torch.float32)
-        artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
-        room = Room(model, 2, 1600, kernels_)
-        caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), compiled=graphed, graphed=graphed)
+        how = {"kernels_": kernels_, "compiled": graphed, "graphed": graphed}
+        engine = fitted_engine(NANO, method, 2, 1600, "cuda", **how, **options)
         engine.prefill(prompts)
         if graphed:
             torch.cuda.synchronize()
@@ -3711,30 +3732,26 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels):
     close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", ["each", "largest", "softmax"])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(
-    "B, S, H, N, r, r_score, block",
-    [
-        (1, 70, 1, 4, 32, 16, 0),
-        (3, 300, 2, 1, 48, 20, 48),
-        (2, 90, 3, 6, 64, 64, 0),
-        (2, 300, 1, 3, 40, 33, 48),
-        (3, 97, 1, 32, 530, 520, 0),
-        (3, 97, 1, 32, 530, 520, 512),
-        (1, 129, 1, 8, 9, 5, 48),
-    ],
-)
+RULES = ["each", "largest", "softmax"]
+SCORES_SIZES = [  # B, S, H, N, r, r_score, block
+    (1, 70, 1, 4, 32, 16, 0),
+    (3, 300, 2, 1, 48, 20, 48),
+    (2, 90, 3, 6, 64, 64, 0),
+    (2, 300, 1, 3, 40, 33, 48),
+    (3, 97, 1, 32, 530, 520, 0),
+    (3, 97, 1, 32, 530, 520, 512),
+    (1, 129, 1, 8, 9, 5, 48),
+]
+
+
+@pytest.mark.parametrize("dtype, rule, int8, sizes", pairwise(DTYPES, RULES, [False, True], SCORES_SIZES))
 @poisoned
-def test_kernel_scores(dtype, rule, int8, B, S, H, N, r, r_score, block):
+def test_kernel_scores(dtype, rule, int8, sizes):
     """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8."""
-    check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block)
+    check_scores(dtype, rule, int8, *sizes)
 
 
-@pytest.mark.parametrize("rule", ["each", "largest", "softmax"])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("block", [0, 48])
+@pytest.mark.parametrize("rule, int8, block", pairwise(RULES, [False, True], [0, 48]))
 @poisoned
 def test_kernel_scores_of_several_tiles_a_program(monkeypatch, rule, int8, block):
     monkeypatch.setattr(kernels, "softmax_config", lambda *_: (16, 32, 4, 2, 6))
@@ -3754,45 +3771,39 @@ def test_kernel_scores_beyond_two_to_the_31_numbers():
 # ---- select
 
 
-@pytest.mark.parametrize(
-    "kind", ["normal", "ties", "equal", "heavy", "offset", "masked", "extremes", "one chunk", "near ties"]
-)
-@pytest.mark.parametrize(
-    "S, x, y, z, pos",
-    [
-        (257, 4, 33, 8, (256, 100, 17)),
-        (300, 0, 1, 1, (299, 1, 0)),
-        (4096, 16, 432, 64, (4095, 300)),
-        (40, 3, 64, 5, (39, 20, 6)),
-        (5000, 4, 600, 16, (4999, 700)),
-        (5000, 4, 4000, 16, (4999,)),
-        (8193, 4, 256, 16, (8192, 5000, 7)),
-        (10000, 4, 7000, 8, (9999,)),
-    ],
-)
+SCORES = ["normal", "ties", "equal", "heavy", "offset", "masked", "extremes", "one chunk", "near ties"]
+SHORT_ROWS = [  # S, x, y, z, pos: in one program
+    (257, 4, 33, 8, (256, 100, 17)),
+    (300, 0, 1, 1, (299, 1, 0)),
+    (4096, 16, 432, 64, (4095, 300)),
+    (40, 3, 64, 5, (39, 20, 6)),
+]
+CHUNKED = (5000, 4, 600, 16, (4999, 700))  # in several
+SELECTED = [
+    *((kind, *row) for kind in SCORES for row in (*SHORT_ROWS, CHUNKED)),
+    *((kind, 5000, 4, 4000, 16, (4999,)) for kind in ("normal", "extremes", "near ties")),
+    *((kind, 8193, 4, 256, 16, (8192, 5000, 7)) for kind in ("ties", "one chunk", "near ties")),
+    *((kind, 10000, 4, 7000, 8, (9999,)) for kind in ("equal", "masked", "offset")),
+    # The widest tile of survivors that a program takes, and a budget beyond: the pass over the whole row.
+    ("normal", 65536, 4, 16384, 64, (65535,)),
+    ("ties", 40000, 4, 20000, 64, (39999,)),
+]
+
+
+@pytest.mark.parametrize("kind, S, x, y, z, pos", SELECTED)
 @poisoned
 def test_kernel_select(kind, S, x, y, z, pos):
     check_select(kind, S, x, y, z, pos)
 
 
+WANTED = [SHORT_ROWS[0], (5000, 4, 600, 16, (4999, 700, 900)), (10000, 4, 7000, 8, (9999, 5000, 9000))]
+
+
 @pytest.mark.parametrize("kind", ["ties", "masked"])
-@pytest.mark.parametrize(
-    "S, x, y, z, pos",
-    [
-        (257, 4, 33, 8, (256, 100, 17)),
-        (5000, 4, 600, 16, (4999, 700, 900)),
-        (10000, 4, 7000, 8, (9999, 5000, 9000)),
-    ],
-)
+@pytest.mark.parametrize("sizes", WANTED)
 @poisoned
-def test_kernel_select_takes_as_many_as_a_row_wants(kind, S, x, y, z, pos):
-    check_select(kind, S, x, y, z, pos, shares=(0.3, 0.0, 1.5))  # more than y is y
-
-
-@pytest.mark.parametrize("S, y, kind", [(65536, 16384, "normal"), (40000, 20000, "ties")])
-def test_kernel_select_many_of_a_long_row(S, y, kind):
-    """The widest tile of survivors that a program takes, and a budget beyond: the pass over the whole row."""
-    check_select(kind, S, 4, y, 64, (S - 1,))
+def test_kernel_select_takes_as_many_as_a_row_wants(kind, sizes):
+    check_select(kind, *sizes, shares=(0.3, 0.0, 1.5))  # more than y is y
 
 
 @pytest.mark.parametrize("S", [4096, 4097, 8192, 8193, 30000, 131072, 1 << 20])
@@ -4009,41 +4020,40 @@ def check_attend(dtype, *case, ops=kernels, **options):
     close(ops.attend(*given), truth, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("tokens", ["all", "row", "KV head", "query head"])
-@pytest.mark.parametrize(
-    "B, S, Hkv, G, D, DV, bits, z, pos",
-    [
-        (1, 70, 2, 1, 64, 40, 16, 0, (69,)),
-        (3, 130, 2, 4, 128, 128, 4, 24, (129, 64, 3)),
-        (2, 300, 1, 3, 96, 96, 2, 0, (299, 32)),
-        (1, 90, 1, 8, 256, 64, 8, 7, (80,)),
-        (3, 150, 2, 1, 128, 128, 2, 70, (149, 60, 0)),
-        (2, 90, 1, 20, 16, 16, 4, 0, (89, 31)),
-        (2, 90, 3, 2, 96, 96, 8, 5, (89, 0)),
-        (2, 90, 2, 2, 64, 64, 16, 24, (80, 40)),
-    ],
-)
+ATTEND_SIZES = [  # B, S, Hkv, G, D, DV, bits, z, pos
+    (1, 70, 2, 1, 64, 40, 16, 0, (69,)),
+    (3, 130, 2, 4, 128, 128, 4, 24, (129, 64, 3)),
+    (2, 300, 1, 3, 96, 96, 2, 0, (299, 32)),
+    (1, 90, 1, 8, 256, 64, 8, 7, (80,)),
+    (3, 150, 2, 1, 128, 128, 2, 70, (149, 60, 0)),
+    (2, 90, 1, 20, 16, 16, 4, 0, (89, 31)),
+    (2, 90, 3, 2, 96, 96, 8, 5, (89, 0)),
+    (2, 90, 2, 2, 64, 64, 16, 24, (80, 40)),
+]
+INDEXES = ["all", "row", "KV head", "query head"]
+
+
+@pytest.mark.parametrize("dtype, form, tokens, sizes", pairwise(DTYPES, FORMATS, INDEXES, ATTEND_SIZES))
 @poisoned
-def test_kernel_attend(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos):
+def test_kernel_attend(dtype, form, tokens, sizes):
     """Every format of keys and of values, every kind of index, with a window of exact tokens and without."""
-    check_attend(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos)
+    check_attend(dtype, form, tokens, *sizes)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("tokens", ["all", "query head"])
-@pytest.mark.parametrize(
-    "D, tile, step, splits", [(96, 16, 64, 1), (128, 64, 32, 3), (64, 32, 16, 70), (160, 16, 64, 20)]
-)
+# KV heads, D, tokens a tile, ranks a step, splits.
+TILES = [(2, 96, 16, 64, 1), (2, 128, 64, 32, 3), (1, 64, 32, 16, 70), (1, 160, 16, 64, 20)]
+
+
+@pytest.mark.parametrize("form, tokens, sizes", pairwise(FORMATS, ["all", "query head"], TILES))
 @poisoned
-def test_kernel_attend_tiles(monkeypatch, form, tokens, D, tile, step, splits):
+def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     """The basis at once and in steps; empty splits, and more than a merge takes at once."""
+    Hkv, D, tile, step, splits = sizes
     tile = max(32, tile) if form == "channels" else tile  # whole groups of 32 tokens
     monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: max(32, step) if "int8" in form else step)
     monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
-    check_attend(torch.float16, form, tokens, 2, 400, 2, 2, D, D, 4, 100, (399, 120), n=130, r=57)
+    check_attend(torch.float16, form, tokens, 2, 400, Hkv, 2, D, D, 4, 100, (399, 120), n=130, r=57)
 
 
 @pytest.mark.parametrize("G", [1, 4])
@@ -4410,37 +4420,30 @@ def test_kernels_reach_host_memory_through_its_address():
 # ---- operators: torch.compile, CUDA graphs, refusals
 
 
-def check_operators(ops, dtype=torch.float32):
-    """Shapes and dtypes of results, and which tensors are written, are what torch.compile is told."""
-    B, S, Hkv, D, check = 2, 64, 2, 32, torch.library.opcheck
-    for form, bits, tokens in itertools.product(FORMATS, (16, 4), ("all", "row")):
-        given, _ = attend_case(dtype, form, tokens, B, S, Hkv, 2, D, D, bits, 4, (63, 3), written=True)
-        check(ops.attend, given)
-    pos, v, rope = given[5], randn(B, Hkv, S, D, dtype=dtype), kernels.rope_pairs(*tables(S, D), dtype)
-    check(ops.attend_logits, (randn(B, Hkv, 2, S), v, pos))
-    for W in (32, 600):
-        check(ops.attend_latent, (randn(B, 4, W, dtype=dtype), randn(B, S, W, dtype=dtype), pos, 20, 0.1))
-    for rule in ("each", "largest", "softmax"):
-        check(ops.scores, (randn(B, Hkv, 2, 16, dtype=dtype), v, None, pos, 0.1, rule))
-    check(ops.select, (randn(B, S), pos, 2, 5, 4))
-    table, packed = kernels.rank_table([16] * 4, DEVICE), randn(B * S * 64, dtype=dtype)
-    check(ops.fdc_attend, (randn(B, 4, 16, dtype=dtype), packed, table, [16] * 4, pos, 0.1))
-    q, k = (randn(B, heads, D, dtype=dtype) for heads in (4, 2))
-    by_token, ring = v.transpose(1, 2).contiguous(), randn(B, 4, Hkv, D, dtype=dtype)
-    latent = randn(B, S, 9, dtype=dtype)
-    codes, scale = compress.quantize_int8(latent)
-    for stores, bits in (
-        ((latent, None, by_token, None), 16),
-        ((codes, scale[..., 0].contiguous(), *quantize(by_token, 4, 32)), 4),
-    ):
-        check(
-            ops.sals_append,
-            (randn(B, 9, dtype=dtype), q, k, k, pos, rope, *stores, ring, ring.clone(), bits),
-        )
+def check_attend_operator(ops, dtype, forms, B, S):
+    for form, bits, tokens in pairwise(forms, (16, 4), ("all", "row")):
+        given, _ = attend_case(dtype, form, tokens, B, S, 2, 2, 32, 32, bits, 4, (S - 1, 3)[:B], written=True)
+        torch.library.opcheck(ops.attend, given)
 
 
 def test_kernel_operators_do_what_torch_compile_is_told():
-    check_operators(kernels)
+    """Shapes and dtypes of results, and which tensors are written, are what torch.compile is told."""
+    B, S, Hkv, D, check = 2, 32, 2, 32, torch.library.opcheck
+    check_attend_operator(kernels, torch.float32, FORMATS, B, S)
+    pos, v, rope = positions(S - 1, 3), randn(B, Hkv, S, D), kernels.rope_pairs(*tables(S, D), torch.float32)
+    check(kernels.attend_logits, (randn(B, Hkv, 2, S), v, pos))
+    for W in (32, 600):
+        check(kernels.attend_latent, (randn(B, 4, W), randn(B, S, W), pos, 20, 0.1))
+    for rule in RULES:
+        check(kernels.scores, (randn(B, Hkv, 2, 16), v, None, pos, 0.1, rule))
+    check(kernels.select, (randn(B, S), pos, 2, 5, 4))
+    table = kernels.rank_table([16] * 4, DEVICE)
+    check(kernels.fdc_attend, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
+    q, k, by_token, ring = randn(B, 4, D), randn(B, 2, D), randn(B, S, Hkv, D), randn(B, 4, Hkv, D)
+    codes, scale = compress.quantize_int8(randn(B, S, 9))
+    coded = codes, scale[..., 0].contiguous(), *quantize(by_token, 4, 32)
+    for stores, bits in (((randn(B, S, 9), None, by_token, None), 16), (coded, 4)):
+        check(kernels.sals_append, (randn(B, 9), q, k, k, pos, rope, *stores, ring, ring.clone(), bits))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
@@ -4498,27 +4501,45 @@ def test_int8_keys_of_heads_that_the_kernel_does_not_take():
     assert torch.equal(*outputs)
 
 
-OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
+SALS_0, DOUBLE = SPARSE | {"skip": "0"}, {"keep": 32, "channels": 0.25, "skip": ""}
+SAME_WITH_KERNELS = [  # method, options, group, operations that it runs (of attend, the kinds of keys)
+    ("dense", {}, 4, "plain"),
+    ("sals", SALS_0, 2, "latents scores select"),
+    ("sals", SALS_0 | {"score": "sum", "bits": 16, "rank": 0.3}, 1, "latents scores select"),
+    ("sals", SALS_0 | {"fold": False, "skip_as": "dense"}, 8, "plain latents scores select"),
+    ("sals", SALS_0 | {"window": "half"}, 2, "select"),  # no kernel attends it
+    ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
+    ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, "latents scores select"),
+    ("sals", SALS_0 | {"skip_as": "int8", "bits": 2}, 1, "int8 latents scores select"),
+    ("sals", SALS_0 | {"skip_as": "int8", "bits": 16}, 4, "int8 latents scores select"),
+    ("fdc", {"rate": 0.2}, 2, "fdc_attend"),
+    ("fdc", {"adaptive": False}, 8, "fdc_attend"),
+    ("palu", {}, 2, "latents"),
+    ("kivi", {"residual": 32}, 4, "channels"),
+    ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
+    ("elitekv", {}, 2, "attend_latent"),
+    ("h2o", {"keep": 24}, 2, "attend_logits scores"),
+    ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
+    ("loki", {"reduced": True, "d": 0.5, "kv_bits": 4}, 2, "channels"),
+    ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
+    ("loki", {"k": 0.5, "d": 0.25, "sinks": 3, "recent": 5}, 2, "plain scores select"),
+    ("loki", {"k": 0.1, "d": 0.25, "sinks": 8, "recent": 24}, 2, "plain scores"),  # all are forced
+    ("loki", {"k": 32, "d": 0.5, "sinks": 2, "recent": 4, "kv_bits": 4}, 2, "channels scores select"),
+    ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "plain scores select"),
+    ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}, 2, "plain scores select"),
+    ("topk", {"keep": 32, "sinks": 2, "recent": 4}, 2, "plain scores select"),
+    ("quest", {"keep": 32, "page": 4, "skip": ""}, 2, "plain scores select"),
+    ("doublesparse", DOUBLE | {"sinks": 2, "recent": 4}, 2, "plain scores select"),
+    ("doublesparse", DOUBLE | {"every": 3, "share_heads": 1}, 2, "plain scores select"),
+    ("shadowkv", {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5}, 2, "plain scores select"),
+]
 
 
-@pytest.mark.parametrize(
-    "method,options,group",
-    [("dense", {}, 4), ("sals", SPARSE, 2), ("sals", SPARSE | {"score": "sum", "bits": 16, "rank": 0.3}, 1)]
-    + [("sals", SPARSE | {"fold": False, "skip_as": "dense"}, 8), ("sals", SPARSE | OLD, 2)]
-    + [
-        ("sals", SPARSE | {"latent_bits": 8, "score": rule}, group)
-        for rule, group in (("sum", 1), ("softmax", 4))
-    ]
-    + [("sals", SPARSE | {"skip_as": "int8", "bits": bits}, group) for bits, group in ((2, 1), (16, 4))]
-    + [("fdc", {"rate": 0.2}, 2), ("fdc", {"adaptive": False}, 8), ("palu", {}, 2)]
-    + [("kivi", {"residual": 32}, 4), ("kivi", {"residual": 32, "bits": 2}, 1), ("elitekv", {}, 2)]
-    + [("h2o", {"keep": 24}, 2), ("streaming", {"sinks": 4, "recent": 12}, 4)]
-    + [("loki", {"reduced": True, "d": 0.5, "kv_bits": 4}, 2)],
-)
-def test_decode_with_kernels_equals_decode_without(method, options, group, monkeypatch):
+@pytest.mark.parametrize("method, options, group, operations", SAME_WITH_KERNELS)
+def test_decode_with_kernels_equals_decode_without(method, options, group, operations, monkeypatch):
     """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
     results, calls, tables_ = [], set(), []
-    for name in ("attend", "attend_latent", "attend_logits", "fdc_attend"):
+    for name in ("attend", "attend_latent", "attend_logits", "fdc_attend", "scores", "select"):
         operation = getattr(kernels, name)
 
         def spy(*given, name=name, operation=operation):
@@ -4528,57 +4549,12 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, monke
 
         monkeypatch.setattr(kernels, name, spy)
     for kernels_ in (False, True):
-        model = tiny_model(group=group).to(DEVICE)
-        room = Room(model, 2, 64, kernels_)
-        caches = METHODS[method].build(
-            model, settings_from(method, options), room, artifact_of(method, model)
-        )
-        engine = Engine(model, caches, room, Sampling())
-        engine.prefill([random_ids(n, n) for n in (5, 31)])
+        model = tiny_model(n_layers=2, n_heads=2 * group, n_kv_heads=2).to(DEVICE)
+        engine = make_engine(model, method, 3, 64, kernels_=kernels_, **options)
+        engine.prefill([random_ids(n, n) for n in (5, 31, 58)])
         results.append((decode_rows(engine, 4, lambda ids: False).token_ids, engine.logits.cpu()))
-        assert kernels_ or not calls
-    kinds = {"dense": {"plain"}, "sals": {"latents"}, "fdc": {"fdc_attend"}, "palu": {"latents"}}
-    kinds |= {"kivi": {"channels"}, "elitekv": {"attend_latent"}, "h2o": {"attend_logits"}}
-    kinds |= {"streaming": {"plain"}, "loki": {"channels"}}
-    kinds |= {"sals": set() if "window" in options else {"latents"}}
-    beside = {"dense": {"plain"}, "int8": {"int8"}}.get(options.get("skip_as"), set())
-    assert calls == kinds[method] | beside
+        assert calls == (set(operations.split()) if kernels_ else set())
     assert all(table[4].min() >= 16 for table in tables_)  # widths: the work is balanced
-    assert results[0][0] == results[1][0]
-    assert error(results[1][1], results[0][1]) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "method,options",
-    [
-        ("sals", SPARSE | OLD | {"skip": ""}),
-        ("loki", {"k": 0.5, "d": 0.25}),
-        ("loki", {"k": 0.5, "d": 0.25, "sinks": 3, "recent": 5}),
-        ("loki", {"k": 0.1, "d": 0.25, "sinks": 8, "recent": 24}),  # all are forced: nothing to select
-        ("loki", {"k": 32, "d": 0.5, "sinks": 2, "recent": 4, "kv_bits": 4}),
-        ("lrqk", {"rank": 8, "k": 24, "recent": 8}),
-        ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}),
-        ("topk", {"keep": 32, "sinks": 2, "recent": 4}),
-        ("quest", {"keep": 32, "page": 4, "skip": ""}),
-        ("doublesparse", {"keep": 32, "sinks": 2, "recent": 4, "channels": 0.25, "skip": ""}),
-        ("doublesparse", {"keep": 32, "every": 3, "share_heads": 1, "channels": 0.25, "skip": ""}),
-        ("shadowkv", {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5}),
-    ],
-)
-def test_methods_select_alike_with_the_kernel_and_without(method, options, monkeypatch):
-    """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
-    calls, select_kernel, results = [], kernels.select, []
-    monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
-    for kernels_ in (False, True):
-        model = tiny_model(n_layers=2, n_heads=4, n_kv_heads=2).to(DEVICE)
-        room = Room(model, 3, 64, kernels_)
-        caches = METHODS[method].build(
-            model, settings_from(method, options), room, artifact_of(method, model)
-        )
-        engine = Engine(model, caches, room, Sampling())
-        engine.prefill([random_ids(n, n) for n in (5, 30, 60)])
-        results.append((decode_rows(engine, 5, lambda ids: False).token_ids, engine.logits.cpu()))
-        assert bool(calls) == (kernels_ and options.get("k") != 0.1)
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
@@ -4709,14 +4685,6 @@ def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
 
 
 # ----------------------------------------------------------------------------------------------- golden texts
-
-
-def fitted_engine(folder: Path, method: str, rows: int, capacity: int, **options) -> Engine:
-    """An engine with the model and the artifact of a folder."""
-    model, settings = load_model(folder, CPU, torch.float32), settings_from(method, options)
-    artifact = load_artifact(folder, method, model) if METHODS[method].fitted else {}
-    room = Room(model, rows, capacity)
-    return Engine(model, METHODS[method].build(model, settings, room, artifact), room, Sampling())
 
 
 @needs_real
@@ -6260,7 +6228,7 @@ def test_hopper_times_its_operators_by_the_benchmark_of_kernels(hopper):
 def test_hopper_operators_do_what_torch_compile_is_told(hopper):
     """On Hopper linear_chain, and attention over int8 keys, run kernels of this file."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    check_operators(hopper, dtype)
+    check_attend_operator(hopper, dtype, FORMATS if ON_HOPPER else FORMATS[:1], 2, 64)
     given, _ = attend_case(dtype, "int8", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
     torch.library.opcheck(hopper.attend, given)
     if ON_HOPPER:
@@ -6703,11 +6671,8 @@ def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
     monkeypatch.setattr(hopper, "_linear_chain_kernel", Spy())
     ids = random_ids(260, 1)
     for kernels_ in (False, True):
-        model = load_model(NANO, torch.device("cuda"), torch.bfloat16)
-        artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
-        room = Room(model, 1, 300, kernels_)
-        caches = METHODS[method].build(model, settings_from(method, {}), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), compiled=kernels_, graphed=kernels_)
+        how = dict.fromkeys(("kernels_", "compiled", "graphed"), kernels_)
+        engine = fitted_engine(NANO, method, 1, 300, "cuda", torch.bfloat16, **how)
         engine.prefill([ids[:200]])
         made = []
         for token in ids[200:]:
@@ -6751,7 +6716,7 @@ def test_hopper_linear_chain_refuses(hopper):
     "method, changes",
     [
         ("dense", {"qkv_bias": True, "mlp_bias": True, "out_bias": True}),
-        ("dense", {"qk_norm": True, "group": 4}),
+        ("dense", {"qk_norm": True, "n_kv_heads": 2}),
         ("dense", {"tied": True}),
         ("sals", {}),
         ("elitekv", {}),
@@ -6761,17 +6726,15 @@ def test_hopper_linear_chain_refuses(hopper):
 def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes, monkeypatch):
     """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
     calls, results = [], []
+    monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
     monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given))
     for chained in (False, True):
         monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
-        model = tiny_model(**({"dim": 64, "ffn_dim": 192} | changes)).to(DEVICE)
+        model = tiny_model(**({"dim": 64, "ffn_dim": 192, "n_layers": 2} | changes)).to(DEVICE)
         for layer in model.layers:
             layer.ffn_norm.eps = 0.1  # another than the first norm's
-        room = Room(model, 2, 40, True)
-        room.kernels = hopper
-        settings = settings_from(method, {"sals": SPARSE, "fdc": {"rate": 0.4}}.get(method, {}))
-        caches = METHODS[method].build(model, settings, room, artifact_of(method, model))
-        engine = Engine(model, caches, room, Sampling())
+        options = {"sals": SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
+        engine = make_engine(model, method, 2, 40, **options)
         engine.prefill([random_ids(n, n) for n in (5, 21)])
         results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
         assert len(calls) == 2 * len(model.layers) * chained
