@@ -3806,9 +3806,9 @@ def test_kernel_select_takes_as_many_as_a_row_wants(kind, sizes):
     check_select(kind, *sizes, shares=(0.3, 0.0, 1.5))  # more than y is y
 
 
-@pytest.mark.parametrize("S", [4096, 4097, 8192, 8193, 30000, 131072, 1 << 20])
-def test_select_chunks_keep_enough_of_every_row(S):
-    for y in (1, 16, 432, 1968, 4096, 16384, 32768):
+def test_select_chunks_keep_enough_of_every_row():
+    lengths = (4096, 4097, 8192, 8193, 30000, 131072, 1 << 20)
+    for S, y in itertools.product(lengths, (1, 16, 432, 1968, 4096, 16384, 32768)):
         plan = kernels.select_chunks(S, min(y, S))
         if plan:
             chunks, N, least, most = plan
@@ -4056,8 +4056,7 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     check_attend(torch.float16, form, tokens, 2, 400, Hkv, 2, D, D, 4, 100, (399, 120), n=130, r=57)
 
 
-@pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("rise", [(-3, 3), (3, -3), (-40, -40)])
+@pytest.mark.parametrize("G, rise", [(1, (-3, 3)), (4, (3, -3)), (4, (-40, -40))])
 @poisoned
 def test_kernel_attend_window_of_several_tiles(G, rise):
     """Logits that rise from slot to slot, that fall, and all far below those of slots still empty."""
@@ -4265,13 +4264,14 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
 # ---- append, heads of unequal rank, rows of host memory
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("Hkv, D, r", [(2, 64, 33), (3, 96, 20), (1, 128, 64), (5, 16, 3)])
-@pytest.mark.parametrize("int8, sinks", [(False, 0), (True, 5)])
+APPENDED = [(2, 64, 33), (3, 96, 20), (1, 128, 64), (5, 16, 3)]  # Hkv, D, r
+
+
+@pytest.mark.parametrize("dtype, bits, int8, sizes", pairwise(DTYPES, [2, 4, 8, 16], [0, 1], APPENDED))
 @poisoned
-def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8, sinks):
-    """The new token, to the bit but for RoPE; all else stays as it was."""
+def test_kernel_sals_append(dtype, bits, int8, sizes):
+    """The new token, to the bit but for RoPE; all else stays as it was. With int8 latents: and sinks."""
+    (Hkv, D, r), sinks = sizes, 5 * int8
     B, S, z, group, pos = 3, 20, 8, min(32, D), positions(19, 8, 0)
     G = 3 if Hkv == 1 else 2
     qkv = randn(B, (G + 2) * Hkv * D + r + 8, dtype=dtype)  # rows as wqkv gives them: apart
@@ -4310,31 +4310,23 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8, sinks):
         assert got is want is None or torch.equal(got, want)
 
 
-FDC_RANKS = {  # d_qk of each head, then d_v
-    "equal": [32, 32, 32, 32],
-    "unequal": [16, 96, 48, 64, 80, 16],
-    "odd": [35, 20, 7, 96],
-    "many": [16 * (1 + h % 6) for h in range(20)],
-}
+UNEQUAL = [16, 96, 48, 64, 80, 16]
+FDC_SIZES = [  # d_qk of each head, then d_v; B, S, G, pos
+    ([32, 32, 32, 32], 1, 70, 1, (69,)),
+    (UNEQUAL, 3, 300, 2, (299, 0, 64)),
+    (UNEQUAL, 5, 90, 1, (1, 89, 63, 3, 0)),
+    ([35, 20, 7, 96], 2, 130, 8, (127, 128)),
+    ([16 * (1 + h % 6) for h in range(20)], 2, 150, 1, (149, 40)),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "ranks, B, S, G, pos",
-    [
-        ("equal", 1, 70, 1, (69,)),
-        ("unequal", 3, 300, 2, (299, 0, 64)),
-        ("unequal", 5, 90, 1, (1, 89, 63, 3, 0)),
-        ("odd", 2, 130, 8, (127, 128)),
-        ("many", 2, 150, 1, (149, 40)),
-    ],
-)
-@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("dtype, balanced, sizes", pairwise(DTYPES, [True, False], FDC_SIZES))
 @poisoned
-def test_kernel_fdc_attend(dtype, ranks, B, S, G, pos, balanced):
+def test_kernel_fdc_attend(dtype, balanced, sizes):
     """Against each head on its own, in the packed buffer and of the queries at its own rank."""
-    ranks, pos = FDC_RANKS[ranks], positions(*pos)
-    Hkv, later = len(ranks) // 2, torch.arange(S, device=DEVICE) > pos[:, None]
+    ranks, B, S, G, pos = sizes
+    Hkv, pos = len(ranks) // 2, positions(*pos)
+    later = torch.arange(S, device=DEVICE) > pos[:, None]
     parts = [randn(B, S, rank, seed=i, dtype=dtype) for i, rank in enumerate(ranks)]
     q = randn(B, Hkv, G, max(ranks[:Hkv]), dtype=dtype)
     truth = []
@@ -4366,10 +4358,8 @@ def test_kernel_fdc_more_parts_of_a_head_than_a_merge_takes_at_once(monkeypatch)
 
 def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
     """The parts that programs leave are those of the plan: no program has a block that is another's."""
-    ranks, lengths, workers, made = [16, 96, 48, 64, 80, 16], [300, 1, 65], 11, []
-    monkeypatch.setattr(
-        kernels.torch, "empty", lambda *n, **of: made.append(torch.zeros(*n, **of)) or made[-1]
-    )
+    ranks, lengths, workers, made, zeros = UNEQUAL, [300, 1, 65], 11, [], torch.zeros
+    monkeypatch.setattr(kernels.torch, "empty", lambda *n, **of: made.append(zeros(*n, **of)) or made[-1])
     monkeypatch.setattr(kernels, "SMS", workers)
     monkeypatch.setattr(kernels, "fdc_config", lambda *_: (16, 4, 2, 1, 32))
     packed, pos = randn(3 * 320 * sum(ranks)), positions(*(n - 1 for n in lengths))
@@ -6255,7 +6245,7 @@ def test_hopper_attend_refuses(hopper, monkeypatch, plan, form, tokens, place, c
 
 def only(hopper, monkeypatch, plan):
     """Of hopper's ways to attend latents that of `plan` alone, and none of kernels.py."""
-    for name in ("attends_at_once", "streams_basis"):
+    for name in PLANS:
         monkeypatch.setattr(hopper, name, lambda *_, name=name: name == plan)
     monkeypatch.setattr(kernels, "attend", None)
 
@@ -6266,31 +6256,29 @@ def check_hopper_latents(hopper, dtype, int8, B, S, Hkv, D, bits, z, pos, **opti
     check_attend(dtype, *case, written=True, ops=hopper, **options)
 
 
+PLANS = ["attends_at_once", "streams_basis"]
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
 # the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
-# hardly begun.
+# hardly begun: B, Hkv, D, chunks, n, bits, z, programs.
+LATENT_SIZES = [
+    (1, 2, 128, 1, 64, 2, 24, 2),
+    (3, 4, 128, 2, 128, 4, 64, 1),
+    (3, 3, 128, 4, 70, 2, 100, 3),
+    (9, 5, 64, 3, 9, 2, 1, 5),
+    (17, 4, 128, 2, 8, 8, 130, 3),
+    (2, 32, 128, 8, 448, 2, 300, 7),
+    (5, 8, 64, 5, 130, 4, 33, 2),
+    (1, 3, 64, 8, 300, 8, 24, 2),
+    (2, 4, 128, 8, 257, 4, 24, None),
+]
+ATTENDED = [*itertools.product(PLANS, [False, True], [torch.bfloat16, torch.float16], LATENT_SIZES)]
+
+
 @needs_hopper
-@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "B, Hkv, D, chunks, n, bits, z, programs",
-    [
-        (1, 2, 128, 1, 64, 2, 24, 2),
-        (3, 4, 128, 2, 128, 4, 64, 1),
-        (3, 3, 128, 4, 70, 2, 100, 3),
-        (9, 5, 64, 3, 9, 2, 1, 5),
-        (17, 4, 128, 2, 8, 8, 130, 3),
-        (2, 32, 128, 8, 448, 2, 300, 7),
-        (5, 8, 64, 5, 130, 4, 33, 2),
-        (1, 3, 64, 8, 300, 8, 24, 2),
-        (2, 4, 128, 8, 257, 4, 24, None),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("plan, int8, dtype, sizes", ATTENDED)
 @poisoned
-def test_hopper_attend_latents(
-    hopper, monkeypatch, plan, dtype, B, Hkv, D, chunks, n, bits, z, programs, int8
-):
+def test_hopper_attend_latents(hopper, monkeypatch, plan, int8, dtype, sizes):
+    B, Hkv, D, chunks, n, bits, z, programs = sizes
     only(hopper, monkeypatch, plan)
     if programs:  # of a row, or of all
         monkeypatch.setattr(hopper, "row_programs", lambda *_: programs)
@@ -6300,7 +6288,7 @@ def test_hopper_attend_latents(
 
 
 @needs_hopper
-@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rise", [(-3, 3), (3, -3), (-40, -40)])
 @poisoned
 def test_hopper_attend_window_of_several_tiles(hopper, monkeypatch, plan, rise):
@@ -6310,7 +6298,7 @@ def test_hopper_attend_window_of_several_tiles(hopper, monkeypatch, plan, rise):
 
 
 @needs_hopper
-@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("B, S, bits, n", [(16, 1000, 2, 448), (4, 5000, 4, 4032)])
 @pytest.mark.parametrize("int8", [False, True])
 @poisoned
@@ -6320,8 +6308,11 @@ def test_hopper_attend_latents_real_sizes(hopper, monkeypatch, plan, B, S, bits,
     check_hopper_latents(hopper, torch.bfloat16, int8, B, S, 32, 128, bits, 64, pos, n=n, r=512)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 130, 90), (8, 5, 84), (4, 300, 9)])
+HALF, WHOLE = torch.float16, torch.float32
+WINDOWED = [(HALF, 2, 16, 33), (WHOLE, 4, 130, 90), (WHOLE, 8, 5, 84), (HALF, 4, 300, 9)]
+
+
+@pytest.mark.parametrize("dtype, bits, z, n", WINDOWED)
 @poisoned
 def test_hopper_values_take_windows_that_are_attended_with_the_logits(hopper, monkeypatch, dtype, bits, z, n):
     """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
@@ -6352,7 +6343,7 @@ def test_hopper_values_take_windows_that_are_attended_with_the_logits(hopper, mo
 @pytest.mark.parametrize("int8", [False, True])
 def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, int8):
     seen = []
-    for name in ("attends_at_once", "streams_basis"):
+    for name in PLANS:
         monkeypatch.setattr(hopper, name, lambda *shape: seen.append(shape[-1]) or False)
     check_hopper_latents(hopper, torch.float32, int8, 1, 90, 2, 64, 4, 8, (80,), n=33)
     assert seen == [4, 4]
@@ -6389,17 +6380,15 @@ def test_hopper_attends_at_once_where_it_can(hopper, monkeypatch):
     assert not hopper.attends_at_once(cuda, *fits)
 
 
-@pytest.mark.parametrize("B", [1, 2, 3, 4, 8, 16, 50, 132])
-@pytest.mark.parametrize("n", [1, 128, 448, 960, 4032])
-@pytest.mark.parametrize("Hkv", [1, 8, 32])
-def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper, B, n, Hkv):
-    programs, tiles = hopper.row_programs(B, n, Hkv, 132), -(-n // 128)
-    most = min(132 // B, tiles * Hkv)
-    assert 1 <= programs <= most <= 4 * programs / 3
-    starts = {program * tiles * Hkv // programs for program in range(programs)}
-    assert len(starts) == programs
-    if most % tiles <= most / 4 and most >= tiles:
-        assert {tile * Hkv for tile in range(tiles)} <= starts
+def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper):
+    for B, n, Hkv in itertools.product((1, 2, 3, 4, 8, 16, 50, 132), (1, 128, 448, 960, 4032), (1, 8, 32)):
+        programs, tiles = hopper.row_programs(B, n, Hkv, 132), -(-n // 128)
+        most = min(132 // B, tiles * Hkv)
+        assert 1 <= programs <= most <= 4 * programs / 3
+        starts = {program * tiles * Hkv // programs for program in range(programs)}
+        assert len(starts) == programs
+        if most % tiles <= most / 4 and most >= tiles:
+            assert {tile * Hkv for tile in range(tiles)} <= starts
 
 
 @needs_hopper
@@ -6463,43 +6452,43 @@ def test_hopper_attends_at_once_with_the_same_bits_again(hopper, monkeypatch, in
 
 
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
-@pytest.mark.parametrize(
-    "kernel, dtype, r, D, bits, Hkv, G, waits",
-    [
-        ("_streamed_logits_kernel", "bfloat16", 512, 128, 4, 32, 1, 3),  # both consumers, and the windows
-        ("_streamed_logits_kernel", "int8", 1024, 128, 4, 32, 1, 3),
-        ("_sals_kernel", "bfloat16", 512, 128, 2, 32, 1, 3),  # both halves, and the values
-        ("_sals_kernel", "int8", 1024, 128, 8, 32, 1, 3),
-        ("_sals_kernel", "int8", 256, 64, 4, 1, 1, 3),
-        ("_int8_shared_kernel", "int8", 0, 128, 2, 8, 4, 0),
-        ("_int8_shared_kernel", "int8", 0, 128, 4, 8, 4, 0),
-        ("_int8_shared_kernel", "int8", 0, 128, 8, 8, 4, 0),
-    ],
-)
-def test_hopper_kernels_that_attend_compile_without_a_gpu(hopper, kernel, dtype, r, D, bits, Hkv, G, waits):
+STREAMED = [("bfloat16", 512, 128, 4, 32, 1), ("int8", 1024, 128, 4, 32, 1)]
+AT_ONCE = [("bfloat16", 512, 128, 2, 32, 1), ("int8", 1024, 128, 8, 32, 1), ("int8", 256, 64, 4, 1, 1)]
+ATTENDING_KERNELS = [  # name, partitions that wait, cases
+    ("_streamed_logits_kernel", 3, STREAMED),  # both consumers, and the windows
+    ("_sals_kernel", 3, AT_ONCE),  # both halves, and the values
+    ("_int8_shared_kernel", 0, [("int8", 0, 128, bits, 8, 4) for bits in (2, 4, 8)]),
+]
+
+
+@pytest.mark.parametrize("kernel, waits, cases", ATTENDING_KERNELS)
+def test_hopper_kernels_that_attend_compile_without_a_gpu(hopper, kernel, waits, cases):
+    """cases: dtype of the latents or keys, rank (0: int8 keys), D, bits, Hkv, G."""
     program = f"""
-        kernel, r, D, bits, H, B, S = "{kernel}", {r}, {D}, {bits}, {Hkv}, 4, 500
+        kernel, B, S = "{kernel}", 4, 500
         setattr(hopper, kernel, Compile(kernel, hopper))
         hopper._windowed_values_kernel = Compile("_windowed_values_kernel", hopper)
         hopper.attends_at_once = lambda *_: kernel == "_sals_kernel"
         hopper.streams_basis = hopper.shares_int8 = lambda *_: True
         hopper.SMS, hopper.merge_splits = 1, lambda out, *_: out
         torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
-        q, pos, index = zeros(B, H * {G}, D), zeros(B, dtype=i32), zeros(B, 448, dtype=i32)
-        values = [zeros(B, S, H, D * bits // 8, dtype=torch.uint8), zeros(B, S, H, D // 32, 2, dtype=half)]
-        values, window = [x.transpose(1, 2) for x in values], [zeros(B, 64, H, D)] * 2
-        kind = "latents" if r else "int8"
-        if r:
-            keys = [zeros(B, 1, S, r, dtype=torch.{dtype}).expand(-1, H, -1, -1)]
-            scales = [zeros(B, 1, S, dtype=fp32).expand(-1, H, -1), zeros(H, D, 1, dtype=fp32)]
-            if torch.{dtype} != i8:
-                scales = [None, None]
-            keys += [scales[0], zeros(H, D, r, dtype=torch.{dtype}), scales[1], None]
-            keys += [zeros(S, D // 2, 2, dtype=half)]
-        else:
-            keys = [zeros(B, H, S, D, dtype=i8), zeros(B, H, S, dtype=fp32)]
-            index, window, values = None, [], [x.contiguous() for x in values]
-        hopper.attend(q, kind, keys, values, bits, pos, index, window, D**-0.5)
+        for dtype, r, D, bits, H, G in {cases}:
+            dtype = getattr(torch, dtype)
+            q, pos, index = zeros(B, H * G, D), zeros(B, dtype=i32), zeros(B, 448, dtype=i32)
+            codes = zeros(B, S, H, D * bits // 8, dtype=torch.uint8)
+            low_scale = zeros(B, S, H, D // 32, 2, dtype=half)
+            values, window = [x.transpose(1, 2) for x in (codes, low_scale)], [zeros(B, 64, H, D)] * 2
+            if r:
+                keys = [zeros(B, 1, S, r, dtype=dtype).expand(-1, H, -1, -1)]
+                scales = [zeros(B, 1, S, dtype=fp32).expand(-1, H, -1), zeros(H, D, 1, dtype=fp32)]
+                scales = scales if dtype == i8 else [None, None]
+                keys += [scales[0], zeros(H, D, r, dtype=dtype), scales[1], None]
+                keys += [zeros(S, D // 2, 2, dtype=half)]
+            else:
+                keys = [zeros(B, H, S, D, dtype=i8), zeros(B, H, S, dtype=fp32)]
+                index, window, values = None, [], [x.contiguous() for x in values]
+            kind = "latents" if r else "int8"
+            hopper.attend(q, kind, keys, values, bits, pos, index, window, D**-0.5)
     """
     compile_for_hopper(program, kernel, multiply="wgmma" if waits else "mma.sync", waits=waits)
 
@@ -6607,10 +6596,12 @@ def check_chain(given, outs):
 
 # Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer than a
 # layer; 1 to 16 rows.
+CHAINS = [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
+REAL_CHAINS = [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
+
+
 @needs_hopper
-@pytest.mark.parametrize(
-    "sizes", [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
-)
+@pytest.mark.parametrize("sizes", CHAINS)
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
 @pytest.mark.parametrize("programs", [3, 20, 132])
 @pytest.mark.parametrize("biased", [False, True])
@@ -6635,11 +6626,7 @@ def test_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased)
 
 
 @needs_hopper
-@pytest.mark.parametrize("rows", [1, 4, 8, 16])
-@pytest.mark.parametrize(
-    "sizes", [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
-)
-@pytest.mark.parametrize("size", [1e-3, 1, 300])
+@pytest.mark.parametrize("rows, sizes, size", pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300]))
 def test_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
     """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
     epsilons."""
@@ -6784,20 +6771,21 @@ def test_hopper_kernel_of_the_linear_chain_compiles_without_a_gpu(hopper, rows, 
         assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
         assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
     """
-    compile_for_hopper(
-        program, "_linear_chain_kernel", after, waits=2
-    )  # the producer of the inputs, the consumer
+    # It waits in the producer of the inputs and in the consumer.
+    compile_for_hopper(program, "_linear_chain_kernel", after, waits=2)
 
 
 def compile_for_hopper(program, name, after="", multiply="wgmma", waits=1):
     """Runs a program that compiles the kernel of that name, by Compile; what comes out must use what Hopper
     has, wait for the kernel before in so many partitions (none: it is not launched before that ends), and
-    pass `after`, a program that sees its ptx."""
+    pass `after`, a program that sees the last one's ptx."""
     check = f"""
-        kernel = dict(compiled)["{name}"]
-        ptx = kernel.asm["ptx"]
-        assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
-        assert "{multiply}" in ptx and "cp.async.bulk" in ptx
-        assert ptx.count("griddepcontrol.wait") == {waits}
+        made = [kernel for name, kernel in compiled if name == "{name}"]
+        assert made
+        for kernel in made:
+            ptx = kernel.asm["ptx"]
+            assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
+            assert "{multiply}" in ptx and "cp.async.bulk" in ptx
+            assert ptx.count("griddepcontrol.wait") == {waits}
     """
     run_for_hopper("import hopper\n", program, check, after)
