@@ -4549,12 +4549,31 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
     assert error(results[1][1], results[0][1]) < 1e-5
 
 
-def attend_arguments(kind):
-    """Arguments of kernels.attend by name, at which nothing is wrong."""
-    names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
-    form = "joint latents" if kind == "latents" else kind
-    given, _ = attend_case(torch.float32, form, "all", 1, 40, 2, 2, 32, 32, 4, 4, (39,))
-    return dict(zip(names, given, strict=True))
+def good_arguments(name: str) -> dict:
+    """Arguments of an operation, or of attend over a kind of keys, by name, at which nothing is wrong."""
+    if name in ("plain", "int8", "latents", "channels"):
+        names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
+        form = "joint latents" if name == "latents" else name
+        given, _ = attend_case(torch.float32, form, "all", 1, 40, 2, 2, 32, 32, 4, 4, (39,))
+        return dict(zip(names, given, strict=True))
+    pos, k, ring, rope = positions(9), randn(1, 2, 16), randn(1, 4, 2, 16), tables(10, 16)
+    rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1).long().to(DEVICE)
+    append = {"new": randn(1, 4), "q": k, "k": k, "v": k, "rope": kernels.rope_pairs(*rope, torch.float32)}
+    append |= {"latent": randn(1, 10, 4), "latent_scale": None, "values": randn(1, 10, 2, 16)}
+    append |= {"low_scale": None, "pos": pos, "window_k": ring, "window_v": ring, "bits": 16}
+    fdc = {"q": k, "packed": randn(640), "table": kernels.rank_table([16, 16], DEVICE), "ranks": [16, 16]}
+    fetch = {"k": rows, "v": rows, "index": index, "place": index, "miss": index == 0, "hot_k": hot}
+    scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
+    return {
+        "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
+        "scores": scores | {"pos": pos, "scale": 1.0},
+        "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos},
+        "attend_latent": {"q": randn(1, 2, 8), "latent": randn(1, 9, 8), "pos": pos, "DV": 8, "scale": 1.0},
+        "sals_append": append,
+        "fdc_attend": fdc | {"pos": pos, "scale": 1.0},
+        "fetch_rows": fetch | {"hot_v": hot.clone()},
+        "value_group": {"D": 32, "bits": 4},
+    }[name]
 
 
 def other(place, change):
@@ -4562,109 +4581,76 @@ def other(place, change):
     return lambda tensors: [change(x) if i == place else x for i, x in enumerate(tensors)]
 
 
-ATTEND_REFUSES = [  # kind, argument, its change, the message
-    ("plain", "q", lambda q: q[:, :3], "3 query heads do not divide over 2"),
-    ("plain", "q", lambda q: q.mT.contiguous().mT, "q .* must be contiguous"),
-    ("plain", "q", lambda q: q.half(), "keys must be torch.float16"),
-    ("plain", "pos", lambda pos: pos.long(), "pos must be int32"),
-    ("plain", "keys", other(0, lambda k: k[..., :16]), "keys must be"),
-    ("plain", "keys", other(0, lambda k: k.mT.contiguous().mT), "keys must be whole rows"),
-    ("plain", "bits", lambda bits: 3, "bits must be 2, 4, 8 or 16"),
-    ("plain", "bits", lambda bits: 16, "values must be torch.float32"),
-    ("plain", "values", other(1, lambda x: x.float()), "low_scale must be torch.float16"),
-    ("plain", "values", other(1, lambda x: x.contiguous()), "low_scale must lie as the codes do"),
-    ("plain", "window", other(0, lambda x: x.half()), "window keys must be torch.float32"),
-    ("plain", "window", other(1, lambda x: x[:, 1:]), "window values must be"),
-    ("plain", "index", lambda _: torch.zeros(1, 2, 9, device=DEVICE), "index must be int32"),
-    ("plain", "index", lambda _: positions(1, 2, 3), r"index must be \[1, .., n\]"),
-    ("plain", "index", lambda _: positions(1, 2, 3).view(1, 3, 1), "a query head, not 3"),
-    ("int8", "keys", other(0, lambda k: k.float()), "keys must be torch.int8"),
-    ("int8", "keys", other(1, lambda x: x.half()), "scale of keys must be torch.float32"),
-    ("int8", "keys", other(1, lambda x: x.mT.contiguous().mT), "scales of keys must lie as"),
-    ("latents", "keys", other(1, lambda _: randn(1, 2, 40)), "latents must be torch.int8"),
-    ("latents", "keys", other(3, lambda _: randn(2, 32, 1)), "int8 together"),
-    ("latents", "keys", other(2, lambda x: x[:, :16]), "basis .* must be"),
-    ("latents", "keys", other(4, lambda _: randn(2, 16, 1)), "bias .* must be"),
-    ("latents", "keys", other(5, lambda x: x[:39]), "rope has 39 positions, the cache 40"),
-    ("channels", "keys", other(2, lambda x: x[:, :20]), "2 or 4 bits, the ring of 32s"),
-    ("channels", "keys", other(1, lambda x: x[:, :, :1]), "low_scale of keys must be"),
+def instead(value):
+    return lambda _: value
+
+
+def turned(x):
+    """x, not contiguous."""
+    return x.mT.contiguous().mT
+
+
+REFUSED = [  # operation or kind of keys, arguments and their changes, the message
+    ("plain", {"q": lambda q: q[:, :3]}, "3 query heads do not divide over 2"),
+    ("plain", {"q": turned}, "q .* must be contiguous"),
+    ("plain", {"q": lambda q: q.half()}, "keys must be torch.float16"),
+    ("plain", {"pos": lambda pos: pos.long()}, "pos must be int32"),
+    ("plain", {"keys": other(0, lambda k: k[..., :16])}, "keys must be"),
+    ("plain", {"keys": other(0, turned)}, "keys must be whole rows"),
+    ("plain", {"bits": instead(3)}, "bits must be 2, 4, 8 or 16"),
+    ("plain", {"bits": instead(16)}, "values must be torch.float32"),
+    ("plain", {"values": other(1, lambda x: x.float())}, "low_scale must be torch.float16"),
+    ("plain", {"values": other(1, lambda x: x.contiguous())}, "low_scale must lie as the codes do"),
+    ("plain", {"window": other(0, lambda x: x.half())}, "window keys must be torch.float32"),
+    ("plain", {"window": other(1, lambda x: x[:, 1:])}, "window values must be"),
+    ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be int32"),
+    ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
+    ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
+    ("int8", {"keys": other(0, lambda k: k.float())}, "keys must be torch.int8"),
+    ("int8", {"keys": other(1, lambda x: x.half())}, "scale of keys must be torch.float32"),
+    ("int8", {"keys": other(1, turned)}, "scales of keys must lie as"),
+    ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "latents must be torch.int8"),
+    ("latents", {"keys": other(3, lambda _: randn(2, 32, 1))}, "int8 together"),
+    ("latents", {"keys": other(2, lambda x: x[:, :16])}, "basis .* must be"),
+    ("latents", {"keys": other(4, lambda _: randn(2, 16, 1))}, "bias .* must be"),
+    ("latents", {"keys": other(5, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
+    ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
+    ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
+    ("select", {"scores": lambda x: x.double()}, "fp32"),
+    ("select", {"pos": lambda pos: pos.long()}, "int32"),
+    ("select", {"y": instead(0)}, "at least 1"),
+    ("select", {"wanted": lambda _: positions(9).long()}, "wanted must be torch.int32"),
+    ("select", {"wanted": lambda _: positions(1, 1)}, r"wanted must be \[1\]"),
+    ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
+    ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit rows"),
+    ("scores", {"rule": instead("sum")}, "no rule sum"),
+    ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows are torch.fl"),
+    ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole rows"),
+    ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
+    ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
+    ("attend_logits", {"logits": lambda x: x.half()}, "must be fp32"),
+    ("attend_logits", {"v": lambda v: v[:, :, :8]}, "v must be"),
+    ("attend_latent", {"DV": instead(9)}, "leading 1 to 8"),
+    ("attend_latent", {"latent": lambda _: randn(1, 9, 16)}, "latent must be"),
+    ("sals_append", {"q": lambda _: randn(1, 3, 16)}, "does not fit k"),
+    ("sals_append", dict.fromkeys("qkv", lambda _: randn(1, 2, 17)), "does not fit k"),
+    ("sals_append", {"rope": lambda rope: rope[:9]}, "rope has 9 positions, the cache 10"),
+    ("sals_append", {"bits": instead(4)}, "need low_scale"),
+    ("sals_append", {"sinks": instead(4)}, "ring must hold at least one token"),
+    ("fdc_attend", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
+    ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
+    ("fetch_rows", {"v": turned}, "v .* must be contiguous"),
+    ("value_group", {"D": instead(48)}, "multiple of 32"),
 ]
 
 
-@pytest.mark.parametrize("kind, name, change, message", ATTEND_REFUSES)
-def test_kernel_attend_refuses(kind, name, change, message):
-    given = attend_arguments(kind)
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_kernels_refuse_what_they_would_get_wrong(name, changes, message):
+    given = good_arguments(name)
+    operation = kernels.attend if "kind" in given else getattr(kernels, name)
+    operation(**given)
     with pytest.raises(ValueError, match=message):
-        kernels.attend(**given | {name: change(given[name])})
-
-
-def scores_arguments(pos, *queries, r=8, scale=None, rule="each", block=0):
-    return randn(*queries), randn(1, 1, 10, 8)[..., :r], scale, pos, 1.0, rule, block
-
-
-def append_arguments(pos, *rest, D=16, Hq=2, tokens=10):
-    k, by_token, ring = randn(1, 2, D), randn(1, 10, 2, D), randn(1, 4, 2, D)
-    rope = kernels.rope_pairs(*tables(tokens, D), torch.float32)
-    stores = (randn(1, 10, 4), None, by_token, None, ring, ring)
-    return randn(1, 4), randn(1, Hq, D), k, k, pos, rope, *stores, *rest
-
-
-def fetch_arguments(v, index):
-    rows, hot = randn(1, 2, 9, 16), randn(1, 2, 3, 16)
-    return rows, v, index, index.long(), index == 0, hot, hot.clone()
-
-
-@pytest.mark.parametrize(
-    "name, arguments, message",
-    [
-        ("select", lambda pos: (randn(1, 10).double(), pos, 1, 2, 3), "fp32"),
-        ("select", lambda pos: (randn(1, 10), pos.long(), 1, 2, 3), "int32"),
-        ("select", lambda pos: (randn(1, 10), pos, 1, 0, 3), "at least 1"),
-        ("select", lambda pos: (randn(1, 10), pos, 1, 2, 3, pos.long()), "wanted must be torch.int32"),
-        ("select", lambda pos: (randn(1, 10), pos, 1, 2, 3, positions(1, 1)), r"wanted must be \[1\]"),
-        ("select", lambda pos: (randn(2, 10), pos.repeat(4)[::2], 1, 2, 3), "pos .* must be contiguous"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 9), "do not fit rows"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 8, rule="sum"), "no rule sum"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 8, scale=randn(1, 1, 10)), "rows are torch.fl"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 3, r=3), "rows must be whole rows"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 3, 1, 4, 8, block=8), "no queries for blocks of 8"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 2, 1, 4, 8, block=8), "not a multiple of 16"),
-        ("attend_logits", lambda pos: (randn(1, 2, 2, 9).half(), randn(1, 2, 9, 8), pos), "must be fp32"),
-        ("attend_logits", lambda pos: (randn(1, 2, 2, 9), randn(1, 2, 8, 8), pos), "v must be"),
-        ("attend_latent", lambda pos: (randn(1, 2, 8), randn(1, 9, 8), pos, 9, 1.0), "leading 1 to 8"),
-        ("attend_latent", lambda pos: (randn(1, 2, 8), randn(1, 9, 16), pos, 8, 1.0), "latent must be"),
-        ("sals_append", lambda pos: append_arguments(pos, 16, Hq=3), "does not fit k"),
-        ("sals_append", lambda pos: append_arguments(pos, 16, D=17), "does not fit k"),
-        (
-            "sals_append",
-            lambda pos: append_arguments(pos, 16, tokens=9),
-            "rope has 9 positions, the cache 10",
-        ),
-        ("sals_append", lambda pos: append_arguments(pos, 4), "need low_scale"),
-        ("sals_append", lambda pos: append_arguments(pos, 16, 4), "ring must hold at least one token"),
-        (
-            "fdc_attend",
-            lambda pos: (randn(1, 2, 16), randn(640), kernels.rank_table([16, 16], DEVICE), [16], pos, 1.0),
-            "ranks must be d_qk and d_v",
-        ),
-        (
-            "fetch_rows",
-            lambda pos: fetch_arguments(randn(1, 2, 9, 16), positions(0, 0).view(1, 2, 1)),
-            "index must be torch.int64",
-        ),
-        (
-            "fetch_rows",
-            lambda pos: fetch_arguments(
-                randn(1, 9, 2, 16).transpose(1, 2), positions(0, 0).view(1, 2, 1).long()
-            ),
-            "v .* must be contiguous",
-        ),
-        ("value_group", lambda pos: (48, 4), "multiple of 32"),
-    ],
-)
-def test_kernels_refuse_what_they_would_get_wrong(name, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        getattr(kernels, name)(*arguments(positions(9)))
+        operation(**given | {key: change(given.get(key)) for key, change in changes.items()})
 
 
 def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
