@@ -4017,7 +4017,10 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     check_attend(torch.float16, form, tokens, 2, 400, Hkv, 2, D, D, 4, 100, (399, 120), n=130, r=57)
 
 
-@pytest.mark.parametrize("G, rise", [(1, (-3, 3)), (4, (3, -3)), (4, (-40, -40))])
+RISES = [(-3, 3), (3, -3), (-40, -40)]
+
+
+@pytest.mark.parametrize("G, rise", [*zip((1, 4, 4), RISES, strict=True)])
 @poisoned
 def test_kernel_attend_window_of_several_tiles(G, rise):
     """Logits that rise from slot to slot, that fall, and all far below those of slots still empty."""
@@ -6152,20 +6155,21 @@ def test_hopper_operators_do_what_torch_compile_is_told(hopper):
         torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
-@pytest.mark.parametrize(
-    "plan, form, tokens, place, change, message",
-    [
-        ("shares_int8", "int8", "all", 0, lambda k: k.float(), "keys must be torch.int8"),
-        ("attends_at_once", "joint latents", "row", 3, lambda _: randn(2, 32, 1), "int8 together"),
-        ("streams_basis", "joint latents", "row", 5, lambda x: x[:39], "rope has 39 positions"),
-    ],
-)
-def test_hopper_attend_refuses(hopper, monkeypatch, plan, form, tokens, place, change, message):
+LATENTS, SHARED = ("joint latents", "row", 1, 40, 2, 1), ("int8", "all", 1, 40, 2, 2)
+HOPPER_REFUSES = [  # plan, case of attend, place of the keys, its change, the message
+    ("shares_int8", SHARED, 0, lambda k: k.float(), "keys must be torch.int8"),
+    ("attends_at_once", LATENTS, 3, lambda _: randn(2, 32, 1), "int8 together"),
+    ("streams_basis", LATENTS, 5, lambda x: x[:39], "rope has 39 positions"),
+]
+
+
+@pytest.mark.parametrize("plan, case, place, change, message", HOPPER_REFUSES)
+def test_hopper_attend_refuses(hopper, monkeypatch, plan, case, place, change, message):
     """What that of kernels.py does, before a kernel of its own begins."""
     only(hopper, monkeypatch, plan)
     monkeypatch.setattr(hopper, "shares_int8", lambda *_: True)
-    case = (form, tokens, 1, 40, 2, 2 if form == "int8" else 1, 32, 32, 4, 0 if form == "int8" else 4, (39,))
-    (q, kind, keys, *rest), _ = attend_case(torch.float32, *case)
+    z = 0 if plan == "shares_int8" else 4
+    (q, kind, keys, *rest), _ = attend_case(torch.float32, *case, 32, 32, 4, z, (39,))
     with pytest.raises(ValueError, match=message):
         hopper.attend(q, kind, other(place, change)(keys), *rest)
 
@@ -6216,23 +6220,15 @@ def test_hopper_attend_latents(hopper, monkeypatch, plan, int8, dtype, sizes):
 
 @needs_hopper
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("rise", [(-3, 3), (3, -3), (-40, -40)])
 @poisoned
-def test_hopper_attend_window_of_several_tiles(hopper, monkeypatch, plan, rise):
+def test_hopper_attend_windows_of_several_tiles_and_real_sizes(hopper, monkeypatch, plan):
     only(hopper, monkeypatch, plan)
-    case = (torch.float16, False, 3, 200, 2, 64, 4, 100, (199, 120, 30))
-    check_hopper_latents(hopper, *case, r=64, rise=rise)
-
-
-@needs_hopper
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("B, S, bits, n", [(16, 1000, 2, 448), (4, 5000, 4, 4032)])
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_hopper_attend_latents_real_sizes(hopper, monkeypatch, plan, B, S, bits, n, int8):
-    only(hopper, monkeypatch, plan)
-    pos = [S - 1 - 7 * b for b in range(B)]
-    check_hopper_latents(hopper, torch.bfloat16, int8, B, S, 32, 128, bits, 64, pos, n=n, r=512)
+    for rise in RISES:
+        case = (torch.float16, False, 3, 200, 2, 64, 4, 100, (199, 120, 30))
+        check_hopper_latents(hopper, *case, r=64, rise=rise)
+    for int8, (B, S, bits, n) in itertools.product((False, True), ((16, 1000, 2, 448), (4, 5000, 4, 4032))):
+        pos = [S - 1 - 7 * b for b in range(B)]
+        check_hopper_latents(hopper, torch.bfloat16, int8, B, S, 32, 128, bits, 64, pos, n=n, r=512)
 
 
 HALF, WHOLE = torch.float16, torch.float32
@@ -6276,35 +6272,32 @@ def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, i
     assert seen == [4, 4]
 
 
-def test_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, fits = torch.device("cuda"), (7168, 448, 32, 128, 512, 2)
-    assert hopper.streams_basis(cuda, *fits) and hopper.streams_basis(cuda, 7168, 448, 32, 128, 1024, 1)
-    assert not hopper.streams_basis(torch.device("cpu"), *fits)
-    for place, other in enumerate([1024, 7, 4, 256, 1024]):  # each alone too few, or too many
-        assert not hopper.streams_basis(cuda, *fits[:place], other, *fits[place + 1 :]), place
-    assert not hopper.streams_basis(cuda, 7168, 448, 32, 128, 500, 2)  # no whole chunks
-    assert not hopper.streams_basis(cuda, 7168, 448, 32, 128, 256, 4)  # fp32
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not hopper.streams_basis(cuda, *fits)
+# The plan; sizes that it takes, those that each alone is too few or too many for the first, others that it
+# does not take: ranks of no whole chunks, fp32, rows without a program.
+TAKEN = [(4, 960, 32, 128, 512, 2, 2), (4, 960, 32, 128, 1024, 2, 1), (8, 448, 32, 128, 512, 2, 2)]
+REJECTED = [(4, 960, 32, 128, 500, 2, 2), (4, 960, 32, 128, 256, 2, 4), (101, 300, 1, 128, 512, 2, 2)]
+WHERE = [
+    ("attends_at_once", [*TAKEN, (100, 300, 1, 128, 512, 2, 2)], [9, 130, 8, 96, 1024, 16, 4], REJECTED),
+    (
+        "streams_basis",
+        [(7168, 448, 32, 128, 512, 2), (7168, 448, 32, 128, 1024, 1)],
+        [1024, 7, 4, 256, 1024],
+        [(7168, 448, 32, 128, 500, 2), (7168, 448, 32, 128, 256, 4)],
+    ),
+]
 
 
-def test_hopper_attends_at_once_where_it_can(hopper, monkeypatch):
+@pytest.mark.parametrize("plan, taken, each, others", WHERE)
+def test_hopper_attends_by_a_plan_where_it_can(hopper, monkeypatch, plan, taken, each, others):
     multiprocessors = SimpleNamespace(multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, fits = torch.device("cuda"), (4, 960, 32, 128, 512, 2, 2)
-    assert hopper.attends_at_once(cuda, 8, 448, 32, 128, 512, 2, 2)
-    assert hopper.attends_at_once(cuda, *fits) and hopper.attends_at_once(cuda, 4, 960, 32, 128, 1024, 2, 1)
-    assert hopper.attends_at_once(cuda, 100, 300, 1, 128, 512, 2, 2)
-    assert not hopper.attends_at_once(cuda, 101, 300, 1, 128, 512, 2, 2)  # rows without a program
-    assert not hopper.attends_at_once(torch.device("cpu"), *fits)
-    for place, other in enumerate([9, 130, 8, 96, 1024, 16, 4]):  # each alone too few or too many
-        assert not hopper.attends_at_once(cuda, *fits[:place], other, *fits[place + 1 :]), place
-    assert not hopper.attends_at_once(cuda, 4, 960, 32, 128, 500, 2, 2)  # no whole chunks
-    assert not hopper.attends_at_once(cuda, 4, 960, 32, 128, 256, 2, 4)  # fp32
+    takes, (fits, *_), cuda = getattr(hopper, plan), taken, torch.device("cuda")
+    others = [*others, *((*fits[:i], other, *fits[i + 1 :]) for i, other in enumerate(each))]
+    assert all(takes(cuda, *sizes) for sizes in taken) and not takes(torch.device("cpu"), *fits)
+    assert not [sizes for sizes in others if takes(cuda, *sizes)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not hopper.attends_at_once(cuda, *fits)
+    assert not takes(cuda, *fits)
 
 
 def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper):
@@ -6330,23 +6323,17 @@ def test_hopper_attend_int8_shared(hopper, monkeypatch, bits, G, programs):
         check_attend(torch.bfloat16, "int8", "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
 
 
-@pytest.mark.parametrize(
-    "form, G, plan, kernel",
-    [
-        ("joint latents", 1, "attends_at_once", "_attend_at_once"),
-        ("int8", 4, "shares_int8", "_attend_int8_shared"),
-    ],
-)
-def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(
-    hopper, monkeypatch, form, G, plan, kernel
-):
+@pytest.mark.parametrize("joint", [True, False])
+def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
     asked = []
-    monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
-    monkeypatch.setattr(hopper, kernel, None)
-    tokens, z = ("row", 8) if form == "joint latents" else ("all", 0)
-    given, truth = attend_case(torch.float16, form, tokens, 1, 90, 2, G, 64, 64, 4, z, (80,), written=True)
+    for plan in ("attends_at_once", "shares_int8"):
+        monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
+    for kernel in ("_attend_at_once", "_attend_int8_shared"):
+        monkeypatch.setattr(hopper, kernel, None)
+    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("int8", "all", 1, 90, 2, 4)
+    given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
     first, *others = given[2]
-    stored = first[:, :1] if form == "joint latents" else first
+    stored = first[:, :1] if joint else first
     room = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
     shifted = room[1:].view(stored.shape).copy_(stored).expand(first.shape)
     close(hopper.attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
@@ -6360,12 +6347,10 @@ def test_hopper_attends_at_once_with_the_same_bits_again(hopper, monkeypatch, in
     would show."""
     only(hopper, monkeypatch, "attends_at_once")
     form, options = "joint int8 latents" if int8 else "joint latents", {"n": 432, "r": 512, "written": True}
-    cases = [
-        attend_case(
-            torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (4095 - shift,) * B, **options
-        )[0]
-        for B, shift in ((4, 0), (4, 9), (3, 0))
-    ]
+    cases = []
+    for B, pos in ((4, 4095), (4, 4086), (3, 4095)):
+        case = (torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (pos,) * B)
+        cases.append(attend_case(*case, **options)[0])
     truths = [hopper.attend(*given) for given in cases]
     assert not torch.equal(*truths[:2])
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -6505,13 +6490,14 @@ def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
 def chain_truth(attended, x, weights, biases, norms, eps):
     """linear_chain in fp32, as model.decode_layer has it."""
     w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
-    norm, next_norm = (
-        lambda t, n=n, e=e: F.rms_norm(t, n.shape, n.float(), e) for n, e in zip(norms, eps, strict=True)
-    )
+
+    def norm(x, i):
+        return F.rms_norm(x, norms[i].shape, norms[i].float(), eps[i])
+
     dtype, x = x.dtype, x.float() + F.linear(attended.float(), w[0], b[0])
-    gate, up = F.linear(norm(x), w[1], b[1]).chunk(2, -1)
+    gate, up = F.linear(norm(x, 0), w[1], b[1]).chunk(2, -1)
     x = x + F.linear(F.silu(gate) * up, w[2], b[2])
-    return x.to(dtype), F.linear(next_norm(x), w[3], b[3]).to(dtype)
+    return x.to(dtype), F.linear(norm(x, 1), w[3], b[3]).to(dtype)
 
 
 def check_chain(given, outs):
@@ -6534,13 +6520,9 @@ REAL_CHAINS = [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 409
 @pytest.mark.parametrize("biased", [False, True])
 @poisoned
 def test_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased):
-    device = torch.cuda.get_device_properties(0)
-    few = SimpleNamespace(
-        multi_processor_count=programs,
-        shared_memory_per_block_optin=device.shared_memory_per_block_optin,
-        major=device.major,
-        minor=device.minor,
-    )
+    names = ("shared_memory_per_block_optin", "major", "minor")
+    device = {name: getattr(torch.cuda.get_device_properties(0), name) for name in names}
+    few = SimpleNamespace(multi_processor_count=programs, **device)
     programs = min(programs, sizes[1] // 8)
     counters = hopper._chain_counters(torch.device("cuda", 0), programs)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
