@@ -1173,12 +1173,10 @@ def test_elitekv_numbers_of_cache_and_parameters():
         assert rotated + most * (c.dim + n) <= dense < rotated + (most + 1) * (c.dim + n)
 
 
-def test_pairs_prints_what_each_rule_loses(checkpoint, monkeypatch, capsys):
+def test_pairs_prints_what_each_rule_loses(cli, monkeypatch):
     """Distances against a brute-force mean over all layers and heads; J-LRD loses no more than S-LRD."""
-    argv = ["pairs", "--checkpoint", checkpoint, "--windows", 2, "--window", 64, "--r", 1, 3, 8, "--json"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert code == 0 and [row["method"] for row in rows] == ["r 1", "r 3", "r 8"]
+    rows = cli.json("pairs --windows 2 --window 64 --r 1 3 8")["rows"]
+    assert [row["method"] for row in rows] == ["r 1", "r 3", "r 8"]
     for name in ("elite", "uniform", "contribution"):
         assert rows[0][name] > rows[1][name] > rows[2][name] and rows[2][name] < 1e-5
     assert [row["d_ckv"] for row in rows] == [24, 8, -32] and "joint" not in rows[2]
@@ -1210,7 +1208,7 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
     assert abs(exact_trial[0] / whole - 1) < 1e-3 and abs(exact_trial[1] - 1) < 1e-4
 
 
-def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, capsys):
+def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
     """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
     source, out = tiny_checkpoint(tmp_path / "source"), tmp_path / "out"
     (tmp_path / "text").mkdir()
@@ -1222,9 +1220,9 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
         "train": lambda model, *args: trained.append(model) or original(model, *args),
     }.items():
         monkeypatch.setattr(calibrate, name, spy)
-    argv = f"train --from {source} --method elitekv:r=3,d_ckv=24 --out {out} --text {tmp_path / 'text'} "
-    argv = (argv + f"--stages 4x64x60 --workers 1 --log {tmp_path / 'log.csv'} --lr 5e-3").split()
-    code, text, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    uptrain = f"train --from {source} --method elitekv:r=3,d_ckv=24 --out {out} --text {tmp_path / 'text'} "
+    uptrain += f"--stages 4x64x60 --workers 1 --log {tmp_path / 'log.csv'} --lr 5e-3"
+    code, text, err = cli(uptrain)
     assert code == 0 and "finished" in text, err
     lines = [line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines()]
     assert lines[0] == ["tokens", "loss"] and [int(n) for n, _ in lines[1:]] == [20 * 256, 40 * 256, 60 * 256]
@@ -1243,25 +1241,17 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
         assert error(b, a) > 1e-3
     assert torch.equal(model.layers[2].attention.pairs, start.layers[2].attention.pairs)
 
-    run = ["--checkpoint", out, "--prompt", "hello", "--max_new_tokens", 4]
-    code, text, err = run_main(generate.main, [*run, "--method", "elitekv", "--json"], monkeypatch, capsys)
-    report = json.loads(text.splitlines()[-1])
-    assert code == 0 and report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 * 4 + 24)
-    refused = [
-        (generate.main, run, "uptrained for EliteKV: run it with --method elitekv"),
-        (generate.main, [*run, "--method", "elitekv", "--r", 4], "are fixed; leave them out"),
-        (calibrate.main, ["fit", "--checkpoint", out, "--method", "sals"], "calibrated already"),
-        (calibrate.main, [*argv[:2], out, *argv[3:]], "another one as --out"),
-        (calibrate.main, [*argv[:4], "sals", *argv[5:]], "only elitekv is uptrained"),
-    ]
-    for main, options, message in refused:
-        code, text, err = run_main(main, options, monkeypatch, capsys)
-        assert code == 2 and message in err and err.count("\n") == 1, err
-    table = ["eval", "--checkpoint", source, "--method", f"elitekv@{out}", "--samples", 0, "--json"]
-    table += ["--perplexity_rows", 1, "--prefix", 40, "--continuation", 4]
-    code, text, err = run_main(calibrate.main, table, monkeypatch, capsys)
-    rows = json.loads(text.splitlines()[-1])["rows"]
-    assert code == 0 and [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
+    run = f"generate --checkpoint {out} --prompt hello --max_new_tokens 4"
+    report = cli.json(f"{run} --method elitekv")
+    assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 * 4 + 24)
+    assert "uptrained for EliteKV: run it with --method elitekv" in cli.refusal(run)
+    assert "are fixed; leave them out" in cli.refusal(f"{run} --method elitekv --r 4")
+    assert "calibrated already" in cli.refusal(f"fit --checkpoint {out} --method sals")
+    assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
+    assert "only elitekv is uptrained" in cli.refusal(uptrain.replace("elitekv:r=3,d_ckv=24", "sals"))
+    table = f"eval --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
+    rows = cli.json(f"{table} --continuation 4")["rows"]
+    assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
 
 
 # -------------------------------------------------------------------------------------------- comparison rows
@@ -1690,28 +1680,22 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
         assert error(out, attend(query, keys, values, chosen[None, :, : m + 1])) < 1e-4
 
 
-def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(checkpoint, monkeypatch, capsys):
+def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(cli):
     cache, _ = shadow(100)
     assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.room).host_bytes() == 0
     names = {name for name, _ in cache.named_buffers()}
     assert names == {"basis", "latent", "landmark", "outlier", "outlier_k", "outlier_v", "ring_k", "ring_v"}
     assert not any(buffer is cache.host_v for buffer in cache.buffers())
-    argv = ["--checkpoint", checkpoint, "--method", "shadowkv", "--prompt", 30, "--max_new_tokens", 10]
-    code, out, err = run_main(generate.main, [*argv, "--json"], monkeypatch, capsys)
-    report = json.loads(out.splitlines()[-1])
-    assert code == 0 and report["cache_bytes_host"] == report["cache_bytes_dense"] // 2
-    assert report["cache_bytes_measured"] == report["cache_bytes_formula"] and "host memory" in err
+    report = cli.json("generate --method shadowkv --prompt 30 --max_new_tokens 10")
+    assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
 @pytest.mark.parametrize("method, options", ROWS)
-def test_rows_run_from_the_command_line(method, options, checkpoint, monkeypatch, capsys):
+def test_rows_run_from_the_command_line(method, options, cli):
     """Every setting is an option; the plan of their memory and the ledger agree; --json has them."""
-    argv = ["--checkpoint", checkpoint, "--method", method, "--prompt", 70, "--prompt", 5, "--json"]
-    for name, value in options.items():
-        argv += [f"--{name}"] if value is True else [f"--{name}", value]
-    code, out, err = run_main(generate.main, [*argv, "--max_new_tokens", 8], monkeypatch, capsys)
-    assert code == 0, err
-    report = json.loads(out.splitlines()[-1])
+    given = " ".join(f"--{name}" + f" '{value}'" * (value is not True) for name, value in options.items())
+    report = cli.json(f"generate --method {method} --prompt 70 --prompt 5 --max_new_tokens 8 {given}")
     assert options.items() <= report["settings"].items() and report["bytes_read_per_step"] > 0
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
@@ -3531,13 +3515,12 @@ BAD_GGUF = {  # changes to the file, damage, message
 
 
 @pytest.mark.parametrize("bad", BAD_GGUF)
-def test_bad_gguf_ends_in_one_line(bad, tmp_path, monkeypatch, capsys):
+def test_bad_gguf_ends_in_one_line(bad, tmp_path, cli):
     changes, damage, message = BAD_GGUF[bad]
     path = tiny_gguf(tmp_path / "m.gguf", **changes)
     if damage:
         damage(path)
-    argv = ["convert", path, "--out", tmp_path / "out", "--dtype", "fp16"]
-    code, out, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    code, out, err = cli(f"convert {path} --out {tmp_path / 'out'} --dtype fp16")
     lines = [line for line in err.splitlines() if "needs" not in line]
     assert code == 2 and out == "" and len(lines) == 1 and lines[0].startswith("error: ") and message in err
     assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
@@ -3579,10 +3562,9 @@ def smollm2(tmp_path_factory):
     return out
 
 
-def test_smollm2_answers(smollm2, monkeypatch, capsys):
-    argv = ["--checkpoint", smollm2, "--method", "dense", "--chat", "--max_new_tokens", 24]
-    argv += ["--prompt", "What is the capital of France?"]
-    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
+def test_smollm2_answers(smollm2, cli):
+    line = f"generate --checkpoint {smollm2} --method dense --chat --max_new_tokens 24"
+    code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
     assert code == 0 and out.strip() == "The capital of France is Paris."
 
 
@@ -4506,7 +4488,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
         model = tiny_model(n_layers=2, n_heads=2 * group, n_kv_heads=2).to(DEVICE)
         engine = make_engine(model, method, 3, 64, kernels_=kernels_, **options)
         engine.prefill([random_ids(n, n) for n in (5, 31, 58)])
-        results.append((decode_rows(engine, 4, lambda ids: False).token_ids, engine.logits.cpu()))
+        results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
         assert calls == (set(operations.split()) if kernels_ else set())
     assert all(table[4].min() >= 16 for table in tables_)  # widths: the work is balanced
     assert results[0][0] == results[1][0]
@@ -5073,20 +5055,6 @@ def test_candidates_read_yes_and_no():
 # ------------------------------------------------------------------------------------------- the command line
 
 
-def run_main(main, argv: list[str], monkeypatch, capsys) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command run in this process, on the CPU unless it asks for CUDA."""
-    if "cuda" not in argv:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 class CommandLine:
     """Runs command lines in this process, on the CPU unless they name CUDA. A line begins with generate,
     kernels or a command of calibrate; with `torchrun N` before it, this process plays rank 0 of N."""
@@ -5105,9 +5073,16 @@ class CommandLine:
         programs = {"generate": generate.main, "kernels": lambda: kernels.main(kernels)}
         if program not in programs:
             argv = [program, *argv]
-        code, *said = run_main(programs.get(program, calibrate.main), argv, self.monkeypatch, self.capsys)
-        self.out, self.err = said
-        return code, *said
+        if "cuda" not in argv:
+            self.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        self.monkeypatch.setattr(sys, "argv", ["command", *argv])
+        code = 0
+        try:
+            programs.get(program, calibrate.main)()
+        except SystemExit as stop:
+            code = stop.code or 0
+        self.out, self.err = self.capsys.readouterr()
+        return code, self.out, self.err
 
     def json(self, line: str, stdin: str | None = None) -> dict:
         """What a command prints as the last line of stdout."""
