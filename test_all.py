@@ -45,36 +45,8 @@ import compress
 import generate
 import kernels
 import model as model_file
-from calibrate import (
-    KINDS,
-    Haystack,
-    Stage,
-    eigen,
-    eval_sample,
-    fit_sals,
-    key_moments,
-    make_tasks,
-    save_artifact,
-    save_checkpoint,
-    train,
-    training_document,
-)
-from compress import (
-    METHODS,
-    DenseCache,
-    LokiSettings,
-    Room,
-    SalsSettings,
-    artifact_path,
-    attend,
-    dequantize,
-    equal_stretches,
-    load_artifact,
-    model_identity,
-    quantize,
-    sals_scores,
-    settings_from,
-)
+from calibrate import Stage, eval_sample, fit_sals, key_moments, save_artifact, save_checkpoint, train
+from compress import METHODS, DenseCache, Room, SalsSettings, artifact_path, attend, load_artifact, quantize
 from generate import Engine, Output, Sampling, decode_rows
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables
 
@@ -235,7 +207,7 @@ def make_engine(
     """By default with an artifact_of the model; options: a method's, and compiled and graphed."""
     room, artifact = Room(model, rows, capacity, kernels_), artifact or artifact_of(method, model)
     how = {name: options.pop(name) for name in ENGINE & options.keys()}
-    caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
+    caches = METHODS[method].build(model, compress.settings_from(method, options), room, artifact)
     return Engine(model, caches, room, Sampling(), **how)
 
 
@@ -682,19 +654,19 @@ def test_quantiser_bounds_and_exact_cases(bits):
     x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 64)
     codes, low_scale = quantize(x, bits, 32)
     assert codes.shape == (5, 3, 64 * bits // 8) and codes.dtype == torch.uint8
-    back = dequantize(codes, low_scale, bits, 32, torch.float32)
+    back = compress.dequantize(codes, low_scale, bits, 32, torch.float32)
     low, scale = low_scale.float().unbind(-1)
     bound = scale / 2 + (low.abs() + scale * 2**bits) * 2**-10  # half a step, and the fp16 rounding of both
     assert ((back - x).unflatten(-1, (2, 32)).abs().amax(-1) <= bound).all()
     again = quantize(back, bits, 32)
-    assert error(dequantize(*again, bits, 32, torch.float32), back) < 2e-3
+    assert error(compress.dequantize(*again, bits, 32, torch.float32), back) < 2e-3
     every = torch.arange(256).remainder(2**bits).float().view(-1, 64)
     every[:, ::32], every[:, 1::32] = 0, 2**bits - 1
     for exact in (torch.full((1, 1, 64), 0.75), every):
-        assert torch.equal(dequantize(*quantize(exact, bits, 32), bits, 32, torch.float32), exact)
+        assert torch.equal(compress.dequantize(*quantize(exact, bits, 32), bits, 32, torch.float32), exact)
     outlier = x.clone()
     outlier[0, 0, 40] = 1e4  # touches its own group of 32 only
-    changed = dequantize(*quantize(outlier, bits, 32), bits, 32, torch.float32) != back
+    changed = compress.dequantize(*quantize(outlier, bits, 32), bits, 32, torch.float32) != back
     assert not changed[0, 0, :32].any() and not changed[1:].any() and not changed[0, 1:].any()
 
 
@@ -702,7 +674,7 @@ def test_quantiser_bounds_and_exact_cases(bits):
 def test_quantiser_keeps_the_ends_of_a_group_and_follows_an_affine_map(bits):
     x = (torch.rand(4, 2, 64, generator=torch.Generator().manual_seed(bits)) * 4 - 2).half().float()
     codes, low_scale = quantize(x, bits, 32)
-    back = dequantize(codes, low_scale, bits, 32, torch.float32).unflatten(-1, (2, 32))
+    back = compress.dequantize(codes, low_scale, bits, 32, torch.float32).unflatten(-1, (2, 32))
     low, high = x.unflatten(-1, (2, 32)).aminmax(dim=-1)
     assert torch.equal(back.amin(-1), low)
     assert ((back.amax(-1) - high).abs() <= (high - low) * 2**-10).all()  # the fp16 rounding of the scale
@@ -804,7 +776,7 @@ def test_sals_scores_are_those_of_all_heads_before_rope():
     for rule, truth in (("sum", logits.sum(1)), ("softmax", weights.sum(1))):
         for x in (q, swapped):
             queries = compress.sals_queries(x, basis, 4, rule)
-            scores = sals_scores(queries, k.flatten(2) @ basis, live, rule, 0.25)
+            scores = compress.sals_scores(queries, k.flatten(2) @ basis, live, rule, 0.25)
             assert error(scores[live], truth[live]) < 1e-5
         assert rule == "sum" or (scores[1, 25:] == 0).all()
 
@@ -825,7 +797,7 @@ def test_sals_softmax_scores_have_the_temperature_of_the_true_logits_under_yarn(
     assert cache.room.cos[0, 0] > 1.1
     q, k, pos = torch.randn(1, 8, 16), torch.randn(1, 40, 4, 16), torch.tensor([39])
     latent, live = k.flatten(2) @ cache.down, torch.ones(1, 40, dtype=torch.bool)
-    scores = sals_scores(cache.queries(pos, q), latent, live, "softmax", cache.logit_scale)
+    scores = compress.sals_scores(cache.queries(pos, q), latent, live, "softmax", cache.logit_scale)
     truth = true_logits(cache, q, k[0], pos, pos.expand(40)) / 4
     assert error(scores[0], truth.softmax(-1).sum(0)) < 1e-4
 
@@ -837,7 +809,7 @@ def test_sals_scores_in_blocks_of_one_token_are_those_of_exact_logits(rule, scal
     cache = row_cache("sals", tiny_model(rope_scaling=scaling), 1, 40, **options)
     q, k, pos = torch.randn(1, 8, 16), torch.randn(40, 4, 16), torch.tensor([36])
     latent, live = k.flatten(1)[None] @ cache.up.inverse().T, torch.arange(40)[None] <= 36
-    scores = sals_scores(cache.queries(pos, q), latent, live, rule, cache.logit_scale, 1)[0, :37]
+    scores = compress.sals_scores(cache.queries(pos, q), latent, live, rule, cache.logit_scale, 1)[0, :37]
     logits = true_logits(cache, q, k, pos, slice(0, 40))[:, :37]
     truth = logits if rule == "sum" else (logits / 4).softmax(-1)
     assert error(scores, truth.sum(0)) < 1e-4
@@ -941,7 +913,7 @@ def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_score
         keys.append((cache.latents.read((0,)) @ cache.up.T) * scale @ U)
         leading = cache.latents.read((slice(None),))[..., : cache.r_score]
         queries = cache.queries(torch.tensor([n - 1]), q[-1:])
-        scores.append(sals_scores(queries, leading, live, "sum", 1.0)[0])
+        scores.append(compress.sals_scores(queries, leading, live, "sum", 1.0)[0])
     assert cache.latents.rows.dtype == torch.int8
     assert 1e-3 < error(keys[1], keys[0]) < 0.015
     assert error(keys[1][:, 1:], keys[0][:, 1:]) < 0.05
@@ -1664,9 +1636,8 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
     kept = cache.tokens_of(outliers).masked_fill(outliers.repeat_interleave(4, 1) < 0, 139).long()
     for m in range(n, n + 20):
         out, chosen = watched_step(cache, m, q, k, v)
-        assert ((chosen.sum(-1) == m + 1) | (chosen.sum(-1) > 60 - 2 * 4)).all() and chosen.sum(
-            -1
-        ).max() <= 60
+        counts = chosen.sum(-1)
+        assert ((counts == m + 1) | (counts > 60 - 2 * 4)).all() and counts.max() <= 60
         local = max(0, m + 1 - 6) // 4 * 4
         near = torch.zeros(4, 140, dtype=torch.bool).scatter(1, kept, True)[:, : m + 1]
         near[:, local:] = True
@@ -1748,7 +1719,7 @@ def test_every_method_runs_at_its_defaults_on_a_small_model(method, head_dim, n_
     engine.prefill([random_ids(tokens - 2)])
     engine.step()
     assert engine.logits.isfinite().all()
-    assert sum(getattr(settings_from(method, {}), "budget", lambda n: [n])(tokens)) <= tokens
+    assert sum(getattr(compress.settings_from(method, {}), "budget", lambda n: [n])(tokens)) <= tokens
 
 
 WHOLE = [
@@ -1781,8 +1752,8 @@ IDLE = [
 
 @pytest.mark.parametrize("method, options, note", IDLE)
 def test_a_method_with_nothing_to_do_says_so(method, options, note):
-    engine, settings = make_engine(tiny_model(), method, 2, 80, **options), settings_from(method, options)
-    text = generate.idle_note(method, settings, engine.caches)
+    engine = make_engine(tiny_model(), method, 2, 80, **options)
+    text = generate.idle_note(method, compress.settings_from(method, options), engine.caches)
     assert note in text and bool(text) == bool(note)
 
 
@@ -1846,7 +1817,7 @@ def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recen
         chosen = {n for n in head if n >= 0}
         assert sum(n >= 0 for n in head) == len(chosen) == max(count, min(length, sinks + recent))
         assert forced <= chosen <= set(range(length))
-    budget = LokiSettings(k=0.05, sinks=8, recent=16).budget
+    budget = compress.LokiSettings(k=0.05, sinks=8, recent=16).budget
     assert [budget(n) for n in (100, 20, 6)] == [(8, 0, 16), (8, 0, 12), (6, 0, 0)]
 
 
@@ -1887,7 +1858,7 @@ def test_loki_fit_is_a_centred_pca_of_each_head():
     worse, better = ("pre", "post") if tensors["better"] else ("post", "pre")
     assert float(facts[f"perplexity_{better}"]) <= float(facts[f"perplexity_{worse}"])
     moved = keys @ orthonormal(16, 5).double() * 3 + 7  # Rank@v is blind to rotation, scale and shift
-    again = eigen((moved - moved.mean(0)).T @ (moved - moved.mean(0)) / len(moved))[0]
+    again = calibrate.eigen((moved - moved.mean(0)).T @ (moved - moved.mean(0)) / len(moved))[0]
     assert torch.equal(compress.rank_at(again, 0.8), compress.rank_at(values, 0.8))
 
 
@@ -2362,7 +2333,7 @@ def test_fdc_basis_fits_far_positions_because_it_saw_them(fdc_fit):
     """Keys with a mean: a basis of the first positions loses it where slow pairs have turned."""
     model, _, tensors, _ = fdc_fit
     x, far = (torch.cat(stacked_vectors(model, 1, 0, *span)) for span in ((0, 40, 2), (472, 512, 3)))
-    bases = eigen(x.T @ x)[1][:, :16], tensors["qk.basis"][1, 0, :, :16].double()
+    bases = calibrate.eigen(x.T @ x)[1][:, :16], tensors["qk.basis"][1, 0, :, :16].double()
     near, everywhere = ((far @ basis).square().sum() for basis in bases)
     assert everywhere > near * 1.02
 
@@ -2371,7 +2342,7 @@ def test_fdc_rotation_against_the_best_pair_of_bases(fdc_fit):
     """||QK' - A_Q A_K'|| of one rotation is above the optimum over rank p, and below random rotations."""
     q, k = stacked_vectors(fdc_fit[0], 2, 1, 0, 512)
     x = torch.cat((q, k))
-    basis = eigen(x.T @ x)[1]
+    basis = calibrate.eigen(x.T @ x)[1]
     factors = [torch.linalg.qr(m).R for m in (q, k)]
     tail = torch.linalg.svdvals(factors[0] @ factors[1].T).square().flip(0).cumsum(0).flip(0)
 
@@ -2527,7 +2498,7 @@ def test_prefill_blocks_cover_every_row_once_and_cost_the_same():
 @pytest.mark.parametrize("costs,workers", [([32, 160, 96, 256], 33), ([64], 7), ([32, 32, 256] * 8, 20)])
 def test_equal_stretches_cover_every_token_once_and_evenly(costs, workers, lengths):
     block, seen, loads = 16, {}, []
-    for stretches in equal_stretches(lengths, costs, workers, block):
+    for stretches in compress.equal_stretches(lengths, costs, workers, block):
         loads.append(0)
         for row, head, first, last in stretches:
             assert first == seen.get((row, head), 0)  # each goes on where the one before stopped
@@ -2900,12 +2871,11 @@ def test_a_vocabulary_without_some_bytes(tmp_path, unknown):
 
 
 ESCAPE, PREPEND = model_file.ESCAPE, model_file.PREPEND
+OF_SENTENCEPIECE = [([PREPEND, ESCAPE], None), ([ESCAPE], None)]
+OF_SENTENCEPIECE += [(None, scheme) for scheme in ("first", "always", "never")]
 
 
-@pytest.mark.parametrize(
-    "normalizer, scheme",
-    [([PREPEND, ESCAPE], None), ([ESCAPE], None), (None, "first"), (None, "always"), (None, "never")],
-)
+@pytest.mark.parametrize("normalizer, scheme", OF_SENTENCEPIECE)
 def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
     sp = sentencepiece_of(NANO)
     names = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
@@ -3409,9 +3379,7 @@ def test_gguf_logits_agree_with_transformers(family, tmp_path):
             assert error(loaded(ids).logits, reference) < 1e-4
         convert(path, "--out", tmp_path / "out", "--dtype", "bf16")
         ours = load_model(tmp_path / "out", CPU, torch.float32)
-        rounded = error(
-            model_file.weight_slots(ours)["model.embed_tokens.weight"], theirs.model.embed_tokens.weight
-        )
+        rounded = error(ours.tok_embeddings.weight, theirs.model.embed_tokens.weight)
         assert rounded < 2e-3 and error(ours.output(ours(ids)), reference) < 0.03  # weights are large here
 
 
@@ -3864,7 +3832,7 @@ def stored_values(form, dtype, read, DV, bits, pos):
     codes, low_scale, truth = v, None, v.float()
     if bits < 16:
         codes, low_scale = quantize(v, bits, min(32, DV))
-        truth = dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
+        truth = compress.dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
     if form not in ("int8", "channels"):
         codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
     if bits == 16:
@@ -4074,9 +4042,8 @@ def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path):
     spec.loader.exec_module(module)
     assert len(copied) < len(lines) / 2 and not hasattr(module, "main")
     if name == "attend":
-        check_attend(
-            torch.float16, "joint int8 latents", "row", 2, 90, 2, 2, 64, 64, 4, 8, (80, 3), ops=module
-        )
+        sizes = (2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
+        check_attend(torch.float16, "joint int8 latents", "row", *sizes, ops=module)
     elif name == "scores":
         check_scores(torch.float16, "softmax", True, 2, 90, 1, 4, 40, 32, 48, ops=module)
     else:
@@ -4275,7 +4242,7 @@ def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
         table = kernels.rank_table(ranks, DEVICE, balanced)
         assert table[4].tolist() == costs
         kernels.fdc_attend(randn(3, 3, 96), packed, table, ranks, pos, 0.1)
-        plan = equal_stretches(lengths, costs, workers, 32)
+        plan = compress.equal_stretches(lengths, costs, workers, 32)
         parts = [row * 3 + head + w for w, stretch in enumerate(plan) for row, head, *_ in stretch]
         assert (made[0][1] > 0).nonzero().flatten().tolist() == sorted(parts)
         assert len(set(parts)) == len(parts)
@@ -4583,7 +4550,7 @@ def test_stories260k_gives_its_golden_text(method, options, device):
 @pytest.fixture(scope="module")
 def nano_haystack():
     tokenizer = load_tokenizer(NANO)
-    return Haystack(tokenizer, [np.array(tokenizer.encode((ROOT / "calibrate.py").read_text()))])
+    return calibrate.Haystack(tokenizer, [np.array(tokenizer.encode((ROOT / "calibrate.py").read_text()))])
 
 
 LOSSY = {"rank": 0.125, "bits": 2}
@@ -4600,7 +4567,7 @@ def test_nano_retrieves_through_the_cache(method, options, nano_haystack):
 # ------------------------------------------------------------------------------- tasks, calibration, training
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", calibrate.KINDS)
 def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
     tokenizer = nano_haystack.tokenizer
     for seed in range(3):
@@ -4624,7 +4591,7 @@ def test_needle_depth_is_where_it_was_asked(nano_haystack):
 
 def test_frequent_words_are_the_most_frequent():
     for seed in range(5):
-        task = make_tasks("frequent", random.Random(seed), 2000)[0]
+        task = calibrate.make_tasks("frequent", random.Random(seed), 2000)[0]
         counts = {w: sum(w in f for f in task.facts) for w in {f.split()[-1][:-1] for f in task.facts}}
         ordered = sorted(counts, key=lambda w: -counts[w])
         assert ordered[:3] == task.references and counts[ordered[2]] > counts[ordered[3]]
@@ -4633,14 +4600,15 @@ def test_frequent_words_are_the_most_frequent():
 def test_training_documents_have_length_weights_and_bos(nano_haystack):
     tokenizer, rng, asked = nano_haystack.tokenizer, random.Random(0), 0
     for _ in range(40):
-        ids, weights = training_document(nano_haystack, rng, 513)
+        ids, weights = calibrate.training_document(nano_haystack, rng, 513)
         assert len(ids) == len(weights) == 513 and ids[0] == tokenizer.bos_id
         answers = tokenizer.decode(ids[weights == calibrate.ANSWER_WEIGHT].tolist())
         assert "Question" not in answers and "Answer" not in answers
         asked += bool(answers)
     assert 10 <= asked <= 30  # about half of the documents ask something
     for n, seed in itertools.product((*range(2, 45), 400), range(30)):
-        assert [len(made) for made in training_document(nano_haystack, random.Random(seed), n)] == [n, n]
+        made = calibrate.training_document(nano_haystack, random.Random(seed), n)
+        assert [len(each) for each in made] == [n, n]
 
 
 def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
@@ -4721,7 +4689,7 @@ def test_explained_is_the_mean_of_the_heads_ranks():
     model, values = tiny_model(), torch.full((4, 4, 16), 1e-6)
     values[:, :, 0], values[:, 3, :8] = 1.0, 1.0
     artifact = artifact_of("loki", model) | {"post.eigenvalues": values}
-    settings = LokiSettings(explained=0.9)
+    settings = compress.LokiSettings(explained=0.9)
     caches = METHODS["loki"].build(model, settings, Room(model, 1, 20), artifact)
     assert [cache.d for cache in caches] == [3] * 4
 
@@ -5066,7 +5034,7 @@ def tiny_checkpoint(folder: Path, **changes) -> Path:
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
     for method in FITTED:
-        save_artifact(artifact_of(method, model), artifact_path(folder, method), model_identity(model))
+        put_artifact(folder, method, artifact_of(method, model), model)
     return folder
 
 
@@ -5079,7 +5047,7 @@ def checkpoint(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
     made = bases(tiny_model()).items()
     half = {name: t[:, :32].contiguous() if "basis" in name else t for name, t in made}
-    put_sals(folder, half)
+    put_artifact(folder, "sals", half)
     return folder
 
 
@@ -5117,10 +5085,10 @@ def move_weights(folder: Path, shard: str) -> None:
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {NORM: shard}}))
 
 
-def put_sals(folder: Path, tensors: dict, model: Llama | None = None) -> None:
+def put_artifact(folder: Path, method: str, tensors: dict, model: Llama | None = None) -> None:
     """As fitted to this folder's model by default."""
     model = model or load_model(folder, CPU, torch.float32)
-    save_artifact(tensors, artifact_path(folder, "sals"), model_identity(model))
+    save_artifact(tensors, artifact_path(folder, method), compress.model_identity(model))
 
 
 WEIGHTS, NORM, UP = "model.safetensors", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
@@ -5159,20 +5127,14 @@ DAMAGE = [
     ("shard", lambda f: move_weights(f, "model-00001-of-00002.safetensors")),
     ("neither model.safetensors nor", lambda f: (f / WEIGHTS).unlink()),
     ("download it again", lambda f: truncate(f / WEIGHTS)),
-    (
-        "pytorch_model.bin is not read: save the model as safetensors",
-        lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),
-    ),
+    ("is not read: save the model as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
     ("no tokenizer.model", lambda f: (f / "tokenizer.model").unlink()),
     ("not a valid tokenizer", lambda f: (f / "tokenizer.model").write_bytes(b"nonsense")),
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
-    (
-        "scale is missing; make it again: python calibrate.py fit",
-        lambda f: put_sals(f, {"0.basis": torch.eye(64)}),
-    ),
-    ("fitted to another model", lambda f: put_sals(f, bases(tiny_model()), tiny_model())),
+    ("scale is missing; make it again: pyth", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)})),
+    ("fitted to another model", lambda f: put_artifact(f, "sals", bases(tiny_model()), tiny_model())),
 ]
 
 
@@ -5375,6 +5337,11 @@ def test_a_budget_beyond_the_context_says_so_and_equals_dense(cli, tmp_path):
     assert code == 0 and "every token is attended" in told and out == dense
 
 
+REPORTED = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
+first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
+bytes_read_per_step bandwidth_share peak_memory_bytes capture_s seed versions"""
+
+
 def test_json_is_the_last_line_and_complete(cli):
     line = "generate --method sals --rank 0.25 --prompt 30 --prompt 7 --batch_size 3 --recent 4"
     report = cli.json(f"{line} --max_new_tokens 9 --ignore_eos")
@@ -5384,12 +5351,7 @@ def test_json_is_the_last_line_and_complete(cli):
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"] < report["cache_bytes_dense"]
     assert report["settings"]["rank"] == 0.25 and report["seed"] == 0
     assert 50e6 < report["peak_memory_bytes"] < 1e12
-    keys = (
-        "method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s first_token_s "
-        "decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense bytes_read_per_step "
-        "bandwidth_share peak_memory_bytes capture_s seed versions"
-    )
-    assert set(keys.split()) <= set(report)
+    assert set(REPORTED.split()) <= set(report)
 
 
 def test_questions_count_as_read(cli, monkeypatch):
@@ -5551,7 +5513,7 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
 
     def reloaded(tensors: dict) -> dict:
         given = {name: t.clone().contiguous() for name, t in tensors.items() if t is not None}
-        save_artifact(given, path, model_identity(model))
+        save_artifact(given, path, compress.model_identity(model))
         return load_artifact(tmp_path, method, model)
 
     for name, (kind, *shape) in METHODS[method].tensors(model.config).items():
@@ -5655,14 +5617,10 @@ def test_the_benchmark_times_a_methods_operators_and_its_attention():
         assert (row["model"], row["batch"], row["length"]) == ("8b", 1, 1024) and row["us"] > row["limit_us"]
 
 
-@pytest.mark.parametrize(
-    "case, names",
-    [
-        ("topk", ["scores", "select", "attend"]),
-        ("fdc", ["fdc_attend"]),
-        ("streaming", ["attend"]),
-    ],
-)
+RECORDED = [("topk", ["scores", "select", "attend"]), ("fdc", ["fdc_attend"]), ("streaming", ["attend"])]
+
+
+@pytest.mark.parametrize("case, names", RECORDED)
 def test_the_benchmark_fills_a_layer_and_records_its_operators(case, names):
     B, S = 2, 64
     with torch.no_grad(), kernels.Recorder() as recorder:
@@ -5722,15 +5680,9 @@ def test_nothing_imports_triton_or_transformers_at_start():
 def test_the_readmes_first_command_prints_what_the_readme_shows():
     readme = (ROOT / "README.md").read_text()
     assert "python generate.py --method sals" in readme
-    run = subprocess.run(
-        [sys.executable, "generate.py", "--method", "sals"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the README shows a CPU's answer
-    )
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600, "check": False}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # the README shows a CPU's answer
+    run = subprocess.run([sys.executable, "generate.py", "--method", "sals"], env=environment, **how)
     assert run.returncode == 0, run.stderr
     shown = readme.split("```\nQuestion:")[1].split("```")[0]
     assert "Question:" + shown in run.stdout
@@ -5799,7 +5751,7 @@ def test_a_prompt_may_fill_all_positions():
 
 
 def test_host_memory_counts_where_the_model_runs_on_the_cpu(monkeypatch):
-    model, settings = tiny_model(), settings_from("lrqk", LRQK)
+    model, settings = tiny_model(), compress.settings_from("lrqk", LRQK)
     needed = sum(c.formula() + c.host_bytes() for c in make_engine(model, "lrqk", 1, 60, **LRQK).caches)
     monkeypatch.setattr(generate, "free_memory", lambda device: needed)
     generate.check_memory(model, "lrqk", settings, {}, 1, 60)
@@ -6017,12 +5969,12 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
     tokens = torch.tensor(random_ids(400)).view(2, 200)
     moments = key_moments(model, tokens, "test")
     made, _ = fit_sals(model, tokens, moments, 1.0)
-    save_artifact(made, artifact_path(folder, "sals"), model_identity(model))
+    put_artifact(folder, "sals", made, model)
     for rank, heads in enumerate((slice(0, 32), slice(32, 64))):
         play_rank(monkeypatch, rank, 2)
         own = load_artifact(folder, "sals", load_model(folder, CPU, torch.float32))
         basis = own["3.key_basis"][:, :16].double()  # [32, 16]
-        truth = eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
+        truth = calibrate.eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
         assert error(basis @ basis.T, truth @ truth.T) < 1e-3
         assert torch.equal(own["scale"], made["scale"][:, heads])
 
