@@ -45,36 +45,8 @@ import compress
 import generate
 import kernels
 import model as model_file
-from calibrate import (
-    KINDS,
-    Haystack,
-    Stage,
-    eigen,
-    eval_sample,
-    fit_sals,
-    key_moments,
-    make_tasks,
-    save_artifact,
-    save_checkpoint,
-    train,
-    training_document,
-)
-from compress import (
-    METHODS,
-    DenseCache,
-    LokiSettings,
-    Room,
-    SalsSettings,
-    artifact_path,
-    attend,
-    dequantize,
-    equal_stretches,
-    load_artifact,
-    model_identity,
-    quantize,
-    sals_scores,
-    settings_from,
-)
+from calibrate import Stage, eval_sample, fit_sals, key_moments, save_artifact, save_checkpoint, train
+from compress import METHODS, DenseCache, Room, SalsSettings, artifact_path, attend, load_artifact, quantize
 from generate import Engine, Output, Sampling, decode_rows
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables
 
@@ -92,6 +64,18 @@ def error(result, reference) -> float:
     result, reference = torch.as_tensor(result).double(), torch.as_tensor(reference).double()
     value = ((result - reference).square().mean() / reference.square().mean()).sqrt().item()
     return float("inf") if math.isnan(value) else value
+
+
+def pairwise(*axes) -> list[tuple]:
+    """Few cases of the product of some lists: any two values of two lists meet in at least one."""
+    places = list(itertools.product(*map(range, map(len, axes))))
+    pairs = [set(itertools.combinations(enumerate(place), 2)) for place in places]
+    missing, cases = set().union(*pairs), []
+    while missing:
+        best = max(range(len(places)), key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        cases.append(tuple(axis[i] for axis, i in zip(axes, places[best], strict=True)))
+    return cases
 
 
 def tiny_config(group: int = 2, head_dim: int = 16, **changes) -> model_file.ModelConfig:
@@ -214,11 +198,26 @@ EVERYTHING = [  # settings under which a method is dense attention: the rank is 
 ]
 
 
-def make_engine(model: Llama, method: str, rows: int, capacity: int, artifact=None, **options) -> Engine:
-    """By default with an artifact_of the model."""
-    room, artifact = Room(model, rows, capacity), artifact or artifact_of(method, model)
-    caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
-    return Engine(model, caches, room, Sampling())
+ENGINE = {"compiled", "graphed"}  # options of an Engine
+
+
+def make_engine(
+    model: Llama, method: str, rows: int, capacity: int, artifact=None, kernels_=None, **options
+) -> Engine:
+    """By default with an artifact_of the model; options: a method's, and compiled and graphed."""
+    room, artifact = Room(model, rows, capacity, kernels_), artifact or artifact_of(method, model)
+    how = {name: options.pop(name) for name in ENGINE & options.keys()}
+    caches = METHODS[method].build(model, compress.settings_from(method, options), room, artifact)
+    return Engine(model, caches, room, Sampling(), **how)
+
+
+def fitted_engine(
+    folder: Path, method: str, rows: int, capacity: int, device="cpu", dtype=torch.float32, **options
+) -> Engine:
+    """An engine with the model and the artifact of a folder."""
+    model = load_model(folder, torch.device(device), dtype)
+    artifact = load_artifact(folder, method, model) if METHODS[method].fitted else {}
+    return make_engine(model, method, rows, capacity, artifact, **options)
 
 
 def logits_through(engine: Engine, prompts: list[list[int]], continuation: list[list[int]]) -> torch.Tensor:
@@ -519,13 +518,10 @@ SELECTORS = [
 ]
 
 
-@pytest.mark.parametrize("n_prompt", [1, 23, 40])
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("method, options, budget, sinks, recent, free, best", SELECTORS)
-def test_a_method_attends_what_it_says_within_its_budget(
-    method, options, budget, sinks, recent, free, best, group, n_prompt
-):
+@pytest.mark.parametrize("selector, group, n_prompt", pairwise(SELECTORS, [1, 2], [1, 12, 23, 40]))
+def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prompt):
     """All tokens up to the budget's edge; then the sinks, the recent ones and the best, once each."""
+    method, options, budget, sinks, recent, free, best = selector
     model, places, bound = tiny_model(group=group), torch.arange(80), 1e-4 if method == "shadowkv" else 1e-5
     cache, dense = row_cache(method, model, 1, 80, **options), DenseCache(Room(model, 1, 80))
     q, k, v = stream(75, group)
@@ -552,15 +548,6 @@ def test_a_method_attends_what_it_says_within_its_budget(
             taken, left = (x & others for x in (chosen, ~chosen))
             low = scores.flatten(0, 1).masked_fill(~taken, torch.inf).amin(-1)
             assert (low >= scores.flatten(0, 1).masked_fill(~left, -torch.inf).amax(-1)).all()
-
-
-@pytest.mark.parametrize("method, options", [c for c in ROWS if c[0] in ("kivi", "topk", "quest")])
-def test_codes_are_exact_up_to_their_residual(method, options):
-    model = tiny_model()
-    cache, dense = row_cache(method, model, 2, 100, **options), DenseCache(Room(model, 2, 100))
-    q, k, v = stream(90)
-    errors = [error(step(cache, n, q, k, v), step(dense, n, q, k, v)) for n in range(90)]
-    assert max(errors[: 32 if method == "kivi" else 22]) < 1e-5 and max(errors) > 1e-3
 
 
 def test_int8_keys_of_skipped_layers_are_close_and_bounded():
@@ -667,32 +654,27 @@ def test_quantiser_bounds_and_exact_cases(bits):
     x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 64)
     codes, low_scale = quantize(x, bits, 32)
     assert codes.shape == (5, 3, 64 * bits // 8) and codes.dtype == torch.uint8
-    back = dequantize(codes, low_scale, bits, 32, torch.float32)
+    back = compress.dequantize(codes, low_scale, bits, 32, torch.float32)
     low, scale = low_scale.float().unbind(-1)
     bound = scale / 2 + (low.abs() + scale * 2**bits) * 2**-10  # half a step, and the fp16 rounding of both
     assert ((back - x).unflatten(-1, (2, 32)).abs().amax(-1) <= bound).all()
     again = quantize(back, bits, 32)
-    assert error(dequantize(*again, bits, 32, torch.float32), back) < 2e-3
-    constant = torch.full((1, 1, 64), 0.75)
-    assert torch.equal(dequantize(*quantize(constant, bits, 32), bits, 32, torch.float32), constant)
+    assert error(compress.dequantize(*again, bits, 32, torch.float32), back) < 2e-3
+    every = torch.arange(256).remainder(2**bits).float().view(-1, 64)
+    every[:, ::32], every[:, 1::32] = 0, 2**bits - 1
+    for exact in (torch.full((1, 1, 64), 0.75), every):
+        assert torch.equal(compress.dequantize(*quantize(exact, bits, 32), bits, 32, torch.float32), exact)
     outlier = x.clone()
     outlier[0, 0, 40] = 1e4  # touches its own group of 32 only
-    changed = dequantize(*quantize(outlier, bits, 32), bits, 32, torch.float32) != back
+    changed = compress.dequantize(*quantize(outlier, bits, 32), bits, 32, torch.float32) != back
     assert not changed[0, 0, :32].any() and not changed[1:].any() and not changed[0, 1:].any()
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_packing_round_trips_every_code(bits):
-    codes = torch.arange(256).remainder(2**bits).float().view(-1, 64)
-    codes[:, 0], codes[:, 1] = 0, 2**bits - 1
-    assert torch.equal(dequantize(*quantize(codes, bits, 64), bits, 64, torch.float32), codes)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantiser_keeps_the_ends_of_a_group_and_follows_an_affine_map(bits):
     x = (torch.rand(4, 2, 64, generator=torch.Generator().manual_seed(bits)) * 4 - 2).half().float()
     codes, low_scale = quantize(x, bits, 32)
-    back = dequantize(codes, low_scale, bits, 32, torch.float32).unflatten(-1, (2, 32))
+    back = compress.dequantize(codes, low_scale, bits, 32, torch.float32).unflatten(-1, (2, 32))
     low, high = x.unflatten(-1, (2, 32)).aminmax(dim=-1)
     assert torch.equal(back.amin(-1), low)
     assert ((back.amax(-1) - high).abs() <= (high - low) * 2**-10).all()  # the fp16 rounding of the scale
@@ -733,15 +715,6 @@ def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, bound: float 
 def pair_energy(x: torch.Tensor) -> torch.Tensor:
     """Squared length of each pair of dims that RoPE rotates: [..., D] -> [..., D / 2]."""
     return x.square().unflatten(-1, (2, -1)).sum(-2)
-
-
-def test_a_keys_error_costs_logits_what_the_query_metric_says():
-    """Over all angles of every pair, the mean square of q^T R e is sum_p |q_p|^2 |e_p|^2 / 2."""
-    q, e = torch.randn(2, 8, dtype=torch.float64)
-    turns = torch.cartesian_prod(*[torch.arange(4).double()] * 4) * math.pi / 2  # exact up to second order
-    a, b = e.chunk(2)
-    rotated = torch.cat((a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()), -1)
-    assert error((rotated @ q).square().mean(), (pair_energy(q) * pair_energy(e)).sum() / 2) < 1e-12
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -794,7 +767,7 @@ def test_sals_scores_are_those_of_all_heads_before_rope():
     for rule, truth in (("sum", logits.sum(1)), ("softmax", weights.sum(1))):
         for x in (q, swapped):
             queries = compress.sals_queries(x, basis, 4, rule)
-            scores = sals_scores(queries, k.flatten(2) @ basis, live, rule, 0.25)
+            scores = compress.sals_scores(queries, k.flatten(2) @ basis, live, rule, 0.25)
             assert error(scores[live], truth[live]) < 1e-5
         assert rule == "sum" or (scores[1, 25:] == 0).all()
 
@@ -815,7 +788,7 @@ def test_sals_softmax_scores_have_the_temperature_of_the_true_logits_under_yarn(
     assert cache.room.cos[0, 0] > 1.1
     q, k, pos = torch.randn(1, 8, 16), torch.randn(1, 40, 4, 16), torch.tensor([39])
     latent, live = k.flatten(2) @ cache.down, torch.ones(1, 40, dtype=torch.bool)
-    scores = sals_scores(cache.queries(pos, q), latent, live, "softmax", cache.logit_scale)
+    scores = compress.sals_scores(cache.queries(pos, q), latent, live, "softmax", cache.logit_scale)
     truth = true_logits(cache, q, k[0], pos, pos.expand(40)) / 4
     assert error(scores[0], truth.softmax(-1).sum(0)) < 1e-4
 
@@ -827,7 +800,7 @@ def test_sals_scores_in_blocks_of_one_token_are_those_of_exact_logits(rule, scal
     cache = row_cache("sals", tiny_model(rope_scaling=scaling), 1, 40, **options)
     q, k, pos = torch.randn(1, 8, 16), torch.randn(40, 4, 16), torch.tensor([36])
     latent, live = k.flatten(1)[None] @ cache.up.inverse().T, torch.arange(40)[None] <= 36
-    scores = sals_scores(cache.queries(pos, q), latent, live, rule, cache.logit_scale, 1)[0, :37]
+    scores = compress.sals_scores(cache.queries(pos, q), latent, live, rule, cache.logit_scale, 1)[0, :37]
     logits = true_logits(cache, q, k, pos, slice(0, 40))[:, :37]
     truth = logits if rule == "sum" else (logits / 4).softmax(-1)
     assert error(scores, truth.sum(0)) < 1e-4
@@ -931,7 +904,7 @@ def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_score
         keys.append((cache.latents.read((0,)) @ cache.up.T) * scale @ U)
         leading = cache.latents.read((slice(None),))[..., : cache.r_score]
         queries = cache.queries(torch.tensor([n - 1]), q[-1:])
-        scores.append(sals_scores(queries, leading, live, "sum", 1.0)[0])
+        scores.append(compress.sals_scores(queries, leading, live, "sum", 1.0)[0])
     assert cache.latents.rows.dtype == torch.int8
     assert 1e-3 < error(keys[1], keys[0]) < 0.015
     assert error(keys[1][:, 1:], keys[0][:, 1:]) < 0.05
@@ -1118,12 +1091,10 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
 RANKS = [(2, 7, "joint"), (5, 30, "separate"), (8, 16, "joint"), (1, 40, "joint")]
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("qkv_bias", [False, True])
-@pytest.mark.parametrize("r, d_ckv, lrd", RANKS)
-def test_absorbed_decode_equals_the_naive_forward(group, qkv_bias, r, d_ckv, lrd):
+@pytest.mark.parametrize("group, qkv_bias, ranks", pairwise([1, 4, 8], [False, True], RANKS))
+def test_absorbed_decode_equals_the_naive_forward(group, qkv_bias, ranks):
     model, ids = tiny_model(group=group, qkv_bias=qkv_bias), random_ids(40)
-    options = options_for(model.config, {"r": r, "d_ckv": d_ckv, "lrd": lrd})
+    options = options_for(model.config, dict(zip(("r", "d_ckv", "lrd"), ranks, strict=True)))
     got = logits_through(make_engine(model, "elitekv", 1, 50, **options), [ids[:10]], [ids[10:]])[:, 0]
     full = model.output(model(torch.tensor([ids])))[0, 9:]  # now in EliteKV form: K and V expanded
     assert error(got, full) < 1e-5
@@ -1162,20 +1133,10 @@ def test_elitekv_numbers_of_cache_and_parameters():
         assert rotated + most * (c.dim + n) <= dense < rotated + (most + 1) * (c.dim + n)
 
 
-@pytest.mark.parametrize(
-    "message, changes", {"q/k norms": {"qk_norm": True}, "yarn": {"rope_scaling": YARN}}.items()
-)
-def test_elitekv_refuses_what_it_cannot_take(message, changes):
-    with pytest.raises(UserError, match=message):
-        make_engine(tiny_model(**changes), "elitekv", 1, 20)
-
-
-def test_pairs_prints_what_each_rule_loses(checkpoint, monkeypatch, capsys):
+def test_pairs_prints_what_each_rule_loses(cli, monkeypatch):
     """Distances against a brute-force mean over all layers and heads; J-LRD loses no more than S-LRD."""
-    argv = ["pairs", "--checkpoint", checkpoint, "--windows", 2, "--window", 64, "--r", 1, 3, 8, "--json"]
-    code, out, _ = run_main(calibrate.main, argv, monkeypatch, capsys)
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert code == 0 and [row["method"] for row in rows] == ["r 1", "r 3", "r 8"]
+    rows = cli.json("pairs --windows 2 --window 64 --r 1 3 8")["rows"]
+    assert [row["method"] for row in rows] == ["r 1", "r 3", "r 8"]
     for name in ("elite", "uniform", "contribution"):
         assert rows[0][name] > rows[1][name] > rows[2][name] and rows[2][name] < 1e-5
     assert [row["d_ckv"] for row in rows] == [24, 8, -32] and "joint" not in rows[2]
@@ -1207,7 +1168,7 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
     assert abs(exact_trial[0] / whole - 1) < 1e-3 and abs(exact_trial[1] - 1) < 1e-4
 
 
-def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, capsys):
+def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
     """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
     source, out = tiny_checkpoint(tmp_path / "source"), tmp_path / "out"
     (tmp_path / "text").mkdir()
@@ -1219,9 +1180,9 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
         "train": lambda model, *args: trained.append(model) or original(model, *args),
     }.items():
         monkeypatch.setattr(calibrate, name, spy)
-    argv = f"train --from {source} --method elitekv:r=3,d_ckv=24 --out {out} --text {tmp_path / 'text'} "
-    argv = (argv + f"--stages 4x64x60 --workers 1 --log {tmp_path / 'log.csv'} --lr 5e-3").split()
-    code, text, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    uptrain = f"train --from {source} --method elitekv:r=3,d_ckv=24 --out {out} --text {tmp_path / 'text'} "
+    uptrain += f"--stages 4x64x60 --workers 1 --log {tmp_path / 'log.csv'} --lr 5e-3"
+    code, text, err = cli(uptrain)
     assert code == 0 and "finished" in text, err
     lines = [line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines()]
     assert lines[0] == ["tokens", "loss"] and [int(n) for n, _ in lines[1:]] == [20 * 256, 40 * 256, 60 * 256]
@@ -1240,25 +1201,17 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
         assert error(b, a) > 1e-3
     assert torch.equal(model.layers[2].attention.pairs, start.layers[2].attention.pairs)
 
-    run = ["--checkpoint", out, "--prompt", "hello", "--max_new_tokens", 4]
-    code, text, err = run_main(generate.main, [*run, "--method", "elitekv", "--json"], monkeypatch, capsys)
-    report = json.loads(text.splitlines()[-1])
-    assert code == 0 and report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 * 4 + 24)
-    refused = [
-        (generate.main, run, "uptrained for EliteKV: run it with --method elitekv"),
-        (generate.main, [*run, "--method", "elitekv", "--r", 4], "are fixed; leave them out"),
-        (calibrate.main, ["fit", "--checkpoint", out, "--method", "sals"], "calibrated already"),
-        (calibrate.main, [*argv[:2], out, *argv[3:]], "another one as --out"),
-        (calibrate.main, [*argv[:4], "sals", *argv[5:]], "only elitekv is uptrained"),
-    ]
-    for main, options, message in refused:
-        code, text, err = run_main(main, options, monkeypatch, capsys)
-        assert code == 2 and message in err and err.count("\n") == 1, err
-    table = ["eval", "--checkpoint", source, "--method", f"elitekv@{out}", "--samples", 0, "--json"]
-    table += ["--perplexity_rows", 1, "--prefix", 40, "--continuation", 4]
-    code, text, err = run_main(calibrate.main, table, monkeypatch, capsys)
-    rows = json.loads(text.splitlines()[-1])["rows"]
-    assert code == 0 and [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
+    run = f"generate --checkpoint {out} --prompt hello --max_new_tokens 4"
+    report = cli.json(f"{run} --method elitekv")
+    assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 * 4 + 24)
+    assert "uptrained for EliteKV: run it with --method elitekv" in cli.refusal(run)
+    assert "are fixed; leave them out" in cli.refusal(f"{run} --method elitekv --r 4")
+    assert "calibrated already" in cli.refusal(f"fit --checkpoint {out} --method sals")
+    assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
+    assert "only elitekv is uptrained" in cli.refusal(uptrain.replace("elitekv:r=3,d_ckv=24", "sals"))
+    table = f"eval --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
+    rows = cli.json(f"{table} --continuation 4")["rows"]
+    assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
 
 
 # -------------------------------------------------------------------------------------------- comparison rows
@@ -1353,17 +1306,6 @@ def test_h2o_equals_the_papers_lists(heavy, recent, n_prompt):
             assert error(cache.attention[0, head, live], total[head, places[live]]) < 1e-4
 
 
-def test_h2o_accumulates_one_for_each_query_it_has_seen():
-    q, k, v = stream(40)
-    for gumbel in (False, True):
-        cache = row_cache("h2o", tiny_model(), 1, 60, keep=60, window=12, gumbel=gumbel)
-        cache.prefill(0, q[:30], k[:30], v[:30])
-        assert torch.allclose(cache.attention.sum(-1), torch.tensor(2.0 * 12))  # 2 heads a group
-        for n in range(30, 40):
-            step(cache, n, q, k, v)
-        assert torch.allclose(cache.attention.sum(-1), torch.tensor(2.0 * 22))
-
-
 def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
     (q, k, v), runs, noisy = stream(50), [], {"gumbel": True}
     for options in ({}, noisy, noisy, noisy | {"noise_seed": 1}):
@@ -1384,13 +1326,15 @@ def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
 
 def test_keyformers_temperature_grows_with_the_tokens_since_the_prompt():
     q, k, v = stream(20)
-    cache = row_cache("h2o", tiny_model(), 1, 60, keep=60, gumbel=True)
+    cache = row_cache("h2o", tiny_model(), 1, 60, keep=60, window=12, gumbel=True)
     steps, weights = [], cache.weights
     cache.weights = lambda logits, step, first: steps.append(int(step)) or weights(logits, step, first)
     cache.prefill(0, q[:16], k[:16], v[:16])
     for n in range(16, 20):
         step(cache, n, q, k, v)
     assert steps == [0, 0, 1, 2, 3]
+    got = cache.attention.sum(-1)  # one of each query: 12 of the prompt, 4 later ones; 2 heads a group
+    assert torch.allclose(got, torch.tensor(2.0 * (12 + 4)))
     logits = torch.randn(1, 4, 2, 60)
     truth = ((logits + cache.gumbel[: 4 * 2 * 60].view(4, 2, 60)) / 2).softmax(-1)
     assert torch.allclose(weights(logits, torch.tensor(100), torch.tensor(0)), truth)  # tau = 1 + 100 / 100
@@ -1529,9 +1473,10 @@ def test_hshare_merged_heads_attend_what_their_twin_does():
 # ---- KIVI
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 160])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+CODED_HEADS = pairwise([16, 64, 96, 128, 160], [2, 4, 8], [torch.float32, torch.float16])
+
+
+@pytest.mark.parametrize("head_dim, bits, dtype", CODED_HEADS)
 def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, dtype):
     """Values in runs of channels, keys in int8 and in KIVI's groups; large queries in fp16, too."""
     torch.manual_seed(0)
@@ -1546,22 +1491,11 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_kivi_multiplies_the_codes_that_it_would_decode(bits):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(100, 8, 96), torch.randn(100, 4, 96), torch.randn(100, 4, 96)
-    cache = row_cache("kivi", tiny_model(head_dim=96), 1, 140, bits=bits, residual=64)
-    cache.prefill(0, q, k, v)
-    pos, query = torch.tensor([99]), torch.randn(1, 4, 2, 96)
-    keys, values = (x.read(pos)[:, :, :100] for x in (cache.keys, cache.values))
-    assert error(cache.keys.logits(query, pos)[..., :100], query @ keys.mT) < 1e-5
-    weights = F.pad(torch.rand(1, 4, 2, 100), (0, 40))
-    assert error(cache.values.mix(weights, pos), weights[..., :100] @ values) < 1e-5
+PROMPTS_AND_BITS = [(1, 2), (31, 4), (32, 2), (63, 4), (64, 2), (65, 4), (100, 2), (128, 4)]
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("n_prompt", [1, 31, 32, 63, 64, 65, 100, 128])
-def test_kivi_chunked_is_one_shot(bits, n_prompt):
+@pytest.mark.parametrize("n_prompt, bits", PROMPTS_AND_BITS)
+def test_kivi_chunked_is_one_shot(n_prompt, bits):
     """Any prompt and then tokens one by one leave what one prompt of them all leaves."""
     q, k, v = stream(130)
     whole, parts = (row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64) for _ in range(2))
@@ -1578,13 +1512,18 @@ def test_kivi_chunked_is_one_shot(bits, n_prompt):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_keeps_the_residual_and_bounds_the_rest(bits):
-    """K by channel within each 32 tokens, V by token; 100 % 64 keys and 64 values exact."""
+    """K by channel within each 32 tokens, V by token; 100 % 64 keys and 64 values exact. Codes that are
+    multiplied equal codes that are decoded."""
     q, k, v = stream(100)
     k[:, :, 3] *= 50  # a loud channel, as keys have; it must not blur the others
     cache, again = (row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64) for _ in range(2))
     true_k, true_v = cache.rope(k, slice(0, 100)).transpose(0, 1), v.transpose(0, 1)
     cache.prefill(0, q, k, v)
-    got_k, got_v = (x.read(torch.tensor([99]))[0, :, :100] for x in (cache.keys, cache.values))
+    pos, query, weights = torch.tensor([99]), torch.randn(1, 4, 2, 16), torch.rand(1, 4, 2, 140)
+    got_k, got_v = (x.read(pos)[0, :, :100] for x in (cache.keys, cache.values))
+    assert error(cache.keys.logits(query, pos)[..., :100], query @ got_k.mT) < 1e-5
+    weights[..., 100:] = 0
+    assert error(cache.values.mix(weights, pos), weights[..., :100] @ got_v) < 1e-5
     assert torch.equal(got_k[:, 64:], true_k[:, 64:]) and torch.equal(got_v[:, 36:], true_v[:, 36:])
     assert not torch.equal(got_k[:, 63], true_k[:, 63]) and not torch.equal(got_v[:, 35], true_v[:, 35])
     groups, lost = (x[:, :64].unflatten(1, (2, 32)) for x in (true_k, got_k - true_k))
@@ -1688,9 +1627,8 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
     kept = cache.tokens_of(outliers).masked_fill(outliers.repeat_interleave(4, 1) < 0, 139).long()
     for m in range(n, n + 20):
         out, chosen = watched_step(cache, m, q, k, v)
-        assert ((chosen.sum(-1) == m + 1) | (chosen.sum(-1) > 60 - 2 * 4)).all() and chosen.sum(
-            -1
-        ).max() <= 60
+        counts = chosen.sum(-1)
+        assert ((counts == m + 1) | (counts > 60 - 2 * 4)).all() and counts.max() <= 60
         local = max(0, m + 1 - 6) // 4 * 4
         near = torch.zeros(4, 140, dtype=torch.bool).scatter(1, kept, True)[:, : m + 1]
         near[:, local:] = True
@@ -1701,34 +1639,30 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
         assert error(out, attend(query, keys, values, chosen[None, :, : m + 1])) < 1e-4
 
 
-def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(checkpoint, monkeypatch, capsys):
+def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(cli):
     cache, _ = shadow(100)
     assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.room).host_bytes() == 0
     names = {name for name, _ in cache.named_buffers()}
     assert names == {"basis", "latent", "landmark", "outlier", "outlier_k", "outlier_v", "ring_k", "ring_v"}
     assert not any(buffer is cache.host_v for buffer in cache.buffers())
-    argv = ["--checkpoint", checkpoint, "--method", "shadowkv", "--prompt", 30, "--max_new_tokens", 10]
-    code, out, err = run_main(generate.main, [*argv, "--json"], monkeypatch, capsys)
-    report = json.loads(out.splitlines()[-1])
-    assert code == 0 and report["cache_bytes_host"] == report["cache_bytes_dense"] // 2
-    assert report["cache_bytes_measured"] == report["cache_bytes_formula"] and "host memory" in err
+    report = cli.json("generate --method shadowkv --prompt 30 --max_new_tokens 10")
+    assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
 @pytest.mark.parametrize("method, options", ROWS)
-def test_rows_run_from_the_command_line(method, options, checkpoint, monkeypatch, capsys):
+def test_rows_run_from_the_command_line(method, options, cli):
     """Every setting is an option; the plan of their memory and the ledger agree; --json has them."""
-    argv = ["--checkpoint", checkpoint, "--method", method, "--prompt", 70, "--prompt", 5, "--json"]
-    for name, value in options.items():
-        argv += [f"--{name}"] if value is True else [f"--{name}", value]
-    code, out, err = run_main(generate.main, [*argv, "--max_new_tokens", 8], monkeypatch, capsys)
-    assert code == 0, err
-    report = json.loads(out.splitlines()[-1])
+    given = " ".join(f"--{name}" + f" '{value}'" * (value is not True) for name, value in options.items())
+    report = cli.json(f"generate --method {method} --prompt 70 --prompt 5 --max_new_tokens 8 {given}")
     assert options.items() <= report["settings"].items() and report["bytes_read_per_step"] > 0
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
 TOO_FEW = "--keep 20 of 80 tokens is fewer than 16 sinks and 8"
-BAD_ROWS = [
+TOO_NARROW = "bit values need a head dim that groups of 32"
+WITHOUT_BITS = ("dense", "sals", "streaming", "h2o", "kivi", "shadowkv")
+REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
     ("topk", {"keep": 0}, "--keep 0: give a share"),
     ("topk", {"keep": 20, "sinks": 16, "recent": 8}, TOO_FEW),
     ("topk", {"recent": 0}, "--recent at least 1"),
@@ -1743,19 +1677,27 @@ BAD_ROWS = [
     ("kivi", {"residual": 48}, "a multiple of 32"),
     ("shadowkv", {"rank": 1.5}, "must lie in"),
     ("shadowkv", {"keep": 60}, "lower --outliers"),
-    *(
-        (m, {"kv_bits": 4}, f"--kv_bits is not a setting of {m}")
-        for m in ("dense", "sals", "streaming", "h2o")
-    ),
-    *((m, {"kv_bits": 4}, f"--kv_bits is not a setting of {m}") for m in ("kivi", "shadowkv")),
+    *((m, {"kv_bits": 4}, f"--kv_bits is not a setting of {m}") for m in WITHOUT_BITS),
+    ("elitekv", {}, "q/k norms", {"qk_norm": True}),
+    ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
+    ("sals", {}, TOO_NARROW, {"head_dim": 48}),
+    ("sals", {"bits": 16, "window": "half"}, TOO_NARROW, {"head_dim": 48}),
+    ("kivi", {}, TOO_NARROW, {"head_dim": 48}),
+    ("dense", {"kernels_": True}, "--no-kernels", {"head_dim": 8}),  # narrower than a tensor core's tile
 ]
 
 
-@pytest.mark.parametrize("method, options, message", BAD_ROWS)
-def test_rows_refuse_what_does_not_fit(method, options, message):
+@pytest.mark.parametrize("case", REFUSED_SETTINGS)
+def test_methods_refuse_what_does_not_fit(case):
+    method, options, message, *changes = case
     with pytest.raises(UserError, match=message) as caught:
-        make_engine(tiny_model(), method, 1, 80, **options)
+        make_engine(tiny_model(**dict(*changes)).to(DEVICE), method, 1, 80, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_head_dims_that_kernels_or_codes_cannot_take_may_do_without():
+    assert Room(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernels is None
+    make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16)
 
 
 @pytest.mark.parametrize("head_dim, n_layers, tokens", [(8, 2, 24), (16, 1, 24), (8, 2, 3)])
@@ -1768,7 +1710,7 @@ def test_every_method_runs_at_its_defaults_on_a_small_model(method, head_dim, n_
     engine.prefill([random_ids(tokens - 2)])
     engine.step()
     assert engine.logits.isfinite().all()
-    assert sum(getattr(settings_from(method, {}), "budget", lambda n: [n])(tokens)) <= tokens
+    assert sum(getattr(compress.settings_from(method, {}), "budget", lambda n: [n])(tokens)) <= tokens
 
 
 WHOLE = [
@@ -1801,8 +1743,8 @@ IDLE = [
 
 @pytest.mark.parametrize("method, options, note", IDLE)
 def test_a_method_with_nothing_to_do_says_so(method, options, note):
-    engine, settings = make_engine(tiny_model(), method, 2, 80, **options), settings_from(method, options)
-    text = generate.idle_note(method, settings, engine.caches)
+    engine = make_engine(tiny_model(), method, 2, 80, **options)
+    text = generate.idle_note(method, compress.settings_from(method, options), engine.caches)
     assert note in text and bool(text) == bool(note)
 
 
@@ -1866,7 +1808,7 @@ def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recen
         chosen = {n for n in head if n >= 0}
         assert sum(n >= 0 for n in head) == len(chosen) == max(count, min(length, sinks + recent))
         assert forced <= chosen <= set(range(length))
-    budget = LokiSettings(k=0.05, sinks=8, recent=16).budget
+    budget = compress.LokiSettings(k=0.05, sinks=8, recent=16).budget
     assert [budget(n) for n in (100, 20, 6)] == [(8, 0, 16), (8, 0, 12), (6, 0, 0)]
 
 
@@ -1907,7 +1849,7 @@ def test_loki_fit_is_a_centred_pca_of_each_head():
     worse, better = ("pre", "post") if tensors["better"] else ("post", "pre")
     assert float(facts[f"perplexity_{better}"]) <= float(facts[f"perplexity_{worse}"])
     moved = keys @ orthonormal(16, 5).double() * 3 + 7  # Rank@v is blind to rotation, scale and shift
-    again = eigen((moved - moved.mean(0)).T @ (moved - moved.mean(0)) / len(moved))[0]
+    again = calibrate.eigen((moved - moved.mean(0)).T @ (moved - moved.mean(0)) / len(moved))[0]
     assert torch.equal(compress.rank_at(again, 0.8), compress.rank_at(values, 0.8))
 
 
@@ -1927,25 +1869,14 @@ def stacked(x: torch.Tensor) -> torch.Tensor:
     return x.permute(1, 0, 2, 3).flatten(1, 2)
 
 
-def lrqk_objective(q, k, a_q, a_k, b_q, b_k) -> float:
-    parts = (q @ k.mT - a_q @ a_k.mT, q - a_q @ b_q, k - a_k @ b_k)
-    return sum(0.5 * part.square().sum().item() for part in parts)
-
-
-def explicit_lrqk(q, k, a_q, a_k, order: str, rounds: int):
-    """Alg. 1 as it is written, on A_Q and A_K themselves; yields (A_Q, A_K, B_Q, B_K) after each block."""
+def explicit_lrqk(q, k, a_q, a_k):
+    """A_Q and A_K after two rounds of Alg. 1 as it is written, on A_Q and A_K themselves."""
     solve = torch.linalg.solve
-    for _ in range(rounds):
+    for _ in range(2):
         b_q, b_k = (solve(a.mT @ a, a.mT @ x) for a, x in ((a_q, q), (a_k, k)))
-        yield a_q, a_k, b_q, b_k
-        old = a_q, a_k
-        for name in {"paper": "kq", "official": "qk", "jacobi": "kq"}[order]:
-            left_q, left_k = old if order == "jacobi" else (a_q, a_k)
-            if name == "k":
-                a_k = solve(left_q.mT @ left_q + b_k @ b_k.mT, (k @ (q.mT @ left_q + b_k.mT)).mT).mT
-            else:
-                a_q = solve(left_k.mT @ left_k + b_q @ b_q.mT, (q @ (k.mT @ left_k + b_q.mT)).mT).mT
-            yield a_q, a_k, b_q, b_k
+        a_k = solve(a_q.mT @ a_q + b_k @ b_k.mT, (k @ (q.mT @ a_q + b_k.mT)).mT).mT
+        a_q = solve(a_k.mT @ a_k + b_q @ b_q.mT, (q @ (k.mT @ a_k + b_q.mT)).mT).mT
+    return a_q, a_k
 
 
 @pytest.fixture
@@ -1960,17 +1891,6 @@ def test_lrqk_moments_count_every_token():
     assert error(total, rows.abs().sum(1)) < 1e-12
 
 
-@pytest.mark.parametrize("order", ["paper", "official", "jacobi"])
-def test_lrqk_objective_falls_with_every_block(order):
-    """Invariant 1: Gauss-Seidel in either order never raises J; Jacobi, which the released code runs where a
-    lambda is not 1, does."""
-    q, k = (stacked(x) for x in lrqk_data())
-    start = torch.randn(2, 2, 600, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    states = explicit_lrqk(q, k, start[0], start[1, :, :300], order, 6)
-    values = [lrqk_objective(q, k, *state) for state in states]
-    assert (order != "jacobi") == all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(values))
-
-
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("init", ["topcol", "top", "randn"])
 def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
@@ -1983,7 +1903,7 @@ def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
         for x, w, sums in ((q, w_q, sum_q), (k, w_k, sum_k)):
             columns = (sum_q + sum_k if init == "topcol" else sums).topk(6).indices[:, None]
             assert torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
-    *_, (a_q, a_k, _, _) = explicit_lrqk(q, k, q @ w_q, k @ w_k, "paper", 2)
+    a_q, a_k = explicit_lrqk(q, k, q @ w_q, k @ w_k)
     w_q, w_k = compress.lrqk_prefill(w_q, w_k, gram_q, gram_k)
     b_q, b_k = compress.lrqk_bases(w_q, w_k, gram_q, gram_k)
     for x, w, a, b in ((q, w_q, a_q, b_q), (k, w_k, a_k, b_k)):
@@ -2120,24 +2040,15 @@ def attended(cache, head: int, pos: int) -> set[int]:
     return set(chosen) | set(range(max(0, pos - cache.z + 1), pos + 1))
 
 
-@pytest.mark.parametrize("n", [1, 4, 10, 14, 15, 16, 30])
+@pytest.mark.parametrize("n", [4, 10, 14, 15, 16])
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
 def test_lrqk_ring_and_candidates_cover_every_token_once(n, mode):
     """Invariant 8, with prompts below k, of k + recent and beyond: the token that leaves the ring is a
-    candidate in the same step."""
+    candidate in the same step. (SELECTORS hold the output to these tokens.)"""
     cache, qkv = lrqk_cache(n, mode=mode)
     for pos in range(n, n + 20):
         step(cache, pos, *qkv)
-        ring = compress.ring_positions(torch.tensor([pos]), cache.z)[0].tolist()
-        assert sorted(p for p in ring if p >= 0) == list(range(max(0, pos - 4), pos + 1))
-        for head in range(4):
-            assert len(attended(cache, head, pos)) == min(pos + 1, 15)
-            held = {int(p): slot for slot, p in enumerate(cache.pos_of[0, head]) if p >= 0}
-            assert held == {p: int(slot) for p, slot in enumerate(cache.slot_of[0, head]) if slot >= 0}
-        for slot, position in enumerate(ring):
-            if position >= 0:
-                assert torch.equal(cache.hot_k[0, :, cache.slots + slot], cache.k[0, :, position])
-                assert torch.equal(cache.hot_v[0, :, cache.slots + slot], cache.v[0, :, position])
+        assert all(len(attended(cache, head, pos)) == min(pos + 1, 15) for head in range(4))
 
 
 @pytest.mark.parametrize("ratio", [1, 1.5, 2])
@@ -2212,35 +2123,12 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
     assert cache.miss_rate() == rates[1]
 
 
-def test_lrqk_paper_mode_refits_on_what_the_last_step_attended(monkeypatch):
-    """Omega: the rows of K and of A_K in the same order, of exactly the tokens of the step before."""
-    (cache, qkv), seen, refit = lrqk_cache(30, mode="paper", slots=1.5), [], compress.lrqk_refit
-
-    def spy(q, k, b_q, b_k, a_near, k_near):
-        seen.append((a_near[0], k_near[0].clone()))
-        return refit(q, k, b_q, b_k, a_near, k_near)
-
-    monkeypatch.setattr(compress, "lrqk_refit", spy)
-    for n in range(30, 45):
-        omega = [attended(cache, h, n - 1) for h in range(4)]
-        step(cache, n, *qkv)
-        for head, (a_near, k_near) in enumerate(zip(*seen[-1], strict=True)):
-            found = set()
-            for a, key in zip(a_near, k_near, strict=True):
-                if a.any():
-                    (position,) = (cache.k[0, head] == key).all(-1).nonzero()[:, 0].tolist()
-                    assert torch.equal(a, cache.a_k[0, head, position])
-                    found.add(position)
-            assert found == omega[head]
-    assert not torch.equal(cache.basis_q, lrqk_cache(30, mode="paper")[0].basis_q)
-
-
 def lrqk_of_the_paper(q, k, n: int, r: int, top: int, z: int) -> list[set[int]]:
     """Algorithms 1 and 2 as printed, in fp64 on A_Q, A_K, B_Q, B_K of one KV head, from topcol, with B fitted
     to the final A: the tokens that each step after the first n selects. q [S, G, D], k [S, D] after RoPE."""
     solve, flat = torch.linalg.solve, q[:n].flatten(0, 1)  # rows in any order: only sums over them are used
     columns = (flat.abs().sum(0) + k[:n].abs().sum(0)).topk(r).indices
-    *_, (a_q, a_k, _, _) = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns], "paper", 2)
+    a_q, a_k = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns])
     b_q, b_k = solve(a_q.mT @ a_q, a_q.mT @ flat), solve(a_k.mT @ a_k, a_k.mT @ k[:n])
 
     def best(q_hat, pos):
@@ -2269,12 +2157,14 @@ def lrqk_of_the_paper(q, k, n: int, r: int, top: int, z: int) -> list[set[int]]:
 
 @pytest.mark.parametrize("group, rank, spread", [(1, 4, 0), (1, 10, 1.5), (2, 6, 0), (2, 6, 1.5)])
 def test_lrqk_paper_mode_selects_as_algorithms_1_and_2(group, rank, spread):
-    """At every one of 40 steps: the bases of a step come from the one before, so its gauge must be theirs."""
+    """At every one of 40 steps: the bases of a step come from the one before, so its gauge must be theirs;
+    refitted on what the last step attended, wherever its rows lie."""
     torch.manual_seed(0)
     heads, mix = 8 // group, torch.randn(16, 16) * torch.logspace(0, -spread, 16)
     mix = mix if spread else torch.eye(16)
     q, k, v = torch.randn(90, 8, 16) @ mix, 2 * torch.randn(90, heads, 16) @ mix, torch.randn(90, heads, 16)
-    cache = row_cache("lrqk", tiny_model(group=group), 1, 90, rank=rank, k=10, recent=5, mode="paper")
+    options = {"rank": rank, "k": 10, "recent": 5, "mode": "paper", "slots": 1.5}
+    cache = row_cache("lrqk", tiny_model(group=group), 1, 90, **options)
     cache.prefill(0, q[:50], k[:50], v[:50])
     rotated = [cache.rope(x.double(), slice(0, 90)).unflatten(1, (heads, -1)) for x in (q, k)]
     truth = [lrqk_of_the_paper(rotated[0][:, h], rotated[1][:, h, 0], 50, rank, 10, 5) for h in range(heads)]
@@ -2412,25 +2302,9 @@ def test_fdc_basis_fits_far_positions_because_it_saw_them(fdc_fit):
     """Keys with a mean: a basis of the first positions loses it where slow pairs have turned."""
     model, _, tensors, _ = fdc_fit
     x, far = (torch.cat(stacked_vectors(model, 1, 0, *span)) for span in ((0, 40, 2), (472, 512, 3)))
-    bases = eigen(x.T @ x)[1][:, :16], tensors["qk.basis"][1, 0, :, :16].double()
+    bases = calibrate.eigen(x.T @ x)[1][:, :16], tensors["qk.basis"][1, 0, :, :16].double()
     near, everywhere = ((far @ basis).square().sum() for basis in bases)
     assert everywhere > near * 1.02
-
-
-def test_fdc_rotation_against_the_best_pair_of_bases(fdc_fit):
-    """||QK' - A_Q A_K'|| of one rotation is above the optimum over rank p, and below random rotations."""
-    q, k = stacked_vectors(fdc_fit[0], 2, 1, 0, 512)
-    x = torch.cat((q, k))
-    basis = eigen(x.T @ x)[1]
-    factors = [torch.linalg.qr(m).R for m in (q, k)]
-    tail = torch.linalg.svdvals(factors[0] @ factors[1].T).square().flip(0).cumsum(0).flip(0)
-
-    def lost(basis):
-        return (q @ k.T - (q @ basis) @ (k @ basis).T).square().sum()
-
-    for p in (8, 16, 32):
-        other = orthonormal(48, p)[:, :p].double()
-        assert tail[p] * (1 - 1e-9) <= lost(basis[:, :p]) < lost(other)
 
 
 def test_fdc_values_are_the_svd_of_the_weights(fdc_fit):
@@ -2577,7 +2451,7 @@ def test_prefill_blocks_cover_every_row_once_and_cost_the_same():
 @pytest.mark.parametrize("costs,workers", [([32, 160, 96, 256], 33), ([64], 7), ([32, 32, 256] * 8, 20)])
 def test_equal_stretches_cover_every_token_once_and_evenly(costs, workers, lengths):
     block, seen, loads = 16, {}, []
-    for stretches in equal_stretches(lengths, costs, workers, block):
+    for stretches in compress.equal_stretches(lengths, costs, workers, block):
         loads.append(0)
         for row, head, first, last in stretches:
             assert first == seen.get((row, head), 0)  # each goes on where the one before stopped
@@ -2664,17 +2538,6 @@ def test_rows_stop_one_by_one():
         assert b == (a[: a.index(stop)] if stop in a else a)
 
 
-def test_the_same_seed_gives_the_same_sample():
-    texts = []
-    for seed in (1, 1, 2):
-        engine = make_engine(tiny_model(), "dense", 2, 40)
-        engine.sampling = Sampling(1.5, top_k=50)
-        torch.manual_seed(seed)
-        engine.prefill([random_ids(4), random_ids(6)])
-        texts.append(decode_rows(engine, 20, lambda ids: False).token_ids)
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_a_capture_warms_up_in_a_cache_of_one_token(monkeypatch):
     model, without = tiny_model(), lambda *_, **__: contextlib.nullcontext()
     for name in ("Stream", "current_stream", "CUDAGraph"):
@@ -2692,10 +2555,7 @@ def test_graph_replay_equals_eager(method, options):
     """One graph over 300 steps of a ragged batch, across the budget's edge at 32 tokens."""
     prompts, tokens = [random_ids(n, n) for n in (5, 31, 60)], []
     for graphed in (False, True):
-        model = tiny_model().cuda()
-        room, artifact = Room(model, 3, 400), artifact_of(method, model)
-        caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), graphed=graphed)
+        engine = make_engine(tiny_model().cuda(), method, 3, 400, graphed=graphed, **options)
         engine.prefill(prompts)
         tokens.append((decode_rows(engine, 300, lambda ids: False).token_ids, engine.logits.tolist()))
     assert tokens[0] == tokens[1]
@@ -2716,11 +2576,8 @@ def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options,
     prompts = [eval_sample(nano_haystack, "multikey", seed, n)[0] for seed, n in ((0, 700), (1, 1500))]
     tokens = []
     for kernels_, graphed in itertools.product((False, True), repeat=2):
-        model = load_model(NANO, torch.device("cuda"), torch.float32)
-        artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
-        room = Room(model, 2, 1600, kernels_)
-        caches = METHODS[method].build(model, settings_from(method, options), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), compiled=graphed, graphed=graphed)
+        how = {"kernels_": kernels_, "compiled": graphed, "graphed": graphed}
+        engine = fitted_engine(NANO, method, 2, 1600, "cuda", **how, **options)
         engine.prefill(prompts)
         if graphed:
             torch.cuda.synchronize()
@@ -2967,12 +2824,11 @@ def test_a_vocabulary_without_some_bytes(tmp_path, unknown):
 
 
 ESCAPE, PREPEND = model_file.ESCAPE, model_file.PREPEND
+OF_SENTENCEPIECE = [([PREPEND, ESCAPE], None), ([ESCAPE], None)]
+OF_SENTENCEPIECE += [(None, scheme) for scheme in ("first", "always", "never")]
 
 
-@pytest.mark.parametrize(
-    "normalizer, scheme",
-    [([PREPEND, ESCAPE], None), ([ESCAPE], None), (None, "first"), (None, "always"), (None, "never")],
-)
+@pytest.mark.parametrize("normalizer, scheme", OF_SENTENCEPIECE)
 def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
     sp = sentencepiece_of(NANO)
     names = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
@@ -3263,12 +3119,9 @@ def test_chat_style(tmp_path):
     assert model_file.chat_style({}, load_tokenizer(tmp_path)) == "llama-2"
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [[], [SYSTEM], [USER, USER], CHAT[:3], [USER, SYSTEM, USER], [USER | {"role": "tool"}], [CHAT[2], USER]],
-)
-def test_chat_needs_turns(messages):
-    for style in PROMPTS:
+def test_chat_needs_turns():
+    bad = [[], [SYSTEM], [USER, USER], CHAT[:3], [USER, SYSTEM, USER], [CHAT[2], USER]]
+    for style, messages in itertools.product(PROMPTS, [*bad, [USER | {"role": "tool"}]]):
         with pytest.raises(UserError, match="user last"):
             model_file.render_chat(style, messages)
     with pytest.raises(UserError, match="unknown chat style alpaca: choose one of llama-3"):
@@ -3476,9 +3329,7 @@ def test_gguf_logits_agree_with_transformers(family, tmp_path):
             assert error(loaded(ids).logits, reference) < 1e-4
         convert(path, "--out", tmp_path / "out", "--dtype", "bf16")
         ours = load_model(tmp_path / "out", CPU, torch.float32)
-        rounded = error(
-            model_file.weight_slots(ours)["model.embed_tokens.weight"], theirs.model.embed_tokens.weight
-        )
+        rounded = error(ours.tok_embeddings.weight, theirs.model.embed_tokens.weight)
         assert rounded < 2e-3 and error(ours.output(ours(ids)), reference) < 0.03  # weights are large here
 
 
@@ -3549,13 +3400,12 @@ BAD_GGUF = {  # changes to the file, damage, message
 
 
 @pytest.mark.parametrize("bad", BAD_GGUF)
-def test_bad_gguf_ends_in_one_line(bad, tmp_path, monkeypatch, capsys):
+def test_bad_gguf_ends_in_one_line(bad, tmp_path, cli):
     changes, damage, message = BAD_GGUF[bad]
     path = tiny_gguf(tmp_path / "m.gguf", **changes)
     if damage:
         damage(path)
-    argv = ["convert", path, "--out", tmp_path / "out", "--dtype", "fp16"]
-    code, out, err = run_main(calibrate.main, argv, monkeypatch, capsys)
+    code, out, err = cli(f"convert {path} --out {tmp_path / 'out'} --dtype fp16")
     lines = [line for line in err.splitlines() if "needs" not in line]
     assert code == 2 and out == "" and len(lines) == 1 and lines[0].startswith("error: ") and message in err
     assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
@@ -3597,10 +3447,9 @@ def smollm2(tmp_path_factory):
     return out
 
 
-def test_smollm2_answers(smollm2, monkeypatch, capsys):
-    argv = ["--checkpoint", smollm2, "--method", "dense", "--chat", "--max_new_tokens", 24]
-    argv += ["--prompt", "What is the capital of France?"]
-    code, out, _ = run_main(generate.main, argv, monkeypatch, capsys)
+def test_smollm2_answers(smollm2, cli):
+    line = f"generate --checkpoint {smollm2} --method dense --chat --max_new_tokens 24"
+    code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
     assert code == 0 and out.strip() == "The capital of France is Paris."
 
 
@@ -3711,30 +3560,26 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels):
     close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", ["each", "largest", "softmax"])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(
-    "B, S, H, N, r, r_score, block",
-    [
-        (1, 70, 1, 4, 32, 16, 0),
-        (3, 300, 2, 1, 48, 20, 48),
-        (2, 90, 3, 6, 64, 64, 0),
-        (2, 300, 1, 3, 40, 33, 48),
-        (3, 97, 1, 32, 530, 520, 0),
-        (3, 97, 1, 32, 530, 520, 512),
-        (1, 129, 1, 8, 9, 5, 48),
-    ],
-)
+RULES = ["each", "largest", "softmax"]
+SCORES_SIZES = [  # B, S, H, N, r, r_score, block
+    (1, 70, 1, 4, 32, 16, 0),
+    (3, 300, 2, 1, 48, 20, 48),
+    (2, 90, 3, 6, 64, 64, 0),
+    (2, 300, 1, 3, 40, 33, 48),
+    (3, 97, 1, 32, 530, 520, 0),
+    (3, 97, 1, 32, 530, 520, 512),
+    (1, 129, 1, 8, 9, 5, 48),
+]
+
+
+@pytest.mark.parametrize("dtype, rule, int8, sizes", pairwise(DTYPES, RULES, [False, True], SCORES_SIZES))
 @poisoned
-def test_kernel_scores(dtype, rule, int8, B, S, H, N, r, r_score, block):
+def test_kernel_scores(dtype, rule, int8, sizes):
     """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8."""
-    check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block)
+    check_scores(dtype, rule, int8, *sizes)
 
 
-@pytest.mark.parametrize("rule", ["each", "largest", "softmax"])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("block", [0, 48])
+@pytest.mark.parametrize("rule, int8, block", pairwise(RULES, [False, True], [0, 48]))
 @poisoned
 def test_kernel_scores_of_several_tiles_a_program(monkeypatch, rule, int8, block):
     monkeypatch.setattr(kernels, "softmax_config", lambda *_: (16, 32, 4, 2, 6))
@@ -3754,50 +3599,41 @@ def test_kernel_scores_beyond_two_to_the_31_numbers():
 # ---- select
 
 
-@pytest.mark.parametrize(
-    "kind", ["normal", "ties", "equal", "heavy", "offset", "masked", "extremes", "one chunk", "near ties"]
-)
-@pytest.mark.parametrize(
-    "S, x, y, z, pos",
-    [
-        (257, 4, 33, 8, (256, 100, 17)),
-        (300, 0, 1, 1, (299, 1, 0)),
-        (4096, 16, 432, 64, (4095, 300)),
-        (40, 3, 64, 5, (39, 20, 6)),
-        (5000, 4, 600, 16, (4999, 700)),
-        (5000, 4, 4000, 16, (4999,)),
-        (8193, 4, 256, 16, (8192, 5000, 7)),
-        (10000, 4, 7000, 8, (9999,)),
-    ],
-)
+SCORES = ["normal", "ties", "equal", "heavy", "offset", "masked", "extremes", "one chunk", "near ties"]
+SHORT_ROWS = [  # S, x, y, z, pos: in one program
+    (257, 4, 33, 8, (256, 100, 17)),
+    (300, 0, 1, 1, (299, 1, 0)),
+    (4096, 16, 432, 64, (4095, 300)),
+    (40, 3, 64, 5, (39, 20, 6)),
+]
+CHUNKED = (5000, 4, 600, 16, (4999, 700))  # in several
+SELECTED = [
+    *((kind, *row) for kind in SCORES for row in (*SHORT_ROWS, CHUNKED)),
+    *((kind, 5000, 4, 4000, 16, (4999,)) for kind in ("normal", "extremes", "near ties")),
+    *((kind, 8193, 4, 256, 16, (8192, 5000, 7)) for kind in ("ties", "one chunk", "near ties")),
+    *((kind, 10000, 4, 7000, 8, (9999,)) for kind in ("equal", "masked", "offset")),
+    # The widest tile of survivors that a program takes, and a budget beyond: the pass over the whole row.
+    ("normal", 65536, 4, 16384, 64, (65535,)),
+    ("ties", 40000, 4, 20000, 64, (39999,)),
+]
+
+
+@pytest.mark.parametrize("kind, S, x, y, z, pos", SELECTED)
 @poisoned
 def test_kernel_select(kind, S, x, y, z, pos):
     check_select(kind, S, x, y, z, pos)
 
 
 @pytest.mark.parametrize("kind", ["ties", "masked"])
-@pytest.mark.parametrize(
-    "S, x, y, z, pos",
-    [
-        (257, 4, 33, 8, (256, 100, 17)),
-        (5000, 4, 600, 16, (4999, 700, 900)),
-        (10000, 4, 7000, 8, (9999, 5000, 9000)),
-    ],
-)
+@pytest.mark.parametrize("S, x, y, z", [(257, 4, 33, 8), (5000, 4, 600, 16), (10000, 4, 7000, 8)])
 @poisoned
-def test_kernel_select_takes_as_many_as_a_row_wants(kind, S, x, y, z, pos):
-    check_select(kind, S, x, y, z, pos, shares=(0.3, 0.0, 1.5))  # more than y is y
+def test_kernel_select_takes_as_many_as_a_row_wants(kind, S, x, y, z):
+    check_select(kind, S, x, y, z, (S - 1, S // 2, S // 5), shares=(0.3, 0.0, 1.5))  # more than y is y
 
 
-@pytest.mark.parametrize("S, y, kind", [(65536, 16384, "normal"), (40000, 20000, "ties")])
-def test_kernel_select_many_of_a_long_row(S, y, kind):
-    """The widest tile of survivors that a program takes, and a budget beyond: the pass over the whole row."""
-    check_select(kind, S, 4, y, 64, (S - 1,))
-
-
-@pytest.mark.parametrize("S", [4096, 4097, 8192, 8193, 30000, 131072, 1 << 20])
-def test_select_chunks_keep_enough_of_every_row(S):
-    for y in (1, 16, 432, 1968, 4096, 16384, 32768):
+def test_select_chunks_keep_enough_of_every_row():
+    lengths = (4096, 4097, 8192, 8193, 30000, 131072, 1 << 20)
+    for S, y in itertools.product(lengths, (1, 16, 432, 1968, 4096, 16384, 32768)):
         plan = kernels.select_chunks(S, min(y, S))
         if plan:
             chunks, N, least, most = plan
@@ -3946,7 +3782,7 @@ def stored_values(form, dtype, read, DV, bits, pos):
     codes, low_scale, truth = v, None, v.float()
     if bits < 16:
         codes, low_scale = quantize(v, bits, min(32, DV))
-        truth = dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
+        truth = compress.dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
     if form not in ("int8", "channels"):
         codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
     if bits == 16:
@@ -4009,45 +3845,46 @@ def check_attend(dtype, *case, ops=kernels, **options):
     close(ops.attend(*given), truth, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("tokens", ["all", "row", "KV head", "query head"])
-@pytest.mark.parametrize(
-    "B, S, Hkv, G, D, DV, bits, z, pos",
-    [
-        (1, 70, 2, 1, 64, 40, 16, 0, (69,)),
-        (3, 130, 2, 4, 128, 128, 4, 24, (129, 64, 3)),
-        (2, 300, 1, 3, 96, 96, 2, 0, (299, 32)),
-        (1, 90, 1, 8, 256, 64, 8, 7, (80,)),
-        (3, 150, 2, 1, 128, 128, 2, 70, (149, 60, 0)),
-        (2, 90, 1, 20, 16, 16, 4, 0, (89, 31)),
-        (2, 90, 3, 2, 96, 96, 8, 5, (89, 0)),
-        (2, 90, 2, 2, 64, 64, 16, 24, (80, 40)),
-    ],
-)
+ATTEND_SIZES = [  # B, S, Hkv, G, D, DV, bits, z, pos
+    (1, 70, 2, 1, 64, 40, 16, 0, (69,)),
+    (3, 130, 2, 4, 128, 128, 4, 24, (129, 64, 3)),
+    (2, 300, 1, 3, 96, 96, 2, 0, (299, 32)),
+    (1, 90, 1, 8, 256, 64, 8, 7, (80,)),
+    (3, 150, 2, 1, 128, 128, 2, 70, (149, 60, 0)),
+    (2, 90, 1, 20, 16, 16, 4, 0, (89, 31)),
+    (2, 90, 3, 2, 96, 96, 8, 5, (89, 0)),
+    (2, 90, 2, 2, 64, 64, 16, 24, (80, 40)),
+]
+INDEXES = ["all", "row", "KV head", "query head"]
+
+
+@pytest.mark.parametrize("dtype, form, tokens, sizes", pairwise(DTYPES, FORMATS, INDEXES, ATTEND_SIZES))
 @poisoned
-def test_kernel_attend(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos):
+def test_kernel_attend(dtype, form, tokens, sizes):
     """Every format of keys and of values, every kind of index, with a window of exact tokens and without."""
-    check_attend(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos)
+    check_attend(dtype, form, tokens, *sizes)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("tokens", ["all", "query head"])
-@pytest.mark.parametrize(
-    "D, tile, step, splits", [(96, 16, 64, 1), (128, 64, 32, 3), (64, 32, 16, 70), (160, 16, 64, 20)]
-)
+# KV heads, D, tokens a tile, ranks a step, splits.
+TILES = [(2, 96, 16, 64, 1), (2, 128, 64, 32, 3), (1, 64, 32, 16, 70), (1, 160, 16, 64, 20)]
+
+
+@pytest.mark.parametrize("form, tokens, sizes", pairwise(FORMATS, ["all", "query head"], TILES))
 @poisoned
-def test_kernel_attend_tiles(monkeypatch, form, tokens, D, tile, step, splits):
+def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     """The basis at once and in steps; empty splits, and more than a merge takes at once."""
+    Hkv, D, tile, step, splits = sizes
     tile = max(32, tile) if form == "channels" else tile  # whole groups of 32 tokens
     monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: max(32, step) if "int8" in form else step)
     monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
-    check_attend(torch.float16, form, tokens, 2, 400, 2, 2, D, D, 4, 100, (399, 120), n=130, r=57)
+    check_attend(torch.float16, form, tokens, 2, 400, Hkv, 2, D, D, 4, 100, (399, 120), n=130, r=57)
 
 
-@pytest.mark.parametrize("G", [1, 4])
-@pytest.mark.parametrize("rise", [(-3, 3), (3, -3), (-40, -40)])
+RISES = [(-3, 3), (3, -3), (-40, -40)]
+
+
+@pytest.mark.parametrize("G, rise", [*zip((1, 4, 4), RISES, strict=True)])
 @poisoned
 def test_kernel_attend_window_of_several_tiles(G, rise):
     """Logits that rise from slot to slot, that fall, and all far below those of slots still empty."""
@@ -4055,23 +3892,20 @@ def test_kernel_attend_window_of_several_tiles(G, rise):
     check_attend(torch.float16, *case, rise=rise)
 
 
+LATENT_ROWS = [  # tokens, B, S, Hkv, G, bits, z, n, r
+    ("row", 16, 1000, 32, 1, 2, 64, 448, 512),
+    ("row", 4, 5000, 32, 1, 4, 64, 4032, 512),
+    ("row", 8, 3000, 8, 4, 4, 80, 1984, 256),
+    ("all", 1, 3000, 8, 4, 4, 64, 0, 256),
+]
+REAL_SIZES = [(form, *row) for form in ("joint latents", "joint int8 latents") for row in LATENT_ROWS]
+REAL_SIZES += [("int8", "all", 4, 3000, 8, G, bits, 0, 0, 0) for G, bits in ((1, 2), (4, 4), (4, 16))]
+REAL_SIZES += [("channels", "all", 4, 3000, 8, G, 4, 0, 0, 0) for G in (1, 4)]
+REAL_SIZES += [("plain", tokens, 4, 3000, 8, 4, 16, 0, 448, 0) for tokens in ("all", "KV head")]
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the sizes of real models")
-@pytest.mark.parametrize(
-    "form, tokens, B, S, Hkv, G, bits, z, n, r",
-    [
-        (form, *sizes)
-        for form in ("joint latents", "joint int8 latents")
-        for sizes in (
-            ("row", 16, 1000, 32, 1, 2, 64, 448, 512),
-            ("row", 4, 5000, 32, 1, 4, 64, 4032, 512),
-            ("row", 8, 3000, 8, 4, 4, 80, 1984, 256),
-            ("all", 1, 3000, 8, 4, 4, 64, 0, 256),
-        )
-    ]
-    + [("int8", "all", 4, 3000, 8, G, bits, 0, 0, 0) for G, bits in ((1, 2), (4, 4), (4, 16))]
-    + [("channels", "all", 4, 3000, 8, G, 4, 0, 0, 0) for G in (1, 4)]
-    + [("plain", tokens, 4, 3000, 8, 4, 16, 0, 448, 0) for tokens in ("all", "KV head")],
-)
+@pytest.mark.parametrize("form, tokens, B, S, Hkv, G, bits, z, n, r", REAL_SIZES)
 @poisoned
 def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     pos = [S - 1 - 7 * b for b in range(B)]
@@ -4086,12 +3920,12 @@ def test_kernel_attend_counts_numbers_of_fp32_where_the_model_is(monkeypatch, fo
     assert seen == [4]
 
 
+LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
+LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "B, S, Hkv, G, DV, pos",
-    [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
-    + [(2, 90, 3, 3, 20, (88, 31))],
-)
+@pytest.mark.parametrize("B, S, Hkv, G, DV, pos", LOGITS_SIZES)
 @poisoned
 def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
     """A row whose pos lies beyond S attends all S."""
@@ -4158,9 +3992,8 @@ def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path):
     spec.loader.exec_module(module)
     assert len(copied) < len(lines) / 2 and not hasattr(module, "main")
     if name == "attend":
-        check_attend(
-            torch.float16, "joint int8 latents", "row", 2, 90, 2, 2, 64, 64, 4, 8, (80, 3), ops=module
-        )
+        sizes = (2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
+        check_attend(torch.float16, "joint int8 latents", "row", *sizes, ops=module)
     elif name == "scores":
         check_scores(torch.float16, "softmax", True, 2, 90, 1, 4, 40, 32, 48, ops=module)
     else:
@@ -4255,13 +4088,14 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
 # ---- append, heads of unequal rank, rows of host memory
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("Hkv, D, r", [(2, 64, 33), (3, 96, 20), (1, 128, 64), (5, 16, 3)])
-@pytest.mark.parametrize("int8, sinks", [(False, 0), (True, 5)])
+APPENDED = [(2, 64, 33), (3, 96, 20), (1, 128, 64), (5, 16, 3)]  # Hkv, D, r
+
+
+@pytest.mark.parametrize("dtype, bits, int8, sizes", pairwise(DTYPES, [2, 4, 8, 16], [0, 1], APPENDED))
 @poisoned
-def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8, sinks):
-    """The new token, to the bit but for RoPE; all else stays as it was."""
+def test_kernel_sals_append(dtype, bits, int8, sizes):
+    """The new token, to the bit but for RoPE; all else stays as it was. With int8 latents: and sinks."""
+    (Hkv, D, r), sinks = sizes, 5 * int8
     B, S, z, group, pos = 3, 20, 8, min(32, D), positions(19, 8, 0)
     G = 3 if Hkv == 1 else 2
     qkv = randn(B, (G + 2) * Hkv * D + r + 8, dtype=dtype)  # rows as wqkv gives them: apart
@@ -4300,31 +4134,23 @@ def test_kernel_sals_append(dtype, bits, Hkv, D, r, int8, sinks):
         assert got is want is None or torch.equal(got, want)
 
 
-FDC_RANKS = {  # d_qk of each head, then d_v
-    "equal": [32, 32, 32, 32],
-    "unequal": [16, 96, 48, 64, 80, 16],
-    "odd": [35, 20, 7, 96],
-    "many": [16 * (1 + h % 6) for h in range(20)],
-}
+UNEQUAL = [16, 96, 48, 64, 80, 16]
+FDC_SIZES = [  # d_qk of each head, then d_v; B, S, G, pos
+    ([32, 32, 32, 32], 1, 70, 1, (69,)),
+    (UNEQUAL, 3, 300, 2, (299, 0, 64)),
+    (UNEQUAL, 5, 90, 1, (1, 89, 63, 3, 0)),
+    ([35, 20, 7, 96], 2, 130, 8, (127, 128)),
+    ([16 * (1 + h % 6) for h in range(20)], 2, 150, 1, (149, 40)),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "ranks, B, S, G, pos",
-    [
-        ("equal", 1, 70, 1, (69,)),
-        ("unequal", 3, 300, 2, (299, 0, 64)),
-        ("unequal", 5, 90, 1, (1, 89, 63, 3, 0)),
-        ("odd", 2, 130, 8, (127, 128)),
-        ("many", 2, 150, 1, (149, 40)),
-    ],
-)
-@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("dtype, balanced, sizes", pairwise(DTYPES, [True, False], FDC_SIZES))
 @poisoned
-def test_kernel_fdc_attend(dtype, ranks, B, S, G, pos, balanced):
+def test_kernel_fdc_attend(dtype, balanced, sizes):
     """Against each head on its own, in the packed buffer and of the queries at its own rank."""
-    ranks, pos = FDC_RANKS[ranks], positions(*pos)
-    Hkv, later = len(ranks) // 2, torch.arange(S, device=DEVICE) > pos[:, None]
+    ranks, B, S, G, pos = sizes
+    Hkv, pos = len(ranks) // 2, positions(*pos)
+    later = torch.arange(S, device=DEVICE) > pos[:, None]
     parts = [randn(B, S, rank, seed=i, dtype=dtype) for i, rank in enumerate(ranks)]
     q = randn(B, Hkv, G, max(ranks[:Hkv]), dtype=dtype)
     truth = []
@@ -4356,10 +4182,8 @@ def test_kernel_fdc_more_parts_of_a_head_than_a_merge_takes_at_once(monkeypatch)
 
 def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
     """The parts that programs leave are those of the plan: no program has a block that is another's."""
-    ranks, lengths, workers, made = [16, 96, 48, 64, 80, 16], [300, 1, 65], 11, []
-    monkeypatch.setattr(
-        kernels.torch, "empty", lambda *n, **of: made.append(torch.zeros(*n, **of)) or made[-1]
-    )
+    ranks, lengths, workers, made, zeros = UNEQUAL, [300, 1, 65], 11, [], torch.zeros
+    monkeypatch.setattr(kernels.torch, "empty", lambda *n, **of: made.append(zeros(*n, **of)) or made[-1])
     monkeypatch.setattr(kernels, "SMS", workers)
     monkeypatch.setattr(kernels, "fdc_config", lambda *_: (16, 4, 2, 1, 32))
     packed, pos = randn(3 * 320 * sum(ranks)), positions(*(n - 1 for n in lengths))
@@ -4368,7 +4192,7 @@ def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
         table = kernels.rank_table(ranks, DEVICE, balanced)
         assert table[4].tolist() == costs
         kernels.fdc_attend(randn(3, 3, 96), packed, table, ranks, pos, 0.1)
-        plan = equal_stretches(lengths, costs, workers, 32)
+        plan = compress.equal_stretches(lengths, costs, workers, 32)
         parts = [row * 3 + head + w for w, stretch in enumerate(plan) for row, head, *_ in stretch]
         assert (made[0][1] > 0).nonzero().flatten().tolist() == sorted(parts)
         assert len(set(parts)) == len(parts)
@@ -4410,37 +4234,30 @@ def test_kernels_reach_host_memory_through_its_address():
 # ---- operators: torch.compile, CUDA graphs, refusals
 
 
-def check_operators(ops, dtype=torch.float32):
-    """Shapes and dtypes of results, and which tensors are written, are what torch.compile is told."""
-    B, S, Hkv, D, check = 2, 64, 2, 32, torch.library.opcheck
-    for form, bits, tokens in itertools.product(FORMATS, (16, 4), ("all", "row")):
-        given, _ = attend_case(dtype, form, tokens, B, S, Hkv, 2, D, D, bits, 4, (63, 3), written=True)
-        check(ops.attend, given)
-    pos, v, rope = given[5], randn(B, Hkv, S, D, dtype=dtype), kernels.rope_pairs(*tables(S, D), dtype)
-    check(ops.attend_logits, (randn(B, Hkv, 2, S), v, pos))
-    for W in (32, 600):
-        check(ops.attend_latent, (randn(B, 4, W, dtype=dtype), randn(B, S, W, dtype=dtype), pos, 20, 0.1))
-    for rule in ("each", "largest", "softmax"):
-        check(ops.scores, (randn(B, Hkv, 2, 16, dtype=dtype), v, None, pos, 0.1, rule))
-    check(ops.select, (randn(B, S), pos, 2, 5, 4))
-    table, packed = kernels.rank_table([16] * 4, DEVICE), randn(B * S * 64, dtype=dtype)
-    check(ops.fdc_attend, (randn(B, 4, 16, dtype=dtype), packed, table, [16] * 4, pos, 0.1))
-    q, k = (randn(B, heads, D, dtype=dtype) for heads in (4, 2))
-    by_token, ring = v.transpose(1, 2).contiguous(), randn(B, 4, Hkv, D, dtype=dtype)
-    latent = randn(B, S, 9, dtype=dtype)
-    codes, scale = compress.quantize_int8(latent)
-    for stores, bits in (
-        ((latent, None, by_token, None), 16),
-        ((codes, scale[..., 0].contiguous(), *quantize(by_token, 4, 32)), 4),
-    ):
-        check(
-            ops.sals_append,
-            (randn(B, 9, dtype=dtype), q, k, k, pos, rope, *stores, ring, ring.clone(), bits),
-        )
+def check_attend_operator(ops, dtype, forms, B, S):
+    for form, bits, tokens in pairwise(forms, (16, 4), ("all", "row")):
+        given, _ = attend_case(dtype, form, tokens, B, S, 2, 2, 32, 32, bits, 4, (S - 1, 3)[:B], written=True)
+        torch.library.opcheck(ops.attend, given)
 
 
 def test_kernel_operators_do_what_torch_compile_is_told():
-    check_operators(kernels)
+    """Shapes and dtypes of results, and which tensors are written, are what torch.compile is told."""
+    B, S, Hkv, D, check = 2, 32, 2, 32, torch.library.opcheck
+    check_attend_operator(kernels, torch.float32, FORMATS, B, S)
+    pos, v, rope = positions(S - 1, 3), randn(B, Hkv, S, D), kernels.rope_pairs(*tables(S, D), torch.float32)
+    check(kernels.attend_logits, (randn(B, Hkv, 2, S), v, pos))
+    for W in (32, 600):
+        check(kernels.attend_latent, (randn(B, 4, W), randn(B, S, W), pos, 20, 0.1))
+    for rule in RULES:
+        check(kernels.scores, (randn(B, Hkv, 2, 16), v, None, pos, 0.1, rule))
+    check(kernels.select, (randn(B, S), pos, 2, 5, 4))
+    table = kernels.rank_table([16] * 4, DEVICE)
+    check(kernels.fdc_attend, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
+    q, k, by_token, ring = randn(B, 4, D), randn(B, 2, D), randn(B, S, Hkv, D), randn(B, 4, Hkv, D)
+    codes, scale = compress.quantize_int8(randn(B, S, 9))
+    coded = codes, scale[..., 0].contiguous(), *quantize(by_token, 4, 32)
+    for stores, bits in (((randn(B, S, 9), None, by_token, None), 16), (coded, 4)):
+        check(kernels.sals_append, (randn(B, 9), q, k, k, pos, rope, *stores, ring, ring.clone(), bits))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
@@ -4454,10 +4271,8 @@ def test_kernel_graph_follows_pos(int8):
         name: attend_case(bf16, name, "all", B, S, Hkv, G, D, D, 4, z, (S - 1,) * B, r=r, written=True)[0]
         for name in (form, "plain", "int8", "channels")
     }
-    (q, _, keys, values, _, pos, _, window, scale), rope = (
-        cases[form],
-        kernels.rope_pairs(*tables(S, D), bf16),
-    )
+    q, _, keys, values, _, pos, _, window, scale = cases[form]
+    rope = kernels.rope_pairs(*tables(S, D), bf16)
     latents, by_token = [x if x is None else x[:, 0] for x in keys[:2]], [x.transpose(1, 2) for x in values]
     joint = [x if x is None else x[:, None] for x in latents]
     new, k, rows = randn(B, r, dtype=bf16), randn(B, Hkv, D, dtype=bf16), randn(B, S, 96, dtype=bf16)
@@ -4498,27 +4313,45 @@ def test_int8_keys_of_heads_that_the_kernel_does_not_take():
     assert torch.equal(*outputs)
 
 
-OLD = {"window": "half"}  # no kernel for it: such a cache decodes in PyTorch
+SALS_0, DOUBLE = SPARSE | {"skip": "0"}, {"keep": 32, "channels": 0.25, "skip": ""}
+SAME_WITH_KERNELS = [  # method, options, group, operations that it runs (of attend, the kinds of keys)
+    ("dense", {}, 4, "plain"),
+    ("sals", SALS_0, 2, "latents scores select"),
+    ("sals", SALS_0 | {"score": "sum", "bits": 16, "rank": 0.3}, 1, "latents scores select"),
+    ("sals", SALS_0 | {"fold": False, "skip_as": "dense"}, 8, "plain latents scores select"),
+    ("sals", SALS_0 | {"window": "half"}, 2, "select"),  # no kernel attends it
+    ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
+    ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, "latents scores select"),
+    ("sals", SALS_0 | {"skip_as": "int8", "bits": 2}, 1, "int8 latents scores select"),
+    ("sals", SALS_0 | {"skip_as": "int8", "bits": 16}, 4, "int8 latents scores select"),
+    ("fdc", {"rate": 0.2}, 2, "fdc_attend"),
+    ("fdc", {"adaptive": False}, 8, "fdc_attend"),
+    ("palu", {}, 2, "latents"),
+    ("kivi", {"residual": 32}, 4, "channels"),
+    ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
+    ("elitekv", {}, 2, "attend_latent"),
+    ("h2o", {"keep": 24}, 2, "attend_logits scores"),
+    ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
+    ("loki", {"reduced": True, "d": 0.5, "kv_bits": 4}, 2, "channels"),
+    ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
+    ("loki", {"k": 0.5, "d": 0.25, "sinks": 3, "recent": 5}, 2, "plain scores select"),
+    ("loki", {"k": 0.1, "d": 0.25, "sinks": 8, "recent": 24}, 2, "plain scores"),  # all are forced
+    ("loki", {"k": 32, "d": 0.5, "sinks": 2, "recent": 4, "kv_bits": 4}, 2, "channels scores select"),
+    ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "plain scores select"),
+    ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}, 2, "plain scores select"),
+    ("topk", {"keep": 32, "sinks": 2, "recent": 4}, 2, "plain scores select"),
+    ("quest", {"keep": 32, "page": 4, "skip": ""}, 2, "plain scores select"),
+    ("doublesparse", DOUBLE | {"sinks": 2, "recent": 4}, 2, "plain scores select"),
+    ("doublesparse", DOUBLE | {"every": 3, "share_heads": 1}, 2, "plain scores select"),
+    ("shadowkv", {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5}, 2, "plain scores select"),
+]
 
 
-@pytest.mark.parametrize(
-    "method,options,group",
-    [("dense", {}, 4), ("sals", SPARSE, 2), ("sals", SPARSE | {"score": "sum", "bits": 16, "rank": 0.3}, 1)]
-    + [("sals", SPARSE | {"fold": False, "skip_as": "dense"}, 8), ("sals", SPARSE | OLD, 2)]
-    + [
-        ("sals", SPARSE | {"latent_bits": 8, "score": rule}, group)
-        for rule, group in (("sum", 1), ("softmax", 4))
-    ]
-    + [("sals", SPARSE | {"skip_as": "int8", "bits": bits}, group) for bits, group in ((2, 1), (16, 4))]
-    + [("fdc", {"rate": 0.2}, 2), ("fdc", {"adaptive": False}, 8), ("palu", {}, 2)]
-    + [("kivi", {"residual": 32}, 4), ("kivi", {"residual": 32, "bits": 2}, 1), ("elitekv", {}, 2)]
-    + [("h2o", {"keep": 24}, 2), ("streaming", {"sinks": 4, "recent": 12}, 4)]
-    + [("loki", {"reduced": True, "d": 0.5, "kv_bits": 4}, 2)],
-)
-def test_decode_with_kernels_equals_decode_without(method, options, group, monkeypatch):
+@pytest.mark.parametrize("method, options, group, operations", SAME_WITH_KERNELS)
+def test_decode_with_kernels_equals_decode_without(method, options, group, operations, monkeypatch):
     """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
     results, calls, tables_ = [], set(), []
-    for name in ("attend", "attend_latent", "attend_logits", "fdc_attend"):
+    for name in ("attend", "attend_latent", "attend_logits", "fdc_attend", "scores", "select"):
         operation = getattr(kernels, name)
 
         def spy(*given, name=name, operation=operation):
@@ -4528,67 +4361,41 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, monke
 
         monkeypatch.setattr(kernels, name, spy)
     for kernels_ in (False, True):
-        model = tiny_model(group=group).to(DEVICE)
-        room = Room(model, 2, 64, kernels_)
-        caches = METHODS[method].build(
-            model, settings_from(method, options), room, artifact_of(method, model)
-        )
-        engine = Engine(model, caches, room, Sampling())
-        engine.prefill([random_ids(n, n) for n in (5, 31)])
-        results.append((decode_rows(engine, 4, lambda ids: False).token_ids, engine.logits.cpu()))
-        assert kernels_ or not calls
-    kinds = {"dense": {"plain"}, "sals": {"latents"}, "fdc": {"fdc_attend"}, "palu": {"latents"}}
-    kinds |= {"kivi": {"channels"}, "elitekv": {"attend_latent"}, "h2o": {"attend_logits"}}
-    kinds |= {"streaming": {"plain"}, "loki": {"channels"}}
-    kinds |= {"sals": set() if "window" in options else {"latents"}}
-    beside = {"dense": {"plain"}, "int8": {"int8"}}.get(options.get("skip_as"), set())
-    assert calls == kinds[method] | beside
+        model = tiny_model(n_layers=2, n_heads=2 * group, n_kv_heads=2).to(DEVICE)
+        engine = make_engine(model, method, 3, 64, kernels_=kernels_, **options)
+        engine.prefill([random_ids(n, n) for n in (5, 31, 58)])
+        results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
+        assert calls == (set(operations.split()) if kernels_ else set())
     assert all(table[4].min() >= 16 for table in tables_)  # widths: the work is balanced
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "method,options",
-    [
-        ("sals", SPARSE | OLD | {"skip": ""}),
-        ("loki", {"k": 0.5, "d": 0.25}),
-        ("loki", {"k": 0.5, "d": 0.25, "sinks": 3, "recent": 5}),
-        ("loki", {"k": 0.1, "d": 0.25, "sinks": 8, "recent": 24}),  # all are forced: nothing to select
-        ("loki", {"k": 32, "d": 0.5, "sinks": 2, "recent": 4, "kv_bits": 4}),
-        ("lrqk", {"rank": 8, "k": 24, "recent": 8}),
-        ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}),
-        ("topk", {"keep": 32, "sinks": 2, "recent": 4}),
-        ("quest", {"keep": 32, "page": 4, "skip": ""}),
-        ("doublesparse", {"keep": 32, "sinks": 2, "recent": 4, "channels": 0.25, "skip": ""}),
-        ("doublesparse", {"keep": 32, "every": 3, "share_heads": 1, "channels": 0.25, "skip": ""}),
-        ("shadowkv", {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5}),
-    ],
-)
-def test_methods_select_alike_with_the_kernel_and_without(method, options, monkeypatch):
-    """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
-    calls, select_kernel, results = [], kernels.select, []
-    monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
-    for kernels_ in (False, True):
-        model = tiny_model(n_layers=2, n_heads=4, n_kv_heads=2).to(DEVICE)
-        room = Room(model, 3, 64, kernels_)
-        caches = METHODS[method].build(
-            model, settings_from(method, options), room, artifact_of(method, model)
-        )
-        engine = Engine(model, caches, room, Sampling())
-        engine.prefill([random_ids(n, n) for n in (5, 30, 60)])
-        results.append((decode_rows(engine, 5, lambda ids: False).token_ids, engine.logits.cpu()))
-        assert bool(calls) == (kernels_ and options.get("k") != 0.1)
-    assert results[0][0] == results[1][0]
-    assert error(results[1][1], results[0][1]) < 1e-5
-
-
-def attend_arguments(kind):
-    """Arguments of kernels.attend by name, at which nothing is wrong."""
-    names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
-    form = "joint latents" if kind == "latents" else kind
-    given, _ = attend_case(torch.float32, form, "all", 1, 40, 2, 2, 32, 32, 4, 4, (39,))
-    return dict(zip(names, given, strict=True))
+def good_arguments(name: str) -> dict:
+    """Arguments of an operation, or of attend over a kind of keys, by name, at which nothing is wrong."""
+    if name in ("plain", "int8", "latents", "channels"):
+        names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
+        form = "joint latents" if name == "latents" else name
+        given, _ = attend_case(torch.float32, form, "all", 1, 40, 2, 2, 32, 32, 4, 4, (39,))
+        return dict(zip(names, given, strict=True))
+    pos, k, ring, rope = positions(9), randn(1, 2, 16), randn(1, 4, 2, 16), tables(10, 16)
+    rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1).long().to(DEVICE)
+    append = {"new": randn(1, 4), "q": k, "k": k, "v": k, "rope": kernels.rope_pairs(*rope, torch.float32)}
+    append |= {"latent": randn(1, 10, 4), "latent_scale": None, "values": randn(1, 10, 2, 16)}
+    append |= {"low_scale": None, "pos": pos, "window_k": ring, "window_v": ring, "bits": 16}
+    fdc = {"q": k, "packed": randn(640), "table": kernels.rank_table([16, 16], DEVICE), "ranks": [16, 16]}
+    fetch = {"k": rows, "v": rows, "index": index, "place": index, "miss": index == 0, "hot_k": hot}
+    scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
+    return {
+        "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
+        "scores": scores | {"pos": pos, "scale": 1.0},
+        "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos},
+        "attend_latent": {"q": randn(1, 2, 8), "latent": randn(1, 9, 8), "pos": pos, "DV": 8, "scale": 1.0},
+        "sals_append": append,
+        "fdc_attend": fdc | {"pos": pos, "scale": 1.0},
+        "fetch_rows": fetch | {"hot_v": hot.clone()},
+        "value_group": {"D": 32, "bits": 4},
+    }[name]
 
 
 def other(place, change):
@@ -4596,127 +4403,79 @@ def other(place, change):
     return lambda tensors: [change(x) if i == place else x for i, x in enumerate(tensors)]
 
 
-ATTEND_REFUSES = [  # kind, argument, its change, the message
-    ("plain", "q", lambda q: q[:, :3], "3 query heads do not divide over 2"),
-    ("plain", "q", lambda q: q.mT.contiguous().mT, "q .* must be contiguous"),
-    ("plain", "q", lambda q: q.half(), "keys must be torch.float16"),
-    ("plain", "pos", lambda pos: pos.long(), "pos must be int32"),
-    ("plain", "keys", other(0, lambda k: k[..., :16]), "keys must be"),
-    ("plain", "keys", other(0, lambda k: k.mT.contiguous().mT), "keys must be whole rows"),
-    ("plain", "bits", lambda bits: 3, "bits must be 2, 4, 8 or 16"),
-    ("plain", "bits", lambda bits: 16, "values must be torch.float32"),
-    ("plain", "values", other(1, lambda x: x.float()), "low_scale must be torch.float16"),
-    ("plain", "values", other(1, lambda x: x.contiguous()), "low_scale must lie as the codes do"),
-    ("plain", "window", other(0, lambda x: x.half()), "window keys must be torch.float32"),
-    ("plain", "window", other(1, lambda x: x[:, 1:]), "window values must be"),
-    ("plain", "index", lambda _: torch.zeros(1, 2, 9, device=DEVICE), "index must be int32"),
-    ("plain", "index", lambda _: positions(1, 2, 3), r"index must be \[1, .., n\]"),
-    ("plain", "index", lambda _: positions(1, 2, 3).view(1, 3, 1), "a query head, not 3"),
-    ("int8", "keys", other(0, lambda k: k.float()), "keys must be torch.int8"),
-    ("int8", "keys", other(1, lambda x: x.half()), "scale of keys must be torch.float32"),
-    ("int8", "keys", other(1, lambda x: x.mT.contiguous().mT), "scales of keys must lie as"),
-    ("latents", "keys", other(1, lambda _: randn(1, 2, 40)), "latents must be torch.int8"),
-    ("latents", "keys", other(3, lambda _: randn(2, 32, 1)), "int8 together"),
-    ("latents", "keys", other(2, lambda x: x[:, :16]), "basis .* must be"),
-    ("latents", "keys", other(4, lambda _: randn(2, 16, 1)), "bias .* must be"),
-    ("latents", "keys", other(5, lambda x: x[:39]), "rope has 39 positions, the cache 40"),
-    ("channels", "keys", other(2, lambda x: x[:, :20]), "2 or 4 bits, the ring of 32s"),
-    ("channels", "keys", other(1, lambda x: x[:, :, :1]), "low_scale of keys must be"),
+def instead(value):
+    return lambda _: value
+
+
+def turned(x):
+    """x, not contiguous."""
+    return x.mT.contiguous().mT
+
+
+REFUSED = [  # operation or kind of keys, arguments and their changes, the message
+    ("plain", {"q": lambda q: q[:, :3]}, "3 query heads do not divide over 2"),
+    ("plain", {"q": turned}, "q .* must be contiguous"),
+    ("plain", {"q": lambda q: q.half()}, "keys must be torch.float16"),
+    ("plain", {"pos": lambda pos: pos.long()}, "pos must be int32"),
+    ("plain", {"keys": other(0, lambda k: k[..., :16])}, "keys must be"),
+    ("plain", {"keys": other(0, turned)}, "keys must be whole rows"),
+    ("plain", {"bits": instead(3)}, "bits must be 2, 4, 8 or 16"),
+    ("plain", {"bits": instead(16)}, "values must be torch.float32"),
+    ("plain", {"values": other(1, lambda x: x.float())}, "low_scale must be torch.float16"),
+    ("plain", {"values": other(1, lambda x: x.contiguous())}, "low_scale must lie as the codes do"),
+    ("plain", {"window": other(0, lambda x: x.half())}, "window keys must be torch.float32"),
+    ("plain", {"window": other(1, lambda x: x[:, 1:])}, "window values must be"),
+    ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be int32"),
+    ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
+    ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
+    ("int8", {"keys": other(0, lambda k: k.float())}, "keys must be torch.int8"),
+    ("int8", {"keys": other(1, lambda x: x.half())}, "scale of keys must be torch.float32"),
+    ("int8", {"keys": other(1, turned)}, "scales of keys must lie as"),
+    ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "latents must be torch.int8"),
+    ("latents", {"keys": other(3, lambda _: randn(2, 32, 1))}, "int8 together"),
+    ("latents", {"keys": other(2, lambda x: x[:, :16])}, "basis .* must be"),
+    ("latents", {"keys": other(4, lambda _: randn(2, 16, 1))}, "bias .* must be"),
+    ("latents", {"keys": other(5, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
+    ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
+    ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
+    ("select", {"scores": lambda x: x.double()}, "fp32"),
+    ("select", {"pos": lambda pos: pos.long()}, "int32"),
+    ("select", {"y": instead(0)}, "at least 1"),
+    ("select", {"wanted": lambda _: positions(9).long()}, "wanted must be torch.int32"),
+    ("select", {"wanted": lambda _: positions(1, 1)}, r"wanted must be \[1\]"),
+    ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
+    ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit rows"),
+    ("scores", {"rule": instead("sum")}, "no rule sum"),
+    ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows are torch.fl"),
+    ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole rows"),
+    ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
+    ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
+    ("attend_logits", {"logits": lambda x: x.half()}, "must be fp32"),
+    ("attend_logits", {"v": lambda v: v[:, :, :8]}, "v must be"),
+    ("attend_latent", {"DV": instead(9)}, "leading 1 to 8"),
+    ("attend_latent", {"latent": lambda _: randn(1, 9, 16)}, "latent must be"),
+    ("sals_append", {"q": lambda _: randn(1, 3, 16)}, "does not fit k"),
+    ("sals_append", dict.fromkeys("qkv", lambda _: randn(1, 2, 17)), "does not fit k"),
+    ("sals_append", {"rope": lambda rope: rope[:9]}, "rope has 9 positions, the cache 10"),
+    ("sals_append", {"bits": instead(4)}, "need low_scale"),
+    ("sals_append", {"sinks": instead(4)}, "ring must hold at least one token"),
+    ("fdc_attend", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
+    ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
+    ("fetch_rows", {"v": turned}, "v .* must be contiguous"),
+    ("value_group", {"D": instead(48)}, "multiple of 32"),
 ]
 
 
-@pytest.mark.parametrize("kind, name, change, message", ATTEND_REFUSES)
-def test_kernel_attend_refuses(kind, name, change, message):
-    given = attend_arguments(kind)
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_kernels_refuse_what_they_would_get_wrong(name, changes, message):
+    given = good_arguments(name)
+    operation = kernels.attend if "kind" in given else getattr(kernels, name)
+    operation(**given)
     with pytest.raises(ValueError, match=message):
-        kernels.attend(**given | {name: change(given[name])})
-
-
-def scores_arguments(pos, *queries, r=8, scale=None, rule="each", block=0):
-    return randn(*queries), randn(1, 1, 10, 8)[..., :r], scale, pos, 1.0, rule, block
-
-
-def append_arguments(pos, *rest, D=16, Hq=2, tokens=10):
-    k, by_token, ring = randn(1, 2, D), randn(1, 10, 2, D), randn(1, 4, 2, D)
-    rope = kernels.rope_pairs(*tables(tokens, D), torch.float32)
-    stores = (randn(1, 10, 4), None, by_token, None, ring, ring)
-    return randn(1, 4), randn(1, Hq, D), k, k, pos, rope, *stores, *rest
-
-
-def fetch_arguments(v, index):
-    rows, hot = randn(1, 2, 9, 16), randn(1, 2, 3, 16)
-    return rows, v, index, index.long(), index == 0, hot, hot.clone()
-
-
-@pytest.mark.parametrize(
-    "name, arguments, message",
-    [
-        ("select", lambda pos: (randn(1, 10).double(), pos, 1, 2, 3), "fp32"),
-        ("select", lambda pos: (randn(1, 10), pos.long(), 1, 2, 3), "int32"),
-        ("select", lambda pos: (randn(1, 10), pos, 1, 0, 3), "at least 1"),
-        ("select", lambda pos: (randn(1, 10), pos, 1, 2, 3, pos.long()), "wanted must be torch.int32"),
-        ("select", lambda pos: (randn(1, 10), pos, 1, 2, 3, positions(1, 1)), r"wanted must be \[1\]"),
-        ("select", lambda pos: (randn(2, 10), pos.repeat(4)[::2], 1, 2, 3), "pos .* must be contiguous"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 9), "do not fit rows"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 8, rule="sum"), "no rule sum"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 8, scale=randn(1, 1, 10)), "rows are torch.fl"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 1, 4, 3, r=3), "rows must be whole rows"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 3, 1, 4, 8, block=8), "no queries for blocks of 8"),
-        ("scores", lambda pos: scores_arguments(pos, 1, 2, 1, 4, 8, block=8), "not a multiple of 16"),
-        ("attend_logits", lambda pos: (randn(1, 2, 2, 9).half(), randn(1, 2, 9, 8), pos), "must be fp32"),
-        ("attend_logits", lambda pos: (randn(1, 2, 2, 9), randn(1, 2, 8, 8), pos), "v must be"),
-        ("attend_latent", lambda pos: (randn(1, 2, 8), randn(1, 9, 8), pos, 9, 1.0), "leading 1 to 8"),
-        ("attend_latent", lambda pos: (randn(1, 2, 8), randn(1, 9, 16), pos, 8, 1.0), "latent must be"),
-        ("sals_append", lambda pos: append_arguments(pos, 16, Hq=3), "does not fit k"),
-        ("sals_append", lambda pos: append_arguments(pos, 16, D=17), "does not fit k"),
-        (
-            "sals_append",
-            lambda pos: append_arguments(pos, 16, tokens=9),
-            "rope has 9 positions, the cache 10",
-        ),
-        ("sals_append", lambda pos: append_arguments(pos, 4), "need low_scale"),
-        ("sals_append", lambda pos: append_arguments(pos, 16, 4), "ring must hold at least one token"),
-        (
-            "fdc_attend",
-            lambda pos: (randn(1, 2, 16), randn(640), kernels.rank_table([16, 16], DEVICE), [16], pos, 1.0),
-            "ranks must be d_qk and d_v",
-        ),
-        (
-            "fetch_rows",
-            lambda pos: fetch_arguments(randn(1, 2, 9, 16), positions(0, 0).view(1, 2, 1)),
-            "index must be torch.int64",
-        ),
-        (
-            "fetch_rows",
-            lambda pos: fetch_arguments(
-                randn(1, 9, 2, 16).transpose(1, 2), positions(0, 0).view(1, 2, 1).long()
-            ),
-            "v .* must be contiguous",
-        ),
-        ("value_group", lambda pos: (48, 4), "multiple of 32"),
-    ],
-)
-def test_kernels_refuse_what_they_would_get_wrong(name, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        getattr(kernels, name)(*arguments(positions(9)))
-
-
-def test_head_dims_below_a_tensor_core_tile_run_in_pytorch():
-    model = tiny_model(head_dim=8).to(DEVICE)
-    assert Room(model, 1, 20).kernels is None
-    with pytest.raises(UserError, match="--no-kernels"):
-        Room(model, 1, 20, True)
+        operation(**given | {key: change(given.get(key)) for key, change in changes.items()})
 
 
 # ----------------------------------------------------------------------------------------------- golden texts
-
-
-def fitted_engine(folder: Path, method: str, rows: int, capacity: int, **options) -> Engine:
-    """An engine with the model and the artifact of a folder."""
-    model, settings = load_model(folder, CPU, torch.float32), settings_from(method, options)
-    artifact = load_artifact(folder, method, model) if METHODS[method].fitted else {}
-    room = Room(model, rows, capacity)
-    return Engine(model, METHODS[method].build(model, settings, room, artifact), room, Sampling())
 
 
 @needs_real
@@ -4739,7 +4498,7 @@ def test_stories260k_gives_its_golden_text(method, options, device):
 @pytest.fixture(scope="module")
 def nano_haystack():
     tokenizer = load_tokenizer(NANO)
-    return Haystack(tokenizer, [np.array(tokenizer.encode((ROOT / "calibrate.py").read_text()))])
+    return calibrate.Haystack(tokenizer, [np.array(tokenizer.encode((ROOT / "calibrate.py").read_text()))])
 
 
 LOSSY = {"rank": 0.125, "bits": 2}
@@ -4756,7 +4515,7 @@ def test_nano_retrieves_through_the_cache(method, options, nano_haystack):
 # ------------------------------------------------------------------------------- tasks, calibration, training
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", calibrate.KINDS)
 def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
     tokenizer = nano_haystack.tokenizer
     for seed in range(3):
@@ -4780,7 +4539,7 @@ def test_needle_depth_is_where_it_was_asked(nano_haystack):
 
 def test_frequent_words_are_the_most_frequent():
     for seed in range(5):
-        task = make_tasks("frequent", random.Random(seed), 2000)[0]
+        task = calibrate.make_tasks("frequent", random.Random(seed), 2000)[0]
         counts = {w: sum(w in f for f in task.facts) for w in {f.split()[-1][:-1] for f in task.facts}}
         ordered = sorted(counts, key=lambda w: -counts[w])
         assert ordered[:3] == task.references and counts[ordered[2]] > counts[ordered[3]]
@@ -4789,14 +4548,15 @@ def test_frequent_words_are_the_most_frequent():
 def test_training_documents_have_length_weights_and_bos(nano_haystack):
     tokenizer, rng, asked = nano_haystack.tokenizer, random.Random(0), 0
     for _ in range(40):
-        ids, weights = training_document(nano_haystack, rng, 513)
+        ids, weights = calibrate.training_document(nano_haystack, rng, 513)
         assert len(ids) == len(weights) == 513 and ids[0] == tokenizer.bos_id
         answers = tokenizer.decode(ids[weights == calibrate.ANSWER_WEIGHT].tolist())
         assert "Question" not in answers and "Answer" not in answers
         asked += bool(answers)
     assert 10 <= asked <= 30  # about half of the documents ask something
     for n, seed in itertools.product((*range(2, 45), 400), range(30)):
-        assert [len(made) for made in training_document(nano_haystack, random.Random(seed), n)] == [n, n]
+        made = calibrate.training_document(nano_haystack, random.Random(seed), n)
+        assert [len(each) for each in made] == [n, n]
 
 
 def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
@@ -4877,7 +4637,7 @@ def test_explained_is_the_mean_of_the_heads_ranks():
     model, values = tiny_model(), torch.full((4, 4, 16), 1e-6)
     values[:, :, 0], values[:, 3, :8] = 1.0, 1.0
     artifact = artifact_of("loki", model) | {"post.eigenvalues": values}
-    settings = LokiSettings(explained=0.9)
+    settings = compress.LokiSettings(explained=0.9)
     caches = METHODS["loki"].build(model, settings, Room(model, 1, 20), artifact)
     assert [cache.d for cache in caches] == [3] * 4
 
@@ -5172,20 +4932,6 @@ def test_candidates_read_yes_and_no():
 # ------------------------------------------------------------------------------------------- the command line
 
 
-def run_main(main, argv: list[str], monkeypatch, capsys) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command run in this process, on the CPU unless it asks for CUDA."""
-    if "cuda" not in argv:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 class CommandLine:
     """Runs command lines in this process, on the CPU unless they name CUDA. A line begins with generate,
     kernels or a command of calibrate; with `torchrun N` before it, this process plays rank 0 of N."""
@@ -5204,9 +4950,16 @@ class CommandLine:
         programs = {"generate": generate.main, "kernels": lambda: kernels.main(kernels)}
         if program not in programs:
             argv = [program, *argv]
-        code, *said = run_main(programs.get(program, calibrate.main), argv, self.monkeypatch, self.capsys)
-        self.out, self.err = said
-        return code, *said
+        if "cuda" not in argv:
+            self.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        self.monkeypatch.setattr(sys, "argv", ["command", *argv])
+        code = 0
+        try:
+            programs.get(program, calibrate.main)()
+        except SystemExit as stop:
+            code = stop.code or 0
+        self.out, self.err = self.capsys.readouterr()
+        return code, self.out, self.err
 
     def json(self, line: str, stdin: str | None = None) -> dict:
         """What a command prints as the last line of stdout."""
@@ -5229,7 +4982,7 @@ def tiny_checkpoint(folder: Path, **changes) -> Path:
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
     for method in FITTED:
-        save_artifact(artifact_of(method, model), artifact_path(folder, method), model_identity(model))
+        put_artifact(folder, method, artifact_of(method, model), model)
     return folder
 
 
@@ -5242,7 +4995,7 @@ def checkpoint(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
     made = bases(tiny_model()).items()
     half = {name: t[:, :32].contiguous() if "basis" in name else t for name, t in made}
-    put_sals(folder, half)
+    put_artifact(folder, "sals", half)
     return folder
 
 
@@ -5280,10 +5033,10 @@ def move_weights(folder: Path, shard: str) -> None:
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {NORM: shard}}))
 
 
-def put_sals(folder: Path, tensors: dict, model: Llama | None = None) -> None:
+def put_artifact(folder: Path, method: str, tensors: dict, model: Llama | None = None) -> None:
     """As fitted to this folder's model by default."""
     model = model or load_model(folder, CPU, torch.float32)
-    save_artifact(tensors, artifact_path(folder, "sals"), model_identity(model))
+    save_artifact(tensors, artifact_path(folder, method), compress.model_identity(model))
 
 
 WEIGHTS, NORM, UP = "model.safetensors", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
@@ -5322,30 +5075,15 @@ DAMAGE = [
     ("shard", lambda f: move_weights(f, "model-00001-of-00002.safetensors")),
     ("neither model.safetensors nor", lambda f: (f / WEIGHTS).unlink()),
     ("download it again", lambda f: truncate(f / WEIGHTS)),
-    (
-        "pytorch_model.bin is not read: save the model as safetensors",
-        lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),
-    ),
+    ("is not read: save the model as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
     ("no tokenizer.model", lambda f: (f / "tokenizer.model").unlink()),
     ("not a valid tokenizer", lambda f: (f / "tokenizer.model").write_bytes(b"nonsense")),
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
-    (
-        "scale is missing; make it again: python calibrate.py fit",
-        lambda f: put_sals(f, {"0.basis": torch.eye(64)}),
-    ),
-    ("fitted to another model", lambda f: put_sals(f, bases(tiny_model()), tiny_model())),
+    ("scale is missing; make it again: pyth", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)})),
+    ("fitted to another model", lambda f: put_artifact(f, "sals", bases(tiny_model()), tiny_model())),
 ]
-
-
-@pytest.mark.parametrize(
-    "method,options", [("sals", {}), ("sals", {"bits": 16, "window": "half"}), ("kivi", {})]
-)
-def test_heads_that_groups_of_32_channels_do_not_fill_are_refused(method, options):
-    with pytest.raises(UserError, match="bit values need a head dim that groups of 32"):
-        make_engine(tiny_model(head_dim=48), method, 1, 64, **options)
-    make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16)
 
 
 def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
@@ -5547,6 +5285,11 @@ def test_a_budget_beyond_the_context_says_so_and_equals_dense(cli, tmp_path):
     assert code == 0 and "every token is attended" in told and out == dense
 
 
+REPORTED = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
+first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
+bytes_read_per_step bandwidth_share peak_memory_bytes capture_s seed versions"""
+
+
 def test_json_is_the_last_line_and_complete(cli):
     line = "generate --method sals --rank 0.25 --prompt 30 --prompt 7 --batch_size 3 --recent 4"
     report = cli.json(f"{line} --max_new_tokens 9 --ignore_eos")
@@ -5556,19 +5299,17 @@ def test_json_is_the_last_line_and_complete(cli):
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"] < report["cache_bytes_dense"]
     assert report["settings"]["rank"] == 0.25 and report["seed"] == 0
     assert 50e6 < report["peak_memory_bytes"] < 1e12
-    keys = (
-        "method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s first_token_s "
-        "decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense bytes_read_per_step "
-        "bandwidth_share peak_memory_bytes capture_s seed versions"
-    )
-    assert set(keys.split()) <= set(report)
+    assert set(REPORTED.split()) <= set(report)
 
 
 def test_questions_count_as_read(cli, monkeypatch):
-    """As tokens of the prompt, in the bytes of a step, and until the first token."""
+    """As tokens of the prompt, in the bytes of a step, and until the first token; as the prefill does."""
     line = "generate --prompt 'once upon a time' --max_new_tokens 2 --ignore_eos"
+    feed, prefill, slow = generate.Engine.feed, generate.Engine.prefill, 0.25
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: time.sleep(slow) or prefill(*args))
     plain = cli.json(line)
-    feed, slow = generate.Engine.feed, 0.25
+    assert plain["first_token_s"] >= plain["prefill_s"] >= slow
+    monkeypatch.setattr(generate.Engine, "prefill", prefill)
     monkeypatch.setattr(generate.Engine, "feed", lambda engine, ids: feed(engine, ids) or time.sleep(slow))
     asked = cli.json(f"{line} --ask '{'who is ' * 20}' --ask where?")
     more, made = asked["prompt_tokens"][0] - plain["prompt_tokens"][0], asked["new_tokens"][0]
@@ -5720,7 +5461,7 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
 
     def reloaded(tensors: dict) -> dict:
         given = {name: t.clone().contiguous() for name, t in tensors.items() if t is not None}
-        save_artifact(given, path, model_identity(model))
+        save_artifact(given, path, compress.model_identity(model))
         return load_artifact(tmp_path, method, model)
 
     for name, (kind, *shape) in METHODS[method].tensors(model.config).items():
@@ -5824,14 +5565,10 @@ def test_the_benchmark_times_a_methods_operators_and_its_attention():
         assert (row["model"], row["batch"], row["length"]) == ("8b", 1, 1024) and row["us"] > row["limit_us"]
 
 
-@pytest.mark.parametrize(
-    "case, names",
-    [
-        ("topk", ["scores", "select", "attend"]),
-        ("fdc", ["fdc_attend"]),
-        ("streaming", ["attend"]),
-    ],
-)
+RECORDED = [("topk", ["scores", "select", "attend"]), ("fdc", ["fdc_attend"]), ("streaming", ["attend"])]
+
+
+@pytest.mark.parametrize("case, names", RECORDED)
 def test_the_benchmark_fills_a_layer_and_records_its_operators(case, names):
     B, S = 2, 64
     with torch.no_grad(), kernels.Recorder() as recorder:
@@ -5891,15 +5628,9 @@ def test_nothing_imports_triton_or_transformers_at_start():
 def test_the_readmes_first_command_prints_what_the_readme_shows():
     readme = (ROOT / "README.md").read_text()
     assert "python generate.py --method sals" in readme
-    run = subprocess.run(
-        [sys.executable, "generate.py", "--method", "sals"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the README shows a CPU's answer
-    )
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600, "check": False}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # the README shows a CPU's answer
+    run = subprocess.run([sys.executable, "generate.py", "--method", "sals"], env=environment, **how)
     assert run.returncode == 0, run.stderr
     shown = readme.split("```\nQuestion:")[1].split("```")[0]
     assert "Question:" + shown in run.stdout
@@ -5959,13 +5690,6 @@ def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
     assert report["text"] == [" world"] * 3
 
 
-def test_the_first_token_comes_after_the_prefill(cli, monkeypatch):
-    prefill = generate.Engine.prefill
-    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: time.sleep(0.3) or prefill(*args))
-    report = cli.json("generate --prompt 9 --max_new_tokens 4")
-    assert report["first_token_s"] >= report["prefill_s"] >= 0.3
-
-
 def test_a_prompt_may_fill_all_positions():
     generate.check_capacity(512, tiny_config())
     generate.check_capacity(64, tiny_config(sliding_window=64))
@@ -5975,7 +5699,7 @@ def test_a_prompt_may_fill_all_positions():
 
 
 def test_host_memory_counts_where_the_model_runs_on_the_cpu(monkeypatch):
-    model, settings = tiny_model(), settings_from("lrqk", LRQK)
+    model, settings = tiny_model(), compress.settings_from("lrqk", LRQK)
     needed = sum(c.formula() + c.host_bytes() for c in make_engine(model, "lrqk", 1, 60, **LRQK).caches)
     monkeypatch.setattr(generate, "free_memory", lambda device: needed)
     generate.check_memory(model, "lrqk", settings, {}, 1, 60)
@@ -6221,12 +5945,12 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
     tokens = torch.tensor(random_ids(400)).view(2, 200)
     moments = key_moments(model, tokens, "test")
     made, _ = fit_sals(model, tokens, moments, 1.0)
-    save_artifact(made, artifact_path(folder, "sals"), model_identity(model))
+    put_artifact(folder, "sals", made, model)
     for rank, heads in enumerate((slice(0, 32), slice(32, 64))):
         play_rank(monkeypatch, rank, 2)
         own = load_artifact(folder, "sals", load_model(folder, CPU, torch.float32))
         basis = own["3.key_basis"][:, :16].double()  # [32, 16]
-        truth = eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
+        truth = calibrate.eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
         assert error(basis @ basis.T, truth @ truth.T) < 1e-3
         assert torch.equal(own["scale"], made["scale"][:, heads])
 
@@ -6288,34 +6012,35 @@ def test_hopper_times_its_operators_by_the_benchmark_of_kernels(hopper):
 def test_hopper_operators_do_what_torch_compile_is_told(hopper):
     """On Hopper linear_chain, and attention over int8 keys, run kernels of this file."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    check_operators(hopper, dtype)
+    check_attend_operator(hopper, dtype, FORMATS if ON_HOPPER else FORMATS[:1], 2, 64)
     given, _ = attend_case(dtype, "int8", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
     torch.library.opcheck(hopper.attend, given)
     if ON_HOPPER:
         torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
-@pytest.mark.parametrize(
-    "plan, form, tokens, place, change, message",
-    [
-        ("shares_int8", "int8", "all", 0, lambda k: k.float(), "keys must be torch.int8"),
-        ("attends_at_once", "joint latents", "row", 3, lambda _: randn(2, 32, 1), "int8 together"),
-        ("streams_basis", "joint latents", "row", 5, lambda x: x[:39], "rope has 39 positions"),
-    ],
-)
-def test_hopper_attend_refuses(hopper, monkeypatch, plan, form, tokens, place, change, message):
+LATENTS, SHARED = ("joint latents", "row", 1, 40, 2, 1), ("int8", "all", 1, 40, 2, 2)
+HOPPER_REFUSES = [  # plan, case of attend, place of the keys, its change, the message
+    ("shares_int8", SHARED, 0, lambda k: k.float(), "keys must be torch.int8"),
+    ("attends_at_once", LATENTS, 3, lambda _: randn(2, 32, 1), "int8 together"),
+    ("streams_basis", LATENTS, 5, lambda x: x[:39], "rope has 39 positions"),
+]
+
+
+@pytest.mark.parametrize("plan, case, place, change, message", HOPPER_REFUSES)
+def test_hopper_attend_refuses(hopper, monkeypatch, plan, case, place, change, message):
     """What that of kernels.py does, before a kernel of its own begins."""
     only(hopper, monkeypatch, plan)
     monkeypatch.setattr(hopper, "shares_int8", lambda *_: True)
-    case = (form, tokens, 1, 40, 2, 2 if form == "int8" else 1, 32, 32, 4, 0 if form == "int8" else 4, (39,))
-    (q, kind, keys, *rest), _ = attend_case(torch.float32, *case)
+    z = 0 if plan == "shares_int8" else 4
+    (q, kind, keys, *rest), _ = attend_case(torch.float32, *case, 32, 32, 4, z, (39,))
     with pytest.raises(ValueError, match=message):
         hopper.attend(q, kind, other(place, change)(keys), *rest)
 
 
 def only(hopper, monkeypatch, plan):
     """Of hopper's ways to attend latents that of `plan` alone, and none of kernels.py."""
-    for name in ("attends_at_once", "streams_basis"):
+    for name in PLANS:
         monkeypatch.setattr(hopper, name, lambda *_, name=name: name == plan)
     monkeypatch.setattr(kernels, "attend", None)
 
@@ -6326,31 +6051,29 @@ def check_hopper_latents(hopper, dtype, int8, B, S, Hkv, D, bits, z, pos, **opti
     check_attend(dtype, *case, written=True, ops=hopper, **options)
 
 
+PLANS = ["attends_at_once", "streams_basis"]
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
 # the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
-# hardly begun.
+# hardly begun: B, Hkv, D, chunks, n, bits, z, programs.
+LATENT_SIZES = [
+    (1, 2, 128, 1, 64, 2, 24, 2),
+    (3, 4, 128, 2, 128, 4, 64, 1),
+    (3, 3, 128, 4, 70, 2, 100, 3),
+    (9, 5, 64, 3, 9, 2, 1, 5),
+    (17, 4, 128, 2, 8, 8, 130, 3),
+    (2, 32, 128, 8, 448, 2, 300, 7),
+    (5, 8, 64, 5, 130, 4, 33, 2),
+    (1, 3, 64, 8, 300, 8, 24, 2),
+    (2, 4, 128, 8, 257, 4, 24, None),
+]
+ATTENDED = [*itertools.product(PLANS, [False, True], [torch.bfloat16, torch.float16], LATENT_SIZES)]
+
+
 @needs_hopper
-@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "B, Hkv, D, chunks, n, bits, z, programs",
-    [
-        (1, 2, 128, 1, 64, 2, 24, 2),
-        (3, 4, 128, 2, 128, 4, 64, 1),
-        (3, 3, 128, 4, 70, 2, 100, 3),
-        (9, 5, 64, 3, 9, 2, 1, 5),
-        (17, 4, 128, 2, 8, 8, 130, 3),
-        (2, 32, 128, 8, 448, 2, 300, 7),
-        (5, 8, 64, 5, 130, 4, 33, 2),
-        (1, 3, 64, 8, 300, 8, 24, 2),
-        (2, 4, 128, 8, 257, 4, 24, None),
-    ],
-)
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("plan, int8, dtype, sizes", ATTENDED)
 @poisoned
-def test_hopper_attend_latents(
-    hopper, monkeypatch, plan, dtype, B, Hkv, D, chunks, n, bits, z, programs, int8
-):
+def test_hopper_attend_latents(hopper, monkeypatch, plan, int8, dtype, sizes):
+    B, Hkv, D, chunks, n, bits, z, programs = sizes
     only(hopper, monkeypatch, plan)
     if programs:  # of a row, or of all
         monkeypatch.setattr(hopper, "row_programs", lambda *_: programs)
@@ -6360,28 +6083,23 @@ def test_hopper_attend_latents(
 
 
 @needs_hopper
-@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
-@pytest.mark.parametrize("rise", [(-3, 3), (3, -3), (-40, -40)])
+@pytest.mark.parametrize("plan", PLANS)
 @poisoned
-def test_hopper_attend_window_of_several_tiles(hopper, monkeypatch, plan, rise):
+def test_hopper_attend_windows_of_several_tiles_and_real_sizes(hopper, monkeypatch, plan):
     only(hopper, monkeypatch, plan)
-    case = (torch.float16, False, 3, 200, 2, 64, 4, 100, (199, 120, 30))
-    check_hopper_latents(hopper, *case, r=64, rise=rise)
+    for rise in RISES:
+        case = (torch.float16, False, 3, 200, 2, 64, 4, 100, (199, 120, 30))
+        check_hopper_latents(hopper, *case, r=64, rise=rise)
+    for int8, (B, S, bits, n) in itertools.product((False, True), ((16, 1000, 2, 448), (4, 5000, 4, 4032))):
+        pos = [S - 1 - 7 * b for b in range(B)]
+        check_hopper_latents(hopper, torch.bfloat16, int8, B, S, 32, 128, bits, 64, pos, n=n, r=512)
 
 
-@needs_hopper
-@pytest.mark.parametrize("plan", ["attends_at_once", "streams_basis"])
-@pytest.mark.parametrize("B, S, bits, n", [(16, 1000, 2, 448), (4, 5000, 4, 4032)])
-@pytest.mark.parametrize("int8", [False, True])
-@poisoned
-def test_hopper_attend_latents_real_sizes(hopper, monkeypatch, plan, B, S, bits, n, int8):
-    only(hopper, monkeypatch, plan)
-    pos = [S - 1 - 7 * b for b in range(B)]
-    check_hopper_latents(hopper, torch.bfloat16, int8, B, S, 32, 128, bits, 64, pos, n=n, r=512)
+HALF, WHOLE = torch.float16, torch.float32
+WINDOWED = [(HALF, 2, 16, 33), (WHOLE, 4, 130, 90), (WHOLE, 8, 5, 84), (HALF, 4, 300, 9)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("bits, z, n", [(2, 16, 33), (4, 130, 90), (8, 5, 84), (4, 300, 9)])
+@pytest.mark.parametrize("dtype, bits, z, n", WINDOWED)
 @poisoned
 def test_hopper_values_take_windows_that_are_attended_with_the_logits(hopper, monkeypatch, dtype, bits, z, n):
     """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
@@ -6412,54 +6130,49 @@ def test_hopper_values_take_windows_that_are_attended_with_the_logits(hopper, mo
 @pytest.mark.parametrize("int8", [False, True])
 def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, int8):
     seen = []
-    for name in ("attends_at_once", "streams_basis"):
+    for name in PLANS:
         monkeypatch.setattr(hopper, name, lambda *shape: seen.append(shape[-1]) or False)
     check_hopper_latents(hopper, torch.float32, int8, 1, 90, 2, 64, 4, 8, (80,), n=33)
     assert seen == [4, 4]
 
 
-def test_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, fits = torch.device("cuda"), (7168, 448, 32, 128, 512, 2)
-    assert hopper.streams_basis(cuda, *fits) and hopper.streams_basis(cuda, 7168, 448, 32, 128, 1024, 1)
-    assert not hopper.streams_basis(torch.device("cpu"), *fits)
-    for place, other in enumerate([1024, 7, 4, 256, 1024]):  # each alone too few, or too many
-        assert not hopper.streams_basis(cuda, *fits[:place], other, *fits[place + 1 :]), place
-    assert not hopper.streams_basis(cuda, 7168, 448, 32, 128, 500, 2)  # no whole chunks
-    assert not hopper.streams_basis(cuda, 7168, 448, 32, 128, 256, 4)  # fp32
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not hopper.streams_basis(cuda, *fits)
+# The plan; sizes that it takes, those that each alone is too few or too many for the first, others that it
+# does not take: ranks of no whole chunks, fp32, rows without a program.
+TAKEN = [(4, 960, 32, 128, 512, 2, 2), (4, 960, 32, 128, 1024, 2, 1), (8, 448, 32, 128, 512, 2, 2)]
+REJECTED = [(4, 960, 32, 128, 500, 2, 2), (4, 960, 32, 128, 256, 2, 4), (101, 300, 1, 128, 512, 2, 2)]
+WHERE = [
+    ("attends_at_once", [*TAKEN, (100, 300, 1, 128, 512, 2, 2)], [9, 130, 8, 96, 1024, 16, 4], REJECTED),
+    (
+        "streams_basis",
+        [(7168, 448, 32, 128, 512, 2), (7168, 448, 32, 128, 1024, 1)],
+        [1024, 7, 4, 256, 1024],
+        [(7168, 448, 32, 128, 500, 2), (7168, 448, 32, 128, 256, 4)],
+    ),
+]
 
 
-def test_hopper_attends_at_once_where_it_can(hopper, monkeypatch):
+@pytest.mark.parametrize("plan, taken, each, others", WHERE)
+def test_hopper_attends_by_a_plan_where_it_can(hopper, monkeypatch, plan, taken, each, others):
     multiprocessors = SimpleNamespace(multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, fits = torch.device("cuda"), (4, 960, 32, 128, 512, 2, 2)
-    assert hopper.attends_at_once(cuda, 8, 448, 32, 128, 512, 2, 2)
-    assert hopper.attends_at_once(cuda, *fits) and hopper.attends_at_once(cuda, 4, 960, 32, 128, 1024, 2, 1)
-    assert hopper.attends_at_once(cuda, 100, 300, 1, 128, 512, 2, 2)
-    assert not hopper.attends_at_once(cuda, 101, 300, 1, 128, 512, 2, 2)  # rows without a program
-    assert not hopper.attends_at_once(torch.device("cpu"), *fits)
-    for place, other in enumerate([9, 130, 8, 96, 1024, 16, 4]):  # each alone too few or too many
-        assert not hopper.attends_at_once(cuda, *fits[:place], other, *fits[place + 1 :]), place
-    assert not hopper.attends_at_once(cuda, 4, 960, 32, 128, 500, 2, 2)  # no whole chunks
-    assert not hopper.attends_at_once(cuda, 4, 960, 32, 128, 256, 2, 4)  # fp32
+    takes, (fits, *_), cuda = getattr(hopper, plan), taken, torch.device("cuda")
+    others = [*others, *((*fits[:i], other, *fits[i + 1 :]) for i, other in enumerate(each))]
+    assert all(takes(cuda, *sizes) for sizes in taken) and not takes(torch.device("cpu"), *fits)
+    assert not [sizes for sizes in others if takes(cuda, *sizes)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not hopper.attends_at_once(cuda, *fits)
+    assert not takes(cuda, *fits)
 
 
-@pytest.mark.parametrize("B", [1, 2, 3, 4, 8, 16, 50, 132])
-@pytest.mark.parametrize("n", [1, 128, 448, 960, 4032])
-@pytest.mark.parametrize("Hkv", [1, 8, 32])
-def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper, B, n, Hkv):
-    programs, tiles = hopper.row_programs(B, n, Hkv, 132), -(-n // 128)
-    most = min(132 // B, tiles * Hkv)
-    assert 1 <= programs <= most <= 4 * programs / 3
-    starts = {program * tiles * Hkv // programs for program in range(programs)}
-    assert len(starts) == programs
-    if most % tiles <= most / 4 and most >= tiles:
-        assert {tile * Hkv for tile in range(tiles)} <= starts
+def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper):
+    for B, n, Hkv in itertools.product((1, 2, 3, 4, 8, 16, 50, 132), (1, 128, 448, 960, 4032), (1, 8, 32)):
+        programs, tiles = hopper.row_programs(B, n, Hkv, 132), -(-n // 128)
+        most = min(132 // B, tiles * Hkv)
+        assert 1 <= programs <= most <= 4 * programs / 3
+        starts = {program * tiles * Hkv // programs for program in range(programs)}
+        assert len(starts) == programs
+        if most % tiles <= most / 4 and most >= tiles:
+            assert {tile * Hkv for tile in range(tiles)} <= starts
 
 
 @needs_hopper
@@ -6474,23 +6187,17 @@ def test_hopper_attend_int8_shared(hopper, monkeypatch, bits, G, programs):
         check_attend(torch.bfloat16, "int8", "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
 
 
-@pytest.mark.parametrize(
-    "form, G, plan, kernel",
-    [
-        ("joint latents", 1, "attends_at_once", "_attend_at_once"),
-        ("int8", 4, "shares_int8", "_attend_int8_shared"),
-    ],
-)
-def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(
-    hopper, monkeypatch, form, G, plan, kernel
-):
+@pytest.mark.parametrize("joint", [True, False])
+def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
     asked = []
-    monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
-    monkeypatch.setattr(hopper, kernel, None)
-    tokens, z = ("row", 8) if form == "joint latents" else ("all", 0)
-    given, truth = attend_case(torch.float16, form, tokens, 1, 90, 2, G, 64, 64, 4, z, (80,), written=True)
+    for plan in ("attends_at_once", "shares_int8"):
+        monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
+    for kernel in ("_attend_at_once", "_attend_int8_shared"):
+        monkeypatch.setattr(hopper, kernel, None)
+    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("int8", "all", 1, 90, 2, 4)
+    given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
     first, *others = given[2]
-    stored = first[:, :1] if form == "joint latents" else first
+    stored = first[:, :1] if joint else first
     room = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
     shifted = room[1:].view(stored.shape).copy_(stored).expand(first.shape)
     close(hopper.attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
@@ -6504,12 +6211,10 @@ def test_hopper_attends_at_once_with_the_same_bits_again(hopper, monkeypatch, in
     would show."""
     only(hopper, monkeypatch, "attends_at_once")
     form, options = "joint int8 latents" if int8 else "joint latents", {"n": 432, "r": 512, "written": True}
-    cases = [
-        attend_case(
-            torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (4095 - shift,) * B, **options
-        )[0]
-        for B, shift in ((4, 0), (4, 9), (3, 0))
-    ]
+    cases = []
+    for B, pos in ((4, 4095), (4, 4086), (3, 4095)):
+        case = (torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (pos,) * B)
+        cases.append(attend_case(*case, **options)[0])
     truths = [hopper.attend(*given) for given in cases]
     assert not torch.equal(*truths[:2])
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -6523,59 +6228,54 @@ def test_hopper_attends_at_once_with_the_same_bits_again(hopper, monkeypatch, in
 
 
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
-@pytest.mark.parametrize(
-    "kernel, dtype, r, D, bits, Hkv, G, waits",
-    [
-        ("_streamed_logits_kernel", "bfloat16", 512, 128, 4, 32, 1, 3),  # both consumers, and the windows
-        ("_streamed_logits_kernel", "int8", 1024, 128, 4, 32, 1, 3),
-        ("_sals_kernel", "bfloat16", 512, 128, 2, 32, 1, 3),  # both halves, and the values
-        ("_sals_kernel", "int8", 1024, 128, 8, 32, 1, 3),
-        ("_sals_kernel", "int8", 256, 64, 4, 1, 1, 3),
-        ("_int8_shared_kernel", "int8", 0, 128, 2, 8, 4, 0),
-        ("_int8_shared_kernel", "int8", 0, 128, 4, 8, 4, 0),
-        ("_int8_shared_kernel", "int8", 0, 128, 8, 8, 4, 0),
-    ],
-)
-def test_hopper_kernels_that_attend_compile_without_a_gpu(hopper, kernel, dtype, r, D, bits, Hkv, G, waits):
+STREAMED = [("bfloat16", 512, 128, 4, 32, 1), ("int8", 1024, 128, 4, 32, 1)]
+AT_ONCE = [("bfloat16", 512, 128, 2, 32, 1), ("int8", 1024, 128, 8, 32, 1), ("int8", 256, 64, 4, 1, 1)]
+ATTENDING_KERNELS = [  # name, partitions that wait, cases
+    ("_streamed_logits_kernel", 3, STREAMED),  # both consumers, and the windows
+    ("_sals_kernel", 3, AT_ONCE),  # both halves, and the values
+    ("_int8_shared_kernel", 0, [("int8", 0, 128, bits, 8, 4) for bits in (2, 4, 8)]),
+]
+
+
+@pytest.mark.parametrize("kernel, waits, cases", ATTENDING_KERNELS)
+def test_hopper_kernels_that_attend_compile_without_a_gpu(hopper, kernel, waits, cases):
+    """cases: dtype of the latents or keys, rank (0: int8 keys), D, bits, Hkv, G."""
     program = f"""
-        kernel, r, D, bits, H, B, S = "{kernel}", {r}, {D}, {bits}, {Hkv}, 4, 500
+        kernel, B, S = "{kernel}", 4, 500
         setattr(hopper, kernel, Compile(kernel, hopper))
         hopper._windowed_values_kernel = Compile("_windowed_values_kernel", hopper)
         hopper.attends_at_once = lambda *_: kernel == "_sals_kernel"
         hopper.streams_basis = hopper.shares_int8 = lambda *_: True
         hopper.SMS, hopper.merge_splits = 1, lambda out, *_: out
         torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
-        q, pos, index = zeros(B, H * {G}, D), zeros(B, dtype=i32), zeros(B, 448, dtype=i32)
-        values = [zeros(B, S, H, D * bits // 8, dtype=torch.uint8), zeros(B, S, H, D // 32, 2, dtype=half)]
-        values, window = [x.transpose(1, 2) for x in values], [zeros(B, 64, H, D)] * 2
-        kind = "latents" if r else "int8"
-        if r:
-            keys = [zeros(B, 1, S, r, dtype=torch.{dtype}).expand(-1, H, -1, -1)]
-            scales = [zeros(B, 1, S, dtype=fp32).expand(-1, H, -1), zeros(H, D, 1, dtype=fp32)]
-            if torch.{dtype} != i8:
-                scales = [None, None]
-            keys += [scales[0], zeros(H, D, r, dtype=torch.{dtype}), scales[1], None]
-            keys += [zeros(S, D // 2, 2, dtype=half)]
-        else:
-            keys = [zeros(B, H, S, D, dtype=i8), zeros(B, H, S, dtype=fp32)]
-            index, window, values = None, [], [x.contiguous() for x in values]
-        hopper.attend(q, kind, keys, values, bits, pos, index, window, D**-0.5)
+        for dtype, r, D, bits, H, G in {cases}:
+            dtype = getattr(torch, dtype)
+            q, pos, index = zeros(B, H * G, D), zeros(B, dtype=i32), zeros(B, 448, dtype=i32)
+            codes = zeros(B, S, H, D * bits // 8, dtype=torch.uint8)
+            low_scale = zeros(B, S, H, D // 32, 2, dtype=half)
+            values, window = [x.transpose(1, 2) for x in (codes, low_scale)], [zeros(B, 64, H, D)] * 2
+            if r:
+                keys = [zeros(B, 1, S, r, dtype=dtype).expand(-1, H, -1, -1)]
+                scales = [zeros(B, 1, S, dtype=fp32).expand(-1, H, -1), zeros(H, D, 1, dtype=fp32)]
+                scales = scales if dtype == i8 else [None, None]
+                keys += [scales[0], zeros(H, D, r, dtype=dtype), scales[1], None]
+                keys += [zeros(S, D // 2, 2, dtype=half)]
+            else:
+                keys = [zeros(B, H, S, D, dtype=i8), zeros(B, H, S, dtype=fp32)]
+                index, window, values = None, [], [x.contiguous() for x in values]
+            kind = "latents" if r else "int8"
+            hopper.attend(q, kind, keys, values, bits, pos, index, window, D**-0.5)
     """
     compile_for_hopper(program, kernel, multiply="wgmma" if waits else "mma.sync", waits=waits)
 
 
+OVERLAPPING = [(8, 2, 2, False, None), (8, 2, 4, True, None), (4, 4, 2, False, None)]
+OVERLAPPING += [(32, 32, 4, False, "streams_basis"), (32, 32, 2, True, "attends_at_once")]
+
+
 @needs_hopper
 @pytest.mark.parametrize("rule", ["each", "softmax"])
-@pytest.mark.parametrize(
-    "Hq, Hkv, bits, int8, plan",
-    [
-        (8, 2, 2, False, None),
-        (8, 2, 4, True, None),
-        (4, 4, 2, False, None),
-        (32, 32, 4, False, "streams_basis"),
-        (32, 32, 2, True, "attends_at_once"),
-    ],
-)
+@pytest.mark.parametrize("Hq, Hkv, bits, int8, plan", OVERLAPPING)
 def test_launches_that_overlap_give_the_same_steps(hopper, monkeypatch, rule, Hq, Hkv, bits, int8, plan):
     """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
     B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
@@ -6649,13 +6349,14 @@ def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
 def chain_truth(attended, x, weights, biases, norms, eps):
     """linear_chain in fp32, as model.decode_layer has it."""
     w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
-    norm, next_norm = (
-        lambda t, n=n, e=e: F.rms_norm(t, n.shape, n.float(), e) for n, e in zip(norms, eps, strict=True)
-    )
+
+    def norm(x, i):
+        return F.rms_norm(x, norms[i].shape, norms[i].float(), eps[i])
+
     dtype, x = x.dtype, x.float() + F.linear(attended.float(), w[0], b[0])
-    gate, up = F.linear(norm(x), w[1], b[1]).chunk(2, -1)
+    gate, up = F.linear(norm(x, 0), w[1], b[1]).chunk(2, -1)
     x = x + F.linear(F.silu(gate) * up, w[2], b[2])
-    return x.to(dtype), F.linear(next_norm(x), w[3], b[3]).to(dtype)
+    return x.to(dtype), F.linear(norm(x, 1), w[3], b[3]).to(dtype)
 
 
 def check_chain(given, outs):
@@ -6667,22 +6368,20 @@ def check_chain(given, outs):
 
 # Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer than a
 # layer; 1 to 16 rows.
+CHAINS = [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
+REAL_CHAINS = [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
+
+
 @needs_hopper
-@pytest.mark.parametrize(
-    "sizes", [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
-)
+@pytest.mark.parametrize("sizes", CHAINS)
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
 @pytest.mark.parametrize("programs", [3, 20, 132])
 @pytest.mark.parametrize("biased", [False, True])
 @poisoned
 def test_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased):
-    device = torch.cuda.get_device_properties(0)
-    few = SimpleNamespace(
-        multi_processor_count=programs,
-        shared_memory_per_block_optin=device.shared_memory_per_block_optin,
-        major=device.major,
-        minor=device.minor,
-    )
+    names = ("shared_memory_per_block_optin", "major", "minor")
+    device = {name: getattr(torch.cuda.get_device_properties(0), name) for name in names}
+    few = SimpleNamespace(multi_processor_count=programs, **device)
     programs = min(programs, sizes[1] // 8)
     counters = hopper._chain_counters(torch.device("cuda", 0), programs)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
@@ -6695,11 +6394,7 @@ def test_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased)
 
 
 @needs_hopper
-@pytest.mark.parametrize("rows", [1, 4, 8, 16])
-@pytest.mark.parametrize(
-    "sizes", [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
-)
-@pytest.mark.parametrize("size", [1e-3, 1, 300])
+@pytest.mark.parametrize("rows, sizes, size", pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300]))
 def test_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
     """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
     epsilons."""
@@ -6731,11 +6426,8 @@ def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
     monkeypatch.setattr(hopper, "_linear_chain_kernel", Spy())
     ids = random_ids(260, 1)
     for kernels_ in (False, True):
-        model = load_model(NANO, torch.device("cuda"), torch.bfloat16)
-        artifact = load_artifact(NANO, method, model) if METHODS[method].fitted else {}
-        room = Room(model, 1, 300, kernels_)
-        caches = METHODS[method].build(model, settings_from(method, {}), room, artifact)
-        engine = Engine(model, caches, room, Sampling(), compiled=kernels_, graphed=kernels_)
+        how = dict.fromkeys(("kernels_", "compiled", "graphed"), kernels_)
+        engine = fitted_engine(NANO, method, 1, 300, "cuda", torch.bfloat16, **how)
         engine.prefill([ids[:200]])
         made = []
         for token in ids[200:]:
@@ -6779,7 +6471,7 @@ def test_hopper_linear_chain_refuses(hopper):
     "method, changes",
     [
         ("dense", {"qkv_bias": True, "mlp_bias": True, "out_bias": True}),
-        ("dense", {"qk_norm": True, "group": 4}),
+        ("dense", {"qk_norm": True, "n_kv_heads": 2}),
         ("dense", {"tied": True}),
         ("sals", {}),
         ("elitekv", {}),
@@ -6789,17 +6481,15 @@ def test_hopper_linear_chain_refuses(hopper):
 def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes, monkeypatch):
     """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
     calls, results = [], []
+    monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
     monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given))
     for chained in (False, True):
         monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
-        model = tiny_model(**({"dim": 64, "ffn_dim": 192} | changes)).to(DEVICE)
+        model = tiny_model(**({"dim": 64, "ffn_dim": 192, "n_layers": 2} | changes)).to(DEVICE)
         for layer in model.layers:
             layer.ffn_norm.eps = 0.1  # another than the first norm's
-        room = Room(model, 2, 40, True)
-        room.kernels = hopper
-        settings = settings_from(method, {"sals": SPARSE, "fdc": {"rate": 0.4}}.get(method, {}))
-        caches = METHODS[method].build(model, settings, room, artifact_of(method, model))
-        engine = Engine(model, caches, room, Sampling())
+        options = {"sals": SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
+        engine = make_engine(model, method, 2, 40, **options)
         engine.prefill([random_ids(n, n) for n in (5, 21)])
         results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
         assert len(calls) == 2 * len(model.layers) * chained
@@ -6849,20 +6539,21 @@ def test_hopper_kernel_of_the_linear_chain_compiles_without_a_gpu(hopper, rows, 
         assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
         assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
     """
-    compile_for_hopper(
-        program, "_linear_chain_kernel", after, waits=2
-    )  # the producer of the inputs, the consumer
+    # It waits in the producer of the inputs and in the consumer.
+    compile_for_hopper(program, "_linear_chain_kernel", after, waits=2)
 
 
 def compile_for_hopper(program, name, after="", multiply="wgmma", waits=1):
     """Runs a program that compiles the kernel of that name, by Compile; what comes out must use what Hopper
     has, wait for the kernel before in so many partitions (none: it is not launched before that ends), and
-    pass `after`, a program that sees its ptx."""
+    pass `after`, a program that sees the last one's ptx."""
     check = f"""
-        kernel = dict(compiled)["{name}"]
-        ptx = kernel.asm["ptx"]
-        assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
-        assert "{multiply}" in ptx and "cp.async.bulk" in ptx
-        assert ptx.count("griddepcontrol.wait") == {waits}
+        made = [kernel for name, kernel in compiled if name == "{name}"]
+        assert made
+        for kernel in made:
+            ptx = kernel.asm["ptx"]
+            assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
+            assert "{multiply}" in ptx and "cp.async.bulk" in ptx
+            assert ptx.count("griddepcontrol.wait") == {waits}
     """
     run_for_hopper("import hopper\n", program, check, after)
