@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,14 +24,8 @@ import kernels
 from kernels import (
     LOG2E,
     SMS,
-    _columns,
-    _decode,
-    _decode_planes,
     _half_at,
     _largest_sum,
-    _let_next_begin,
-    _load_values,
-    _merge_parts,
     _split_rows,
     _wait_for_previous,
     attended,
@@ -47,7 +40,6 @@ from kernels import (
     split_outputs,
     tile_itemsize,
     together,
-    value_packing,
     value_words,
 )
 
@@ -106,10 +98,8 @@ def attend(
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
 ) -> Tensor:  # fmt: skip
     """kernels.attend, faster for two formats: keys in int8 that queries share (shares_int8), and chosen
-    tokens rebuilt from latents of all heads, beside an exact window, where heads share no keys: in one kernel
-    where attends_at_once says so, or where streams_basis does with another kernel for the logits, which
-    attends the exact windows beside them."""
-    rest = (pos, index, window, scale)
+    tokens rebuilt from latents of all heads where heads share no keys (streams_basis): one kernel makes their
+    logits, and kernels.attend does the rest."""
     natural = scale == q.shape[2] ** -0.5
     if kind == "int8" and index is None and not window and natural:
         packed = all(x.is_contiguous() for x in (*keys, *values))
@@ -117,23 +107,18 @@ def attend(
         if packed and shares_int8(q.device, G, D, bits, q.dtype) and aligned(keys[0], *values):
             key_check(q, kind, keys, values, bits, pos)
             return _attend_int8_shared(q, *keys, *values, pos, bits)
-    if kind == "latents" and natural and index is not None and index.ndim == 2 and len(window):
-        latent, latent_scale = (x if x is None else x[:, 0] for x in keys[:2])
-        basis, basis_scale, bias, _ = keys[2:]
-        by_token = [x.transpose(1, 2) for x in values]
+    if kind == "latents" and index is not None and index.ndim == 2:
+        latent, basis, bias = keys[0][:, 0], keys[2], keys[4]
         shared = keys[0].stride(1) == 0 or len(basis) == 1
         joint = shared and bias is None and q.shape[1] == len(basis)
-        if joint and len(values) < 3 and all(x.is_contiguous() for x in (latent, *by_token)):
-            v, low_scale = (*by_token, None)[:2]
-            (B, n), (Hkv, D), r = index.shape, q.shape[1:], latent.shape[2]
-            sizes, itemsize = (n, Hkv, D, r), tile_itemsize(q.dtype, latent)
-            given = (q, index, latent, latent_scale, basis, basis_scale, v, low_scale, *window, pos)
-            at_once = attends_at_once(q.device, B, *sizes, bits, itemsize)
-            if at_once and aligned(latent, basis, *by_token):
-                return _attend_at_once(*given, key_check(q, kind, keys, values, bits, pos)[-1], bits)
-            if streams_basis(q.device, B * n, *sizes, itemsize) and aligned(latent, basis):
-                return _attend_streamed(*given, key_check(q, kind, keys, values, bits, pos)[-1], bits)
-    return kernels.attend(q, kind, keys, values, bits, *rest)
+        if joint and latent.is_contiguous():
+            sizes = (*index.shape, *q.shape[1:], latent.shape[2], tile_itemsize(q.dtype, latent))
+            if streams_basis(q.device, *sizes) and aligned(latent, basis):
+                _, latent_scale, _, basis_scale, _, words = key_check(q, kind, keys, values, bits, pos)
+                latent_scale = None if latent_scale is None else latent_scale[:, 0]
+                logits = _streamed_logits(q, index, latent, latent_scale, basis, basis_scale, words)
+                kind, keys = "logits", [logits]
+    return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale)
 
 
 def key_check(
@@ -201,7 +186,7 @@ def _end_keys(k, free, chunk):
 @gluon.jit
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
-    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv,
+    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, Hkv,
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile."""
     _wait_for_previous()
@@ -242,10 +227,9 @@ def _tile_logits(
         cos, sin = _half_at(words, 0), _half_at(words, 16)
         line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
         row = line // n
-        live = token >= 0
         if INT8:
             stored = gl.minimum(row, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-            token_scale = gl.load(latent_scale_p + stored) * scale
+            token_scale = gl.load(latent_scale_p + stored)
         logits_row = logits_p + row.to(gl.int64) * (Hkv * n) + (line - row * n)
         own = gl.where(line < B * n, row - first_row, -1)
         mine = own[:, None] == gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
@@ -273,65 +257,20 @@ def _tile_logits(
             left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
             right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
             logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
-            logits *= token_scale[:, None] if INT8 else scale
-            logits = gl.where(live[:, None], logits, float("-inf"))
+            if INT8:
+                logits *= token_scale[:, None]
             to = gl.expand_dims(logits_row + head * n, 1) + gl.full([T, NC], 0, gl.int32, LOGITS)
             gl.store(to, logits, mask=mine)
 
 
 @gluon.jit
-def _leave(parts, part, top, weight, values, L: gl.constexpr):
-    """Leaves four parts of a softmax for the merge, of each warp's tokens one, from line `part` on: maxima
-    top [4], and the sums of weights [T] and of weighted values [T, D]. L lanes have different tokens."""
-    T: gl.constexpr = values.shape[0]
-    D: gl.constexpr = values.shape[1]
-    total = gl.sum(gl.sum(gl.reshape(weight, [T // (4 * L), 4, L]), 0), 1)
-    out = gl.sum(gl.sum(gl.reshape(values, [T // (4 * L), 4, L, D]), 0), 1)
-    warp = gl.arange(0, 4, layout=total.type.layout)
-    gl.store(parts[0] + part + warp, total * 0 + top)
-    gl.store(parts[1] + part + warp, total)
-    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, out.type.layout))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, out.type.layout))
-    gl.store(parts[2] + (part + warp)[:, None] * D + d[None, :], out)
-
-
-@gluon.jit
-def _attend_windows(parts, stores, heads, z, scale, Hkv, step, place, D: gl.constexpr):
-    """Attends the exact windows of all rows, T slots of a head at a time: parts `place` and on of a head.
-    Four warps."""
-    _wait_for_previous()
-    T: gl.constexpr = 64
-    L: gl.constexpr = 256 // D
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [L, D // 8], [4, 1], [1, 0])
-    q_p, ring_k_p, ring_v_p, pos_p = stores
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    for unit in range(gl.program_id(0), heads * gl.cdiv(z, T), gl.num_programs(0)):
-        head, tile = unit % heads, unit // heads
-        b = head // Hkv
-        slot = tile * T + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))
-        # Slot s holds the newest position that is s modulo z. Dead ones read slot 0, which is always written.
-        live = slot < gl.minimum(gl.load(pos_p + b) + 1, z)
-        row = (b.to(gl.int64) * z + gl.where(live, slot, 0)) * Hkv + head % Hkv
-        at = row[:, None] * D + d
-        k, v = gl.load(ring_k_p + at).to(gl.float32), gl.load(ring_v_p + at).to(gl.float32)
-        query = gl.load(q_p + head * D + d).to(gl.float32)
-        logits = gl.where(live, gl.sum(k * query, 1) * scale, float("-inf"))
-        top = gl.maximum(gl.max(logits, 0), -1e30)
-        weight = gl.exp2(logits - top)
-        part = head.to(gl.int64) * step + place + 4 * tile
-        _leave(parts, part, top, weight, v * weight[:, None], L)
-
-
-@gluon.jit
 def _streamed_logits_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, ring_k_p, ring_v_p, pos_p, rope_p, logits_p,
-    top_p, sum_p, part_p, B, n, S, z, scale, Hkv, step,
+    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, Hkv,
     T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    # As in _logits_kernel, tiles of all rows times heads are one line of units, of which every program takes
-    # an equal run. Here the latents of a tile stay in shared memory, a warp streams the basis past them by
-    # bulk copies, and of two consumers, each of T tokens, one can multiply while the other rotates. Four more
-    # warps attend the exact windows meanwhile.
+    # Tiles of all rows times heads are one line of units, of which every program takes an equal run. The
+    # latents of a tile stay in shared memory, a warp streams the basis past them by bulk copies, and of two
+    # consumers, each of T tokens, one can multiply while the other rotates.
     LATENT: gl.constexpr = basis.dtype
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
@@ -352,194 +291,33 @@ def _streamed_logits_kernel(
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, Hkv)),
             (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, scale, Hkv)),
-            (_attend_windows, ((top_p, sum_p, part_p), (q_p, ring_k_p, ring_v_p, pos_p), B * Hkv, z, scale,
-                               Hkv, step, 0, D)),
+                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, Hkv)),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
-        [4, 4, 1],  # warps, beside the four of the first
-        [200, 80, 24],  # registers a thread
+        [4, 1],  # warps, beside the four of the first
+        [200, 24],  # registers a thread
     )  # fmt: skip
 
 
-@triton.jit
-def _add_values(out, base, code, pairs, weight, dtype: tl.constexpr, BITS: tl.constexpr):
-    """The sums of _sum_values with a tile of V, as _load_values has it, times weight [T]."""
-    T: tl.constexpr = out.shape[0]
-    PLANES: tl.constexpr = base.shape[1]
-    weight = weight[:, None, None, None, None]
-    code, low, step = _decode(code, pairs, dtype, BITS, PLANES)
-    out += tl.reshape(code * (step * weight), out.shape)
-    if pairs.shape[3] == 1:  # of a run: its minima, times their weights, need no place for each channel
-        base += tl.reshape(low * weight, base.shape)
-    else:
-        low = tl.broadcast_to(low * weight, [T, PLANES, base.shape[2], pairs.shape[3], 4])
-        out += tl.reshape(low, out.shape)
-    return out, base
-
-
-@triton.jit
-def _sum_values(out, base):
-    """out [T, C] and base [T, PLANES, RUNS], one number for all channels of a run, summed over T -> [C]."""
-    PLANES: tl.constexpr = base.shape[1]
-    RUNS: tl.constexpr = base.shape[2]
-    C: tl.constexpr = out.shape[1]
-    bases = tl.broadcast_to(tl.sum(base, 0)[:, :, None], [PLANES, RUNS, C // (PLANES * RUNS)])
-    return tl.sum(out, 0) + tl.reshape(bases, [C])
-
-
-@triton.jit
-def _largest_logit(logits_p, first, stop, length, T: tl.constexpr):
-    """Of tiles first .. stop - 1 of a head's logits, of which `length` count."""
-    LOOK: tl.constexpr = 512
-    peak = tl.full([LOOK], -1e30, tl.float32)
-    for start in range(first * T, stop * T, LOOK):
-        place = start + tl.arange(0, LOOK)
-        mask = place < tl.minimum(length, stop * T)
-        peak = tl.maximum(peak, tl.load(logits_p + place, mask=mask, other=-1e30))
-    return tl.max(peak, 0)
-
-
-@triton.jit
-def _sum_tokens(
-    top, logits_p, index_p, values_p, low_scale_p, b, h, heads, n, S, length, first, stop,
-    dtype: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
-    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr,
-):  # fmt: skip
-    """Of tiles first .. stop - 1 of a head's tokens, the sums of weights exp2(logit - top) and of weighted
-    values [C]."""
-    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    total = tl.zeros([T], tl.float32)
-    out = tl.zeros([T, PLANES * RUNS * RUN], tl.float32)
-    base = tl.zeros([T, PLANES, RUNS], tl.float32)
-    place = first * T + tl.arange(0, T)
-    if CHOSEN:  # one tile ahead: a load that waits for the load of its own index would not be prefetched
-        ahead = tl.load(index_p + b * n + place, mask=place < n, other=-1)
-    for tile in tl.range(first, stop, num_stages=STAGES):
-        place = tile * T + tl.arange(0, T)
-        if CHOSEN:
-            live = ahead >= 0
-            token = tl.where(live, ahead, 0)
-            ahead = tl.load(index_p + b * n + place + T, mask=place + T < n, other=-1)
-        else:
-            live = place < length
-            token = tl.where(live, place, 0)
-        head = (b * S + token) * heads + h
-        score = tl.load(logits_p + place, mask=live, other=-1e30)
-        weight = tl.where(live, tl.exp2(score - top), 0.0)
-        total += weight
-        if BITS == 16:
-            v = tl.load(values_p + head[:, None] * D + channel[None, :], mask=inside[None, :], other=0.0)
-            out += v.to(tl.float32) * weight[:, None]
-        else:
-            code, pairs = _load_values(values_p, low_scale_p, head, live, D, GROUP, PLANES, WIDTH, RUNS, RUN)
-            out, base = _add_values(out, base, code, pairs, weight, dtype, BITS)
-    return tl.sum(total, 0), _sum_values(out, base)
-
-
-@triton.jit
-def _leave_split(
-    top, total, result, top_p, sum_p, out_p, head, split, splits, channel, inside, D: tl.constexpr,
-    FINAL: tl.constexpr
-):  # fmt: skip
-    """Stores a split's part of a head's softmax, or where it is the only one the result."""
-    if FINAL:
-        tl.store(out_p + head * D + channel, (result / total).to(out_p.dtype.element_ty), mask=inside)
-    else:
-        at = head * splits + split
-        tl.store(top_p + at, top)
-        tl.store(sum_p + at, total)
-        tl.store(out_p + at * D + channel, result, mask=inside)
-
-
-def values_config(B: int, n: int, Hkv: int, DP: int) -> tuple:
-    """(tokens a tile, warps, stages, splits)."""
-    return 32, 4 if DP > 128 else 2, 4, max(1, min(cdiv(n, 64), 2 * SMS // (B * Hkv)))
-
-
-@triton.jit
-def _windowed_values_kernel(
-    logits_p, q_p, index_p, values_p, low_scale_p, window_top_p, window_sum_p, window_part_p, top_p, sum_p,
-    out_p, n, S, window_parts, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr,
-    WIDTH: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, T: tl.constexpr, SB: tl.constexpr,
-    STAGES: tl.constexpr, FINAL: tl.constexpr,
-):  # fmt: skip
-    # Values of chosen tokens whose logits are made. The exact windows are attended already: their parts of
-    # the softmax are merged here.
-    _wait_for_previous()
-    _let_next_begin()
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    h, heads = tl.program_id(1), tl.num_programs(1)
-    b = tl.program_id(2).to(tl.int64)
-    share = tl.cdiv(tl.cdiv(n, T), splits)
-    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(n, T))
-    channel, inside = _columns(PLANES, WIDTH, RUNS, RUN)
-    logits_p += (b * heads + h) * n
-    top = _largest_logit(logits_p, first, stop, n, T)
-    extra_total, extra = tl.sum(tl.zeros([T], tl.float32), 0), tl.zeros(channel.shape, tl.float32)
-    if split == splits - 1:  # the exact window
-        first_part = (b * heads + h) * window_parts
-        top, extra_total, extra = _merge_parts(
-            top, window_top_p, window_sum_p, window_part_p, first_part, window_parts, 1, D, channel,
-            inside, SB
-        )  # fmt: skip
-    total, out = _sum_tokens(
-        top, logits_p, index_p, values_p, low_scale_p, b, h, heads, n, S, n, first, stop,
-        q_p.dtype.element_ty, D, BITS, GROUP, PLANES, WIDTH, RUNS, RUN, T, STAGES, True,
-    )  # fmt: skip
-    _leave_split(
-        top, total + extra_total, out + extra, top_p, sum_p, out_p, b * heads + h, split, splits, channel,
-        inside, D, FINAL,
-    )  # fmt: skip
-
-
-def _attend_streamed(
+def _streamed_logits(
     q: Tensor, index: Tensor, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
-    pos: Tensor, words: Tensor, bits: int
+    basis_scale: Tensor | None, words: Tensor
 ) -> Tensor:  # fmt: skip
-    """attend of chosen tokens that are rebuilt from latents, heads sharing no keys: a kernel for logits and
-    exact windows and one for the values (see streams_basis)."""
-    (B, Hkv, D), n, count = q.shape, index.shape[1], window_parts(ring_k.shape[1])
-    keys = (latent, latent_scale, basis, basis_scale)
-    logits, windows = _logits_and_windows(q, index, *keys, ring_k, ring_v, pos, words)
-    T, warps, stages, splits = values_config(B, n, Hkv, D)
-    out, tops, sums, parts = split_outputs(q, splits)
-    _windowed_values_kernel[splits, Hkv, B](
-        logits, q, index, *value_words(values, low_scale, pos), *windows, tops, sums, parts, n,
-        latent.shape[1], count, D, *value_packing(D, bits), T, min(16, power2(count)), stages, splits == 1,
-        num_warps=warps, **overlapped(q.device),
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
-
-
-def _logits_and_windows(
-    q: Tensor, index: Tensor, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor, pos: Tensor, words: Tensor
-) -> tuple[Tensor, tuple]:  # fmt: skip
-    """Logits in log2 units [B, Hkv, n], -inf in slots of no token; and the softmax of the exact windows, in
-    parts for a merge: maxima and sums [B, Hkv, parts], fp32, and weighted values [B, Hkv, parts, D]."""
-    (B, Hkv, D), (S, r), n, z = q.shape, latent.shape[1:], index.shape[1], ring_k.shape[1]
+    """q . k [B, Hkv, 1, n] of chosen tokens whose keys are rebuilt from latents, heads sharing no keys (see
+    streams_basis)."""
+    (B, Hkv, D), (S, r), n = q.shape, latent.shape[1:], index.shape[1]
     itemsize = latent.element_size()
     T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
     layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-    logits = torch.empty(B, Hkv, n, dtype=torch.float32, device=q.device)
-    windows = split_outputs(q, window_parts(z))[1:]
+    logits = torch.empty(B, Hkv, 1, n, dtype=torch.float32, device=q.device)
     _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
-        q, index, latent, latent_scale, chunks, basis_scale, ring_k, ring_v, pos, words, logits, *windows,
-        B, n, S, z, D**-0.5 * LOG2E, Hkv, window_parts(z), T, NC, r // KB, SLOTS, num_warps=4,
-        **overlapped(q.device),
+        q, index, latent, latent_scale, chunks, basis_scale, words, logits, B, n, S, Hkv, T, NC, r // KB,
+        SLOTS, num_warps=4, **overlapped(q.device),
     )  # fmt: skip
-    return logits, windows
-
-
-def window_parts(z: int) -> int:
-    """How many parts of a softmax _attend_windows leaves of a head's window."""
-    return 4 * cdiv(z, 64)
+    return logits
 
 
 def fits_chunks(D: int, r: int, itemsize: int) -> bool:
@@ -548,284 +326,11 @@ def fits_chunks(D: int, r: int, itemsize: int) -> bool:
     return itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
 
 
-def streams_basis(device: torch.device, tokens: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
+def streams_basis(device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
     """Whether the logits of chosen tokens are made by _streamed_logits_kernel: the latents fit its chunks, 64
     tokens in line span 8 rows of the batch at most, and (for speed) every program has two heads or more."""
     fits = fits_chunks(D, r, itemsize) and n >= 8
-    return on_hopper(device) and fits and cdiv(tokens, 128) * Hkv >= 2 * SMS
-
-
-# -------------------------------------------------------- attention over chosen tokens in one kernel (SALS)
-
-
-@gluon.jit
-def _heads_of(tile, first, stop, Hkv):
-    """The heads of a tile, from and up to, that the program's units first .. stop - 1 have."""
-    return gl.maximum(first - tile * Hkv, 0), gl.minimum(stop - tile * Hkv, Hkv)
-
-
-@gluon.jit
-def _make_logits(
-    HALF: gl.constexpr, latents, queries, ring, ready, free, logits_of, made, taken, first, stop, b,
-    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, n, S, scale, Hkv,
-):  # fmt: skip
-    """The logits of its half of every tile, in log2 units: -inf where there is no token. Four warps."""
-    D: gl.constexpr = ring.shape[1]
-    KB: gl.constexpr = ring.shape[2]
-    CHUNKS: gl.constexpr = latents.shape[0] // 2
-    T: gl.constexpr = latents.shape[1]
-    ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
-    INT8: gl.constexpr = latent_scale_p is not None
-    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
-    QUERY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
-    of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
-    PAIRS: gl.constexpr = of_pairs.type.layout
-    pair = gl.arange(0, D // 2, layout=gl.SliceLayout(0, PAIRS))
-    kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
-    wide = gl.arange(0, D, layout=QUERY)
-    dim = wide // 2 + (wide % 2) * (D // 2)
-    row = b.to(gl.int64) * S
-    chunk, unit = 0, 0
-    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
-        start = (tile * 2 + HALF) * T
-        token = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, COPY))[1]
-        turned = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, PAIRS))[1]
-        scored = _tile_tokens(index_p, start, n, T, gl.SliceLayout(1, KEYS))[1]
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        words = gl.load(rope_p + gl.maximum(turned, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
-        token_scale = gl.where(scored >= 0, scale, 0.0)
-        if INT8:
-            token_scale *= gl.load(latent_scale_p + row + gl.maximum(scored, 0))
-        latent_row = latent_p + (row + gl.maximum(token, 0))[:, None] * (CHUNKS * KB)
-        for j in gl.static_range(CHUNKS):
-            copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
-        ampere.async_copy.commit_group()
-        cos, sin = _half_at(words, 0), _half_at(words, 16)
-        ampere.async_copy.wait_group(0)
-        hopper.fence_async_shared()
-        barrier()
-        first_head, stop_head = _heads_of(tile, first, stop, Hkv)
-        for head in range(first_head, stop_head):
-            query = gl.load(q_p + (b * Hkv + head).to(gl.int64) * D + dim).to(gl.float32)
-            k = _begin_keys(latents, ring, ready, free, chunk, HALF, KEYS)
-            if INT8:
-                query *= gl.load(basis_scale_p + head * D + wide)
-            queries.index(HALF).store(query)
-            chunk += CHUNKS
-            k = _end_keys(k, free, chunk)
-            # From here on the other half has the tensor cores: a product with the query by them would wait.
-            a, c = gl.split(gl.reshape(k.to(gl.float32), [T, D // 2, 2]))
-            rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D])
-            rotated = gl.convert_layout(rotated, KEYS, assert_trivial=True)
-            query = queries.index(HALF).load(gl.SliceLayout(0, KEYS))
-            logits = gl.sum(rotated * query[None, :], 1) * token_scale
-            hopper.mbarrier.wait(taken.index(unit % 2), ((unit // 2) & 1) ^ 1)
-            logits_of.index(unit % 2).slice(HALF * T, T).store(gl.where(scored >= 0, logits, float("-inf")))
-            barrier()
-            hopper.mbarrier.arrive(made.index(unit % 2))
-            unit += 1
-
-
-@gluon.jit
-def _make_half(HALF: gl.constexpr, keys):
-    """_make_logits, whose arguments warp_specialize takes as one tuple for both halves."""
-    _wait_for_previous()
-    _let_next_begin()
-    _make_logits(HALF, *keys)
-
-
-@gluon.jit
-def _copy_values(code_at, pair_at, head, codes, pairs, stage):
-    """Copies a head's codes and (minimum, scale) of groups of a tile's tokens to shared memory."""
-    copy_rows(codes.index(stage), code_at + head * codes.shape[2])
-    copy_rows(pairs.index(stage), pair_at + head * pairs.shape[2])
-    ampere.async_copy.commit_group()
-
-
-@gluon.jit
-def _attend_values(
-    codes, pairs, logits_of, made, taken, first, stop, parts, b, index_p, values_p, low_scale_p, n, S, Hkv,
-    step, BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr,
-    RUNS: gl.constexpr, RUN: gl.constexpr,
-):  # fmt: skip
-    """Decodes the values of every tile and weighs them. Four warps."""
-    T: gl.constexpr = codes.shape[1]
-    J: gl.constexpr = pairs.shape[2]  # groups of a head
-    W: gl.constexpr = RUN // 4  # words of a run, each in a lane
-    L: gl.constexpr = 32 // W  # lanes that have different tokens
-    TAKE: gl.constexpr = 4 * L  # tokens at a time
-    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (WIDTH // 16), WIDTH // 16], [4, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, J], [32, 1], [4, 1], [1, 0])
-    LINE: gl.constexpr = gl.BlockedLayout([T // 32], [32], [4], [0])  # all logits in every warp
-    # Codes: [token, plane, run, word, byte]; the groups of a token's runs in all threads that have its codes.
-    CODES: gl.constexpr = gl.BlockedLayout(
-        [1, PLANES, RUNS, 1, 4], [L, 1, 1, W, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0]
-    )
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 1], [L, W], [4, 1], [1, 0])
-    LOWS: gl.constexpr = gl.BlockedLayout([1, J], [L, W], [4, 1], [1, 0])
-    PLANE: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, CODES)))
-    BYTE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, CODES))))
-    plane = gl.arange(0, PLANES, layout=gl.SliceLayout(0, PLANE))[None, :, None, None, None]
-    byte = gl.arange(0, 4, layout=BYTE)[None, None, None, None, :]
-    word = gl.arange(0, WIDTH // 4, layout=gl.SliceLayout(0, COPY))
-    group = gl.arange(0, J, layout=gl.SliceLayout(0, PAIRS))
-    unit = 0
-    for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
-        token = _tile_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, COPY))[1]
-        token = b.to(gl.int64) * S + gl.maximum(token, 0)
-        code_at = values_p + (token * (Hkv * (WIDTH // 4)))[:, None] + word[None, :]
-        token = _tile_tokens(index_p, tile * T, n, T, gl.SliceLayout(1, PAIRS))[1]
-        token = b.to(gl.int64) * S + gl.maximum(token, 0)
-        pair_at = low_scale_p + (token * (Hkv * J))[:, None] + group[None, :]
-        first_head, stop_head = _heads_of(tile, first, stop, Hkv)
-        _copy_values(code_at, pair_at, first_head, codes, pairs, unit % 2)
-        for head in range(first_head, stop_head):
-            stage = unit % 2
-            _copy_values(code_at, pair_at, gl.minimum(head + 1, stop_head - 1), codes, pairs, 1 - stage)
-            ampere.async_copy.wait_group(1)
-            hopper.mbarrier.wait(made.index(stage), (unit // 2) & 1)
-            barrier()
-            top = gl.maximum(gl.max(logits_of.index(stage).load(LINE), 0), -1e30)
-            total = gl.full([TAKE], 0.0, gl.float32, gl.SliceLayout(1, PLANE))
-            out = gl.full([TAKE, PLANES, RUNS, W, 4], 0.0, gl.float32, CODES)
-            base = gl.full([TAKE, PLANES, RUNS, 1, 1], 0.0, gl.float32, CODES)
-            for t in gl.static_range(0, T, TAKE):
-                logits = logits_of.index(stage).slice(t, TAKE).load(gl.SliceLayout(1, PLANE))
-                weight = gl.exp2(logits - top)
-                total += weight
-                weight = weight[:, None][:, :, None][:, :, :, None][:, :, :, :, None]
-                code = gl.reshape(codes.index(stage).slice(t, TAKE).load(WORDS), [TAKE, 1, RUNS, W, 1])
-                low = pairs.index(stage).slice(t, TAKE).load(LOWS)
-                if PLANES * RUNS > J:
-                    low = gl.join(low, low)  # two planes lie in a group
-                low = gl.reshape(low, [TAKE, PLANES, RUNS, 1, 1])
-                code = gl.convert_layout(code, CODES, assert_trivial=True)
-                low = gl.convert_layout(low, CODES, assert_trivial=True)
-                code, low, scale = _decode_planes(code, low, plane, byte, gl.float16, BITS)
-                out += code * (scale * weight)
-                base += low * weight
-            barrier()
-            hopper.mbarrier.arrive(taken.index(stage))
-            unit += 1
-            out = gl.reshape(out + base, [TAKE, J * GROUP])
-            _leave(parts, (b * Hkv + head).to(gl.int64) * step + 4 * tile, top, total, out, L)
-        ampere.async_copy.wait_group(0)
-
-
-@gluon.jit
-def _attend_windows_and_values(windows, values, D: gl.constexpr, packing):
-    _attend_windows(*windows, D)
-    _attend_values(*values, *packing)
-
-
-@gluon.jit
-def _sals_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, values_p, low_scale_p, ring_k_p, ring_v_p,
-    pos_p, rope_p, top_p, sum_p, part_p, B, n, S, z, scale, Hkv, programs, step,
-    BITS: gl.constexpr, GROUP: gl.constexpr, PLANES: gl.constexpr, WIDTH: gl.constexpr, RUNS: gl.constexpr,
-    RUN: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    # Every row has so many programs, and each an equal run of units: a tile of 2 T tokens and a head. The
-    # latents of a tile stay in shared memory, and a warp streams the basis past them by bulk copies. Four
-    # warps make the logits of a tile's first T tokens, four those of the others: one can multiply while the
-    # other rotates. Four more weigh the values, and before these the exact windows.
-    T: gl.constexpr = 64
-    LATENT: gl.constexpr = basis.dtype
-    D: gl.constexpr = basis.block_shape[0]
-    KB: gl.constexpr = basis.block_shape[1]
-    b, program = gl.program_id(0) // programs, gl.program_id(0) % programs
-    units = gl.cdiv(n, 2 * T) * Hkv
-    first, stop = program * units // programs, (program + 1) * units // programs
-    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
-    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    codes = gl.allocate_shared_memory(gl.int32, [2, 2 * T, WIDTH // 4], ROWS)
-    pairs = gl.allocate_shared_memory(gl.int32, [2, 2 * T, D // GROUP], ROWS)
-    queries = gl.allocate_shared_memory(gl.float32, [2, D], FLAT)
-    logits_of = gl.allocate_shared_memory(gl.float32, [2, 2 * T], FLAT)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=1)
-        hopper.mbarrier.init(free.index(slot), count=2)  # both halves
-    for stage in gl.static_range(2):
-        hopper.mbarrier.init(made.index(stage), count=2)
-        hopper.mbarrier.init(taken.index(stage), count=1)
-    hopper.fence_async_shared()
-    barrier()
-    index_p += b.to(gl.int64) * n
-    parts = (top_p, sum_p, part_p)
-    stores = (q_p, ring_k_p, ring_v_p, pos_p)
-    windows = (parts, stores, B * Hkv, z, scale, Hkv, step, 4 * gl.cdiv(n, 2 * T))
-    values = (
-        codes, pairs, logits_of, made, taken, first, stop, parts, b, index_p, values_p, low_scale_p, n, S,
-        Hkv, step,
-    )  # fmt: skip
-    keys = (
-        latents, queries, ring, ready, free, logits_of, made, taken, first, stop, b, q_p, index_p, latent_p,
-        latent_scale_p, basis_scale_p, rope_p, n, S, scale, Hkv,
-    )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_make_half, (gl.constexpr(0), keys)),
-            (_make_half, (gl.constexpr(1), keys)),
-            (_attend_windows_and_values,
-             (windows, values, D, (BITS, GROUP, PLANES, WIDTH, RUNS, RUN))),
-            (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
-        ],
-        [4, 4, 1],  # warps, beside the four of the first
-        [168, 144, 24],  # registers a thread
-    )  # fmt: skip
-
-
-def _attend_at_once(
-    q: Tensor, index: Tensor, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, values: Tensor, low_scale: Tensor | None, ring_k: Tensor, ring_v: Tensor,
-    pos: Tensor, words: Tensor, bits: int
-) -> Tensor:  # fmt: skip
-    """attend of chosen tokens that are rebuilt from latents, heads sharing no keys, in one kernel, and the
-    merge of its parts (see attends_at_once)."""
-    (B, Hkv, D), (S, r), n, z = q.shape, latent.shape[1:], index.shape[1], ring_k.shape[1]
-    itemsize, T = latent.element_size(), 64
-    KB = 128 // itemsize
-    device = torch.cuda.get_device_properties(q.device)
-    programs = row_programs(B, n, Hkv, device.multi_processor_count)
-    spare = 6144  # of shared memory, for barriers, logits and what changes of layout take
-    used = 2 * T * r * itemsize + 4 * T * (D * bits // 8 + D // 8)
-    SLOTS = min(4, (device.shared_memory_per_block_optin - spare - used) // (D * 128))
-    out, tops, sums, parts = split_outputs(q, 4 * cdiv(n, 2 * T) + window_parts(z))
-    layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
-    chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-    _sals_kernel[B * programs,](
-        q, index, latent, latent_scale, chunks, basis_scale, *value_words(values, low_scale, pos), ring_k,
-        ring_v, pos, words, tops, sums, parts, B, n, S, z, D**-0.5 * LOG2E, Hkv, programs, tops.shape[-1],
-        *value_packing(D, bits), r // KB, SLOTS, num_warps=4, **overlapped(q.device),
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
-
-
-def attends_at_once(
-    device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, bits: int, itemsize: int
-) -> bool:  # fmt: skip
-    """Whether logits and values of B rows over n chosen tokens each, heads sharing no keys, are one kernel's:
-    the latents fit its chunks, values are packed, every row has a program, and (for speed) every program two
-    tiles of a head, and two heads at most, for whose exact windows the values wait."""
-    fits = fits_chunks(D, r, itemsize) and bits < 16 and B * Hkv <= 2 * SMS <= B * cdiv(n, 128) * Hkv
-    return fits and on_hopper(device) and B <= torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def row_programs(B: int, n: int, Hkv: int, programs: int) -> int:
-    """How many of the programs each of B rows has for its n tokens: if that idles few, as many as a multiple
-    of its tiles, so that none begins in mid tile."""
-    tiles = cdiv(n, 128)
-    most = min(programs // B, tiles * Hkv)
-    even = most // tiles * tiles
-    return even if 4 * even >= 3 * most else most
+    return on_hopper(device) and fits and cdiv(B * n, 128) * Hkv >= 2 * SMS
 
 
 # ---------------------------------------------------------- attention over keys in int8 that queries share
@@ -849,7 +354,7 @@ def _decode_ptx(BITS):
 @gluon.jit
 def _decode_halves(words, pairs, turn, BITS: gl.constexpr):
     """Words of codes, and of their groups' (minimum, scale), to the values of byte 0 .. 3, in fp16: a code as
-    the top bits of a mantissa reads 1 + code / 2**BITS (see _decode_planes), minimum + code * scale is then
+    the top bits of a mantissa reads 1 + code / 2**BITS (see kernels._decode), minimum + code * scale is then
     one FMA, and two tokens, neighbours in a thread's registers, share every instruction."""
     return gl.inline_asm_elementwise(
         _decode_ptx(BITS), "=r,=r,=r,=r,r,r,r,r,r,r", [words, pairs, turn],

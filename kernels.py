@@ -759,12 +759,7 @@ def _load_values(
 def _decode(code, pairs, dtype: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
     """Words of codes and of their groups' (minimum, scale) -> code, low, step: value = code * step + low."""
     plane = tl.arange(0, PLANES)[None, :, None, None, None]
-    return _decode_planes(code, pairs, plane, tl.arange(0, 4)[None, None, None, None, :], dtype, BITS)
-
-
-@jit
-def _decode_planes(code, pairs, plane, byte, dtype: tl.constexpr, BITS: tl.constexpr):
-    """The same, with plane 0, 1, .. and byte 0 .. 3 given along their axes."""
+    byte = tl.arange(0, 4)[None, None, None, None, :]
     # A byte as the top bits of a mantissa, all but one of its codes masked out, reads 1 + code / 2**n, n = 8
     # less the bit where the code starts: no conversion (those run at a quarter of the rate), and one rotation
     # for all codes of the byte. The 1 stands for up to 256 steps, which costs sums 8 bits: too many for fp32,
@@ -891,7 +886,7 @@ def _plain_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _plain_logits(query, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
+def _plain_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of 16-bit or fp32 keys, rows [.., D]."""
     d = tl.arange(0, SHAPE[3])
     mask = live[:, None] & (d < SHAPE[2])[None, :]
@@ -912,7 +907,7 @@ def _int8_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _int8_logits(queries, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
+def _int8_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys in int8: codes in rows [.., D] and a scale a row, fp32."""
     d = tl.arange(0, SHAPE[3])
     mask = live[:, None] & (d < SHAPE[2])[None, :]
@@ -946,7 +941,7 @@ def _latent_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _latent_logits(queries, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
+def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias): latents in rows [.., r], of
     q's dtype or int8 with a scale a row; basis [Hkv, DP, r] alike, with a scale for each of its rows."""
     latent_p, latent_scale_p, basis_p, _, bias_p, rope_p = keys
@@ -989,11 +984,11 @@ def _no_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _given_logits(queries, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] that are there: a query's lie in line, the next query's keys[1] numbers on."""
+def _given_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] that are there: a query's lie in line, by place, the next query's keys[1] numbers on."""
     g = tl.arange(0, SHAPE[1])[None, :]
     mask = live[:, None] & (g < SHAPE[0])
-    return tl.load(keys[0] + row[:, None] + g * keys[1], mask=mask, other=0.0) * scale
+    return tl.load(keys[0] + (row - token + place)[:, None] + g * keys[1], mask=mask, other=0.0) * scale
 
 
 @jit
@@ -1007,7 +1002,7 @@ def _channel_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _channel_logits(query, keys, b, h, row, token, live, pos, scale, SHAPE: tl.constexpr):
+def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of KIVI's keys: rows of codes, and for 32 tokens of each channel a minimum and a scale;
     since the last multiple of R exact, in a ring. SHAPE[5] tokens of a tile lie in one such group."""
     codes_p, low_scale_p, ring_p, R, Hkv = keys
@@ -1131,7 +1126,7 @@ def _attend_kernel(
                 slot = start + tl.arange(0, T)
                 live = (slot < z) & (slot <= pos)  # slots fill from the left
                 row = (b * z + slot) * Hkv + h
-                logits = _plain_logits(exact, window_keys, b, h, row, slot, live, pos, scale, SHAPE)
+                logits = _plain_logits(exact, window_keys, b, h, row, slot, slot, live, pos, scale, SHAPE)
                 v = _plain_values(window_values, b, h, row, slot, live, pos, dtype, PACKING)
                 top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 4. The stored tokens.
@@ -1146,7 +1141,7 @@ def _attend_kernel(
             live = place < length
         key_row = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
         value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
-        logits = LOGITS(queries, keys, b, h, key_row, token, live, pos, scale, SHAPE)
+        logits = LOGITS(queries, keys, b, h, key_row, place, token, live, pos, scale, SHAPE)
         v = VALUES(values, b, h, value_row, token, live, pos, dtype, PACKING)
         top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
@@ -1240,7 +1235,21 @@ def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     )
 
 
-KEYS = {"plain": plain_keys, "int8": int8_keys, "latents": latent_keys, "channels": channel_keys}
+def given_logits(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
+    (logits,), (B, Hq, D) = keys, q.shape
+    shape("logits", logits, B, Hkv, Hq // Hkv, logits.shape[3], dtype=torch.float32)
+    need(logits.stride(3) == 1, "the logits of a query must lie in line")
+    stores, steps = (logits, logits.stride(2)), (logits.stride(0), logits.stride(1), 1)
+    return stores, steps, (D, max(16, power2(D)), 0, 0), (_no_queries, _given_logits)
+
+
+KEYS = {
+    "plain": plain_keys,
+    "int8": int8_keys,
+    "latents": latent_keys,
+    "channels": channel_keys,
+    "logits": given_logits,
+}
 
 
 def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
@@ -1288,6 +1297,8 @@ def attend(
         channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens, low_scale
                  [B, Hkv, n, D, 2] fp16, ring [B, R, Hkv, D] of the tokens since the last multiple of R, which
                  are exact
+        logits   none, but fp32 logits [B, Hkv, G, n], each query's in line: of the tokens of an index [B, n],
+                 or without one of all
     values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8, low_scale
     [.., DV / group, 2] fp16, and where the last R tokens are exact their ring [B, R, Hkv, DV]. index int32:
     the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens
@@ -1296,7 +1307,8 @@ def attend(
     read."""
     (B, Hq, _), (Hkv, S) = q.shape, values[0].shape[1:3]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
-    need(keys[0].shape[2] >= S, f"keys of {keys[0].shape[2]} tokens do not fit values of {S}")
+    tokens = S if kind == "logits" else keys[0].shape[2]
+    need(tokens >= S, f"keys of {tokens} tokens do not fit values of {S}")
     key_stores, key_steps, sizes, functions = KEYS[kind](q, keys, Hkv)
     value_stores, value_steps, packing, decoder = packed_values(q, values, bits)
     D, DV, z = sizes[0], packing[2] * packing[3], window[0].shape[1] if window else 0
@@ -1334,22 +1346,10 @@ def attend_logits(logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
 
     logits [B, Hkv, G, S] fp32, each query's in line; v [B, Hkv, S, DV], whole rows -> [B, Hkv * G, DV] of v's
     dtype. Truth: Tensor.softmax, a product."""
-    (B, H, G, S), DV = logits.shape, v.shape[3]
-    need(logits.dtype == torch.float32 and logits.stride(3) == 1, "logits must be fp32, each query's in line")
-    shape("v", v, B, H, S, DV)
-    check(pos, B)
-    packing = value_packing(DV, 16)
-    T, warps, stages, fill = attend_config("plain", DV, v.element_size(), roomy(v.device))
-    splits = attend_splits(S, B * H, fill)
-    out, tops, sums, parts = split_outputs(v.new_empty(B, H * G, DV), splits)
-    steps = (logits.stride(0), logits.stride(1), 1)
-    _attend_kernel[splits, H, B](
-        v, (logits, logits.stride(2)), (v,), None, (None,), (None,), pos, tops, sums, parts, steps,
-        row_steps("v", v), S, 0, 1, H, LOG2E, _no_queries, _given_logits, _plain_values,
-        (G, max(16, power2(G)), 1, 16, 0, 0), packing, T, stages, splits == 1, num_warps=warps,
-        **overlapped(v.device),
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
+    B, H, G, S = logits.shape
+    need(S >= v.shape[2], f"logits of {S} tokens do not fit values of {v.shape[2]}")
+    q = v.new_empty(B, H * G, 16)  # its shape alone counts
+    return attend(q, "logits", [logits], [v], 16, pos, None, [], 1.0)
 
 
 def attend_splits(n: int, programs: int, fill: int) -> int:
@@ -1363,7 +1363,7 @@ def attend_config(kind: str, DV: int, itemsize: int, roomy: bool) -> tuple[int, 
         return 32, 4, 2, 4
     if kind == "latents":
         return 64, 4, 3 if roomy else 2, 2
-    if kind == "plain":
+    if kind in ("plain", "logits"):
         return (64, 4, 3, 4) if roomy else (64 if DV <= 128 else 32, 4, 2, 4)
     return 32, 2, 3, 8
 
@@ -1447,7 +1447,7 @@ def latent_config(itemsize: int, roomy: bool) -> tuple[int, int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor, the widest row that one kernel attends)."""
     if itemsize == 4:
         return 16, 4, 2, 1, 256
-    return (64, 8, 2, 1, 512) if roomy else (32, 8, 2, 1, 512)
+    return (64 if roomy else 32, 4, 2, 1, 512)
 
 
 # ---------------------------------------------------------------------------------------------------- append

@@ -4330,7 +4330,7 @@ SAME_WITH_KERNELS = [  # method, options, group, operations that it runs (of att
     ("kivi", {"residual": 32}, 4, "channels"),
     ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
     ("elitekv", {}, 2, "attend_latent"),
-    ("h2o", {"keep": 24}, 2, "attend_logits scores"),
+    ("h2o", {"keep": 24}, 2, "attend_logits logits scores"),
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
     ("loki", {"reduced": True, "d": 0.5, "kv_bits": 4}, 2, "channels"),
     ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
@@ -6022,7 +6022,7 @@ def test_hopper_operators_do_what_torch_compile_is_told(hopper):
 LATENTS, SHARED = ("joint latents", "row", 1, 40, 2, 1), ("int8", "all", 1, 40, 2, 2)
 HOPPER_REFUSES = [  # plan, case of attend, place of the keys, its change, the message
     ("shares_int8", SHARED, 0, lambda k: k.float(), "keys must be torch.int8"),
-    ("attends_at_once", LATENTS, 3, lambda _: randn(2, 32, 1), "int8 together"),
+    ("streams_basis", LATENTS, 3, lambda _: randn(2, 32, 1), "int8 together"),
     ("streams_basis", LATENTS, 5, lambda x: x[:39], "rope has 39 positions"),
 ]
 
@@ -6039,10 +6039,11 @@ def test_hopper_attend_refuses(hopper, monkeypatch, plan, case, place, change, m
 
 
 def only(hopper, monkeypatch, plan):
-    """Of hopper's ways to attend latents that of `plan` alone, and none of kernels.py."""
-    for name in PLANS:
-        monkeypatch.setattr(hopper, name, lambda *_, name=name: name == plan)
-    monkeypatch.setattr(kernels, "attend", None)
+    """Of hopper's ways to attend latents that of `plan` alone, and of kernels.py's none."""
+    monkeypatch.setattr(hopper, "streams_basis", lambda *_: plan == "streams_basis")
+    monkeypatch.setitem(kernels.KEYS, "plain", None)
+    if plan != "streams_basis":
+        monkeypatch.setattr(kernels, "attend", None)
 
 
 def check_hopper_latents(hopper, dtype, int8, B, S, Hkv, D, bits, z, pos, **options):
@@ -6051,7 +6052,6 @@ def check_hopper_latents(hopper, dtype, int8, B, S, Hkv, D, bits, z, pos, **opti
     check_attend(dtype, *case, written=True, ops=hopper, **options)
 
 
-PLANS = ["attends_at_once", "streams_basis"]
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
 # the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
 # hardly begun: B, Hkv, D, chunks, n, bits, z, programs.
@@ -6066,27 +6066,25 @@ LATENT_SIZES = [
     (1, 3, 64, 8, 300, 8, 24, 2),
     (2, 4, 128, 8, 257, 4, 24, None),
 ]
-ATTENDED = [*itertools.product(PLANS, [False, True], [torch.bfloat16, torch.float16], LATENT_SIZES)]
+ATTENDED = [*itertools.product([False, True], [torch.bfloat16, torch.float16], LATENT_SIZES)]
 
 
 @needs_hopper
-@pytest.mark.parametrize("plan, int8, dtype, sizes", ATTENDED)
+@pytest.mark.parametrize("int8, dtype, sizes", ATTENDED)
 @poisoned
-def test_hopper_attend_latents(hopper, monkeypatch, plan, int8, dtype, sizes):
+def test_hopper_attend_latents(hopper, monkeypatch, int8, dtype, sizes):
     B, Hkv, D, chunks, n, bits, z, programs = sizes
-    only(hopper, monkeypatch, plan)
-    if programs:  # of a row, or of all
-        monkeypatch.setattr(hopper, "row_programs", lambda *_: programs)
+    only(hopper, monkeypatch, "streams_basis")
+    if programs:
         monkeypatch.setattr(hopper, "SMS", programs)
     pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (128 if int8 else 64)
     check_hopper_latents(hopper, dtype, int8, B, 600, Hkv, D, bits, z, pos, n=n, r=r)
 
 
 @needs_hopper
-@pytest.mark.parametrize("plan", PLANS)
 @poisoned
-def test_hopper_attend_windows_of_several_tiles_and_real_sizes(hopper, monkeypatch, plan):
-    only(hopper, monkeypatch, plan)
+def test_hopper_attend_windows_of_several_tiles_and_real_sizes(hopper, monkeypatch):
+    only(hopper, monkeypatch, "streams_basis")
     for rise in RISES:
         case = (torch.float16, False, 3, 200, 2, 64, 4, 100, (199, 120, 30))
         check_hopper_latents(hopper, *case, r=64, rise=rise)
@@ -6101,78 +6099,48 @@ WINDOWED = [(HALF, 2, 16, 33), (WHOLE, 4, 130, 90), (WHOLE, 8, 5, 84), (HALF, 4,
 
 @pytest.mark.parametrize("dtype, bits, z, n", WINDOWED)
 @poisoned
-def test_hopper_values_take_windows_that_are_attended_with_the_logits(hopper, monkeypatch, dtype, bits, z, n):
-    """As _attend_windows leaves them, for which no interpreter is: 4 parts of each 64 slots, some empty."""
+def test_hopper_attends_by_logits_beside_an_exact_window(hopper, monkeypatch, dtype, bits, z, n):
+    """As _streamed_logits makes them, for which no interpreter is; where there is no token anything."""
     S = z + 84
     case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
     (q, kind, keys, *rest), truth = attend_case(*case, n=n, written=True)
-    pos, index, window, scale = rest[2:]
-    k = stored_keys("joint latents", dtype, torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE), 32, pos)[1]
+    k = stored_keys(
+        "joint latents", dtype, torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE), 32, rest[2]
+    )[1]
 
-    def make_both(q, index, latent, latent_scale, basis, basis_scale, ring_k, ring_v, pos, words):
-        scores = torch.einsum("bhd,bhsd->bhs", q.float(), k) * scale * kernels.LOG2E
-        logits = scores.gather(2, index.clamp(min=0).long()[:, None].expand(-1, 2, -1))
-        logits = logits.masked_fill(index[:, None] < 0, -torch.inf)
-        parts, slot = torch.arange(hopper.window_parts(z), device=DEVICE), torch.arange(z, device=DEVICE)
-        mine = (slot // 64 * 4 + slot % 4) == parts[:, None]  # [parts, z]
-        mine = mine & (slot <= pos[:, None])[:, None, None]  # [B, 1, parts, z]
-        ring_k, ring_v = (torch.nan_to_num(t).float().transpose(1, 2) for t in (ring_k, ring_v))
-        scores = (ring_k @ q.float()[..., None]).mT * (scale * kernels.LOG2E)
-        tops = torch.where(mine, scores, -1e30).amax(-1)
-        weights = torch.where(mine, torch.exp2(scores - tops[..., None]), 0.0)
-        return logits, (tops, weights.sum(-1), weights @ ring_v)
+    def make_logits(q, index, *_):
+        logits = torch.einsum("bhd,bhsd->bhs", q.float(), k)
+        logits = logits.gather(2, index.clamp(min=0).long()[:, None].expand(-1, 2, -1))
+        return logits.masked_fill(index[:, None] < 0, torch.nan)[:, :, None]
 
     only(hopper, monkeypatch, "streams_basis")
-    monkeypatch.setattr(hopper, "_logits_and_windows", make_both)
+    monkeypatch.setattr(hopper, "_streamed_logits", make_logits)
     close(hopper.attend(q, kind, keys, *rest), truth, dtype)
 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, int8):
     seen = []
-    for name in PLANS:
-        monkeypatch.setattr(hopper, name, lambda *shape: seen.append(shape[-1]) or False)
+    monkeypatch.setattr(hopper, "streams_basis", lambda *shape: seen.append(shape[-1]) or False)
     check_hopper_latents(hopper, torch.float32, int8, 1, 90, 2, 64, 4, 8, (80,), n=33)
-    assert seen == [4, 4]
+    assert seen == [4]
 
 
-# The plan; sizes that it takes, those that each alone is too few or too many for the first, others that it
-# does not take: ranks of no whole chunks, fp32, rows without a program.
-TAKEN = [(4, 960, 32, 128, 512, 2, 2), (4, 960, 32, 128, 1024, 2, 1), (8, 448, 32, 128, 512, 2, 2)]
-REJECTED = [(4, 960, 32, 128, 500, 2, 2), (4, 960, 32, 128, 256, 2, 4), (101, 300, 1, 128, 512, 2, 2)]
-WHERE = [
-    ("attends_at_once", [*TAKEN, (100, 300, 1, 128, 512, 2, 2)], [9, 130, 8, 96, 1024, 16, 4], REJECTED),
-    (
-        "streams_basis",
-        [(7168, 448, 32, 128, 512, 2), (7168, 448, 32, 128, 1024, 1)],
-        [1024, 7, 4, 256, 1024],
-        [(7168, 448, 32, 128, 500, 2), (7168, 448, 32, 128, 256, 4)],
-    ),
-]
+# Sizes B, n, Hkv, D, r, itemsize that are taken; those that each alone is too few or too many for the first;
+# others that are not taken: ranks of no whole chunks, fp32.
+TAKEN = [(16, 448, 32, 128, 512, 2), (16, 448, 32, 128, 1024, 1)]
+TOO = [(0, 2), (1, 7), (2, 4), (3, 256), (4, 1024)]
+REJECTED = [(16, 448, 32, 128, 500, 2), (16, 448, 32, 128, 256, 4)]
 
 
-@pytest.mark.parametrize("plan, taken, each, others", WHERE)
-def test_hopper_attends_by_a_plan_where_it_can(hopper, monkeypatch, plan, taken, each, others):
-    multiprocessors = SimpleNamespace(multi_processor_count=100)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
+def test_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    takes, (fits, *_), cuda = getattr(hopper, plan), taken, torch.device("cuda")
-    others = [*others, *((*fits[:i], other, *fits[i + 1 :]) for i, other in enumerate(each))]
-    assert all(takes(cuda, *sizes) for sizes in taken) and not takes(torch.device("cpu"), *fits)
+    takes, fits, cuda = hopper.streams_basis, TAKEN[0], torch.device("cuda")
+    others = [*REJECTED, *((*fits[:i], other, *fits[i + 1 :]) for i, other in TOO)]
+    assert all(takes(cuda, *sizes) for sizes in TAKEN) and not takes(torch.device("cpu"), *fits)
     assert not [sizes for sizes in others if takes(cuda, *sizes)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not takes(cuda, *fits)
-
-
-def test_row_programs_all_have_work_and_begin_with_a_tile_where_they_can(hopper):
-    for B, n, Hkv in itertools.product((1, 2, 3, 4, 8, 16, 50, 132), (1, 128, 448, 960, 4032), (1, 8, 32)):
-        programs, tiles = hopper.row_programs(B, n, Hkv, 132), -(-n // 128)
-        most = min(132 // B, tiles * Hkv)
-        assert 1 <= programs <= most <= 4 * programs / 3
-        starts = {program * tiles * Hkv // programs for program in range(programs)}
-        assert len(starts) == programs
-        if most % tiles <= most / 4 and most >= tiles:
-            assert {tile * Hkv for tile in range(tiles)} <= starts
 
 
 @needs_hopper
@@ -6190,9 +6158,9 @@ def test_hopper_attend_int8_shared(hopper, monkeypatch, bits, G, programs):
 @pytest.mark.parametrize("joint", [True, False])
 def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
     asked = []
-    for plan in ("attends_at_once", "shares_int8"):
+    for plan in ("streams_basis", "shares_int8"):
         monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
-    for kernel in ("_attend_at_once", "_attend_int8_shared"):
+    for kernel in ("_streamed_logits", "_attend_int8_shared"):
         monkeypatch.setattr(hopper, kernel, None)
     case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("int8", "all", 1, 90, 2, 4)
     given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
@@ -6206,10 +6174,10 @@ def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, m
 
 @needs_hopper
 @pytest.mark.parametrize("int8", [False, True])
-def test_hopper_attends_at_once_with_the_same_bits_again(hopper, monkeypatch, int8):
+def test_hopper_attends_latents_with_the_same_bits_again(hopper, monkeypatch, int8):
     """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
     would show."""
-    only(hopper, monkeypatch, "attends_at_once")
+    only(hopper, monkeypatch, "streams_basis")
     form, options = "joint int8 latents" if int8 else "joint latents", {"n": 432, "r": 512, "written": True}
     cases = []
     for B, pos in ((4, 4095), (4, 4086), (3, 4095)):
@@ -6228,11 +6196,9 @@ def test_hopper_attends_at_once_with_the_same_bits_again(hopper, monkeypatch, in
 
 
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
-STREAMED = [("bfloat16", 512, 128, 4, 32, 1), ("int8", 1024, 128, 4, 32, 1)]
-AT_ONCE = [("bfloat16", 512, 128, 2, 32, 1), ("int8", 1024, 128, 8, 32, 1), ("int8", 256, 64, 4, 1, 1)]
+STREAMED = [("bfloat16", 512, 128, 4, 32, 1), ("int8", 1024, 128, 4, 32, 1), ("int8", 256, 64, 4, 1, 1)]
 ATTENDING_KERNELS = [  # name, partitions that wait, cases
-    ("_streamed_logits_kernel", 3, STREAMED),  # both consumers, and the windows
-    ("_sals_kernel", 3, AT_ONCE),  # both halves, and the values
+    ("_streamed_logits_kernel", 2, STREAMED),  # both consumers
     ("_int8_shared_kernel", 0, [("int8", 0, 128, bits, 8, 4) for bits in (2, 4, 8)]),
 ]
 
@@ -6243,8 +6209,8 @@ def test_hopper_kernels_that_attend_compile_without_a_gpu(hopper, kernel, waits,
     program = f"""
         kernel, B, S = "{kernel}", 4, 500
         setattr(hopper, kernel, Compile(kernel, hopper))
-        hopper._windowed_values_kernel = Compile("_windowed_values_kernel", hopper)
-        hopper.attends_at_once = lambda *_: kernel == "_sals_kernel"
+        kernels._attend_kernel = Compile("_attend_kernel", kernels)
+        kernels.merge_splits = lambda out, *_: out
         hopper.streams_basis = hopper.shares_int8 = lambda *_: True
         hopper.SMS, hopper.merge_splits = 1, lambda out, *_: out
         torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(**{H200})
@@ -6270,7 +6236,7 @@ def test_hopper_kernels_that_attend_compile_without_a_gpu(hopper, kernel, waits,
 
 
 OVERLAPPING = [(8, 2, 2, False, None), (8, 2, 4, True, None), (4, 4, 2, False, None)]
-OVERLAPPING += [(32, 32, 4, False, "streams_basis"), (32, 32, 2, True, "attends_at_once")]
+OVERLAPPING += [(32, 32, 4, False, "streams_basis"), (32, 32, 2, True, "streams_basis")]
 
 
 @needs_hopper
