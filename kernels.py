@@ -799,13 +799,17 @@ def _merge_parts(top, top_p, sum_p, part_p, first, count, step, D, d, inside, SB
 @jit
 def _attend_tile(logits, live, v, top, total, out):
     """Online softmax: logits [T, GP] in log2 units, live [T], v [T, C] -> top [GP], total [T, GP] (summed
-    over T at the end, not in every tile) and out [C, GP] with this tile."""
+    over T at the end, not in every tile) and out [C, GP] with this tile; of one query out [T, C], likewise
+    summed at the end."""
     logits = tl.where(live[:, None], logits, -1e30)
     new_top = tl.maximum(top, tl.max(logits, 0))
     weight = tl.where(live[:, None], tl.exp2(logits - new_top[None, :]), 0.0)
     shrink = tl.exp2(top - new_top)
     total = total * shrink[None, :] + weight
-    out = tl.dot(tl.trans(v), weight.to(v.dtype), out * shrink[None, :], input_precision="ieee")
+    if logits.shape[1] == 1:
+        out = out * shrink[None, :] + v * weight
+    else:
+        out = tl.dot(tl.trans(v), weight.to(v.dtype), out * shrink[None, :], input_precision="ieee")
     return new_top, total, out
 
 
@@ -891,7 +895,10 @@ def _plain_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE:
     d = tl.arange(0, SHAPE[3])
     mask = live[:, None] & (d < SHAPE[2])[None, :]
     k = tl.load(keys[0] + row[:, None] * SHAPE[2] + d[None, :], mask=mask, other=0.0)
-    return tl.dot(k, query, input_precision="ieee") * scale
+    if SHAPE[1] == 1:
+        return tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale
+    else:
+        return tl.dot(k, query, input_precision="ieee") * scale
 
 
 @jit
@@ -1117,7 +1124,7 @@ def _attend_kernel(
     queries = QUERIES(q_p + head_row * SHAPE[2], b, h, keys, SHAPE)
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([T, GP], tl.float32)
-    out = tl.zeros([C, GP], tl.float32)
+    out = tl.zeros([T, C] if GP == 1 else [C, GP], tl.float32)
     # 3. The exact window, in the last split.
     if window_keys[0] is not None:
         if split == splits - 1:
@@ -1146,6 +1153,8 @@ def _attend_kernel(
         top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
     total = tl.sum(total, 0)
+    if GP == 1:
+        out = tl.sum(out, 0)[:, None]
     g = tl.arange(0, GP)
     channel, inside = _columns(PACKING[2], PACKING[3], PACKING[4], PACKING[5])
     at = (head_row + g) * splits + split
@@ -1329,12 +1338,13 @@ def attend(
     T, warps, stages, fill = attend_config(kind, DV, q.element_size(), roomy(q.device))
     if kind == "channels" and index is not None:
         sizes = (*sizes[:3], 1)  # chosen tokens each look their group up
+    GP = 1 if G == 1 and kind == "logits" else max(16, power2(G))  # tensor cores take 16 queries at least
     splits = attend_splits(n, B * programs, fill)
     out, tops, sums, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, tuple(window[:1]) or (None,), tuple(window[1:]) or (None,), pos,
         tops, sums, parts, key_steps, value_steps, n, z, sets, Hkv, scale * LOG2E, *functions, decoder,
-        (G, max(16, power2(G)), *sizes), packing, T, stages, splits == 1, num_warps=warps,
+        (G, GP, *sizes), packing, T, stages, splits == 1, num_warps=warps,
         **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, tops, sums, parts)
@@ -1347,7 +1357,7 @@ def attend_logits(logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     logits [B, Hkv, G, S] fp32, each query's in line; v [B, Hkv, S, DV], whole rows -> [B, Hkv * G, DV] of v's
     dtype. Truth: Tensor.softmax, a product."""
     B, H, G, S = logits.shape
-    need(S >= v.shape[2], f"logits of {S} tokens do not fit values of {v.shape[2]}")
+    shape("v", v, B, H, S, v.shape[3])
     q = v.new_empty(B, H * G, 16)  # its shape alone counts
     return attend(q, "logits", [logits], [v], 16, pos, None, [], 1.0)
 

@@ -4450,7 +4450,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole rows"),
     ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
     ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
-    ("attend_logits", {"logits": lambda x: x.half()}, "must be fp32"),
+    ("attend_logits", {"logits": lambda x: x.half()}, "must be torch.float32"),
     ("attend_logits", {"v": lambda v: v[:, :, :8]}, "v must be"),
     ("attend_latent", {"DV": instead(9)}, "leading 1 to 8"),
     ("attend_latent", {"latent": lambda _: randn(1, 9, 16)}, "latent must be"),
