@@ -243,8 +243,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
 
     The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
-    live = live[:, None] if live.ndim == 2 else live
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, :, None], scale=scale).flatten(1, 2)
+    live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
+    if q.shape[-1] == v.shape[-1]:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
+    logits = weigh(q, k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return weigh(logits.masked_fill(~live, -torch.inf).softmax(-1).to(v.dtype), v).flatten(1, 2)
 
 
 def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
@@ -256,7 +259,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     rows = (-1, *[1] * (scores.ndim - 1))
     last = (pos - z).view(rows)  # the newest token outside of the recent ones
     candidates = scores.masked_fill((places < x) | (places > last), -torch.inf)
-    best, index = candidates.topk(min(y, len(places)), dim=-1)
+    best, index = candidates.topk(min(y, len(places)), sorted=wanted is not None)
     live = best > -torch.inf
     if wanted is not None:
         live = live & (places[: index.shape[-1]] < wanted.view(rows))
@@ -320,6 +323,9 @@ def weigh(w: Tensor, codes: Tensor) -> Tensor:
     Compiled, as one loop that never holds the codes in floating point; a matrix product would first write
     them to memory, four bytes or more for each."""
     fused = torch.compiler.is_compiling() and codes.device.type == "cpu"
+    if codes.is_floating_point():
+        pair = torch.cat((w, w), -2) if fused and w.shape[-2] == 1 else w
+        return (pair.to(codes.dtype) @ codes)[..., : w.shape[-2], :]
     if codes.stride(-2) == 1:  # in the order in which they lie
         rows = codes.mT
         return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fused else w @ rows.to(w.dtype).mT
@@ -373,7 +379,7 @@ class Int8Keys:
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         # Sums of products with codes can exceed fp16's range.
-        return weigh(q / 128, self.codes.mT).float() * (self.scale * 128)[:, :, None]
+        return weigh(q * 2**-7, self.codes.mT).float() * (self.scale * 128)[:, :, None]
 
 
 @dataclass
@@ -792,7 +798,7 @@ def sals_scores(
     each head's logits become attention weights over the live tokens before they are summed, so that one loud
     head cannot decide for all."""
     if token_scale is not None:  # sums of products with codes can exceed fp16's range
-        queries, token_scale = queries / 128, token_scale * 128
+        queries, token_scale = queries * 2**-7, token_scale * 128
     if block:
         n = queries.shape[1] - 1  # whole blocks, and the last one
         whole, last = latent[:, : n * block].unflatten(1, (n, block)), latent[:, n * block :]
