@@ -153,8 +153,10 @@ class Room:
         if index is None:  # no key and no value is decoded: its codes are multiplied
             logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
             live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None, None]
-            weights = logits.masked_fill(~live[:, :, None], -torch.inf).softmax(-1)  # [B, Hkv, G, S]
-            return values.mix(weights, pos).to(q.dtype).flatten(1, 2)
+            logits = logits.masked_fill(~live[:, :, None], -torch.inf)
+            weights = (logits - logits.amax(-1, keepdim=True)).exp()  # [B, Hkv, G, S]
+            mixed = values.mix(weights, pos) / weights.sum(-1, keepdim=True)
+            return mixed.to(q.dtype).flatten(1, 2)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
         k, v = (
             store.read(pos, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
@@ -317,19 +319,55 @@ def row_numbers(x: Tensor, index: Tensor) -> Tensor:
     return index.long() + first.view(*x.shape[:2], 1)
 
 
-def weigh(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
+@torch.library.custom_op("compress::int8_products", mutates_args=())
+def int8_products(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes of int8 matrices on the CPU, which has no batched product of them: w [..., G, K], codes
+    [..., K, N] -> [..., G, N] int32."""
+    out = w.new_empty(*w.shape[:-1], codes.shape[-1], dtype=torch.int32)
+    for product in zip(matrices(w), matrices(codes), matrices(out), strict=True):
+        torch._int_mm(*product[:2], out=product[2])
+    return out
 
-    Compiled, as one loop that never holds the codes in floating point; a matrix product would first write
-    them to memory, four bytes or more for each."""
-    fused = torch.compiler.is_compiling() and codes.device.type == "cpu"
+
+@int8_products.register_fake
+def _(w: Tensor, codes: Tensor) -> Tensor:
+    return w.new_empty(*w.shape[:-1], codes.shape[-1], dtype=torch.int32)
+
+
+def matrices(x: Tensor) -> list[Tensor]:
+    """The matrices of x [..., M, N]."""
+    return [x] if x.ndim == 2 else [matrix for part in x.unbind() for matrix in matrices(part)]
+
+
+def weigh_int8(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes in products of integers: a number of w is three digits, of base 254, as exact as in fp32."""
+    unit = w.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    rest, digits = w.float() / unit, []
+    for _ in range(3):
+        digits.append(rest.round())
+        rest = (rest - digits[-1]) * 254
+    first, second, third = int8_products(torch.cat(digits, -2).to(torch.int8), codes).float().chunk(3, -2)
+    return (first + (second + third / 254) / 254) * unit
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether products with x become one loop that never holds codes in floating point, as where a step is
+    compiled for the CPU: a matrix product would first write them to memory, four bytes or more for each."""
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+def weigh(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N]."""
     if codes.is_floating_point():
-        pair = torch.cat((w, w), -2) if fused and w.shape[-2] == 1 else w
+        # Fused, a product of one row would be slower than a matrix product.
+        pair = torch.cat((w, w), -2) if fuses(codes) and w.shape[-2] == 1 else w
         return (pair.to(codes.dtype) @ codes)[..., : w.shape[-2], :]
     if codes.stride(-2) == 1:  # in the order in which they lie
+        if codes.device.type == "cpu" and codes.dtype == torch.int8:
+            return weigh_int8(w, codes)
         rows = codes.mT
-        return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fused else w @ rows.to(w.dtype).mT
-    return (w[..., None] * codes[..., None, :, :]).sum(-2) if fused else w @ codes.to(w.dtype)
+        return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fuses(codes) else w @ rows.to(w.dtype).mT
+    return (w[..., None] * codes[..., None, :, :]).sum(-2) if fuses(codes) else w @ codes.to(w.dtype)
 
 
 @dataclass
@@ -399,10 +437,14 @@ class CodedValues:
         group = width * 8 // bits // n  # channels
         run, parts = math.gcd(group, width), []
         for channel in range(0, group * n, run):
-            plane, byte = divmod(channel, width)
+            (plane, byte), i = divmod(channel, width), channel // group
             codes = (self.codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-            parts.append(weigh(weights * scale[:, :, None, :, channel // group], codes))
-        return torch.cat(parts, -1) + (weights @ low).repeat_interleave(group, -1)
+            if fuses(codes):
+                decoded = codes * scale[..., i, None] + low[..., i, None]
+                parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
+            else:
+                parts.append(weigh(weights * scale[:, :, None, :, i], codes) + weights @ low[..., i, None])
+        return torch.cat(parts, -1)
 
     def stores(self) -> list[Tensor]:
         return [self.codes, self.low_scale]
