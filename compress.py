@@ -127,7 +127,7 @@ class Room:
             scores = self.kernels.scores(q.to(rows.dtype).contiguous(), rows, None, pos.int(), scale, rule)
             return scores.view(*q.shape[:3], -1) if rule == "each" else scores
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
-        logits = (q.to(rows.dtype) @ rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
+        logits = weigh(q.to(rows.dtype), rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
         if rule == "largest":
             return group_scores(logits, live)
         return logits.masked_fill(~live[:, None, None], -torch.inf)
@@ -358,16 +358,17 @@ def fuses(x: Tensor) -> bool:
 
 def weigh(w: Tensor, codes: Tensor) -> Tensor:
     """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N]."""
-    if codes.is_floating_point():
-        # Fused, a product of one row would be slower than a matrix product.
-        pair = torch.cat((w, w), -2) if fuses(codes) and w.shape[-2] == 1 else w
-        return (pair.to(codes.dtype) @ codes)[..., : w.shape[-2], :]
-    if codes.stride(-2) == 1:  # in the order in which they lie
-        if codes.device.type == "cpu" and codes.dtype == torch.int8:
-            return weigh_int8(w, codes)
+    floats, fused, in_rows = codes.is_floating_point(), fuses(codes), codes.stride(-2) == 1
+    if floats and not (fused and w.shape[-2] == 1):
+        return w.to(codes.dtype) @ codes
+    if floats and not (in_rows and w.shape[-1] >= 16):  # a matrix product of two rows is faster than a loop
+        return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
+    if in_rows and codes.dtype == torch.int8 and codes.device.type == "cpu":
+        return weigh_int8(w, codes)
+    if in_rows:  # in the order in which they lie
         rows = codes.mT
-        return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fuses(codes) else w @ rows.to(w.dtype).mT
-    return (w[..., None] * codes[..., None, :, :]).sum(-2) if fuses(codes) else w @ codes.to(w.dtype)
+        return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fused else w @ rows.to(w.dtype).mT
+    return (w[..., None] * codes[..., None, :, :]).sum(-2) if fused else w @ codes.to(w.dtype)
 
 
 @dataclass
@@ -1805,7 +1806,10 @@ def lrqk_resolve(
     stamp.scatter_reduce_(-1, slot.clamp(min=0), torch.where(hit, step, -1), "amax")
     rank = (~hit).cumsum(-1).clamp(min=1)  # of a miss among the misses, from 1
     if stamp.shape[-1] == index.shape[-1]:  # the misses need all slots that are free: any order will do
-        oldest = torch.searchsorted((stamp < step).cumsum(-1), rank).clamp(max=stamp.shape[-1] - 1)
+        free = stamp < step
+        order = torch.where(free, free.cumsum(-1), 0)  # of a free slot among them, from 1
+        slots = torch.arange(stamp.shape[-1], device=stamp.device).expand_as(order)
+        oldest = slots.new_zeros(*order.shape[:-1], order.shape[-1] + 1).scatter(-1, order, slots).gather(-1, rank)
     else:
         oldest = stamp.argsort(dim=-1, stable=True).gather(-1, rank - 1)  # the hits' slots come last
     place = torch.where(hit, slot, oldest)  # distinct: k entries, C >= k slots
