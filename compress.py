@@ -340,14 +340,14 @@ def matrices(x: Tensor) -> list[Tensor]:
 
 
 def weigh_int8(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes in products of integers: a number of w is three digits, of base 254, as exact as in fp32."""
+    """w @ codes in products of integers: a number of w is four digits, of base 254, as exact as in fp32."""
     unit = w.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     rest, digits = w.float() / unit, []
-    for _ in range(3):
+    for _ in range(4):
         digits.append(rest.round())
         rest = (rest - digits[-1]) * 254
-    first, second, third = int8_products(torch.cat(digits, -2).to(torch.int8), codes).float().chunk(3, -2)
-    return (first + (second + third / 254) / 254) * unit
+    parts = int8_products(torch.cat(digits, -2).to(torch.int8), codes).float().chunk(4, -2)
+    return functools.reduce(lambda low, part: low / 254 + part, reversed(parts)) * unit
 
 
 def fuses(x: Tensor) -> bool:
