@@ -127,7 +127,7 @@ class Room:
             scores = self.kernels.scores(q.to(rows.dtype).contiguous(), rows, None, pos.int(), scale, rule)
             return scores.view(*q.shape[:3], -1) if rule == "each" else scores
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
-        logits = (q.to(rows.dtype) @ rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
+        logits = weigh(q.to(rows.dtype), rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
         if rule == "largest":
             return group_scores(logits, live)
         return logits.masked_fill(~live[:, None, None], -torch.inf)
@@ -153,8 +153,10 @@ class Room:
         if index is None:  # no key and no value is decoded: its codes are multiplied
             logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
             live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None, None]
-            weights = logits.masked_fill(~live[:, :, None], -torch.inf).softmax(-1)  # [B, Hkv, G, S]
-            return values.mix(weights, pos).to(q.dtype).flatten(1, 2)
+            logits = logits.masked_fill(~live[:, :, None], -torch.inf)
+            weights = (logits - logits.amax(-1, keepdim=True)).exp()  # [B, Hkv, G, S]
+            mixed = values.mix(weights, pos) / weights.sum(-1, keepdim=True)
+            return mixed.to(q.dtype).flatten(1, 2)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
         k, v = (
             store.read(pos, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
@@ -243,8 +245,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
 
     The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
-    live = live[:, None] if live.ndim == 2 else live
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, :, None], scale=scale).flatten(1, 2)
+    live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
+    if q.shape[-1] == v.shape[-1]:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
+    logits = weigh(q, k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return weigh(logits.masked_fill(~live, -torch.inf).softmax(-1).to(v.dtype), v).flatten(1, 2)
 
 
 def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
@@ -256,7 +261,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     rows = (-1, *[1] * (scores.ndim - 1))
     last = (pos - z).view(rows)  # the newest token outside of the recent ones
     candidates = scores.masked_fill((places < x) | (places > last), -torch.inf)
-    best, index = candidates.topk(min(y, len(places)), dim=-1)
+    best, index = candidates.topk(min(y, len(places)), sorted=wanted is not None)
     live = best > -torch.inf
     if wanted is not None:
         live = live & (places[: index.shape[-1]] < wanted.view(rows))
@@ -314,13 +319,53 @@ def row_numbers(x: Tensor, index: Tensor) -> Tensor:
     return index.long() + first.view(*x.shape[:2], 1)
 
 
-def weigh(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
+@torch.library.custom_op("compress::int8_products", mutates_args=())
+def int8_products(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes of int8 matrices on the CPU, which has no batched product of them: w [..., G, K], codes
+    [..., K, N] -> [..., G, N] int32."""
+    out = w.new_empty(*w.shape[:-1], codes.shape[-1], dtype=torch.int32)
+    for product in zip(matrices(w), matrices(codes), matrices(out), strict=True):
+        torch._int_mm(*product[:2], out=product[2])
+    return out
 
-    Compiled, as one loop that never holds the codes in floating point; a matrix product would first write
-    them to memory, four bytes or more for each."""
-    fused = torch.compiler.is_compiling() and codes.device.type == "cpu"
-    if codes.stride(-2) == 1:  # in the order in which they lie
+
+@int8_products.register_fake
+def _(w: Tensor, codes: Tensor) -> Tensor:
+    return w.new_empty(*w.shape[:-1], codes.shape[-1], dtype=torch.int32)
+
+
+def matrices(x: Tensor) -> list[Tensor]:
+    """The matrices of x [..., M, N]."""
+    return [x] if x.ndim == 2 else [matrix for part in x.unbind() for matrix in matrices(part)]
+
+
+def weigh_int8(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes in products of integers: a number of w is four digits, of base 254, as exact as in fp32."""
+    unit = w.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    rest, digits = w.float() / unit, []
+    for _ in range(4):
+        digits.append(rest.round())
+        rest = (rest - digits[-1]) * 254
+    parts = int8_products(torch.cat(digits, -2).to(torch.int8), codes).float().chunk(4, -2)
+    return functools.reduce(lambda low, part: low / 254 + part, reversed(parts)) * unit
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether products with x become one loop that never holds codes in floating point, as where a step is
+    compiled for the CPU: a matrix product would first write them to memory, four bytes or more for each."""
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+def weigh(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N]."""
+    floats, fused, in_rows = codes.is_floating_point(), fuses(codes), codes.stride(-2) == 1
+    if floats and not (fused and w.shape[-2] == 1):
+        return w.to(codes.dtype) @ codes
+    if floats and not (in_rows and w.shape[-1] >= 16):  # a matrix product of two rows is faster than a loop
+        return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
+    if in_rows and codes.dtype == torch.int8 and codes.device.type == "cpu":
+        return weigh_int8(w, codes)
+    if in_rows:  # in the order in which they lie
         rows = codes.mT
         return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fused else w @ rows.to(w.dtype).mT
     return (w[..., None] * codes[..., None, :, :]).sum(-2) if fused else w @ codes.to(w.dtype)
@@ -373,7 +418,7 @@ class Int8Keys:
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         # Sums of products with codes can exceed fp16's range.
-        return weigh(q / 128, self.codes.mT).float() * (self.scale * 128)[:, :, None]
+        return weigh(q * 2**-7, self.codes.mT).float() * (self.scale * 128)[:, :, None]
 
 
 @dataclass
@@ -393,10 +438,14 @@ class CodedValues:
         group = width * 8 // bits // n  # channels
         run, parts = math.gcd(group, width), []
         for channel in range(0, group * n, run):
-            plane, byte = divmod(channel, width)
+            (plane, byte), i = divmod(channel, width), channel // group
             codes = (self.codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-            parts.append(weigh(weights * scale[:, :, None, :, channel // group], codes))
-        return torch.cat(parts, -1) + (weights @ low).repeat_interleave(group, -1)
+            if fuses(codes):
+                decoded = codes * scale[..., i, None] + low[..., i, None]
+                parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
+            else:
+                parts.append(weigh(weights * scale[:, :, None, :, i], codes) + weights @ low[..., i, None])
+        return torch.cat(parts, -1)
 
     def stores(self) -> list[Tensor]:
         return [self.codes, self.low_scale]
@@ -792,7 +841,7 @@ def sals_scores(
     each head's logits become attention weights over the live tokens before they are summed, so that one loud
     head cannot decide for all."""
     if token_scale is not None:  # sums of products with codes can exceed fp16's range
-        queries, token_scale = queries / 128, token_scale * 128
+        queries, token_scale = queries * 2**-7, token_scale * 128
     if block:
         n = queries.shape[1] - 1  # whole blocks, and the last one
         whole, last = latent[:, : n * block].unflatten(1, (n, block)), latent[:, n * block :]
@@ -1757,7 +1806,10 @@ def lrqk_resolve(
     stamp.scatter_reduce_(-1, slot.clamp(min=0), torch.where(hit, step, -1), "amax")
     rank = (~hit).cumsum(-1).clamp(min=1)  # of a miss among the misses, from 1
     if stamp.shape[-1] == index.shape[-1]:  # the misses need all slots that are free: any order will do
-        oldest = torch.searchsorted((stamp < step).cumsum(-1), rank).clamp(max=stamp.shape[-1] - 1)
+        free = stamp < step
+        order = torch.where(free, free.cumsum(-1), 0)  # of a free slot among them, from 1
+        slots = torch.arange(stamp.shape[-1], device=stamp.device).expand_as(order)
+        oldest = slots.new_zeros(*order.shape[:-1], order.shape[-1] + 1).scatter(-1, order, slots).gather(-1, rank)
     else:
         oldest = stamp.argsort(dim=-1, stable=True).gather(-1, rank - 1)  # the hits' slots come last
     place = torch.where(hit, slot, oldest)  # distinct: k entries, C >= k slots
