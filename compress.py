@@ -1809,7 +1809,8 @@ def lrqk_resolve(
         free = stamp < step
         order = torch.where(free, free.cumsum(-1), 0)  # of a free slot among them, from 1
         slots = torch.arange(stamp.shape[-1], device=stamp.device).expand_as(order)
-        oldest = slots.new_zeros(*order.shape[:-1], order.shape[-1] + 1).scatter(-1, order, slots).gather(-1, rank)
+        places = slots.new_zeros(*order.shape[:-1], order.shape[-1] + 1).scatter(-1, order, slots)
+        oldest = places.gather(-1, rank)
     else:
         oldest = stamp.argsort(dim=-1, stable=True).gather(-1, rank - 1)  # the hits' slots come last
     place = torch.where(hit, slot, oldest)  # distinct: k entries, C >= k slots
