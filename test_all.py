@@ -6256,7 +6256,8 @@ def test_launches_that_overlap_give_the_same_steps(hopper, monkeypatch, rule, Hq
     form = "joint int8 latents" if int8 else "joint latents"
     case = (kw["dtype"], form, "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
     layers = [attend_case(*case, r=r, written=True)[0] for _ in range(2)]
-    written = [t for given in layers for t in (*given[2][:2], *given[3], *given[7]) if t is not None]
+    latents = [t[:, 0] for given in layers for t in given[2][:2] if t is not None]
+    written = latents + [t for given in layers for t in (*given[3], *given[7])]
     begin, pos, rope = [t.clone() for t in written], layers[0][5], layers[0][2][5]
 
     def steps():
