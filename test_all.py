@@ -1546,6 +1546,24 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
+def test_products_with_numbers_of_any_dtype_are_exact_eager_and_compiled():
+    """compress.weigh, whose form depends on dtype, layout and on whether a step is compiled."""
+    torch.manual_seed(0)
+    dtypes, shapes = (torch.float32, torch.int8, torch.uint8), ((1, 8), (1, 64), (3, 64))
+    pairs = [
+        (torch.randn(2, g, k), (50 * torch.rand(2, 100, k)).to(dtype))
+        for dtype, (g, k) in itertools.product(dtypes, shapes)
+    ]
+    pairs = [(w, x) for w, codes in pairs for x in (codes.mT, codes.mT.contiguous())]
+
+    def products():
+        return [compress.weigh(w, codes) for w, codes in pairs]
+
+    for found in (products(), torch.compile(products, dynamic=False)()):
+        for (w, codes), product in zip(pairs, found, strict=True):
+            assert error(product, w.double() @ codes.double()) < 1e-6
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_multiplies_the_codes_that_it_would_decode(bits):
     torch.manual_seed(0)
