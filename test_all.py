@@ -1549,11 +1549,8 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
 def test_products_with_numbers_of_any_dtype_are_exact_eager_and_compiled():
     """compress.weigh, whose form depends on dtype, layout and on whether a step is compiled."""
     torch.manual_seed(0)
-    dtypes, shapes = (torch.float32, torch.int8, torch.uint8), ((1, 8), (1, 64), (3, 64))
-    pairs = [
-        (torch.randn(2, g, k), (50 * torch.rand(2, 100, k)).to(dtype))
-        for dtype, (g, k) in itertools.product(dtypes, shapes)
-    ]
+    cases = ((torch.float32, 8), (torch.float32, 32), (torch.int8, 32), (torch.uint8, 32))
+    pairs = [(torch.randn(2, 1, k), (50 * torch.rand(2, 100, k)).to(dtype)) for dtype, k in cases]
     pairs = [(w, x) for w, codes in pairs for x in (codes.mT, codes.mT.contiguous())]
 
     def products():
