@@ -170,7 +170,7 @@ class Room:
             return self.kernels.attend_logits(logits, v, pos.int())
         live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
         weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
-        return (weights.to(v.dtype) @ v).flatten(1, 2)
+        return weigh(weights, v).flatten(1, 2)
 
     def paired_basis(self, basis: Tensor, bias: Tensor) -> tuple[Tensor, Tensor] | None:
         """Of RebuiltKeys, as the kernels take them; None where there are none."""
@@ -248,8 +248,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
     if q.shape[-1] == v.shape[-1]:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
-    logits = weigh(q, k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return weigh(logits.masked_fill(~live, -torch.inf).softmax(-1).to(v.dtype), v).flatten(1, 2)
+    # Where widths differ, it would first copy K and V.
+    logits = weigh(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
+    return weigh(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
 
 
 def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
@@ -357,11 +358,14 @@ def fuses(x: Tensor) -> bool:
 
 
 def weigh(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N]."""
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
+
+    Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
+    multiplied, which stays a matrix product."""
     floats, fused, in_rows = codes.is_floating_point(), fuses(codes), codes.stride(-2) == 1
     if floats and not (fused and w.shape[-2] == 1):
         return w.to(codes.dtype) @ codes
-    if floats and not (in_rows and w.shape[-1] >= 16):  # a matrix product of two rows is faster than a loop
+    if floats and not (in_rows and w.shape[-1] >= 16):
         return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
     if in_rows and codes.dtype == torch.int8 and codes.device.type == "cpu":
         return weigh_int8(w, codes)
@@ -398,7 +402,7 @@ class Plain:
         """weights [B, Hkv, G, S] fp32 times the values of all tokens -> [B, Hkv, G, width]. Of keys, which
         are codes or latents, the other stores give `logits`: q [B, Hkv, G, D] times all keys -> [B, Hkv, G,
         S]."""
-        return weights.to(self.rows.dtype) @ self.rows
+        return weigh(weights, self.rows)
 
     def stores(self) -> list[Tensor | None]:
         """What the kernels take (kernels.attend)."""
@@ -440,7 +444,7 @@ class CodedValues:
         for channel in range(0, group * n, run):
             (plane, byte), i = divmod(channel, width), channel // group
             codes = (self.codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-            if fuses(codes):
+            if fuses(codes):  # one loop decodes and multiplies
                 decoded = codes * scale[..., i, None] + low[..., i, None]
                 parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
             else:
@@ -1809,8 +1813,7 @@ def lrqk_resolve(
         free = stamp < step
         order = torch.where(free, free.cumsum(-1), 0)  # of a free slot among them, from 1
         slots = torch.arange(stamp.shape[-1], device=stamp.device).expand_as(order)
-        places = slots.new_zeros(*order.shape[:-1], order.shape[-1] + 1).scatter(-1, order, slots)
-        oldest = places.gather(-1, rank)
+        oldest = F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots).gather(-1, rank)
     else:
         oldest = stamp.argsort(dim=-1, stable=True).gather(-1, rank - 1)  # the hits' slots come last
     place = torch.where(hit, slot, oldest)  # distinct: k entries, C >= k slots

@@ -1491,6 +1491,34 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
+def test_products_with_numbers_of_any_dtype_are_exact_eager_and_compiled():
+    """compress.weigh, whose form depends on dtype, layout and on whether a step is compiled."""
+    torch.manual_seed(0)
+    cases = ((torch.float32, 8), (torch.float32, 32), (torch.int8, 32), (torch.uint8, 32))
+    pairs = [(torch.randn(2, 1, k), (50 * torch.rand(2, 100, k)).to(dtype)) for dtype, k in cases]
+    pairs = [(w, x) for w, codes in pairs for x in (codes.mT, codes.mT.contiguous())]
+
+    def products():
+        return [compress.weigh(w, codes) for w, codes in pairs]
+
+    for found in (products(), torch.compile(products, dynamic=False)()):
+        for (w, codes), product in zip(pairs, found, strict=True):
+            assert error(product, w.double() @ codes.double()) < 1e-6
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kivi_multiplies_the_codes_that_it_would_decode(bits):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(100, 8, 96), torch.randn(100, 4, 96), torch.randn(100, 4, 96)
+    cache = row_cache("kivi", tiny_model(head_dim=96), 1, 140, bits=bits, residual=64)
+    cache.prefill(0, q, k, v)
+    pos, query = torch.tensor([99]), torch.randn(1, 4, 2, 96)
+    keys, values = (x.read(pos)[:, :, :100] for x in (cache.keys, cache.values))
+    assert error(cache.keys.logits(query, pos)[..., :100], query @ keys.mT) < 1e-5
+    weights = F.pad(torch.rand(1, 4, 2, 100), (0, 40))
+    assert error(cache.values.mix(weights, pos), weights[..., :100] @ values) < 1e-5
+
+
 PROMPTS_AND_BITS = [(1, 2), (31, 4), (32, 2), (63, 4), (64, 2), (65, 4), (100, 2), (128, 4)]
 
 
