@@ -320,26 +320,6 @@ def row_numbers(x: Tensor, index: Tensor) -> Tensor:
     return index.long() + first.view(*x.shape[:2], 1)
 
 
-def weigh_int8(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes of int8 on the CPU, in products of integers, which need no codes in floating point.
-
-    A number of w is four digits, of base 254: as exact as in fp32."""
-    unit = w.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-    rest, digits = w.float() / unit, []
-    for _ in range(4):
-        digits.append(rest.round())
-        rest = (rest - digits[-1]) * 254
-    pairs = zip(matrices(torch.cat(digits, -2).to(torch.int8)), matrices(codes), strict=True)
-    products = torch.stack([torch._int_mm(*pair) for pair in pairs]).float()
-    parts = products.view(*w.shape[:-2], 4 * w.shape[-2], -1).chunk(4, -2)
-    return functools.reduce(lambda low, part: low / 254 + part, reversed(parts)) * unit
-
-
-def matrices(x: Tensor) -> list[Tensor]:
-    """The matrices of x [..., M, N]."""
-    return [x] if x.ndim == 2 else [matrix for part in x.unbind() for matrix in matrices(part)]
-
-
 def fuses(x: Tensor) -> bool:
     """Whether products with x become one loop that never holds codes in floating point, as where a step is
     compiled for the CPU: a matrix product would first write them to memory, four bytes or more for each."""
@@ -356,8 +336,6 @@ def weigh(w: Tensor, codes: Tensor) -> Tensor:
         return w.to(codes.dtype) @ codes
     if floats and not (in_rows and w.shape[-1] >= 16):
         return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
-    if in_rows and not fused and codes.dtype == torch.int8 and codes.device.type == "cpu":
-        return weigh_int8(w, codes)
     if in_rows:  # in the order in which they lie
         rows = codes.mT
         return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fused else w @ rows.to(w.dtype).mT
