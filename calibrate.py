@@ -1064,10 +1064,16 @@ def eval_columns(rows: list[dict]) -> list[str]:
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """The table so far, in the place of an older one."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, columns, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(table.getvalue(), newline="")
+        return
+    path = path.resolve()  # what a link points to
+    with replacing(path.parent, path.name) as partial:
+        (partial / path.name).write_text(table.getvalue(), newline="")
 
 
 def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
@@ -1488,6 +1494,8 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
     It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
     partial, is_new = folder / f"{name}.partial", not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    if partial.is_file():
+        partial.unlink()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
