@@ -320,16 +320,12 @@ def _streamed_logits(
     return logits
 
 
-def fits_chunks(D: int, r: int, itemsize: int) -> bool:
-    """Whether the basis can be streamed past latents in shared memory: 16 or 8 bits, heads of 64 or 128,
-    latents of whole chunks of 128 bytes of which 128 fit."""
-    return itemsize < 4 and D in (64, 128) and r * itemsize % 128 == 0 and r * itemsize <= 1024
-
-
 def streams_basis(device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
-    """Whether the logits of chosen tokens are made by _streamed_logits_kernel: the latents fit its chunks, 64
-    tokens in line span 8 rows of the batch at most, and (for speed) every program has two heads or more."""
-    fits = fits_chunks(D, r, itemsize) and n >= 8
+    """Whether the logits of chosen tokens are made by _streamed_logits_kernel: latents of 16 or 8 bits, of
+    whole chunks of 128 bytes of which 128 fit in shared memory; heads of 64 or 128; 64 tokens in line that
+    span 8 rows of the batch at most; and (for speed) two heads or more for every program."""
+    chunks = itemsize < 4 and r * itemsize % 128 == 0 and r * itemsize <= 1024
+    fits = chunks and D in (64, 128) and n >= 8
     return on_hopper(device) and fits and cdiv(B * n, 128) * Hkv >= 2 * SMS
 
 

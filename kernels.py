@@ -992,10 +992,11 @@ def _no_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _given_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] that are there: a query's lie in line, by place, the next query's keys[1] numbers on."""
+    """Logits [T, GP] that are there: from `row` on a query's lie in line, by place and not by token; the next
+    query's begin keys[1] numbers on."""
     g = tl.arange(0, SHAPE[1])[None, :]
     mask = live[:, None] & (g < SHAPE[0])
-    return tl.load(keys[0] + (row - token + place)[:, None] + g * keys[1], mask=mask, other=0.0) * scale
+    return tl.load(keys[0] + (row + place)[:, None] + g * keys[1], mask=mask, other=0.0) * scale
 
 
 @jit
@@ -1232,23 +1233,15 @@ def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     shape("low_scale of keys", low_scale, B, Hkv, tokens // 32, D, 2, dtype=torch.float16)
     shape("ring of keys", ring, B, R, Hkv, D, dtype=q.dtype)
     together(codes=codes, low_scale=low_scale, ring=ring)
-    stores = (codes, low_scale.view(torch.int32), ring, R, Hkv)
-    return (
-        stores,
-        row_steps("codes", codes),
-        (D, max(16, power2(D)), bits, 32),
-        (
-            _channel_queries,
-            _channel_logits,
-        ),
-    )
+    stores, sizes = (codes, low_scale.view(torch.int32), ring, R, Hkv), (D, max(16, power2(D)), bits, 32)
+    return stores, row_steps("codes", codes), sizes, (_channel_queries, _channel_logits)
 
 
 def given_logits(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (logits,), (B, Hq, D) = keys, q.shape
     shape("logits", logits, B, Hkv, Hq // Hkv, logits.shape[3], dtype=torch.float32)
     need(logits.stride(3) == 1, "the logits of a query must lie in line")
-    stores, steps = (logits, logits.stride(2)), (logits.stride(0), logits.stride(1), 1)
+    stores, steps = (logits, logits.stride(2)), (logits.stride(0), logits.stride(1), 0)
     return stores, steps, (D, max(16, power2(D)), 0, 0), (_no_queries, _given_logits)
 
 
