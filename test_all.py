@@ -717,6 +717,15 @@ def pair_energy(x: torch.Tensor) -> torch.Tensor:
     return x.square().unflatten(-1, (2, -1)).sum(-2)
 
 
+def test_a_keys_error_costs_logits_what_the_query_metric_says():
+    """Over all angles of every pair, the mean square of q^T R e is sum_p |q_p|^2 |e_p|^2 / 2."""
+    q, e = torch.randn(2, 8, dtype=torch.float64)
+    turns = torch.cartesian_prod(*[torch.arange(4).double()] * 4) * math.pi / 2  # exact up to second order
+    a, b = e.chunk(2)
+    rotated = torch.cat((a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()), -1)
+    assert error((rotated @ q).square().mean(), (pair_energy(q) * pair_energy(e)).sum() / 2) < 1e-12
+
+
 @pytest.mark.parametrize("group", [1, 2])
 def test_sals_query_metric_keeps_the_logits_best(group):
     model, tokens = tiny_model(group=group), tiny_tokens(6, 64)
@@ -1590,6 +1599,15 @@ def test_kivi_bytes_are_the_papers():
         assert cache.bytes_read(4097) == (2 * 4097 - 33) * token / 2 * ratio + 33 * token / 2
 
 
+@pytest.mark.parametrize("method, options", [c for c in ROWS if c[0] in ("kivi", "topk", "quest")])
+def test_codes_are_exact_up_to_their_residual(method, options):
+    model = tiny_model()
+    cache, dense = row_cache(method, model, 2, 100, **options), DenseCache(Room(model, 2, 100))
+    q, k, v = stream(90)
+    errors = [error(step(cache, n, q, k, v), step(dense, n, q, k, v)) for n in range(90)]
+    assert max(errors[: 32 if method == "kivi" else 22]) < 1e-5 and max(errors) > 1e-3
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("method", ["topk", "quest", "doublesparse", "loki"])
 def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(method, bits):
@@ -1897,14 +1915,25 @@ def stacked(x: torch.Tensor) -> torch.Tensor:
     return x.permute(1, 0, 2, 3).flatten(1, 2)
 
 
-def explicit_lrqk(q, k, a_q, a_k):
-    """A_Q and A_K after two rounds of Alg. 1 as it is written, on A_Q and A_K themselves."""
+def lrqk_objective(q, k, a_q, a_k, b_q, b_k) -> float:
+    parts = (q @ k.mT - a_q @ a_k.mT, q - a_q @ b_q, k - a_k @ b_k)
+    return sum(0.5 * part.square().sum().item() for part in parts)
+
+
+def explicit_lrqk(q, k, a_q, a_k, order: str, rounds: int):
+    """Alg. 1 as it is written, on A_Q and A_K themselves; yields (A_Q, A_K, B_Q, B_K) after each block."""
     solve = torch.linalg.solve
-    for _ in range(2):
+    for _ in range(rounds):
         b_q, b_k = (solve(a.mT @ a, a.mT @ x) for a, x in ((a_q, q), (a_k, k)))
-        a_k = solve(a_q.mT @ a_q + b_k @ b_k.mT, (k @ (q.mT @ a_q + b_k.mT)).mT).mT
-        a_q = solve(a_k.mT @ a_k + b_q @ b_q.mT, (q @ (k.mT @ a_k + b_q.mT)).mT).mT
-    return a_q, a_k
+        yield a_q, a_k, b_q, b_k
+        old = a_q, a_k
+        for name in {"paper": "kq", "official": "qk", "jacobi": "kq"}[order]:
+            left_q, left_k = old if order == "jacobi" else (a_q, a_k)
+            if name == "k":
+                a_k = solve(left_q.mT @ left_q + b_k @ b_k.mT, (k @ (q.mT @ left_q + b_k.mT)).mT).mT
+            else:
+                a_q = solve(left_k.mT @ left_k + b_q @ b_q.mT, (q @ (k.mT @ left_k + b_q.mT)).mT).mT
+            yield a_q, a_k, b_q, b_k
 
 
 @pytest.fixture
@@ -1919,6 +1948,17 @@ def test_lrqk_moments_count_every_token():
     assert error(total, rows.abs().sum(1)) < 1e-12
 
 
+@pytest.mark.parametrize("order", ["paper", "official", "jacobi"])
+def test_lrqk_objective_falls_with_every_block(order):
+    """Invariant 1: Gauss-Seidel in either order never raises J; Jacobi, which the released code runs where a
+    lambda is not 1, does."""
+    q, k = (stacked(x) for x in lrqk_data())
+    start = torch.randn(2, 2, 600, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    states = explicit_lrqk(q, k, start[0], start[1, :, :300], order, 6)
+    values = [lrqk_objective(q, k, *state) for state in states]
+    assert (order != "jacobi") == all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(values))
+
+
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("init", ["topcol", "top", "randn"])
 def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
@@ -1931,7 +1971,7 @@ def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
         for x, w, sums in ((q, w_q, sum_q), (k, w_k, sum_k)):
             columns = (sum_q + sum_k if init == "topcol" else sums).topk(6).indices[:, None]
             assert torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
-    a_q, a_k = explicit_lrqk(q, k, q @ w_q, k @ w_k)
+    *_, (a_q, a_k, _, _) = explicit_lrqk(q, k, q @ w_q, k @ w_k, "paper", 2)
     w_q, w_k = compress.lrqk_prefill(w_q, w_k, gram_q, gram_k)
     b_q, b_k = compress.lrqk_bases(w_q, w_k, gram_q, gram_k)
     for x, w, a, b in ((q, w_q, a_q, b_q), (k, w_k, a_k, b_k)):
@@ -2019,6 +2059,29 @@ def test_lrqk_new_bases_are_one_step_of_the_best_length(group):
             other = new + null @ torch.randn_like(new)
             assert error(x_hat @ other, x) < 1e-9
             assert ((other - old).norm(dim=(-2, -1)) > (new - old).norm(dim=(-2, -1))).all()
+
+
+def test_lrqk_paper_mode_refits_on_what_the_last_step_attended(monkeypatch):
+    """Omega: the rows of K and of A_K in the same order, of exactly the tokens of the step before."""
+    (cache, qkv), seen, refit = lrqk_cache(30, mode="paper", slots=1.5), [], compress.lrqk_refit
+
+    def spy(q, k, b_q, b_k, a_near, k_near):
+        seen.append((a_near[0], k_near[0].clone()))
+        return refit(q, k, b_q, b_k, a_near, k_near)
+
+    monkeypatch.setattr(compress, "lrqk_refit", spy)
+    for n in range(30, 45):
+        omega = [attended(cache, h, n - 1) for h in range(4)]
+        step(cache, n, *qkv)
+        for head, (a_near, k_near) in enumerate(zip(*seen[-1], strict=True)):
+            found = set()
+            for a, key in zip(a_near, k_near, strict=True):
+                if a.any():
+                    (position,) = (cache.k[0, head] == key).all(-1).nonzero()[:, 0].tolist()
+                    assert torch.equal(a, cache.a_k[0, head, position])
+                    found.add(position)
+            assert found == omega[head]
+    assert not torch.equal(cache.basis_q, lrqk_cache(30, mode="paper")[0].basis_q)
 
 
 @pytest.mark.parametrize("group, r, noise", [(4, 8, 0.3), (8, 4, 0.3), (8, 16, 0.01)])
@@ -2156,7 +2219,7 @@ def lrqk_of_the_paper(q, k, n: int, r: int, top: int, z: int) -> list[set[int]]:
     to the final A: the tokens that each step after the first n selects. q [S, G, D], k [S, D] after RoPE."""
     solve, flat = torch.linalg.solve, q[:n].flatten(0, 1)  # rows in any order: only sums over them are used
     columns = (flat.abs().sum(0) + k[:n].abs().sum(0)).topk(r).indices
-    a_q, a_k = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns])
+    *_, (a_q, a_k, _, _) = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns], "paper", 2)
     b_q, b_k = solve(a_q.mT @ a_q, a_q.mT @ flat), solve(a_k.mT @ a_k, a_k.mT @ k[:n])
 
     def best(q_hat, pos):
@@ -2333,6 +2396,22 @@ def test_fdc_basis_fits_far_positions_because_it_saw_them(fdc_fit):
     bases = calibrate.eigen(x.T @ x)[1][:, :16], tensors["qk.basis"][1, 0, :, :16].double()
     near, everywhere = ((far @ basis).square().sum() for basis in bases)
     assert everywhere > near * 1.02
+
+
+def test_fdc_rotation_against_the_best_pair_of_bases(fdc_fit):
+    """||QK' - A_Q A_K'|| of one rotation is above the optimum over rank p, and below random rotations."""
+    q, k = stacked_vectors(fdc_fit[0], 2, 1, 0, 512)
+    x = torch.cat((q, k))
+    basis = calibrate.eigen(x.T @ x)[1]
+    factors = [torch.linalg.qr(m).R for m in (q, k)]
+    tail = torch.linalg.svdvals(factors[0] @ factors[1].T).square().flip(0).cumsum(0).flip(0)
+
+    def lost(basis):
+        return (q @ k.T - (q @ basis) @ (k @ basis).T).square().sum()
+
+    for p in (8, 16, 32):
+        other = orthonormal(48, p)[:, :p].double()
+        assert tail[p] * (1 - 1e-9) <= lost(basis[:, :p]) < lost(other)
 
 
 def test_fdc_values_are_the_svd_of_the_weights(fdc_fit):
@@ -2529,6 +2608,17 @@ def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
 
 
 # ------------------------------------------------------------------------------------ sampling and the engine
+
+
+def test_the_same_seed_gives_the_same_sample():
+    texts = []
+    for seed in (1, 1, 2):
+        engine = make_engine(tiny_model(), "dense", 2, 40)
+        engine.sampling = Sampling(1.5, top_k=50)
+        torch.manual_seed(seed)
+        engine.prefill([random_ids(4), random_ids(6)])
+        texts.append(decode_rows(engine, 20, lambda ids: False).token_ids)
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_greedy_top_k_and_top_p():
