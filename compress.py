@@ -39,6 +39,7 @@ from model import (
 
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
 Stored = dict[str, tuple]
+Artifact = dict[str, Tensor]
 
 
 def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
@@ -459,23 +460,24 @@ class DenseCache(Cache):
 
     The base of the caches that keep K and V by position: `select` names the tokens that a step attends.
     bits below 16: K and V in KIVI's codes, of which the last `residual` tokens stay exact. width: numbers of
-    a stored key, else the head dim."""
+    a stored key, else the head dim. tokens: how many of a row are stored, else all."""
 
-    def __init__(self, room: Room, bits: int = 16, residual: int = 128, width: int = 0):
+    def __init__(self, room: Room, bits: int = 16, residual: int = 128, width: int = 0, tokens: int = 0):
         super().__init__(room)
         c, self.bits, self.width = room.config, bits, width or room.config.head_dim
+        self.tokens = tokens or room.capacity
         if bits == 16:
-            self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, self.width))
-            self.register_buffer("v", self.store(c.n_kv_heads, room.capacity, c.head_dim))
+            self.register_buffer("k", self.store(c.n_kv_heads, self.tokens, self.width))
+            self.register_buffer("v", self.store(c.n_kv_heads, self.tokens, c.head_dim))
             self.keys, self.values = Plain(self.k), Plain(self.v)
         else:
             check_groups(bits, c.head_dim)
             self.keys = PackedKeys(self, bits, residual)
             self.values = PackedValues(self, bits, self.keys.R)
 
-    def stored(self, k: Tensor) -> Tensor:
-        """What is kept of keys k [..., Hkv, D] after RoPE, [..., Hkv, width]."""
-        return k
+    def stored(self, x: Tensor) -> Tensor:
+        """Queries or keys [..., H, D] after RoPE as they are multiplied and kept, [..., H, width]."""
+        return x
 
     def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
         """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
@@ -484,7 +486,7 @@ class DenseCache(Cache):
         """The same for one token a row, k [B, Hkv, D] after RoPE."""
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none; None for all."""
+        """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
@@ -495,19 +497,25 @@ class DenseCache(Cache):
         return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        q, k = self.rope(q, pos), self.rope(k, pos)
-        self.keys.write(pos, self.stored(k))
+        q, k = self.stored(self.rope(q, pos)), self.stored(self.rope(k, pos))
+        self.keys.write(pos, k)
         self.values.write(pos, v)
         self.note(pos, k)
         index = self.select(pos, q)
         if index is not None:
             self.attends(pos, index, index >= 0)
+            index = index.flatten(1, -2)
         return self.room.attend(q, self.keys, self.values, pos, index)
 
     def formula(self) -> int:
         if self.bits < 16:
             return self.keys.formula() + self.values.formula()
-        return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
+        return self.room.rows * self.bytes_of(self.tokens, self.tokens)
+
+    def bytes_of(self, keys: float, values: float) -> int:
+        """Bytes of so many rows of K and of V, of all KV heads."""
+        numbers = keys * self.width + values * self.config.head_dim
+        return round(numbers * self.config.n_kv_heads * self.room.dtype.itemsize)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Rows of K and of V that one decode step must read, a KV head."""
@@ -517,8 +525,7 @@ class DenseCache(Cache):
         keys, values = self.tokens_read(length)
         if self.bits < 16:
             return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values))
-        c = self.config
-        return round((keys * self.width + values * c.head_dim) * c.n_kv_heads * self.room.dtype.itemsize)
+        return self.bytes_of(keys, values)
 
 
 def dense_bytes(room: Room) -> int:
@@ -526,10 +533,44 @@ def dense_bytes(room: Room) -> int:
     return room.rows * room.capacity * 2 * room.config.kv_dim * room.dtype.itemsize
 
 
-def build_dense(
-    model: Llama, settings: DenseSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
-    return [DenseCache(room) for _ in model.layers]
+class EvenCache(Cache):
+    """The base of the caches in which each token costs the same bytes, and a step reads them all."""
+
+    def token_bytes(self) -> int:
+        """Bytes of one token of this layer."""
+        raise NotImplementedError
+
+    def formula(self) -> int:
+        return self.room.rows * self.room.capacity * self.token_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        return length * self.token_bytes()
+
+
+def each_layer(make: Callable[[Room, object], Cache]) -> Callable[..., list[Cache]]:
+    """The `build` of a method whose layers are alike, but for those of --skip, which are dense."""
+
+    def build(model: Llama, settings: object, room: Room, artifact: Artifact) -> list[Cache]:
+        n = len(model.layers)
+        skipped = skipped_layers(settings, n) if hasattr(settings, "skip") else ()
+        return [
+            DenseCache(room, settings.kv_bits) if i in skipped else make(room, settings) for i in range(n)
+        ]
+
+    return build
+
+
+def skipped_layers(settings: object, n_layers: int) -> set[int]:
+    """The layers of --skip; of its default, those that a model of few layers has."""
+    skip = settings.skip
+    try:
+        layers = [int(i) for i in skip.split(",") if i.strip()]
+    except ValueError:
+        raise UserError(f"--skip {skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)") from None
+    known = range(-n_layers, n_layers)
+    if skip != type(settings).skip and not all(i in known for i in layers):
+        raise UserError(f"--skip {skip!r}: the layers are {-n_layers} to {n_layers - 1}")
+    return {i % n_layers for i in layers if i in known}
 
 
 # -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
@@ -980,7 +1021,7 @@ class SalsCache(Cache):
         return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
 
 
-class Int8Cache(Cache):
+class Int8Cache(EvenCache):
     """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes: all are attended.
 
     For layers that attend every token, where a dense cache is many bytes and rebuilding every key many FLOPs
@@ -1011,14 +1052,8 @@ class Int8Cache(Cache):
         return self.room.attend(self.rope(q, pos), keys, self.values.by_head(), pos)
 
     def token_bytes(self) -> int:
-        """Bytes of one token: codes and scales of K, codes and (minimum, scale) of V."""
+        """Codes and scales of K, codes and (minimum, scale) of V."""
         return self.config.kv_dim + 4 * self.config.n_kv_heads + self.values.row_bytes
-
-    def formula(self) -> int:
-        return self.room.rows * self.room.capacity * self.token_bytes()
-
-    def bytes_read(self, length: int) -> int:
-        return length * self.token_bytes()
 
 
 def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
@@ -1051,20 +1086,7 @@ def sals_fold(
     linear.out_features = sum(attention.widths)
 
 
-def skipped_layers(settings: object, n_layers: int) -> set[int]:
-    """The layers of --skip; of its default, those that a model of few layers has."""
-    skip = settings.skip
-    try:
-        layers = [int(i) for i in skip.split(",") if i.strip()]
-    except ValueError:
-        raise UserError(f"--skip {skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)") from None
-    known = range(-n_layers, n_layers)
-    if skip != type(settings).skip and not all(i in known for i in layers):
-        raise UserError(f"--skip {skip!r}: the layers are {-n_layers} to {n_layers - 1}")
-    return {i % n_layers for i in layers if i in known}
-
-
-def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artifact) -> list[Cache]:
     """One cache a layer; with `fold`, the latent's rows are appended to the model's wqkv."""
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
@@ -1116,7 +1138,7 @@ def sals_tensors(c: ModelConfig) -> Stored:
     return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
-def sals_share(artifact: dict[str, Tensor], c: ModelConfig) -> None:
+def sals_share(artifact: Artifact, c: ModelConfig) -> None:
     """Replaces each U by one of this rank's heads alone (ours): U_h diag(eigenvalues) U_h^T, of the rows U_h
     of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
     for i, metric in itertools.product(range(c.n_layers), ("query", "key")):
@@ -1310,7 +1332,7 @@ def dense_attention(elite: EliteAttention) -> Attention:
     return attention
 
 
-class EliteCache(Cache):
+class EliteCache(EvenCache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
     Decode absorbs B_k into the query and B_v into the output, so that the latent is key and value at once; a
@@ -1348,14 +1370,8 @@ class EliteCache(Cache):
         return out.flatten(1, 2)
 
     def token_bytes(self) -> int:
-        """Bytes of one token: 2r rotated numbers a KV head and d_ckv shared ones."""
+        """2r rotated numbers a KV head and d_ckv shared ones."""
         return (2 * self.r * self.config.n_kv_heads + self.d_ckv) * self.room.dtype.itemsize
-
-    def formula(self) -> int:
-        return self.room.rows * self.room.capacity * self.token_bytes()
-
-    def bytes_read(self, length: int) -> int:
-        return length * self.token_bytes()
 
 
 def elite_limit(c: ModelConfig, r: int) -> int:
@@ -1380,7 +1396,7 @@ def elite_allocations(c: ModelConfig, share: float) -> list[tuple[int, int]]:
     return found
 
 
-def elite_convert(model: Llama, settings: EliteSettings, artifact: dict[str, Tensor]) -> None:
+def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> None:
     """Gives every layer the EliteKV form of its attention, in place of the dense one.
 
     Uptrained factors A, B come from the artifact; others are made from the weights, for any r and d_ckv.
@@ -1420,14 +1436,12 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: dict[str, Ten
         layer.attention = elite_attention(layer.attention, c, order, r, factors)
 
 
-def build_elitekv(
-    model: Llama, settings: EliteSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
+def build_elitekv(model: Llama, settings: EliteSettings, room: Room, artifact: Artifact) -> list[Cache]:
     elite_convert(model, settings, artifact)
     return [EliteCache(room, layer.attention) for layer in model.layers]
 
 
-def elite_artifact(model: Llama) -> dict[str, Tensor]:
+def elite_artifact(model: Llama) -> Artifact:
     """What elite_convert needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
     attentions = [layer.attention for layer in model.layers]
     _, _, d_ckv = attentions[0].widths
@@ -1449,7 +1463,7 @@ def elite_tensors(c: ModelConfig) -> Stored:
     return shapes
 
 
-def random_elitekv(c: ModelConfig) -> dict[str, Tensor]:
+def random_elitekv(c: ModelConfig) -> Artifact:
     """The paper's 25 % for Llama-2-7B (r = D/16), with factors of no meaning."""
     r = max(1, c.head_dim // 16)
     d_ckv = max(1, c.kv_dim // 2 - 2 * r * c.n_kv_heads)
@@ -1511,31 +1525,21 @@ class LokiCache(DenseCache):
         self.x, self.y, self.z = settings.budget(room.capacity)
         self.basis = basis.to(room.device, room.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [..., H, D] after RoPE -> the same in the basis of its KV head, [..., Hkv, H / Hkv, width]."""
+    def stored(self, x: Tensor) -> Tensor:
+        """Each head in the basis of its KV head."""
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
-        return grouped @ self.basis[..., : self.width]
+        return (grouped @ self.basis[..., : self.width]).flatten(-3, -2)
 
-    def stored(self, k: Tensor) -> Tensor:
-        return self.rotate(k)[..., 0, :]
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        self.keys.write(pos, self.stored(self.rope(k, pos)))
-        self.values.write(pos, v)
-        q, index = self.rotate(self.rope(q, pos)), None  # [B, Hkv, G, width]
-        if not self.settings.reduced:
-            index = self.select(pos, q)  # [B, Hkv, G, k], or [B, Hkv, k] of a group
-            self.attends(pos, index, index >= 0)
-            index = index.flatten(1, -2)
-        return self.room.attend(q.flatten(1, 2), self.keys, self.values, pos, index)
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+    def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
 
-        q [B, Hkv, G, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer. A group
-        that shares its tokens ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
+        q [B, Hq, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer. A group that
+        shares its tokens ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
+        if self.settings.reduced:
+            return None
         rule = {"query": "each", "group": "largest"}[self.settings.share]
-        scores = self.room.scores(q[..., : self.d], self.keys.read(pos), pos, rule)
+        leading = q[..., : self.d].unflatten(1, (self.config.n_kv_heads, -1))
+        scores = self.room.scores(leading, self.keys.read(pos), pos, rule)
         wanted, forced = None, self.x + self.z
         if self.settings.k <= 1:  # a share of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
@@ -1556,32 +1560,33 @@ def rank_at(values: Tensor, share: float) -> Tensor:
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
-def loki_basis(basis: str, artifact: dict[str, Tensor]) -> str:
+def loki_basis(basis: str, artifact: Artifact) -> str:
     """The keys that P was fitted on, "pre" or "post" RoPE; "auto" is what calibration found better."""
     return ("pre", "post")[bool(artifact["better"])] if basis == "auto" else basis
 
 
-def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: Artifact) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
     if min(settings.sinks, settings.recent) < 0:
         raise UserError("--sinks and --recent must be at least 0")
     kind = loki_basis(settings.basis, artifact)
+    ranks = [max(1, round(settings.d * model.config.head_dim))] * len(model.layers)
+    if settings.explained:
+        values = artifact[f"{kind}.eigenvalues"]
+        ranks = [round(d.item()) for d in rank_at(values, settings.explained).double().mean(-1)]
+    return [LokiCache(room, settings, artifact[f"{kind}.basis"][i], d) for i, d in enumerate(ranks)]
 
-    def cache(i: int) -> LokiCache:
-        d = max(1, round(settings.d * model.config.head_dim))
-        if settings.explained:
-            d = round(rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained).double().mean().item())
-        return LokiCache(room, settings, artifact[f"{kind}.basis"][i], d)
 
-    return [cache(i) for i in range(len(model.layers))]
+def head_bases(c: ModelConfig, kinds: tuple[str, ...], values: str = "") -> Stored:
+    """For each kind the bases of all KV heads, and the `values` by which their columns are sorted."""
+    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
+    made = {f"{kind}.basis": (*heads, c.head_dim) for kind in kinds}
+    return made | ({f"{kind}.{values}": heads for kind in kinds} if values else {})
 
 
 def loki_tensors(c: ModelConfig) -> Stored:
-    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
-    kinds = {"basis": (*heads, c.head_dim), "eigenvalues": heads}
-    made = {f"{when}.{kind}": shape for when in ("pre", "post") for kind, shape in kinds.items()}
-    return made | {"better": (int,)}
+    return head_bases(c, ("pre", "post"), "eigenvalues") | {"better": (int,)}
 
 
 # ------------------------------------------------------------------------------------------------------- LRQK
@@ -1615,6 +1620,10 @@ class LrqkSettings:
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(k, recent) in tokens for a cache of this capacity."""
+        if self.k < 0 or self.recent < 1:
+            raise UserError("--k must be at least 0 and --recent at least 1")
+        if self.slots != 0 and not 1 <= self.slots < float("inf"):
+            raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
         recent, k = within(capacity, self.recent, self.k)
         return k, recent
 
@@ -1947,15 +1956,10 @@ class LrqkCache(Cache):
         return (old * self.rank + attended * 2 * c.head_dim) * c.n_kv_heads * size
 
 
-def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    if not 0 <= settings.rank <= model.config.head_dim:
-        raise UserError(
-            f"--rank {settings.rank}: r must be 1 to {model.config.head_dim}, the head dim (or 0)"
-        )
-    if settings.k < 0 or settings.recent < 1:
-        raise UserError("--k must be at least 0 and --recent at least 1")
-    if settings.slots != 0 and not 1 <= settings.slots < float("inf"):
-        raise UserError(f"--slots {settings.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
+def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: Artifact) -> list[Cache]:
+    most = model.config.head_dim
+    if not 0 <= settings.rank <= most:
+        raise UserError(f"--rank {settings.rank}: r must be 1 to {most}, the head dim (or 0)")
     if settings.kv_device == "cuda" and room.device.type == "cpu":
         raise UserError("--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU: give cpu")
     return [LrqkCache(room, settings) for _ in model.layers]
@@ -1973,22 +1977,22 @@ class StreamingSettings:
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(x, w) in tokens for a cache of this capacity."""
+        if self.sinks < 0 or self.recent < 1:
+            raise UserError("--sinks must be at least 0 and --recent at least 1")
         w, x = within(capacity, self.recent, self.sinks)
         return x, w
 
 
-class StreamingCache(Cache):
+class StreamingCache(DenseCache):
     """x sinks and a ring of the w most recent tokens, at their original positions.
 
     The paper re-rotates by the place within the cache, to go on beyond the trained length; within it the
     original positions serve, and are what the other methods here use."""
 
     def __init__(self, room: Room, settings: StreamingSettings):
-        super().__init__(room)
-        c = room.config
-        self.x, self.w = settings.budget(room.capacity)
-        self.register_buffer("k", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
-        self.register_buffer("v", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
+        x, w = settings.budget(room.capacity)
+        super().__init__(room, tokens=x + w)
+        self.x, self.w = x, w
 
     def slot(self, position: Tensor) -> Tensor:
         return window_slot(position, self.x, self.w)
@@ -2008,21 +2012,10 @@ class StreamingCache(Cache):
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
         # Slots fill from the left: those up to pos hold a token.
-        return self.room.attend(self.rope(q, pos), Plain(self.k), Plain(self.v), pos)
+        return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
 
-    def formula(self) -> int:
-        return dense_bytes(self.room) // self.room.capacity * (self.x + self.w)
-
-    def bytes_read(self, length: int) -> int:
-        return min(length, self.x + self.w) * 2 * self.config.kv_dim * self.room.dtype.itemsize
-
-
-def build_streaming(
-    model: Llama, settings: StreamingSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
-    if settings.sinks < 0 or settings.recent < 1:
-        raise UserError("--sinks must be at least 0 and --recent at least 1")
-    return [StreamingCache(room, settings) for _ in model.layers]
+    def tokens_read(self, length: int) -> tuple[float, float]:
+        return min(length, self.tokens), min(length, self.tokens)
 
 
 # ------------------------------------------------- exact top-k, and what the rows that select have in common
@@ -2096,10 +2089,6 @@ class TopKCache(SelectiveCache):
         return length, min(length, self.count)
 
 
-def build_topk(model: Llama, settings: TopKSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    return [TopKCache(room, settings) for _ in model.layers]
-
-
 # -------------------------------------------------------------------------------------------------------- H2O
 
 
@@ -2119,26 +2108,25 @@ class H2oSettings:
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(heavy, recent) in tokens."""
+        if not 0 <= self.heavy <= 1 or self.window < 1:
+            raise UserError("--heavy must lie in [0, 1] and --window be at least 1")
         total = kept_tokens(self.keep, capacity)
         recent = max(1, total - round(self.heavy * total))
         return total - recent, recent
 
 
-class H2oCache(Cache):
+class H2oCache(DenseCache):
     """C = heavy + recent slots a KV head, each with the attention that its token has got so far.
 
     A new token takes an empty slot, or that of the token with the least attention among those outside of the
     recent window: one write in place. What is evicted never returns."""
 
     def __init__(self, room: Room, settings: H2oSettings, generator: torch.Generator):
-        super().__init__(room)
-        c, self.settings = room.config, settings
-        heavy, self.recent = settings.budget(room.capacity)
-        self.slots = heavy + self.recent
-        self.register_buffer("k", self.store(c.n_kv_heads, self.slots, c.head_dim))
-        self.register_buffer("v", self.store(c.n_kv_heads, self.slots, c.head_dim))
-        self.register_buffer("position", self.store(c.n_kv_heads, self.slots, dtype=torch.int32) - 1)
-        self.register_buffer("attention", self.store(c.n_kv_heads, self.slots, dtype=torch.float32))
+        heavy, recent = settings.budget(room.capacity)
+        super().__init__(room, tokens=heavy + recent)
+        self.settings, self.recent, heads = settings, recent, room.config.n_kv_heads
+        self.register_buffer("position", self.store(heads, self.tokens, dtype=torch.int32) - 1)
+        self.register_buffer("attention", self.store(heads, self.tokens, dtype=torch.float32))
         self.register_buffer("prompt", self.store(dtype=torch.int32))  # its length
         if settings.gumbel:
             # A tape of draws, read in a circle: in a CUDA graph no generator of our own could run. The length
@@ -2165,7 +2153,7 @@ class H2oCache(Cache):
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
         attention = self.weights(logits[None], zero, zero)[0].sum((1, 2))  # [Hkv, S]
         ranked = attention.masked_fill(places >= length - self.recent, torch.inf)
-        kept = ranked.topk(min(self.slots, length)).indices.sort(-1).values  # [Hkv, n]
+        kept = ranked.topk(min(self.tokens, length)).indices.sort(-1).values  # [Hkv, n]
         n = kept.shape[1]
         self.k[row, :, :n] = gather_rows(heads[None], kept[None])[0]
         self.v[row, :, :n] = gather_rows(v.transpose(0, 1)[None], kept[None])[0]
@@ -2185,7 +2173,7 @@ class H2oCache(Cache):
         self.attention.scatter_(2, victim[..., None], 0.0)
         live = self.position >= 0
         self.attends(pos, self.position, live)
-        every = torch.full_like(pos, self.slots - 1)
+        every = torch.full_like(pos, self.tokens - 1)
         logits = self.room.scores(q.unflatten(1, (len(heads), -1)), self.k, every, "each")  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
@@ -2194,17 +2182,14 @@ class H2oCache(Cache):
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and one length a row."""
-        slots = dense_bytes(self.room) // self.room.capacity * self.slots
-        return slots + self.room.rows * (self.slots * self.config.n_kv_heads * 8 + 4)
+        return super().formula() + self.room.rows * (self.tokens * self.config.n_kv_heads * 8 + 4)
 
     def bytes_read(self, length: int) -> int:
-        c = self.config
-        return min(length, self.slots) * c.n_kv_heads * (2 * c.head_dim * self.room.dtype.itemsize + 8)
+        stored = min(length, self.tokens)
+        return self.bytes_of(stored, stored) + stored * self.config.n_kv_heads * 8
 
 
-def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    if not 0 <= settings.heavy <= 1 or settings.window < 1:
-        raise UserError("--heavy must lie in [0, 1] and --window be at least 1")
+def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: Artifact) -> list[Cache]:
     generator = torch.Generator().manual_seed(settings.noise_seed)
     return [H2oCache(room, settings, generator) for _ in model.layers]
 
@@ -2257,10 +2242,7 @@ class QuestCache(SelectiveCache):
         where = (self.room.row_ids, slice(None), pos // self.page)
         high, low = self.bounds[where].chunk(2, -1)  # [B, Hkv, D]
         first = (pos % self.page == 0)[:, None, None]
-        high, low = (
-            torch.where(first, k, torch.maximum(high, k)),
-            torch.where(first, k, torch.minimum(low, k)),
-        )
+        high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
         self.bounds[where] = torch.cat((high, low), -1)
 
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -2276,16 +2258,6 @@ class QuestCache(SelectiveCache):
 
     def index_read(self, length: int) -> int:
         return -(-length // self.page) * 2 * self.config.kv_dim * self.room.dtype.itemsize
-
-
-def build_quest(
-    model: Llama, settings: QuestSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
-    skipped = skipped_layers(settings, len(model.layers))
-    return [
-        DenseCache(room, settings.kv_bits) if i in skipped else QuestCache(room, settings)
-        for i in range(len(model.layers))
-    ]
 
 
 # ---------------------------------------------------------------------------------------------- Double Sparse
@@ -2393,7 +2365,7 @@ class DoubleSparseCache(SelectiveCache):
 
 
 def build_doublesparse(
-    model: Llama, settings: DoubleSparseSettings, room: Room, artifact: dict[str, Tensor]
+    model: Llama, settings: DoubleSparseSettings, room: Room, artifact: Artifact
 ) -> list[Cache]:
     heads, (x, y, z) = model.config.n_kv_heads, settings.budget(room.capacity)
     if not 0 < settings.channels <= 1:
@@ -2438,6 +2410,8 @@ class PackedKeys(nn.Module):
     def __init__(self, cache: "DenseCache", bits: int, residual: int):
         super().__init__()
         self.room, self.bits, self.width = cache.room, bits, cache.width
+        if residual < 32 or residual % 32:
+            raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
         if self.width * bits % 8:
             raise UserError(f"keys of {self.width} numbers do not fill bytes with {bits} bits each")
         capacity, heads = cache.room.capacity, cache.config.n_kv_heads
@@ -2556,12 +2530,6 @@ class PackedValues(nn.Module):
         return exact * whole + (values - exact) * self.packed.row_bytes
 
 
-def build_kivi(model: Llama, settings: KiviSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    if settings.residual < 32 or settings.residual % 32:
-        raise UserError(f"--residual {settings.residual}: give a multiple of 32, at least 32")
-    return [DenseCache(room, settings.bits, settings.residual) for _ in model.layers]
-
-
 # --------------------------------------------------------------------------------------------------- ShadowKV
 
 
@@ -2589,6 +2557,8 @@ class ShadowKvSettings:
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
         """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
+        if self.chunk < 1 or self.outliers < 0 or self.recent < 1:
+            raise UserError("--chunk and --recent must be at least 1, --outliers at least 0")
         chunk = min(self.chunk, capacity)
         outliers, recent = self.outliers * chunk, self.recent + chunk - 1
         total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
@@ -2724,14 +2694,6 @@ class ShadowKvCache(Cache):
         return elements * self.room.dtype.itemsize
 
 
-def build_shadowkv(
-    model: Llama, settings: ShadowKvSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
-    if settings.chunk < 1 or settings.outliers < 0 or settings.recent < 1:
-        raise UserError("--chunk and --recent must be at least 1, --outliers at least 0")
-    return [ShadowKvCache(room, settings) for _ in model.layers]
-
-
 # -------------------------------------------------------------------------------------------------------- FDC
 
 
@@ -2807,22 +2769,18 @@ def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> No
     )
 
 
-class FdcCache(Cache):
+class FdcCache(EvenCache):
     """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
 
     One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
-    the sum of the ranks, not the largest one for all."""
-
-    has_kernels = True
+    the sum of the ranks, not the largest one for all. bases: R [D, d_qk] of each KV head; v_ranks: d_v."""
 
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int]):
         super().__init__(room)
-        widest = max(basis.shape[1] for basis in bases)
-        padded = [F.pad(basis, (0, widest - basis.shape[1])) for basis in bases]
+        k_ranks = [basis.shape[1] for basis in bases]
+        padded = [F.pad(basis, (0, max(k_ranks) - basis.shape[1])) for basis in bases]
         self.basis = torch.stack(padded).to(room.device, room.dtype)  # weights, not cache
-        self.bases = [self.basis[h, :, : basis.shape[1]] for h, basis in enumerate(bases)]  # R [D, d_qk]
-        self.v_ranks = v_ranks
-        self.ranks = [basis.shape[1] for basis in bases] + v_ranks
+        self.k_ranks, self.v_ranks, self.ranks = k_ranks, v_ranks, k_ranks + v_ranks
         self.scale = room.config.head_dim**-0.5  # that of the full head dim, at any rank
         self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
         # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
@@ -2830,81 +2788,61 @@ class FdcCache(Cache):
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
-        inside = torch.arange(widest) < ranks[: len(bases), None]  # which columns of `wide` are stored
-        self.columns = inside.flatten().nonzero()[:, 0].to(room.device)
-        self.fused = self.has_kernels and room.kernels is not None
-        if self.fused:
-            self.table = room.kernels.rank_table(self.ranks, room.device)
+        inside = torch.arange(max(k_ranks)) < ranks[: len(bases), None]
+        self.columns = inside.flatten().nonzero()[:, 0].to(room.device)  # what of `compress` is stored
+        self.table = room.kernels.rank_table(self.ranks, room.device) if room.kernels else None
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
-        rows, capacity = self.room.rows, self.room.capacity
-        parts = self.packed.split([rows * capacity * rank for rank in self.ranks])
-        views = [part.view(rows, capacity, rank) for part, rank in zip(parts, self.ranks, strict=True)]
-        return list(zip(views[: len(self.bases)], views[len(self.bases) :], strict=True))
+        tokens, n = (self.room.rows, self.room.capacity), self.config.n_kv_heads
+        parts = self.packed.split([math.prod(tokens) * rank for rank in self.ranks])
+        views = [part.view(*tokens, rank) for part, rank in zip(parts, self.ranks, strict=True)]
+        return list(zip(views[:n], views[n:], strict=True))
 
-    def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        """x [..., H, D] before RoPE -> x R after RoPE for each KV head, [..., H / Hkv, d_qk]."""
-        wide = self.wide(x, positions)
-        return [wide[..., h, :, : basis.shape[1]] for h, basis in enumerate(self.bases)]
-
-    def wide(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """What `compress` gives in one tensor [..., Hkv, H / Hkv, max d_qk], zero beyond a head's d_qk."""
+    def compress(self, x: Tensor, positions: Tensor | slice) -> Tensor:
+        """x [..., H, D] before RoPE -> x R after RoPE [..., Hkv, H / Hkv, max d_qk], zero beyond d_qk."""
         grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
         return torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)
 
-    def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        return self.compress(q, positions)
-
-    def keys(self, head: int, stored: Tensor) -> Tensor:
-        """What a head's queries are multiplied with, from what is stored, [..., S, d_qk]: the same."""
-        return stored
-
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        span, heads = slice(0, q.shape[0]), []
-        keys, values, queries = self.compress(k, span), latent.split(self.v_ranks, -1), self.queries(q, span)
+        span = slice(0, q.shape[0])
+        values, q, k = latent.split(self.v_ranks, -1), self.compress(q, span), self.compress(k, span)
         for h, (k_store, v_store) in enumerate(self.heads()):
-            k_store[row, span], v_store[row, span] = keys[h][:, 0], values[h]
-            heads.append((queries[h], self.keys(h, k_store[row, span])[:, None], values[h][:, None]))
+            k_store[row, span], v_store[row, span] = k[:, h, 0, : self.k_ranks[h]], values[h]
         # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing,
         # and heads of one width go together.
-        widths = [-(-max(x.shape[-1] for x in head) // 32) * 32 for head in heads]  # of [S, G or 1, n]
+        widths = [-(-max(ranks) // 32) * 32 for ranks in zip(self.k_ranks, self.v_ranks, strict=True)]
         outputs = {}
         for width in set(widths):
             members = [h for h, w in enumerate(widths) if w == width]
-            padded = ([F.pad(x, (0, width - x.shape[-1])) for x in heads[h]] for h in members)
-            stacked = (torch.cat(x, 1) for x in zip(*padded, strict=True))  # [S, n G or n, width]
-            output = causal_attention(*stacked, scale=self.scale).unflatten(1, (len(members), -1))
-            for i, h in enumerate(members):
-                outputs[h] = output[:, i, :, : self.v_ranks[h]].flatten(1)
-        return torch.cat([outputs[h] for h in range(len(heads))], -1)[:, None]  # [S, 1, sum of G d_v]
+            parts = [x[:, members].flatten(1, 2) for x in (q, k)]  # [S, n G or n, max d_qk]
+            v = torch.stack([F.pad(values[h], (0, width - self.v_ranks[h])) for h in members], 1)
+            parts = [F.pad(x, (0, width - x.shape[-1])) for x in parts]  # or cut, where there are only zeros
+            output = causal_attention(*parts, v, self.scale).unflatten(1, (len(members), -1))
+            outputs |= {h: output[:, i, :, : self.v_ranks[h]].flatten(1) for i, h in enumerate(members)}
+        return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.append(pos, k, latent)
-        if self.fused:  # one kernel shares the work of unequal heads out evenly
-            stored = (self.packed, self.table, self.ranks, pos)
-            queries = self.wide(q, pos).flatten(1, 2).contiguous()
-            return self.room.kernels.fdc_attend(queries, *stored, self.scale)[:, None]
-        live, outputs = self.room.positions <= pos[:, None], []
-        for h, (queries, (k_store, v_store)) in enumerate(
-            zip(self.queries(q, pos), self.heads(), strict=True)
-        ):
-            keys = self.keys(h, k_store)
-            outputs.append(attend(queries, keys[:, None], v_store[:, None], live, self.scale).flatten(1))
-        return torch.cat(outputs, -1)[:, None]  # [B, 1, sum of G d_v]
-
-    def append(self, pos: Tensor, k: Tensor, latent: Tensor) -> None:
-        """Writes K' and V' of one token a row; k [B, Hkv, D] before RoPE, latent [B, sum of d_v]."""
         token = (self.room.row_ids * self.room.capacity + pos)[:, None]
-        new = self.wide(k, pos).flatten(1)[:, self.columns]  # [B, sum of d_qk]
+        new = self.compress(k, pos).flatten(1)[:, self.columns]  # [B, sum of d_qk]
         # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
         self.packed[self.starts + token * self.strides] = torch.cat((new, latent), -1)
+        return self.attend(self.compress(q, pos), pos)[:, None]
 
-    def formula(self) -> int:
-        return self.room.rows * self.bytes_read(self.room.capacity)
+    def attend(self, q: Tensor, pos: Tensor) -> Tensor:
+        """Attention of compressed queries [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
+        if self.room.kernels:  # one kernel shares the work of unequal heads out evenly
+            stored = (self.packed, self.table, self.ranks, pos)
+            return self.room.kernels.fdc_attend(q.flatten(1, 2).contiguous(), *stored, self.scale)
+        live, outputs = self.room.positions <= pos[:, None], []
+        for queries, (k, v) in zip(q.unbind(1), self.heads(), strict=True):
+            queries = queries[..., : k.shape[-1]]
+            outputs.append(attend(queries, k[:, None], v[:, None], live, self.scale).flatten(1))
+        return torch.cat(outputs, -1)
 
-    def bytes_read(self, length: int) -> int:
-        return length * sum(self.ranks) * self.room.dtype.itemsize
+    def token_bytes(self) -> int:
+        """Each head at its rank."""
+        return sum(self.ranks) * self.room.dtype.itemsize
 
 
 def cut(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
@@ -2912,7 +2850,7 @@ def cut(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
     return [basis[:, :rank].to(device) for basis, rank in zip(bases, ranks.tolist(), strict=True)]
 
 
-def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: Artifact) -> list[Cache]:
     """One cache a layer; the values' bases are folded into the model's wqkv and wo."""
     rate = float(artifact["rate"]) if settings.rate == -1 else settings.rate
     if not 0 <= rate < 1:
@@ -2926,13 +2864,10 @@ def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: dict[st
 
 
 def fdc_tensors(c: ModelConfig) -> Stored:
-    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
-    kinds = {"basis": (*heads, c.head_dim), "values": heads}
-    made = {f"{of}.{kind}": shape for of in ("qk", "v") for kind, shape in kinds.items()}
-    return made | {"rate": (float,)}
+    return head_bases(c, ("qk", "v"), "values") | {"rate": (float,)}
 
 
-def random_fdc(c: ModelConfig) -> dict[str, Tensor]:
+def random_fdc(c: ModelConfig) -> Artifact:
     """Singular values of which some heads' fall off faster: the ranks differ."""
     steepness = torch.linspace(1, 6, c.n_kv_heads)[:, None] * torch.linspace(0, 1, c.head_dim)
     values = (-steepness).exp().expand(c.n_layers, -1, -1)
@@ -3019,57 +2954,63 @@ class PaluSettings:
     )
 
 
-class PaluCache(FdcCache):
+class PaluCache(EvenCache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
 
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
-    between B and the query, so every step rebuilds and rotates all keys."""
+    between B and the query, so every step rebuilds and rotates all keys. basis: R [Hkv, D, r] of each head;
+    v_rank: its V's rank; bias: of its keys, [Hkv, D], which stays outside of the latent."""
 
-    has_kernels = False
+    def __init__(self, room: Room, basis: Tensor, v_rank: int, bias: Tensor):
+        super().__init__(room)
+        heads, self.basis, self.bias = len(basis), basis.to(room.device, room.dtype), bias
+        self.register_buffer("k_latent", self.store(heads, room.capacity, basis.shape[2]))
+        self.register_buffer("v_latent", self.store(heads, room.capacity, v_rank))
+        self.latents, self.values = Plain(self.k_latent), Plain(self.v_latent)
+        paired = room.paired_basis(self.basis, bias)
+        self.keys = RebuiltKeys(room, self.k_latent, self.basis, bias, paired)
 
-    def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int], bias: Tensor):
-        super().__init__(room, bases, v_ranks)
-        self.bias = bias  # [Hkv, D]; it stays outside the latent
-        self.paired = room.paired_basis(self.basis, bias)
+    def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What is stored [..., Hkv, rank] of k [..., Hkv, D] before RoPE and of folded v [..., Hkv v_rank]."""
+        latent = torch.einsum("...hd,hdr->...hr", k - self.bias, self.basis)
+        return latent, v.unflatten(-1, (self.config.n_kv_heads, -1))
 
-    def wide(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        return torch.einsum("...hd,hdr->...hr", x - self.bias, self.basis)[..., None, :]
-
-    def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        return list(self.rope(q, positions).unflatten(-2, (self.config.n_kv_heads, -1)).unbind(-3))
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        k, v = self.compress(k, latent)
+        self.latents.write_prompt(row, k)
+        self.values.write_prompt(row, v)
+        span, (rank, width) = slice(0, len(q)), (v.shape[-1], q.shape[-1])
+        rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
+        padded = F.pad(v, (0, width - rank))  # flash attention wants one width
+        return causal_attention(self.rope(q, span), self.rope(rebuilt, span), padded)[..., :rank]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.append(pos, k, latent)
-        # All heads have one rank, so that they lie as [Hkv, B, capacity, rank], K' and then V'.
-        heads, sizes = self.config.n_kv_heads, (self.ranks[0], self.v_ranks[0])
-        parts = self.packed.split([heads * self.room.rows * self.room.capacity * size for size in sizes])
-        latents, values = (
-            part.view(heads, self.room.rows, self.room.capacity, -1).transpose(0, 1) for part in parts
-        )
-        keys = RebuiltKeys(self.room, latents, self.basis, self.bias, self.paired)
-        return self.room.attend(self.rope(q, pos), keys, Plain(values), pos).flatten(1)[:, None]
+        k, v = self.compress(k, latent)
+        self.latents.write(pos, k)
+        self.values.write(pos, v)
+        return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
 
-    def keys(self, head: int, stored: Tensor) -> Tensor:
-        rebuilt = stored @ self.bases[head].T + self.bias[head]  # [..., S, D]
-        return self.room.rope_one(rebuilt, slice(0, stored.shape[-2]))
+    def token_bytes(self) -> int:
+        """Two latents of each head."""
+        ranks = self.k_latent.shape[-1] + self.v_latent.shape[-1]
+        return self.config.n_kv_heads * ranks * self.room.dtype.itemsize
 
 
-def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: Artifact) -> list[Cache]:
     c = model.config
     if not 0 < settings.keep <= 1:
         raise UserError(f"--keep {settings.keep}: the share of each head's dims to keep must lie in (0, 1]")
-    ranks = torch.full((c.n_kv_heads,), max(1, round(settings.keep * c.head_dim)))
-    caches = []
+    rank, caches = max(1, round(settings.keep * c.head_dim)), []
     for i, layer in enumerate(model.layers):
         bias, _ = kv_bias(layer.attention, c)
-        fold_values(layer.attention, c, cut(artifact["v.basis"][i], ranks, room.device))
-        bases = cut(artifact["k.basis"][i], ranks, room.device)
-        caches.append(PaluCache(room, bases, ranks.tolist(), bias))
+        k, v = (artifact[f"{kind}.basis"][i, ..., :rank].to(room.device) for kind in "kv")
+        fold_values(layer.attention, c, list(v))
+        caches.append(PaluCache(room, k, rank, bias))
     return caches
 
 
 def palu_tensors(c: ModelConfig) -> Stored:
-    return dict.fromkeys(("k.basis", "v.basis"), (float, c.n_layers, c.n_kv_heads, c.head_dim, c.head_dim))
+    return head_bases(c, ("k", "v"))
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts
@@ -3088,7 +3029,7 @@ def model_identity(model: Llama) -> dict[str, str]:
     }
 
 
-def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
+def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
     """What `calibrate.py fit` stored for this method beside the checkpoint: name -> tensor, on the CPU; of
     several ranks, each has the share of its KV heads.
 
@@ -3142,7 +3083,7 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
     return ""
 
 
-def random_artifact(method: str, c: ModelConfig) -> dict[str, Tensor]:
+def random_artifact(method: str, c: ModelConfig) -> Artifact:
     """An artifact of no meaning, for random weights: orthonormal bases, else random numbers near 1, or what
     the method gives."""
     row = METHODS[method]
@@ -3175,7 +3116,7 @@ class Method:
     build: Callable[..., list[Cache]]
     about: str
     tensors: Callable[[ModelConfig], Stored] | None = None
-    random: Callable[[ModelConfig], dict[str, Tensor]] | None = None
+    random: Callable[[ModelConfig], Artifact] | None = None
 
     @property
     def fitted(self) -> bool:
@@ -3183,7 +3124,7 @@ class Method:
 
 
 METHODS = {
-    "dense": Method(DenseSettings, build_dense, "the full cache"),
+    "dense": Method(DenseSettings, each_layer(lambda room, _: DenseCache(room)), "the full cache"),
     "sals": Method(
         SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors
     ),
@@ -3205,15 +3146,21 @@ METHODS = {
         fdc_tensors,
         random_fdc,
     ),
-    "streaming": Method(StreamingSettings, build_streaming, "the first and the last tokens only"),
-    "topk": Method(TopKSettings, build_topk, "exact top-k attention: the oracle of all selections"),
+    "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
+    "topk": Method(
+        TopKSettings, each_layer(TopKCache), "exact top-k attention: the oracle of all selections"
+    ),
     "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
-    "quest": Method(QuestSettings, build_quest, "top pages, by an upper bound of their logits"),
+    "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
     "doublesparse": Method(
         DoubleSparseSettings, build_doublesparse, "top-k, scored on a few channels", doublesparse_tensors
     ),
-    "kivi": Method(KiviSettings, build_kivi, "keys quantised per channel, values per token"),
-    "shadowkv": Method(ShadowKvSettings, build_shadowkv, "low-rank keys, values in host memory"),
+    "kivi": Method(
+        KiviSettings,
+        each_layer(lambda room, settings: DenseCache(room, settings.bits, settings.residual)),
+        "keys quantised per channel, values per token",
+    ),
+    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),
     "palu": Method(PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", palu_tensors),
 }
 
