@@ -40,6 +40,7 @@ from model import (
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
 Stored = dict[str, tuple]
 Artifact = dict[str, Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
@@ -576,7 +577,7 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
 # -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
 
 
-def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> Pair:
     """Asymmetric codes of groups along `dim`: of channels within each token, as KIVI's values, or with dim -2
     of tokens within each channel, as its keys (arXiv 2402.02750).
 
@@ -660,7 +661,7 @@ class Values(nn.Module):
         return Plain(rows) if self.bits == 16 else CodedValues(rows, low_scale, self.bits)
 
 
-def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> Pair:
     """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
     scale = x.float().abs().amax(dims, keepdim=True) / 127
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
@@ -674,34 +675,25 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(
-        0.5, "d_r: rank of the key latent as a share of Hkv*D (paper: 0.25 or 0.125)", sets="bytes"
+        0.5, "d_r: rank of the key latent, a share of Hkv*D (paper: .25, .125)", sets="bytes"
     )
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
-    latent_bits: int = setting(
-        8, "bits of a latent's number: 8, int8 codes (ours), or 16, the model's dtype (paper)", (8, 16)
-    )
+    latent_bits: int = setting(8, "bits of a latent's number: 8 (ours), or 16, the model's dtype", (8, 16))
     bits: int = setting(4, "bits of a value code; 2 goes with half the default rank", (2, 4, 8, 16))
     sinks: int = setting(16, "x: first tokens that are always attended")
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
     keep: float = setting(
-        0.0,
-        "share of the cache's capacity that is attended in all: sets y so that x + y + z is this share",
-        sets="tokens",
+        0.0, "sets y so that x + y + z is this share of the cache's capacity", sets="tokens"
     )
     score: str = setting(
-        "softmax",
-        "per-head softmax of the latent logits, summed; or the paper's sum of raw logits",
-        ("softmax", "sum"),
+        "softmax", "sum over heads of their softmax, or of raw logits (paper)", ("softmax", "sum")
     )
     score_block: int = setting(
-        512,
-        "tokens of a block, to which scoring turns the query (ours; kernels: 16s); 0: no RoPE (paper)",
+        512, "tokens of a block to which scoring turns the query (ours); 0: no RoPE (paper)"
     )
     metric: str = setting(
-        "query",
-        "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do) or keys (paper)",
-        ("query", "key"),
+        "query", "what U_r keeps best: the logits (ours) or the keys (paper)", ("query", "key")
     )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
@@ -729,7 +721,7 @@ class SalsSettings:
         return x, y, z
 
 
-def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
+def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> Pair:
     """`down` (keys to latent) and `up` (latent to keys, and queries to latent), both [Hkv*D, r].
 
     basis [Hkv*D, >= r]: U, orthonormal, best direction first. Without a scale both are U_r, the paper's. With
@@ -738,9 +730,7 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tens
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
-def latent_maps(
-    settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def latent_maps(settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None) -> Pair:
     """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, `up` as its codes hold it."""
     r = share_rank(settings.rank, config.kv_dim)
     down, up = sals_maps(basis.float(), scale, r)
@@ -755,14 +745,14 @@ def latent_maps(
 def latent_turn(r_score: int, r: int) -> Tensor:
     """A fixed random rotation [r, r] of the leading r* dims among themselves and of the others.
 
-    It changes no logit and no score, and spreads each part's energy over its dims, which the basis has sorted
-    by energy: one int8 scale then serves a whole row (Palu, arXiv 2407.21118, turns its latents likewise)."""
+    It changes no logit and no score, and spreads each part's energy evenly over its dims: one int8 scale then
+    serves a whole row (Palu, arXiv 2407.21118, turns its latents likewise)."""
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in (r_score, r - r_score))
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
 
 
-def quantize_basis(up: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def quantize_basis(up: Tensor, config: ModelConfig) -> Pair:
     """`up` [Hkv*D, r] in int8 codes with a scale [Hkv*D, 1] that the two dims of a RoPE pair share: a kernel
     can rotate the codes' products and leave the scale to the query."""
     codes, scale = quantize_int8(up.unflatten(0, (config.n_kv_heads, 2, -1)), (1, 3))
@@ -792,16 +782,17 @@ class Latents(nn.Module):
         rows = self.rows[where].to(self.dtype)
         return rows if self.scale is None else (rows * self.scale[where][..., None]).to(self.dtype)
 
+    def stores(self) -> tuple[Tensor, Tensor | None]:
+        return self.rows, self.scale
+
     def token_bytes(self, dims: int) -> int:
         """Bytes of the leading dims of one token's latent."""
         return dims * self.rows.element_size() + (0 if self.scale is None else 4)
 
 
-def mean_rotations(room: Room, block: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours).
-
-    The mean is the rotation of the block's centre, less for each pair the faster it turns: R of a block is
-    what RoPE does to a key of which only the block is known."""
+def mean_rotations(room: Room, block: int) -> Pair:
+    """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
+    to a key of which only the block is known."""
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (room.cos, room.sin))
 
 
@@ -809,8 +800,7 @@ def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor
     """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*].
 
     sum (paper, sec. 4.3): one query for all heads, q~ = U^T sum over each group of q; then q~ . k~ equals
-    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h, over the same latent
-    rows."""
+    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h."""
     grouped = q.unflatten(-2, (n_kv_heads, -1))  # [..., Hkv, G, D]
     if rule == "sum":
         return grouped.sum(-2).flatten(-2)[..., None, :] @ basis
@@ -830,8 +820,7 @@ def sals_scores(
 
     With `block`, queries [B, n, heads, r*]: one for each block of so many tokens, the last maybe of fewer.
     token_scale [B, S]: of latents that are codes. sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours):
-    each head's logits become attention weights over the live tokens before they are summed, so that one loud
-    head cannot decide for all."""
+    each head's logits become attention weights before they are summed: no loud head decides for all."""
     if token_scale is not None:  # sums of products with codes can exceed fp16's range
         queries, token_scale = queries / 128, token_scale * 128
     if block:
@@ -862,10 +851,10 @@ class SalsCache(Cache):
         room: Room,
         settings: SalsSettings,
         sparse: bool,
-        maps: tuple[Tensor, Tensor],
-        half_maps: tuple[Tensor, Tensor] | None = None,
+        maps: Pair,
+        half_maps: Pair | None = None,
         block: int = 0,
-        rotations: tuple[Tensor, Tensor] | None = None,
+        rotations: Pair | None = None,
     ):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
@@ -892,9 +881,9 @@ class SalsCache(Cache):
         else:
             self.register_buffer("window_k", self.store(tokens, c.n_kv_heads, c.head_dim))
             self.window_values = Values(self, tokens, 16)
-        self.fused = room.kernels is not None and not self.half and self.y > 0 and c.head_dim % 16 == 0
-        self.fused = self.fused and self.block % 16 == 0
-        if self.fused:
+        whole = self.y > 0 and c.head_dim % 16 == block % 16 == 0  # what the kernels take
+        self.kernels = room.kernels if whole and not self.half else None
+        if self.kernels:
             basis, self.basis_scale = self.up, None
             if settings.latent_bits == 8:
                 basis, pair_scale = quantize_basis(up.to(room.device), c)  # the codes that `up` was made of
@@ -922,49 +911,58 @@ class SalsCache(Cache):
         self.window_values.write(where, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        if self.fused:
-            return self.decode_fused(pos, q, k, v, *folded)
-        rows = self.room.row_ids
-        self.latents.write((rows, pos), folded[0] if folded else k.flatten(1) @ self.down)
-        self.values.write((rows, pos), v)
-        self.write_window((rows, self.slot(pos)), k, self.rope(k, pos), v)
-
+        rotated, index = self.append(pos, folded[0] if folded else k.flatten(1) @ self.down, q, k, v), None
         if self.sparse:
-            queries = self.queries(pos, q, *folded[1:])
-            live = self.room.positions <= pos[:, None]
-            latent, rule = self.latents.rows[..., : self.r_score], self.settings.score
-            given = (rule, self.logit_scale, self.block, self.latents.scale)
-            scores = sals_scores(queries, latent, live, *given)
-            index = self.select(pos, scores)
-            index, live = index.clamp(min=0), index >= 0
-        else:
+            scores = self.scores(pos, self.queries(pos, q, *folded[1:]))
+            # The tokens to rebuild: the y best, and sinks that are not exact.
+            index = self.room.select(scores, pos, self.x, self.y, self.z)
+            self.attends(pos, index.clamp(min=0), index >= 0, recent=self.z)
+            index = index[:, self.exact_sinks :].contiguous()
+        return self.attend(pos, rotated, index)
+
+    def append(self, pos: Tensor, new: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores one token a row, of latent new [B, r], and gives q after RoPE."""
+        if self.kernels:
+            stores = (*self.latents.stores(), *self.values.stores(), self.window_k, self.window_values.plain)
+            settings = (self.settings.bits, self.exact_sinks)
+            return self.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *settings)
+        where = (self.room.row_ids, pos)
+        self.latents.write(where, new)
+        self.values.write(where, v)
+        self.write_window((where[0], self.slot(pos)), k, self.rope(k, pos), v)
+        return self.rope(q, pos)
+
+    def scores(self, pos: Tensor, queries: Tensor) -> Tensor:
+        """One score a token, [B, S]."""
+        rule, scale, (latents, token_scale) = self.settings.score, self.logit_scale, self.latents.stores()
+        if self.kernels:
+            rule, scale = ("each", 1.0) if rule == "sum" else (rule, scale)  # of one query for all heads
+            latents, token_scale = (x if x is None else x[:, None] for x in (latents, token_scale))
+            queries = queries.unsqueeze(-3)
+            return self.kernels.scores(queries, latents, token_scale, pos, scale, rule, self.block)[:, 0]
+        latents, live = latents[..., : self.r_score], self.room.positions <= pos[:, None]
+        return sals_scores(queries, latents, live, rule, scale, self.block, token_scale)
+
+    def attend(self, pos: Tensor, q: Tensor, index: Tensor | None) -> Tensor:
+        """Attention of q [B, Hq, D] after RoPE over the window and index [B, n], -1 for none; None: all."""
+        if self.kernels:
+            latents = (
+                x if x is None else x[:, None].expand(-1, self.config.n_kv_heads, *x.shape[1:])
+                for x in self.latents.stores()
+            )
+            keys = [*latents, self.paired_basis, self.basis_scale, None, self.room.rope_pairs]
+            values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
+            window, scale = [self.window_k, self.window_values.plain], self.config.head_dim**-0.5
+            given = (keys, values, self.settings.bits, pos, index, window, scale)
+            return self.kernels.attend(q, "latents", *given)
+        if index is None:
             index = self.room.positions.expand(len(pos), -1)
             live = index <= pos[:, None] - self.z
-        k_old, v_old = self.reconstruct(index)
-        k_new, v_new, window_live = self.read_window(pos)
-        k_all = torch.cat((k_old, k_new), 1).transpose(1, 2)  # [B, Hkv, n + window, D]
-        v_all = torch.cat((v_old, v_new), 1).transpose(1, 2)
-        return attend(self.rope(q, pos), k_all, v_all, torch.cat((live, window_live), 1))
-
-    def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        """The same as decode in Triton kernels."""
-        kernels, rope, bits, index = self.room.kernels, self.room.rope_pairs, self.settings.bits, None
-        window = [self.window_k, self.window_values.plain]
-        stores = (self.latents.rows, self.latents.scale, *self.values.stores(), *window)
-        new = folded[0] if folded else k.flatten(1) @ self.down
-        rotated = kernels.sals_append(new, q, k, v, pos, rope, *stores, bits, self.exact_sinks)
-        latents = [x if x is None else x[:, None] for x in stores[:2]]  # of all heads
-        if self.sparse:
-            by_sum = self.settings.score == "sum"  # of one query for all heads
-            rule, scale = ("each", 1.0) if by_sum else ("softmax", self.logit_scale)
-            queries = self.queries(pos, q, *folded[1:]).unsqueeze(-3)
-            scores = kernels.scores(queries, *latents, pos, scale, rule, self.block)[:, 0]
-            index = self.select(pos, scores)
-        latents = [x if x is None else x.expand(-1, self.config.n_kv_heads, *x.shape[2:]) for x in latents]
-        keys = [*latents, self.paired_basis, self.basis_scale, None, rope]
-        values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
-        scale = self.config.head_dim**-0.5
-        return kernels.attend(rotated, "latents", keys, values, bits, pos, index, window, scale)
+        else:
+            index, live = index.clamp(min=0), index >= 0
+        parts = zip((*self.reconstruct(index), live), self.read_window(pos), strict=True)
+        k, v, live = (torch.cat(part, 1) for part in parts)
+        return attend(q, k.transpose(1, 2), v.transpose(1, 2), live)  # [B, Hkv, n + window, D]
 
     def queries(self, pos: Tensor, q: Tensor, *folded: Tensor) -> Tensor:
         """Latent queries: [B, heads, r*], folded in for the sum rule, or [B, n, heads, r*] of n blocks."""
@@ -976,13 +974,7 @@ class SalsCache(Cache):
         up = self.up[:, : self.r_score]
         return sals_queries(q, up, self.config.n_kv_heads, self.settings.score).contiguous()
 
-    def select(self, pos: Tensor, scores: Tensor) -> Tensor:
-        """The tokens to rebuild, index [B, n], -1 where none: the y best, and sinks that are not exact."""
-        index = self.room.select(scores, pos, self.x, self.y, self.z)
-        self.attends(pos, index.clamp(min=0), index >= 0, recent=self.z)
-        return index[:, self.exact_sinks :].contiguous()
-
-    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def reconstruct(self, index: Tensor) -> Pair:
         """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
         where = (self.room.row_ids[:, None], index)
         k = (self.latents.read(where) @ self.up.T).unflatten(-1, (self.config.n_kv_heads, -1))
@@ -1181,7 +1173,7 @@ def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) ->
     return deltas * (torch.arange(k.shape[1], device=q.device) <= rows[:, None])
 
 
-def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
+def ropelite(deltas: Tensor) -> Pair:
     """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
 
     Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference before
@@ -1218,7 +1210,7 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
     return torch.cat((elite, elite + half, rest, rest + half), 1)
 
 
-def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> tuple[Tensor, Tensor]:
+def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> Pair:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
     k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with
@@ -1235,7 +1227,7 @@ def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> tuple[Tensor, Tenso
     return a, torch.tensordot(a, m, ([0], [0])) * ((best < len(m))[:, None, None] == is_key)
 
 
-def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
+def left_singular(m: Tensor) -> Pair:
     """Squared singular values [dim] and left singular vectors [dim, dim] of m [dim, ...], largest first."""
     values, vectors = torch.linalg.eigh(m.flatten(1) @ m.flatten(1).T)
     return values.flip(-1), vectors.flip(-1)
@@ -1286,7 +1278,7 @@ class EliteAttention(nn.Module):
 
 
 def elite_attention(
-    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
+    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., Pair]
 ) -> EliteAttention:
     """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v) gives A and B
     (`low_rank`)."""
@@ -1425,7 +1417,7 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> 
         else:
             order = artifact[settings.pairs][i]  # [Hkv, D/2]
 
-        def factors(k: Tensor, v: Tensor, i: int = i) -> tuple[Tensor, Tensor]:
+        def factors(k: Tensor, v: Tensor, i: int = i) -> Pair:
             if not (same and f"{i}.A" in artifact):
                 return low_rank(k, v, d_ckv, settings.lrd)
             a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
@@ -1637,7 +1629,7 @@ def add_ridge(m: Tensor, share: float) -> Tensor:
     return m + ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
 
 
-def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def lrqk_moments(x: Tensor) -> Pair:
     """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64.
 
     A group's queries stand as G times as many rows: the rank-r optimum for all of them shares one W_Q. The
@@ -1656,7 +1648,7 @@ def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
     return torch.cholesky_solve(rhs, torch.linalg.cholesky(add_ridge(m, 1e-10)))
 
 
-def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tensor, Tensor]:
+def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> Pair:
     """W_Q, W_K [Hkv, D, r] such that A_Q = Q W_Q and A_K = K W_K start Alg. 1; sum_q, sum_k [Hkv, D].
 
     top: each its own r columns of largest sum; topcol: the same r columns for both. randn: the paper's A of
@@ -1670,13 +1662,13 @@ def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tenso
     return tuple(eye[s.topk(rank).indices].mT for s in sums)
 
 
-def lrqk_bases(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, Tensor]:
+def lrqk_bases(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> Pair:
     """B_Q, B_K [Hkv, r, D] of Eq. 6: least squares of Q ~ A_Q B_Q and K ~ A_K B_K."""
     pairs = ((w_q, gram_q), (w_k, gram_k))
     return tuple(spd_solve(w.mT @ g @ w, w.mT @ g) for w, g in pairs)
 
 
-def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, Tensor]:
+def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> Pair:
     """Alg. 1 in Gram form, all lambda = 1: W_Q, W_K [Hkv, D, r] before -> after LRQK_STEPS rounds.
 
     Every A_Q is Q W_Q and every A_K is K W_K, so Eq. 6 needs G_Q = Q^T Q and G_K = K^T K only, at a cost
@@ -1688,9 +1680,7 @@ def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tu
     return w_q, w_k
 
 
-def lrqk_balance(
-    w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, rank: int
-) -> tuple[Tensor, Tensor]:
+def lrqk_balance(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, rank: int) -> Pair:
     """The best rank-r part of A_Q A_K^T, with A_Q^T A_Q = A_K^T A_K diagonal: W_Q, W_K [Hkv, D, r].
 
     A_Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of A_Q A_K^T is that of the small L_Q^T L_K. From
@@ -1754,7 +1744,7 @@ def lrqk_refit(
 
 def lrqk_resolve(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Finds a hot slot for each selected token: hits stay where they are, misses take the slots unused for
     the longest time. Updates the tables in place; fixed shapes, no wait for the host.
 
@@ -1863,7 +1853,7 @@ class LrqkCache(Cache):
         self.counts[row] = 0
         return causal_attention(q, k, v)
 
-    def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def factorise(self, row: int, q: Tensor, k: Tensor) -> Pair:
         """W_Q, W_K [Hkv, D, r] fp32 from the prompt's q [S, Hq, D], k [S, Hkv, D]; stores the row's bases."""
         moments = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1))), lrqk_moments(k[:, :, None])
         # On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens.
@@ -1894,7 +1884,7 @@ class LrqkCache(Cache):
         live = torch.cat((self.stamp == self.step, self.ring_live(pos)), -1)
         return self.room.attend(q.flatten(1, 2), Plain(self.hot_k), Plain(self.hot_v), pos, live=live)
 
-    def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def project(self, pos: Tensor, q: Tensor, k: Tensor) -> Pair:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
         if self.settings.mode != "paper":
             return q @ self.basis_q.mT, k @ self.basis_k.mT
@@ -1921,7 +1911,7 @@ class LrqkCache(Cache):
         self.fetch(self.k[rows], self.v[rows], index, place, miss, self.hot_k[rows], self.hot_v[rows])
         self.counts[rows] += torch.stack((live.sum((1, 2)), miss.sum((1, 2))), 1)
 
-    def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
+    def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> Pair:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
         scores = self.room.scores(q_hat, self.a_k[rows], pos - self.z, "largest")
         index = self.room.select(scores, pos, 0, self.chosen, self.z)
@@ -2655,7 +2645,7 @@ class ShadowKvCache(Cache):
         v_all = torch.cat((self.outlier_v, v_chosen, self.ring_v), 2)
         return self.room.attend(q, Plain(k_all), Plain(v_all), pos, live=lives)
 
-    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def select(self, pos: Tensor, q: Tensor) -> Pair:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
         ids, heads = torch.arange(self.chunks, device=pos.device), self.config.n_kv_heads
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
@@ -2666,7 +2656,7 @@ class ShadowKvCache(Cache):
         index = self.tokens_of(self.room.select(scores, last, 0, self.selected // self.chunk, 0))
         return index.clamp(min=0), index >= 0
 
-    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def reconstruct(self, index: Tensor) -> Pair:
         """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
         latent = self.latent[self.room.row_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
@@ -2734,7 +2724,7 @@ def fdc_rates(*values: Tensor) -> list[float]:
     return torch.cat((torch.zeros(1, dtype=torch.float64), *steps)).unique().tolist()
 
 
-def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
+def kv_bias(attention: Attention, c: ModelConfig) -> Pair:
     """The biases of the key and value projections, [Hkv, D] each; zeros where the model has none."""
     linear = attention.wqkv
     bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
@@ -2792,7 +2782,7 @@ class FdcCache(EvenCache):
         self.columns = inside.flatten().nonzero()[:, 0].to(room.device)  # what of `compress` is stored
         self.table = room.kernels.rank_table(self.ranks, room.device) if room.kernels else None
 
-    def heads(self) -> list[tuple[Tensor, Tensor]]:
+    def heads(self) -> list[Pair]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
         tokens, n = (self.room.rows, self.room.capacity), self.config.n_kv_heads
         parts = self.packed.split([math.prod(tokens) * rank for rank in self.ranks])
@@ -2970,8 +2960,8 @@ class PaluCache(EvenCache):
         paired = room.paired_basis(self.basis, bias)
         self.keys = RebuiltKeys(room, self.k_latent, self.basis, bias, paired)
 
-    def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is stored [..., Hkv, rank] of k [..., Hkv, D] before RoPE and of folded v [..., Hkv v_rank]."""
+    def compress(self, k: Tensor, v: Tensor) -> Pair:
+        """What is stored, [..., Hkv, rank], of k [..., Hkv, D] before RoPE and folded v [..., Hkv v_rank]."""
         latent = torch.einsum("...hd,hdr->...hr", k - self.bias, self.basis)
         return latent, v.unflatten(-1, (self.config.n_kv_heads, -1))
 
