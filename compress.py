@@ -40,7 +40,6 @@ from model import (
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
 Stored = dict[str, tuple]
 Artifact = dict[str, Tensor]
-Pair = tuple[Tensor, Tensor]
 
 
 def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
@@ -577,7 +576,7 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
 # -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
 
 
-def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> Pair:
+def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
     """Asymmetric codes of groups along `dim`: of channels within each token, as KIVI's values, or with dim -2
     of tokens within each channel, as its keys (arXiv 2402.02750).
 
@@ -661,7 +660,7 @@ class Values(nn.Module):
         return Plain(rows) if self.bits == 16 else CodedValues(rows, low_scale, self.bits)
 
 
-def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> Pair:
+def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
     """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
     scale = x.float().abs().amax(dims, keepdim=True) / 127
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
@@ -675,7 +674,7 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(
-        0.5, "d_r: rank of the key latent, a share of Hkv*D (paper: .25, .125)", sets="bytes"
+        0.5, "d_r: rank of the key latent, a share of Hkv*D (paper: 1/4, 1/8)", sets="bytes"
     )
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
     latent_bits: int = setting(8, "bits of a latent's number: 8 (ours), or 16, the model's dtype", (8, 16))
@@ -683,18 +682,10 @@ class SalsSettings:
     sinks: int = setting(16, "x: first tokens that are always attended")
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
-    keep: float = setting(
-        0.0, "sets y so that x + y + z is this share of the cache's capacity", sets="tokens"
-    )
-    score: str = setting(
-        "softmax", "sum over heads of their softmax, or of raw logits (paper)", ("softmax", "sum")
-    )
-    score_block: int = setting(
-        512, "tokens of a block to which scoring turns the query (ours); 0: no RoPE (paper)"
-    )
-    metric: str = setting(
-        "query", "what U_r keeps best: the logits (ours) or the keys (paper)", ("query", "key")
-    )
+    keep: float = setting(0.0, "sets y so that x + y + z is this share of the capacity", sets="tokens")
+    score: str = setting("softmax", "sum of the heads' softmax, or of logits (paper)", ("softmax", "sum"))
+    score_block: int = setting(512, "tokens of a block to which scoring turns q (ours); 0: no RoPE (paper)")
+    metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
         "int8",
@@ -721,7 +712,7 @@ class SalsSettings:
         return x, y, z
 
 
-def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> Pair:
+def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
     """`down` (keys to latent) and `up` (latent to keys, and queries to latent), both [Hkv*D, r].
 
     basis [Hkv*D, >= r]: U, orthonormal, best direction first. Without a scale both are U_r, the paper's. With
@@ -730,7 +721,9 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> Pair:
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
-def latent_maps(settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None) -> Pair:
+def latent_maps(
+    settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, `up` as its codes hold it."""
     r = share_rank(settings.rank, config.kv_dim)
     down, up = sals_maps(basis.float(), scale, r)
@@ -752,7 +745,7 @@ def latent_turn(r_score: int, r: int) -> Tensor:
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
 
 
-def quantize_basis(up: Tensor, config: ModelConfig) -> Pair:
+def quantize_basis(up: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """`up` [Hkv*D, r] in int8 codes with a scale [Hkv*D, 1] that the two dims of a RoPE pair share: a kernel
     can rotate the codes' products and leave the scale to the query."""
     codes, scale = quantize_int8(up.unflatten(0, (config.n_kv_heads, 2, -1)), (1, 3))
@@ -790,7 +783,7 @@ class Latents(nn.Module):
         return dims * self.rows.element_size() + (0 if self.scale is None else 4)
 
 
-def mean_rotations(room: Room, block: int) -> Pair:
+def mean_rotations(room: Room, block: int) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
     to a key of which only the block is known."""
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (room.cos, room.sin))
@@ -851,10 +844,10 @@ class SalsCache(Cache):
         room: Room,
         settings: SalsSettings,
         sparse: bool,
-        maps: Pair,
-        half_maps: Pair | None = None,
+        maps: tuple[Tensor, Tensor],
+        half_maps: tuple[Tensor, Tensor] | None = None,
         block: int = 0,
-        rotations: Pair | None = None,
+        rotations: tuple[Tensor, Tensor] | None = None,
     ):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
@@ -974,7 +967,7 @@ class SalsCache(Cache):
         up = self.up[:, : self.r_score]
         return sals_queries(q, up, self.config.n_kv_heads, self.settings.score).contiguous()
 
-    def reconstruct(self, index: Tensor) -> Pair:
+    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
         where = (self.room.row_ids[:, None], index)
         k = (self.latents.read(where) @ self.up.T).unflatten(-1, (self.config.n_kv_heads, -1))
@@ -1061,20 +1054,15 @@ def sals_fold(
 
     Exact, since everything up to the latent is linear; biases fold the same way. down, up: of latent_maps."""
     linear = attention.wqkv
-    parameters = {"weight": linear.weight, "bias": linear.bias}
-    widths = [down.shape[1]] + ([r_score] if r_score else [])
-    for name, parameter in parameters.items():
-        if parameter is None:
-            continue
+    for name, parameter in list(linear.named_parameters()):
         q, k, _ = parameter.float().split(attention.widths)
         rows = [down.T @ k]
         if r_score:
-            summed = q.unflatten(0, (config.n_kv_heads, config.group, config.head_dim)).sum(1).flatten(0, 1)
+            summed = q.unflatten(0, (config.n_kv_heads, config.group, -1)).sum(1).flatten(0, 1)
             rows.append(up[:, :r_score].T @ summed)
-        setattr(
-            linear, name, nn.Parameter(torch.cat((parameter, *(r.to(parameter.dtype) for r in rows))), False)
-        )
-    attention.widths = attention.widths + widths
+        stacked = torch.cat((parameter, *(r.to(parameter.dtype) for r in rows)))
+        setattr(linear, name, nn.Parameter(stacked, False))
+    attention.widths = [*attention.widths, *map(len, rows)]
     linear.out_features = sum(attention.widths)
 
 
@@ -1093,34 +1081,29 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
         check_groups(8, c.head_dim)
     block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
     rotations = mean_rotations(room, block) if block else None
-    caches = []
-    for i, layer in enumerate(model.layers):
+    half = c.kv_dim // 2 if settings.window == "half" else 0
+    need = max(half, share_rank(settings.rank, c.kv_dim))
+
+    def cache(i: int, attention: Attention) -> Cache:
         if i in skipped and settings.skip_as == "dense":
-            caches.append(DenseCache(room))
-            continue
+            return DenseCache(room)
         if i in skipped and settings.skip_as == "int8":
             # V of the newest tokens, too, is in codes: 2 bits would cost more than the exact keys gain.
-            caches.append(Int8Cache(room, max(4, settings.bits)))
-            continue
+            return Int8Cache(room, max(4, settings.bits))
         basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
         scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None
-        need = c.kv_dim // 2 if settings.window == "half" else 0
-        need = max(need, share_rank(settings.rank, c.kv_dim))
         if basis.shape[1] < need:
-            raise UserError(
-                f"rank {need} is more than the {basis.shape[1]} directions in the artifact; "
-                f"run calibrate.py fit with --max_rank {need / c.kv_dim:g}"
-            )
-        maps = latent_maps(settings, c, basis, scale)
-        half_maps = sals_maps(basis, scale, c.kv_dim // 2) if settings.window == "half" else None
-        cache = SalsCache(room, settings, i not in skipped, maps, half_maps, block, rotations)
+            fault = f"rank {need} is more than the {basis.shape[1]} directions in the artifact"
+            raise UserError(f"{fault}; run calibrate.py fit with --max_rank {need / c.kv_dim:g}")
+        maps, half_maps = latent_maps(settings, c, basis, scale), sals_maps(basis, scale, half)
+        made = SalsCache(room, settings, i not in skipped, maps, half_maps, block, rotations)
         if settings.fold and not c.qk_norm:
             by_sum = settings.score == "sum" and not rotations  # RoPE comes between W_q and U
-            folded_scores = cache.r_score if by_sum and cache.sparse else None
-            sals_fold(layer.attention, c, *maps, folded_scores)
-            cache.down = None
-        caches.append(cache)
-    return caches
+            sals_fold(attention, c, *maps, made.r_score if by_sum and made.sparse else None)
+            made.down = None
+        return made
+
+    return [cache(i, layer.attention) for i, layer in enumerate(model.layers)]
 
 
 def sals_tensors(c: ModelConfig) -> Stored:
@@ -1147,16 +1130,8 @@ class EliteSettings:
     """EliteKV: a few rotated pairs a head, all else of K and V in one latent (arXiv 2503.01586)."""
 
     r: int = setting(0, "r: elite pairs of each head, which stay rotated (0: as calibrated or uptrained)")
-    d_ckv: int = setting(
-        0,
-        "d_ckv: dims of the latent that a rank's other keys and V share (0: as calibrated or uptrained)",
-        sets="bytes",
-    )
-    pairs: str = setting(
-        "elite",
-        "which pairs: RoPElite's search, evenly spread ones, or those of the largest norms",
-        ("elite", "uniform", "contribution"),
-    )
+    d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)", sets="bytes")
+    pairs: str = setting("elite", "which pairs are rotated", ("elite", "uniform", "contribution"))
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
 
 
@@ -1173,7 +1148,7 @@ def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) ->
     return deltas * (torch.arange(k.shape[1], device=q.device) <= rows[:, None])
 
 
-def ropelite(deltas: Tensor) -> Pair:
+def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
     """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
 
     Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference before
@@ -1210,7 +1185,7 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
     return torch.cat((elite, elite + half, rest, rest + half), 1)
 
 
-def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> Pair:
+def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> tuple[Tensor, Tensor]:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
     k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with
@@ -1227,7 +1202,7 @@ def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> Pair:
     return a, torch.tensordot(a, m, ([0], [0])) * ((best < len(m))[:, None, None] == is_key)
 
 
-def left_singular(m: Tensor) -> Pair:
+def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
     """Squared singular values [dim] and left singular vectors [dim, dim] of m [dim, ...], largest first."""
     values, vectors = torch.linalg.eigh(m.flatten(1) @ m.flatten(1).T)
     return values.flip(-1), vectors.flip(-1)
@@ -1278,7 +1253,7 @@ class EliteAttention(nn.Module):
 
 
 def elite_attention(
-    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., Pair]
+    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
 ) -> EliteAttention:
     """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v) gives A and B
     (`low_rank`)."""
@@ -1379,12 +1354,8 @@ def elite_allocations(c: ModelConfig, share: float) -> list[tuple[int, int]]:
     total, step, found = round(share * 2 * c.kv_dim), 256, []
     while len(found) < 4 and step > 1:
         step //= 2
-        pairs = [((total - d) // (2 * c.n_kv_heads), d) for d in range(step, total, step)]
-        found = [
-            (r, d)
-            for r, d in pairs
-            if 1 <= r <= c.head_dim // 2 and 2 * r * c.n_kv_heads + d == total and d <= elite_limit(c, r)
-        ]
+        pairs = ((r, total - 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
+        found = [(r, d) for r, d in pairs if d > 0 and d % step == 0 and d <= elite_limit(c, r)]
     return found
 
 
@@ -1417,7 +1388,7 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> 
         else:
             order = artifact[settings.pairs][i]  # [Hkv, D/2]
 
-        def factors(k: Tensor, v: Tensor, i: int = i) -> Pair:
+        def factors(k: Tensor, v: Tensor, i: int = i) -> tuple[Tensor, Tensor]:
             if not (same and f"{i}.A" in artifact):
                 return low_rank(k, v, d_ckv, settings.lrd)
             a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
@@ -1446,13 +1417,11 @@ def elite_artifact(model: Llama) -> Artifact:
 
 def elite_tensors(c: ModelConfig) -> Stored:
     # An uptrained checkpoint's pairs are fixed, and its factors are not made from the weights.
-    orders = ("elite",) if c.elitekv else ("elite", "contribution")
-    shapes = dict.fromkeys(orders, (int, c.n_layers, c.n_kv_heads, c.head_dim // 2))
-    shapes |= {"r": (int,), "d_ckv": (int,)}
-    if c.elitekv:
-        shapes |= {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
-        shapes |= {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
-    return shapes
+    order, sizes = (int, c.n_layers, c.n_kv_heads, c.head_dim // 2), {"r": (int,), "d_ckv": (int,)}
+    if not c.elitekv:
+        return sizes | {"elite": order, "contribution": order}
+    factors = {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
+    return sizes | {"elite": order} | factors | {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
 
 
 def random_elitekv(c: ModelConfig) -> Artifact:
@@ -1462,9 +1431,9 @@ def random_elitekv(c: ModelConfig) -> Artifact:
     order = torch.arange(c.head_dim // 2).expand(c.n_layers, c.n_kv_heads, -1)
     a, n = random_basis(c.dim, d_ckv), c.n_kv_heads * (2 * c.head_dim - 2 * r)
     b = 0.02 * torch.randn(d_ckv, n, generator=torch.Generator().manual_seed(0))
-    made = {f"{i}.A": a for i in range(c.n_layers)} | {f"{i}.B": b for i in range(c.n_layers)}
-    made |= {"elite": order, "contribution": order}
-    return made | {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
+    made = {f"{i}.{name}": x for i in range(c.n_layers) for name, x in (("A", a), ("B", b))}
+    sizes = {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
+    return made | sizes | {"elite": order, "contribution": order}
 
 
 # ------------------------------------------------------------------------------------------------------- Loki
@@ -1474,27 +1443,14 @@ def random_elitekv(c: ModelConfig) -> Artifact:
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(
-        0.25, "k_f: tokens each query head attends, as a share of the length; above 1: a count", sets="tokens"
-    )
-    d: float = setting(
-        0.25, "d_f: leading principal components that scoring reads, as a share of D", sets="bytes"
-    )
-    explained: float = setting(
-        0.0,
-        "instead of d: per layer the mean of its heads' Rank@v for this share, rounded (App. B.2; 0: off)",
-    )
+    k: float = setting(0.25, "k_f: tokens of a query head, a share of all (above 1: a count)", sets="tokens")
+    d: float = setting(0.25, "d_f: leading components that scoring reads, as a share of D", sets="bytes")
+    explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v of this share (App. B.2)")
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
-    share: str = setting(
-        "query",
-        "who has k tokens of its own: each query head (paper), or all of a KV head's group together (ours)",
-        ("query", "group"),
-    )
+    share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
     sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
     recent: int = setting(0, "last tokens that are always among the k (the paper: none)")
-    reduced: bool = setting(
-        False, "PCAAttn (App. E): cache and attend d components of every token, no selection"
-    )
+    reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
     kv_bits: int = kv_bits_setting()
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
@@ -1588,14 +1544,8 @@ def loki_tensors(c: ModelConfig) -> Stored:
 class LrqkSettings:
     """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649). Few bytes on the GPU."""
 
-    rank: int = setting(
-        0,
-        "r: dims of A_Q and A_K, the proxies that score tokens, for each KV head (0: 32, or D if less)",
-        sets="bytes",
-    )
-    k: int = setting(
-        2048, "tokens that each KV head selects by its proxy scores, at each step", sets="tokens"
-    )
+    rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)", sets="bytes")
+    k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting(
         "optimal",
@@ -1603,12 +1553,8 @@ class LrqkSettings:
         ("optimal", "frozen", "paper"),
     )
     init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
-    slots: float = setting(
-        1.0, "hot slots on the GPU, in multiples of k (above 1: an LRU cache; 0: no hit/miss, fetch all k)"
-    )
-    kv_device: str = setting(
-        "cpu", "where K and V of all tokens live: pinned host memory, or the GPU", ("cpu", "cuda")
-    )
+    slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
+    kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(k, recent) in tokens for a cache of this capacity."""
@@ -1629,7 +1575,7 @@ def add_ridge(m: Tensor, share: float) -> Tensor:
     return m + ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
 
 
-def lrqk_moments(x: Tensor) -> Pair:
+def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64.
 
     A group's queries stand as G times as many rows: the rank-r optimum for all of them shares one W_Q. The
@@ -1648,7 +1594,7 @@ def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
     return torch.cholesky_solve(rhs, torch.linalg.cholesky(add_ridge(m, 1e-10)))
 
 
-def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> Pair:
+def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tensor, Tensor]:
     """W_Q, W_K [Hkv, D, r] such that A_Q = Q W_Q and A_K = K W_K start Alg. 1; sum_q, sum_k [Hkv, D].
 
     top: each its own r columns of largest sum; topcol: the same r columns for both. randn: the paper's A of
@@ -1662,13 +1608,13 @@ def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> Pair:
     return tuple(eye[s.topk(rank).indices].mT for s in sums)
 
 
-def lrqk_bases(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> Pair:
+def lrqk_bases(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, Tensor]:
     """B_Q, B_K [Hkv, r, D] of Eq. 6: least squares of Q ~ A_Q B_Q and K ~ A_K B_K."""
     pairs = ((w_q, gram_q), (w_k, gram_k))
     return tuple(spd_solve(w.mT @ g @ w, w.mT @ g) for w, g in pairs)
 
 
-def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> Pair:
+def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, Tensor]:
     """Alg. 1 in Gram form, all lambda = 1: W_Q, W_K [Hkv, D, r] before -> after LRQK_STEPS rounds.
 
     Every A_Q is Q W_Q and every A_K is K W_K, so Eq. 6 needs G_Q = Q^T Q and G_K = K^T K only, at a cost
@@ -1680,15 +1626,16 @@ def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> Pa
     return w_q, w_k
 
 
-def lrqk_balance(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, rank: int) -> Pair:
+def lrqk_balance(
+    w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
     """The best rank-r part of A_Q A_K^T, with A_Q^T A_Q = A_K^T A_K diagonal: W_Q, W_K [Hkv, D, r].
 
     A_Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of A_Q A_K^T is that of the small L_Q^T L_K. From
     W = I it is the closed-form optimum of ||Q K^T - A_Q A_K^T|| (Eckart-Young; mode optimal); from Alg. 1's
     W it only fixes the gauge, which leaves scores as they are and makes low precision safe (mode frozen)."""
-    l_q, l_k = (
-        torch.linalg.cholesky(add_ridge(w.mT @ g @ w, 1e-10)) for w, g in ((w_q, gram_q), (w_k, gram_k))
-    )
+    grams = (w_q.mT @ gram_q @ w_q, w_k.mT @ gram_k @ w_k)
+    l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in grams)
     u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
     root = s[..., None, :rank].sqrt()
     return (
@@ -1744,7 +1691,7 @@ def lrqk_refit(
 
 def lrqk_resolve(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
-) -> Pair:
+) -> tuple[Tensor, Tensor]:
     """Finds a hot slot for each selected token: hits stay where they are, misses take the slots unused for
     the longest time. Updates the tables in place; fixed shapes, no wait for the host.
 
@@ -1788,12 +1735,8 @@ def host_rows(room: Room, *shape: int) -> Tensor:
     if room.device.type != "cuda":
         return torch.zeros(room.rows, *shape, dtype=room.dtype, device=room.device)
     pinned = torch.zeros(room.rows, *shape, dtype=room.dtype, pin_memory=True)
-    interface = {
-        "shape": (pinned.nbytes,),
-        "typestr": "|u1",
-        "data": (pinned.data_ptr(), False),
-        "version": 3,
-    }
+    data = (pinned.data_ptr(), False)
+    interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
     view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
     return torch.as_tensor(view, device=room.device).view(room.dtype).view(pinned.shape)
 
@@ -1853,7 +1796,7 @@ class LrqkCache(Cache):
         self.counts[row] = 0
         return causal_attention(q, k, v)
 
-    def factorise(self, row: int, q: Tensor, k: Tensor) -> Pair:
+    def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """W_Q, W_K [Hkv, D, r] fp32 from the prompt's q [S, Hq, D], k [S, Hkv, D]; stores the row's bases."""
         moments = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1))), lrqk_moments(k[:, :, None])
         # On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens.
@@ -1880,11 +1823,12 @@ class LrqkCache(Cache):
         self.hot_k[rows, :, ring], self.hot_v[rows, :, ring] = k, v
         self.step += 1
         self.load(slice(None), pos, q_hat)
-        self.attends(pos, self.pos_of, self.stamp == self.step, recent=self.z)
-        live = torch.cat((self.stamp == self.step, self.ring_live(pos)), -1)
+        live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
+        self.attends(pos, self.pos_of, live, recent=self.z)
+        live = torch.cat((live, ring[:, None].expand(-1, self.config.n_kv_heads, -1)), -1)
         return self.room.attend(q.flatten(1, 2), Plain(self.hot_k), Plain(self.hot_v), pos, live=live)
 
-    def project(self, pos: Tensor, q: Tensor, k: Tensor) -> Pair:
+    def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
         if self.settings.mode != "paper":
             return q @ self.basis_q.mT, k @ self.basis_k.mT
@@ -1905,21 +1849,17 @@ class LrqkCache(Cache):
         index, live = self.select(rows, pos, q_hat)
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[rows] = -1
-        place, miss = lrqk_resolve(
-            index, live, self.slot_of[rows], self.pos_of[rows], self.stamp[rows], self.step
-        )
+        tables = (self.slot_of[rows], self.pos_of[rows], self.stamp[rows])
+        place, miss = lrqk_resolve(index, live, *tables, self.step)
         self.fetch(self.k[rows], self.v[rows], index, place, miss, self.hot_k[rows], self.hot_v[rows])
         self.counts[rows] += torch.stack((live.sum((1, 2)), miss.sum((1, 2))), 1)
 
-    def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> Pair:
+    def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
         scores = self.room.scores(q_hat, self.a_k[rows], pos - self.z, "largest")
         index = self.room.select(scores, pos, 0, self.chosen, self.z)
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
-
-    def ring_live(self, pos: Tensor) -> Tensor:
-        return (ring_positions(pos, self.z) >= 0)[:, None].expand(-1, self.config.n_kv_heads, -1)
 
     def miss_rate(self) -> float | None:
         """Rows fetched over rows selected since the prompt; None where all rows are on the device."""
@@ -2011,13 +1951,17 @@ class StreamingCache(DenseCache):
 # ------------------------------------------------- exact top-k, and what the rows that select have in common
 
 
+def keep_setting(tokens: int, sets: str = "tokens"):
+    """The field of the rows that are given their tokens in all."""
+    text = "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+    return setting(tokens, text, sets=sets)
+
+
 @dataclass
 class TopKSettings:
     """Exact top-k: full logits choose the tokens. It saves no bytes: the oracle of all selections."""
 
-    keep: float = setting(
-        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity", sets="tokens"
-    )
+    keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")
     recent: int = setting(1, "z: last tokens that are always among them")
     kv_bits: int = kv_bits_setting()
@@ -2086,11 +2030,7 @@ class TopKCache(SelectiveCache):
 class H2oSettings:
     """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
 
-    keep: float = setting(
-        512,
-        "tokens kept in all: above 1 a count, up to 1 a share of the cache's capacity",
-        sets="bytes tokens",
-    )
+    keep: float = keep_setting(512, sets="bytes tokens")
     heavy: float = setting(0.5, "share of these that are heavy hitters; the others are the most recent ones")
     window: int = setting(64, "W: last queries of a prompt whose attention is accumulated")
     gumbel: bool = setting(False, "Keyformer's score (arXiv 2403.09054): Gumbel noise and a temperature")
@@ -2191,9 +2131,7 @@ def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: Artifac
 class QuestSettings:
     """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
 
-    keep: float = setting(
-        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity", sets="tokens"
-    )
+    keep: float = keep_setting(512)
     page: int = setting(16, "tokens of a page")
     skip: str = setting("0,1", "layers that attend every token")
     kv_bits: int = kv_bits_setting()
@@ -2361,9 +2299,8 @@ def build_doublesparse(
     if not 0 < settings.channels <= 1:
         raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
     if not 0 <= settings.share_heads < heads:
-        raise UserError(
-            f"--share_heads {settings.share_heads}: of {heads} KV heads, 0 to {heads - 1} can be merged"
-        )
+        merged = settings.share_heads
+        raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
     if settings.every < 1 or (settings.every > y + 1 and x + y + z < room.capacity):
         raise UserError(f"--every {settings.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
     skipped = skipped_layers(settings, len(model.layers))
@@ -2474,8 +2411,7 @@ class PackedKeys(nn.Module):
 
 
 class PackedValues(nn.Module):
-    """Values in codes, quantised per token in groups of 32 channels; the last R are exact, in a ring. A
-    store."""
+    """Values in codes, quantised per token in groups of 32 channels; the last R are exact. A store."""
 
     def __init__(self, cache: "DenseCache", bits: int, R: int):
         super().__init__()
@@ -2527,14 +2463,8 @@ class PackedValues(nn.Module):
 class ShadowKvSettings:
     """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
 
-    keep: float = setting(
-        1024,
-        "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity",
-        sets="tokens",
-    )
-    rank: float = setting(
-        0.15625, "rank of the prompt's keys as a share of Hkv*D (the paper: 160 of 1024)", sets="bytes"
-    )
+    keep: float = keep_setting(1024)
+    rank: float = setting(0.15625, "rank of the keys, a share of Hkv*D (paper: 160 of 1024)", sets="bytes")
     chunk: int = setting(8, "tokens of a chunk")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
@@ -2580,9 +2510,8 @@ class ShadowKvCache(Cache):
         self.register_buffer("basis", self.store(c.kv_dim, self.r))
         self.register_buffer("latent", self.store(room.capacity, self.r))
         self.register_buffer("landmark", self.store(heads, self.chunks, d))
-        self.register_buffer(
-            "outlier", self.store(heads, self.outlier_tokens // self.chunk, dtype=torch.int32) - 1
-        )
+        outliers = self.outlier_tokens // self.chunk
+        self.register_buffer("outlier", self.store(heads, outliers, dtype=torch.int32) - 1)
         self.register_buffer("outlier_k", self.store(heads, self.outlier_tokens, d))
         self.register_buffer("outlier_v", self.store(heads, self.outlier_tokens, d))
         self.register_buffer("ring_k", self.store(heads, self.z, d))
@@ -2645,7 +2574,7 @@ class ShadowKvCache(Cache):
         v_all = torch.cat((self.outlier_v, v_chosen, self.ring_v), 2)
         return self.room.attend(q, Plain(k_all), Plain(v_all), pos, live=lives)
 
-    def select(self, pos: Tensor, q: Tensor) -> Pair:
+    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
         ids, heads = torch.arange(self.chunks, device=pos.device), self.config.n_kv_heads
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
@@ -2656,7 +2585,7 @@ class ShadowKvCache(Cache):
         index = self.tokens_of(self.room.select(scores, last, 0, self.selected // self.chunk, 0))
         return index.clamp(min=0), index >= 0
 
-    def reconstruct(self, index: Tensor) -> Pair:
+    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
         latent = self.latent[self.room.row_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
@@ -2691,14 +2620,8 @@ class ShadowKvCache(Cache):
 class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
 
-    rate: float = setting(
-        -1.0,
-        "r: share of the singular values that each head loses (Eq. 1); -1: as calibrate.py fit found",
-        sets="bytes",
-    )
-    adaptive: bool = setting(
-        True, "each head has its own rank by Eq. 1; --no-adaptive: all have their mean (the paper's /AC)"
-    )
+    rate: float = setting(-1.0, "r: share of singular values lost (Eq. 1; -1: as fitted)", sets="bytes")
+    adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
 
 def fdc_tails(values: Tensor) -> Tensor:
@@ -2724,7 +2647,7 @@ def fdc_rates(*values: Tensor) -> list[float]:
     return torch.cat((torch.zeros(1, dtype=torch.float64), *steps)).unique().tolist()
 
 
-def kv_bias(attention: Attention, c: ModelConfig) -> Pair:
+def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
     """The biases of the key and value projections, [Hkv, D] each; zeros where the model has none."""
     linear = attention.wqkv
     bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
@@ -2753,10 +2676,8 @@ def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> No
             setattr(linear, name, nn.Parameter(parameter.to(linear.weight.dtype), False))
     # `attend` gets v of no heads, and the latents of all heads as its last argument.
     attention.widths = [*attention.widths[:2], 0, width]
-    attention.wqkv.out_features, attention.wo.in_features = (
-        sum(attention.widths),
-        attention.wo.weight.shape[1],
-    )
+    for linear in (attention.wqkv, attention.wo):
+        linear.out_features, linear.in_features = linear.weight.shape
 
 
 class FdcCache(EvenCache):
@@ -2782,7 +2703,7 @@ class FdcCache(EvenCache):
         self.columns = inside.flatten().nonzero()[:, 0].to(room.device)  # what of `compress` is stored
         self.table = room.kernels.rank_table(self.ranks, room.device) if room.kernels else None
 
-    def heads(self) -> list[Pair]:
+    def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
         tokens, n = (self.room.rows, self.room.capacity), self.config.n_kv_heads
         parts = self.packed.split([math.prod(tokens) * rank for rank in self.ranks])
@@ -2903,11 +2824,8 @@ def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) 
     for h, first, last in blocks[full:]:
         step = max(16, round(share / costs[h] / 16) * 16)
         pieces += [(h, i, min(last, i + step)) for i in range(first, last, step)]
-    for w, chosen in enumerate(
-        longest_first([(last - first) * costs[h] for h, first, last in pieces], workers)
-    ):
-        plan[w] += [pieces[i] for i in chosen]
-    return plan
+    tasks = longest_first([(last - first) * costs[h] for h, first, last in pieces], workers)
+    return [blocks + [pieces[i] for i in chosen] for blocks, chosen in zip(plan, tasks, strict=True)]
 
 
 def equal_stretches(
@@ -2939,9 +2857,7 @@ def equal_stretches(
 class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
-    keep: float = setting(
-        0.5, "rank of each head's K and V as a share of D (0.5: 50 % compression)", sets="bytes"
-    )
+    keep: float = setting(0.5, "rank of each head's K and V, a share of D", sets="bytes")
 
 
 class PaluCache(EvenCache):
@@ -2960,7 +2876,7 @@ class PaluCache(EvenCache):
         paired = room.paired_basis(self.basis, bias)
         self.keys = RebuiltKeys(room, self.k_latent, self.basis, bias, paired)
 
-    def compress(self, k: Tensor, v: Tensor) -> Pair:
+    def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What is stored, [..., Hkv, rank], of k [..., Hkv, D] before RoPE and folded v [..., Hkv v_rank]."""
         latent = torch.einsum("...hd,hdr->...hr", k - self.bias, self.basis)
         return latent, v.unflatten(-1, (self.config.n_kv_heads, -1))
@@ -3013,10 +2929,8 @@ def artifact_path(folder: Path, method: str) -> Path:
 def model_identity(model: Llama) -> dict[str, str]:
     """What an artifact must agree on with the model: its shape and the fingerprint of its weights."""
     c = model.whole
-    return {
-        "shape": f"{c.n_layers}x{c.n_heads}x{c.n_kv_heads}x{c.head_dim}",
-        "fingerprint": model.fingerprint,
-    }
+    shape = f"{c.n_layers}x{c.n_heads}x{c.n_kv_heads}x{c.head_dim}"
+    return {"shape": shape, "fingerprint": model.fingerprint}
 
 
 def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
@@ -3038,10 +2952,8 @@ def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
         raise UserError(f"{path}: truncated or damaged ({error}); make it again: {command}") from None
     for key, value in model_identity(model).items():
         if metadata.get(key) != value:
-            raise UserError(
-                f"{path}: fitted to another model ({key} {metadata.get(key)}, this one has {value}); "
-                f"make it again: {command}"
-            )
+            fault = f"fitted to another model ({key} {metadata.get(key)}, this one has {value})"
+            raise UserError(f"{path}: {fault}; make it again: {command}")
     for name, stored in METHODS[method].tensors(model.whole).items():
         if fault := artifact_fault(tensors.get(name), *stored):
             raise UserError(f"{path}: {name} {fault}; make it again: {command}")
@@ -3166,9 +3078,8 @@ def settings_from(method: str, options: dict) -> object:
     known = {f.name: f for f in dataclasses.fields(method_named(method).settings)}
     for name, value in options.items():
         if name not in known:
-            raise UserError(
-                f"--{name} is not a setting of {method}; its settings are: {', '.join(known) or 'none'}"
-            )
+            names = ", ".join(known) or "none"
+            raise UserError(f"--{name} is not a setting of {method}; its settings are: {names}")
         choices = known[name].metadata["choices"]
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
