@@ -581,9 +581,8 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     of tokens within each channel, as its keys (arXiv 2402.02750).
 
     x [..., S, D] -> codes [..., S, D * bits / 8] uint8, and (minimum, scale) of each group in fp16,
-    [..., S, D / group, 2] or [..., S / group, D, 2].
-    Byte j holds channels j, j + n, j + 2n, ... (n = D * bits / 8) from its lowest bits up: unpacking gives
-    contiguous runs of channels, which is what a GPU kernel wants."""
+    [..., S, D / group, 2] or [..., S / group, D, 2]. Byte j holds channels j, j + n, j + 2n, ...
+    (n = D * bits / 8) from its lowest bits up: unpacking gives contiguous runs of channels."""
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
     # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
@@ -619,8 +618,7 @@ def check_groups(bits: int, head_dim: int) -> None:
 class Values(nn.Module):
     """V of every token, quantised per token in groups of channels; bits = 16 keeps the model's dtype.
 
-    heads_first: stored as [B, Hkv, tokens, ...], for who reads all tokens of a head, not as
-    [B, tokens, Hkv, ...]."""
+    heads_first: stored as [B, Hkv, tokens, ...], not as [B, tokens, Hkv, ...]."""
 
     def __init__(self, cache: Cache, tokens: int, bits: int, heads_first: bool = False):
         super().__init__()
@@ -835,9 +833,8 @@ class SalsCache(Cache):
 
     Every token is written to the latent and value stores at once; the window holds its tokens exactly (or at
     rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token, and
-    have no sinks in their window, nor has the paper's half of a window.
-    maps: of latent_maps; half_maps: of sals_maps at rank Hkv*D/2, for --window half; block and its
-    rotations (mean_rotations) for --score_block, or 0 and None."""
+    have no sinks in their window, nor has the paper's half of a window. maps: of latent_maps; half_maps: of
+    sals_maps at rank Hkv*D/2, for --window half; rotations: mean_rotations of each `block`, or None and 0."""
 
     def __init__(
         self,
@@ -1007,10 +1004,8 @@ class SalsCache(Cache):
 
 
 class Int8Cache(EvenCache):
-    """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes: all are attended.
-
-    For layers that attend every token, where a dense cache is many bytes and rebuilding every key many FLOPs
-    (ours)."""
+    """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes (ours): for layers
+    that attend all, where a dense cache is many bytes and rebuilding every key many FLOPs."""
 
     def __init__(self, room: Room, bits: int):
         super().__init__(room)
@@ -1151,8 +1146,8 @@ def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) ->
 def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
     """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
 
-    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference before
-    the softmax. The first r picks are the elite set of any r; distance is J after each (it may rise)."""
+    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
+    first r picks are the elite set of any r; distance is J after each (it may rise)."""
     rest, left, order, distance = deltas.sum(0), list(range(len(deltas))), [], []
     while left:
         j = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
@@ -1255,8 +1250,7 @@ class EliteAttention(nn.Module):
 def elite_attention(
     attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
 ) -> EliteAttention:
-    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v) gives A and B
-    (`low_rank`)."""
+    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v): A and B of `low_rank`."""
     wqkv = attention.wqkv
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r)  # [Hkv, D]
@@ -1302,8 +1296,8 @@ def dense_attention(elite: EliteAttention) -> Attention:
 class EliteCache(EvenCache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
-    Decode absorbs B_k into the query and B_v into the output, so that the latent is key and value at once; a
-    query has zeros where the elite keys of other heads stand."""
+    Decode absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query
+    has zeros where the elite keys of other heads stand."""
 
     elite_rope = True
 
@@ -1360,10 +1354,8 @@ def elite_allocations(c: ModelConfig, share: float) -> list[tuple[int, int]]:
 
 
 def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> None:
-    """Gives every layer the EliteKV form of its attention, in place of the dense one.
-
-    Uptrained factors A, B come from the artifact; others are made from the weights, for any r and d_ckv.
-    Raises UserError for q/k norms or a scaled rotation, and where r or d_ckv do not fit."""
+    """Gives every layer the EliteKV form of its attention. Uptrained factors A, B come from the artifact,
+    others from the weights. Raises UserError where the model, r or d_ckv do not fit."""
     c = model.config
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
@@ -1597,8 +1589,8 @@ def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
 def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tensor, Tensor]:
     """W_Q, W_K [Hkv, D, r] such that A_Q = Q W_Q and A_K = K W_K start Alg. 1; sum_q, sum_k [Hkv, D].
 
-    top: each its own r columns of largest sum; topcol: the same r columns for both. randn: the paper's A of
-    normal numbers cannot be written as Q W, so W is normal instead."""
+    top: each its own r columns of largest sum; topcol: the same for both. randn: a normal W, not a normal A
+    as in the paper, which no W gives."""
     if init == "randn":
         generator = torch.Generator().manual_seed(0)
         shape = (2, *sum_q.shape, rank)
@@ -1692,8 +1684,8 @@ def lrqk_refit(
 def lrqk_resolve(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Finds a hot slot for each selected token: hits stay where they are, misses take the slots unused for
-    the longest time. Updates the tables in place; fixed shapes, no wait for the host.
+    """Finds a hot slot for each selected token: hits stay, misses take the slots unused for the longest time.
+    Updates the tables in place.
 
     index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot;
     slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp
@@ -1742,12 +1734,11 @@ def host_rows(room: Room, *shape: int) -> Tensor:
 
 
 class LrqkCache(Cache):
-    """A_K of every token, the rows of K and V that are in use, and a ring of recent ones; all K and V rows
-    in host memory.
+    """A_K of every token, the rows of K and V in use, and a ring of recent ones; all K and V in host memory.
 
     hot_k and hot_v hold C slots for selected tokens, then the ring: slot C + p % z has position p. Every row
     is written to host memory as it is made, so that a slot is given up by forgetting it. Each KV head selects
-    k of the tokens that left the ring; only those without a slot are fetched. Attention is exact."""
+    k of the tokens that left the ring; only those without a slot are fetched."""
 
     def __init__(self, room: Room, settings: LrqkSettings):
         super().__init__(room)
@@ -1914,10 +1905,8 @@ class StreamingSettings:
 
 
 class StreamingCache(DenseCache):
-    """x sinks and a ring of the w most recent tokens, at their original positions.
-
-    The paper re-rotates by the place within the cache, to go on beyond the trained length; within it the
-    original positions serve, and are what the other methods here use."""
+    """x sinks and a ring of the w most recent tokens, at their original positions. (The paper re-rotates by
+    the place within the cache, to go on beyond the trained length.)"""
 
     def __init__(self, room: Room, settings: StreamingSettings):
         x, w = settings.budget(room.capacity)
@@ -2046,10 +2035,8 @@ class H2oSettings:
 
 
 class H2oCache(DenseCache):
-    """C = heavy + recent slots a KV head, each with the attention that its token has got so far.
-
-    A new token takes an empty slot, or that of the token with the least attention among those outside of the
-    recent window: one write in place. What is evicted never returns."""
+    """C = heavy + recent slots a KV head, each with the attention that its token has got so far. A new token
+    takes an empty slot, or that of the token with the least attention that is not recent."""
 
     def __init__(self, room: Room, settings: H2oSettings, generator: torch.Generator):
         heavy, recent = settings.budget(room.capacity)
@@ -2059,8 +2046,7 @@ class H2oCache(DenseCache):
         self.register_buffer("attention", self.store(heads, self.tokens, dtype=torch.float32))
         self.register_buffer("prompt", self.store(dtype=torch.int32))  # its length
         if settings.gumbel:
-            # A tape of draws, read in a circle: in a CUDA graph no generator of our own could run. The length
-            # is prime, so that no two steps read alike.
+            # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
             tape = torch.rand(65521, generator=generator).clamp(min=1e-10)
             self.gumbel = -(-tape.log()).log().to(room.device)  # noise, not cache
 
@@ -2146,8 +2132,7 @@ class QuestSettings:
 
 def page_queries(q: Tensor) -> Tensor:
     """q [..., D] as [max(q, 0), min(q, 0)] [..., 2D]: its product with a page's [largest, least] key of each
-    channel is the largest logit that a key between them could have, the sum over d of max(q high, q low)
-    (Quest sec. 3.3)."""
+    channel is the largest logit that a key between them could have (Quest sec. 3.3)."""
     return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
 
 
@@ -2218,8 +2203,8 @@ def share_map(overlap: Tensor, merged: int) -> Tensor:
 class DoubleSparseCache(SelectiveCache):
     """K and V in full, and a label a key: its r_c most important channels, after RoPE.
 
-    HShare on top: a selection is held for `every` steps, while each new token joins it (the budget has room
-    for them), and `share_heads` heads use another head's, by a map made at the end of the prompt."""
+    HShare on top: a selection is held for `every` steps, while each new token joins it, and `share_heads`
+    heads use another head's, by a map made at the end of the prompt."""
 
     def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
         x, y, z = settings.budget(room.capacity)
@@ -2495,10 +2480,7 @@ class ShadowKvSettings:
 
 class ShadowKvCache(Cache):
     """The prompt's own SVD of its pre-RoPE keys (joint over heads), a landmark a chunk, the outlier chunks, a
-    ring of recent tokens; V of every token in host memory.
-
-    New tokens are projected on the prompt's basis. (The released code keeps them all, and has room for 65 to
-    128 of them.)"""
+    ring of recent tokens; V of every token in host memory. New tokens are projected on the prompt's basis."""
 
     def __init__(self, room: Room, settings: ShadowKvSettings):
         super().__init__(room)
@@ -2603,8 +2585,7 @@ class ShadowKvCache(Cache):
         return self.host_v.nbytes
 
     def bytes_read(self, length: int) -> int:
-        """Landmarks, outliers, ring, the chosen latents (each head its own) with the basis, and V of the
-        chosen from host memory."""
+        """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
         c, recent = self.config, min(self.z, length)
         outliers = min(self.outlier_tokens, max(0, length - recent))
         chosen = min(self.selected, max(0, length - recent - outliers))
@@ -2657,8 +2638,7 @@ def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
 def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> None:
     """W_V R takes the place of W_V in wqkv, and R^T W_O that of W_O: the cache holds and returns x W_V R.
 
-    Exact for what R keeps, at no cost in a step. bases R [D, d_v], one a KV head; its G query heads share it.
-    V's bias moves into W_O's, since attention weights sum to one. A layer is folded once."""
+    bases R [D, d_v], one a KV head. V's bias moves into W_O's, since attention weights sum to one."""
     heads = (c.n_kv_heads, -1)
     q, k, v = attention.wqkv.weight.float().split(attention.widths)
     values = [basis.T @ rows for basis, rows in zip(bases, v.unflatten(0, heads), strict=True)]  # [d_v, dim]
@@ -2790,10 +2770,10 @@ def random_fdc(c: ModelConfig) -> Artifact:
 
 
 def longest_first(costs: list[float], workers: int) -> list[list[int]]:
-    """Decode, the paper: tasks by falling cost, each to the worker with the least so far (LPT).
+    """Decode, the paper: tasks by falling cost, each to the worker with the least so far (LPT), which is
+    within 4/3 - 1/(3 workers) of the best schedule (Graham, 1969) -> task numbers of each worker.
 
-    A task is a head of a request, its cost length * (d_qk + d_v + 1). -> task numbers of each worker;
-    the last worker to finish is within 4/3 - 1/(3 workers) of the best schedule (Graham, 1969)."""
+    A task is a head of a request, its cost length * (d_qk + d_v + 1)."""
     loads, tasks = [0.0] * workers, [[] for _ in range(workers)]
     for task in sorted(range(len(costs)), key=lambda t: -costs[t]):
         worker = loads.index(min(loads))
@@ -2803,10 +2783,9 @@ def longest_first(costs: list[float], workers: int) -> list[list[int]]:
 
 
 def block_rows(costs: list[int], rows: int = 64) -> list[int]:
-    """Prefill, the paper's B_r rule: query rows of a block of each head, so that all blocks cost the same.
+    """Prefill, the paper's B_r rule (sec. 6.1): query rows of a block of each head, such that all cost alike.
 
-    costs d_qk + d_v + 1 of each head; the costliest keeps `rows` = B_r, the others get more, rounded up to
-    16s (sec. 6.1)."""
+    costs d_qk + d_v + 1 of each head; the costliest keeps `rows` = B_r, the others get more, in 16s."""
     return [-(-rows * max(costs) // (16 * cost)) * 16 for cost in costs]
 
 
@@ -2832,22 +2811,21 @@ def equal_stretches(
     lengths: list[int], costs: list[int], workers: int, block: int
 ) -> list[list[tuple[int, int, int, int]]]:
     """Decode, ours (kernels.fdc_attend): every worker takes an equal stretch of all heads of all rows, laid
-    end to end.
+    end to end -> (row, head, first token, last + 1) of each worker.
 
-    lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width)
-    -> (row, head, first token, last + 1) of each worker. Blocks of `block` tokens stay whole: one belongs to
-    the worker in whose stretch it begins."""
-    blocks = [-(-length // block) for length in lengths]
-    total, begin = sum(blocks) * sum(costs), 0
-    plan = [[] for _ in range(workers)]
+    lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width).
+    Blocks of `block` tokens stay whole: one belongs to the worker in whose stretch it begins."""
+    total, begin = sum(-(-length // block) for length in lengths) * sum(costs), 0
+    plan = [{} for _ in range(workers)]  # of each worker (row, head) -> where its blocks begin
     for row, head in itertools.product(range(len(lengths)), range(len(costs))):
-        for w in range(workers):
-            ends = (max(0, n * total // workers - begin) for n in (w, w + 1))
-            first, last = (min(blocks[row], -(-end // costs[head])) * block for end in ends)
-            if first < last:
-                plan[w].append((row, head, first, min(last, lengths[row])))
-        begin += blocks[row] * costs[head]
-    return plan
+        for first in range(0, lengths[row], block):
+            worker = ((begin + 1) * workers - 1) // total
+            plan[worker].setdefault((row, head), []).append(first)
+            begin += costs[head]
+    return [
+        [(row, head, own[0], min(own[-1] + block, lengths[row])) for (row, head), own in stretches.items()]
+        for stretches in plan
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- Palu
@@ -2934,10 +2912,8 @@ def model_identity(model: Llama) -> dict[str, str]:
 
 
 def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
-    """What `calibrate.py fit` stored for this method beside the checkpoint: name -> tensor, on the CPU; of
-    several ranks, each has the share of its KV heads.
-
-    Raises UserError where there is none, where it is damaged, and where it was fitted to another model."""
+    """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several ranks,
+    each has the share of its KV heads. Raises UserError where there is none, or one of another model."""
     path = artifact_path(folder, method)
     command = f"python calibrate.py fit --checkpoint {folder} --method {method}"
     if model.config.elitekv and method != "elitekv":
@@ -2986,8 +2962,7 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
 
 
 def random_artifact(method: str, c: ModelConfig) -> Artifact:
-    """An artifact of no meaning, for random weights: orthonormal bases, else random numbers near 1, or what
-    the method gives."""
+    """An artifact of no meaning, for random weights: orthonormal bases, random numbers near 1, row.random."""
     row = METHODS[method]
     made, seeded = row.random(c) if row.random else {}, torch.Generator().manual_seed(0)
     for name, (kind, *shape) in row.tensors(c).items():
