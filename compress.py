@@ -1247,6 +1247,12 @@ class EliteAttention(nn.Module):
         return lambda q, k, latent: self.naive(self.rotate(q, cos, sin), self.rotate(k, cos, sin), latent)
 
 
+def in_order(rows: Tensor, dims: Tensor) -> Tensor:
+    """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in the order dims [Hkv, D] of its KV head."""
+    rows = rows.unflatten(0, (len(dims), -1, dims.shape[1]))
+    return rows.gather(2, dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape))
+
+
 def elite_attention(
     attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
 ) -> EliteAttention:
@@ -1255,17 +1261,10 @@ def elite_attention(
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r)  # [Hkv, D]
 
-    def heads(rows: Tensor) -> Tensor:
-        """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in our order."""
-        rows = rows.unflatten(0, (c.n_kv_heads, -1, c.head_dim))
-        index = dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape)
-        return rows.gather(2, index)
-
     def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, k, v = rows.split(attention.widths)
-        k = heads(k)[:, 0]
-        v = v.unflatten(0, (c.n_kv_heads, -1))
-        return heads(q).flatten(0, 2), k[:, : 2 * r].flatten(0, 1), k[:, 2 * r :], v
+        q, k, v = in_order(q, dims).flatten(0, 2), in_order(k, dims)[:, 0], v.unflatten(0, (c.n_kv_heads, -1))
+        return q, k[:, : 2 * r].flatten(0, 1), k[:, 2 * r :], v
 
     q, elite, rest, v = parts(wqkv.weight)
     a, b = factors(rest.permute(2, 0, 1), v.permute(2, 0, 1))  # [dim, Hkv, ...]
@@ -1282,12 +1281,10 @@ def dense_attention(elite: EliteAttention) -> Attention:
     c, r = elite.config, elite.r
     back = elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
     q, k, a = elite.wqkv.weight.split(elite.widths)
-    rest, v = (
-        (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - 2 * r, c.head_dim), 1)
-    )
-    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1)[:, None]  # [Hkv, 1, D, dim]
-    q = q.unflatten(0, (c.n_kv_heads, -1, c.head_dim))
-    rows = [x.gather(2, back[:, None, :, None].expand(x.shape)).flatten(0, 2) for x in (q, k)]
+    expanded = (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1))
+    rest, v = expanded.split((c.head_dim - 2 * r, c.head_dim), 1)
+    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1).flatten(0, 1)  # [Hkv * D, dim]
+    rows = [in_order(x, back).flatten(0, 2) for x in (q, k)]
     attention = Attention(c)
     attention.wqkv, attention.wo = linear_of(torch.cat((*rows, v.flatten(0, 1))), None), elite.wo
     return attention
@@ -2256,8 +2253,8 @@ class DoubleSparseCache(SelectiveCache):
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
         self.held.copy_(torch.where(due[:, None, None], index, self.held))
-        since = self.since[:, None, None]
-        newer = since + torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
+        newer = torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
+        newer = newer + self.since[:, None, None]
         # A row that the budget covers is attended whole: its first `count` places, as far as written.
         whole = (pos < self.count)[:, None, None]
         places = self.room.positions[: self.count]
