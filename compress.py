@@ -39,6 +39,7 @@ from model import (
 
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
 Stored = dict[str, tuple]
+Artifact = dict[str, Tensor]
 
 
 def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
@@ -479,23 +480,24 @@ class DenseCache(Cache):
 
     The base of the caches that keep K and V by position: `select` names the tokens that a step attends.
     bits below 16: K and V in KIVI's codes, of which the last `residual` tokens stay exact. width: numbers of
-    a stored key, else the head dim."""
+    a stored key, else the head dim. tokens: how many of a row are stored, else all."""
 
-    def __init__(self, room: Room, bits: int = 16, residual: int = 128, width: int = 0):
+    def __init__(self, room: Room, bits: int = 16, residual: int = 128, width: int = 0, tokens: int = 0):
         super().__init__(room)
         c, self.bits, self.width = room.config, bits, width or room.config.head_dim
+        self.tokens = tokens or room.capacity
         if bits == 16:
-            self.register_buffer("k", self.store(c.n_kv_heads, room.capacity, self.width))
-            self.register_buffer("v", self.store(c.n_kv_heads, room.capacity, c.head_dim))
+            self.register_buffer("k", self.store(c.n_kv_heads, self.tokens, self.width))
+            self.register_buffer("v", self.store(c.n_kv_heads, self.tokens, c.head_dim))
             self.keys, self.values = Plain(self.k), Plain(self.v)
         else:
             check_groups(bits, c.head_dim)
             self.keys = PackedKeys(self, bits, residual)
             self.values = PackedValues(self, bits, self.keys.R)
 
-    def stored(self, k: Tensor) -> Tensor:
-        """What is kept of keys k [..., Hkv, D] after RoPE, [..., Hkv, width]."""
-        return k
+    def stored(self, x: Tensor) -> Tensor:
+        """Queries or keys [..., H, D] after RoPE as they are multiplied and kept, [..., H, width]."""
+        return x
 
     def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
         """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
@@ -504,7 +506,7 @@ class DenseCache(Cache):
         """The same for one token a row, k [B, Hkv, D] after RoPE."""
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none; None for all."""
+        """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
@@ -515,19 +517,25 @@ class DenseCache(Cache):
         return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        q, k = self.rope(q, pos), self.rope(k, pos)
-        self.keys.write(pos, self.stored(k))
+        q, k = self.stored(self.rope(q, pos)), self.stored(self.rope(k, pos))
+        self.keys.write(pos, k)
         self.values.write(pos, v)
         self.note(pos, k)
         index = self.select(pos, q)
         if index is not None:
             self.attends(pos, index, index >= 0)
+            index = index.flatten(1, -2)
         return self.room.attend(q, self.keys, self.values, pos, index)
 
     def formula(self) -> int:
         if self.bits < 16:
             return self.keys.formula() + self.values.formula()
-        return dense_bytes(self.room) * (self.width + self.config.head_dim) // (2 * self.config.head_dim)
+        return self.room.rows * self.bytes_of(self.tokens, self.tokens)
+
+    def bytes_of(self, keys: float, values: float) -> int:
+        """Bytes of so many rows of K and of V, of all KV heads."""
+        numbers = keys * self.width + values * self.config.head_dim
+        return round(numbers * self.config.n_kv_heads * self.room.dtype.itemsize)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Rows of K and of V that one decode step must read, a KV head."""
@@ -537,8 +545,7 @@ class DenseCache(Cache):
         keys, values = self.tokens_read(length)
         if self.bits < 16:
             return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values))
-        c = self.config
-        return round((keys * self.width + values * c.head_dim) * c.n_kv_heads * self.room.dtype.itemsize)
+        return self.bytes_of(keys, values)
 
 
 def dense_bytes(room: Room) -> int:
@@ -546,10 +553,44 @@ def dense_bytes(room: Room) -> int:
     return room.rows * room.capacity * 2 * room.config.kv_dim * room.dtype.itemsize
 
 
-def build_dense(
-    model: Llama, settings: DenseSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
-    return [DenseCache(room) for _ in model.layers]
+class EvenCache(Cache):
+    """The base of the caches in which each token costs the same bytes, and a step reads them all."""
+
+    def token_bytes(self) -> int:
+        """Bytes of one token of this layer."""
+        raise NotImplementedError
+
+    def formula(self) -> int:
+        return self.room.rows * self.room.capacity * self.token_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        return length * self.token_bytes()
+
+
+def each_layer(make: Callable[[Room, object], Cache]) -> Callable[..., list[Cache]]:
+    """The `build` of a method whose layers are alike, but for those of --skip, which are dense."""
+
+    def build(model: Llama, settings: object, room: Room, artifact: Artifact) -> list[Cache]:
+        n = len(model.layers)
+        skipped = skipped_layers(settings, n) if hasattr(settings, "skip") else ()
+        return [
+            DenseCache(room, settings.kv_bits) if i in skipped else make(room, settings) for i in range(n)
+        ]
+
+    return build
+
+
+def skipped_layers(settings: object, n_layers: int) -> set[int]:
+    """The layers of --skip; of its default, those that a model of few layers has."""
+    skip = settings.skip
+    try:
+        layers = [int(i) for i in skip.split(",") if i.strip()]
+    except ValueError:
+        raise UserError(f"--skip {skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)") from None
+    known = range(-n_layers, n_layers)
+    if skip != type(settings).skip and not all(i in known for i in layers):
+        raise UserError(f"--skip {skip!r}: the layers are {-n_layers} to {n_layers - 1}")
+    return {i % n_layers for i in layers if i in known}
 
 
 # -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
@@ -560,9 +601,8 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     of tokens within each channel, as its keys (arXiv 2402.02750).
 
     x [..., S, D] -> codes [..., S, D * bits / 8] uint8, and (minimum, scale) of each group in fp16,
-    [..., S, D / group, 2] or [..., S / group, D, 2].
-    Byte j holds channels j, j + n, j + 2n, ... (n = D * bits / 8) from its lowest bits up: unpacking gives
-    contiguous runs of channels, which is what a GPU kernel wants."""
+    [..., S, D / group, 2] or [..., S / group, D, 2]. Byte j holds channels j, j + n, j + 2n, ...
+    (n = D * bits / 8) from its lowest bits up: unpacking gives contiguous runs of channels."""
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
     # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
@@ -598,8 +638,7 @@ def check_groups(bits: int, head_dim: int) -> None:
 class Values(nn.Module):
     """V of every token, quantised per token in groups of channels; bits = 16 keeps the model's dtype.
 
-    heads_first: stored as [B, Hkv, tokens, ...], for who reads all tokens of a head, not as
-    [B, tokens, Hkv, ...]."""
+    heads_first: stored as [B, Hkv, tokens, ...], not as [B, tokens, Hkv, ...]."""
 
     def __init__(self, cache: Cache, tokens: int, bits: int, heads_first: bool = False):
         super().__init__()
@@ -653,35 +692,18 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(
-        0.5, "d_r: rank of the key latent as a share of Hkv*D (paper: 0.25 or 0.125)", sets="bytes"
+        0.5, "d_r: rank of the key latent, a share of Hkv*D (paper: 1/4, 1/8)", sets="bytes"
     )
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
-    latent_bits: int = setting(
-        8, "bits of a latent's number: 8, int8 codes (ours), or 16, the model's dtype (paper)", (8, 16)
-    )
+    latent_bits: int = setting(8, "bits of a latent's number: 8 (ours), or 16, the model's dtype", (8, 16))
     bits: int = setting(4, "bits of a value code; 2 goes with half the default rank", (2, 4, 8, 16))
     sinks: int = setting(16, "x: first tokens that are always attended")
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
-    keep: float = setting(
-        0.0,
-        "share of the cache's capacity that is attended in all: sets y so that x + y + z is this share",
-        sets="tokens",
-    )
-    score: str = setting(
-        "softmax",
-        "per-head softmax of the latent logits, summed; or the paper's sum of raw logits",
-        ("softmax", "sum"),
-    )
-    score_block: int = setting(
-        512,
-        "tokens of a block, to which scoring turns the query (ours; kernels: 16s); 0: no RoPE (paper)",
-    )
-    metric: str = setting(
-        "query",
-        "what U_r keeps best: the logits (ours: each pair of dims weighs as its queries do) or keys (paper)",
-        ("query", "key"),
-    )
+    keep: float = setting(0.0, "sets y so that x + y + z is this share of the capacity", sets="tokens")
+    score: str = setting("softmax", "sum of the heads' softmax, or of logits (paper)", ("softmax", "sum"))
+    score_block: int = setting(512, "tokens of a block to which scoring turns q (ours); 0: no RoPE (paper)")
+    metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
         "int8",
@@ -734,8 +756,8 @@ def latent_maps(
 def latent_turn(r_score: int, r: int) -> Tensor:
     """A fixed random rotation [r, r] of the leading r* dims among themselves and of the others.
 
-    It changes no logit and no score, and spreads each part's energy over its dims, which the basis has sorted
-    by energy: one int8 scale then serves a whole row (Palu, arXiv 2407.21118, turns its latents likewise)."""
+    It changes no logit and no score, and spreads each part's energy evenly over its dims: one int8 scale then
+    serves a whole row (Palu, arXiv 2407.21118, turns its latents likewise)."""
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in (r_score, r - r_score))
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
@@ -771,16 +793,17 @@ class Latents(nn.Module):
         rows = self.rows[where].to(self.dtype)
         return rows if self.scale is None else (rows * self.scale[where][..., None]).to(self.dtype)
 
+    def stores(self) -> tuple[Tensor, Tensor | None]:
+        return self.rows, self.scale
+
     def token_bytes(self, dims: int) -> int:
         """Bytes of the leading dims of one token's latent."""
         return dims * self.rows.element_size() + (0 if self.scale is None else 4)
 
 
 def mean_rotations(room: Room, block: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours).
-
-    The mean is the rotation of the block's centre, less for each pair the faster it turns: R of a block is
-    what RoPE does to a key of which only the block is known."""
+    """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
+    to a key of which only the block is known."""
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (room.cos, room.sin))
 
 
@@ -788,8 +811,7 @@ def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor
     """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*].
 
     sum (paper, sec. 4.3): one query for all heads, q~ = U^T sum over each group of q; then q~ . k~ equals
-    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h, over the same latent
-    rows."""
+    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h."""
     grouped = q.unflatten(-2, (n_kv_heads, -1))  # [..., Hkv, G, D]
     if rule == "sum":
         return grouped.sum(-2).flatten(-2)[..., None, :] @ basis
@@ -809,8 +831,7 @@ def sals_scores(
 
     With `block`, queries [B, n, heads, r*]: one for each block of so many tokens, the last maybe of fewer.
     token_scale [B, S]: of latents that are codes. sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours):
-    each head's logits become attention weights over the live tokens before they are summed, so that one loud
-    head cannot decide for all."""
+    each head's logits become attention weights before they are summed: no loud head decides for all."""
     if token_scale is not None:  # sums of products with codes can exceed fp16's range
         queries, token_scale = queries * 2**-7, token_scale * 128
     if block:
@@ -832,9 +853,8 @@ class SalsCache(Cache):
 
     Every token is written to the latent and value stores at once; the window holds its tokens exactly (or at
     rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token, and
-    have no sinks in their window, nor has the paper's half of a window.
-    maps: of latent_maps; half_maps: of sals_maps at rank Hkv*D/2, for --window half; block and its
-    rotations (mean_rotations) for --score_block, or 0 and None."""
+    have no sinks in their window, nor has the paper's half of a window. maps: of latent_maps; half_maps: of
+    sals_maps at rank Hkv*D/2, for --window half; rotations: mean_rotations of each `block`, or None and 0."""
 
     def __init__(
         self,
@@ -871,9 +891,9 @@ class SalsCache(Cache):
         else:
             self.register_buffer("window_k", self.store(tokens, c.n_kv_heads, c.head_dim))
             self.window_values = Values(self, tokens, 16)
-        self.fused = room.kernels is not None and not self.half and self.y > 0 and c.head_dim % 16 == 0
-        self.fused = self.fused and self.block % 16 == 0
-        if self.fused:
+        whole = self.y > 0 and c.head_dim % 16 == block % 16 == 0  # what the kernels take
+        self.kernels = room.kernels if whole and not self.half else None
+        if self.kernels:
             basis, self.basis_scale = self.up, None
             if settings.latent_bits == 8:
                 basis, pair_scale = quantize_basis(up.to(room.device), c)  # the codes that `up` was made of
@@ -901,49 +921,58 @@ class SalsCache(Cache):
         self.window_values.write(where, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        if self.fused:
-            return self.decode_fused(pos, q, k, v, *folded)
-        rows = self.room.row_ids
-        self.latents.write((rows, pos), folded[0] if folded else k.flatten(1) @ self.down)
-        self.values.write((rows, pos), v)
-        self.write_window((rows, self.slot(pos)), k, self.rope(k, pos), v)
-
+        rotated, index = self.append(pos, folded[0] if folded else k.flatten(1) @ self.down, q, k, v), None
         if self.sparse:
-            queries = self.queries(pos, q, *folded[1:])
-            live = self.room.positions <= pos[:, None]
-            latent, rule = self.latents.rows[..., : self.r_score], self.settings.score
-            given = (rule, self.logit_scale, self.block, self.latents.scale)
-            scores = sals_scores(queries, latent, live, *given)
-            index = self.select(pos, scores)
-            index, live = index.clamp(min=0), index >= 0
-        else:
+            scores = self.scores(pos, self.queries(pos, q, *folded[1:]))
+            # The tokens to rebuild: the y best, and sinks that are not exact.
+            index = self.room.select(scores, pos, self.x, self.y, self.z)
+            self.attends(pos, index.clamp(min=0), index >= 0, recent=self.z)
+            index = index[:, self.exact_sinks :].contiguous()
+        return self.attend(pos, rotated, index)
+
+    def append(self, pos: Tensor, new: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores one token a row, of latent new [B, r], and gives q after RoPE."""
+        if self.kernels:
+            stores = (*self.latents.stores(), *self.values.stores(), self.window_k, self.window_values.plain)
+            settings = (self.settings.bits, self.exact_sinks)
+            return self.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *settings)
+        where = (self.room.row_ids, pos)
+        self.latents.write(where, new)
+        self.values.write(where, v)
+        self.write_window((where[0], self.slot(pos)), k, self.rope(k, pos), v)
+        return self.rope(q, pos)
+
+    def scores(self, pos: Tensor, queries: Tensor) -> Tensor:
+        """One score a token, [B, S]."""
+        rule, scale, (latents, token_scale) = self.settings.score, self.logit_scale, self.latents.stores()
+        if self.kernels:
+            rule, scale = ("each", 1.0) if rule == "sum" else (rule, scale)  # of one query for all heads
+            latents, token_scale = (x if x is None else x[:, None] for x in (latents, token_scale))
+            queries = queries.unsqueeze(-3)
+            return self.kernels.scores(queries, latents, token_scale, pos, scale, rule, self.block)[:, 0]
+        latents, live = latents[..., : self.r_score], self.room.positions <= pos[:, None]
+        return sals_scores(queries, latents, live, rule, scale, self.block, token_scale)
+
+    def attend(self, pos: Tensor, q: Tensor, index: Tensor | None) -> Tensor:
+        """Attention of q [B, Hq, D] after RoPE over the window and index [B, n], -1 for none; None: all."""
+        if self.kernels:
+            latents = (
+                x if x is None else x[:, None].expand(-1, self.config.n_kv_heads, *x.shape[1:])
+                for x in self.latents.stores()
+            )
+            keys = [*latents, self.paired_basis, self.basis_scale, None, self.room.rope_pairs]
+            values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
+            window, scale = [self.window_k, self.window_values.plain], self.config.head_dim**-0.5
+            given = (keys, values, self.settings.bits, pos, index, window, scale)
+            return self.kernels.attend(q, "latents", *given)
+        if index is None:
             index = self.room.positions.expand(len(pos), -1)
             live = index <= pos[:, None] - self.z
-        k_old, v_old = self.reconstruct(index)
-        k_new, v_new, window_live = self.read_window(pos)
-        k_all = torch.cat((k_old, k_new), 1).transpose(1, 2)  # [B, Hkv, n + window, D]
-        v_all = torch.cat((v_old, v_new), 1).transpose(1, 2)
-        return attend(self.rope(q, pos), k_all, v_all, torch.cat((live, window_live), 1))
-
-    def decode_fused(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        """The same as decode in Triton kernels."""
-        kernels, rope, bits, index = self.room.kernels, self.room.rope_pairs, self.settings.bits, None
-        window = [self.window_k, self.window_values.plain]
-        stores = (self.latents.rows, self.latents.scale, *self.values.stores(), *window)
-        new = folded[0] if folded else k.flatten(1) @ self.down
-        rotated = kernels.sals_append(new, q, k, v, pos, rope, *stores, bits, self.exact_sinks)
-        latents = [x if x is None else x[:, None] for x in stores[:2]]  # of all heads
-        if self.sparse:
-            by_sum = self.settings.score == "sum"  # of one query for all heads
-            rule, scale = ("each", 1.0) if by_sum else ("softmax", self.logit_scale)
-            queries = self.queries(pos, q, *folded[1:]).unsqueeze(-3)
-            scores = kernels.scores(queries, *latents, pos, scale, rule, self.block)[:, 0]
-            index = self.select(pos, scores)
-        latents = [x if x is None else x.expand(-1, self.config.n_kv_heads, *x.shape[2:]) for x in latents]
-        keys = [*latents, self.paired_basis, self.basis_scale, None, rope]
-        values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
-        scale = self.config.head_dim**-0.5
-        return kernels.attend(rotated, "latents", keys, values, bits, pos, index, window, scale)
+        else:
+            index, live = index.clamp(min=0), index >= 0
+        parts = zip((*self.reconstruct(index), live), self.read_window(pos), strict=True)
+        k, v, live = (torch.cat(part, 1) for part in parts)
+        return attend(q, k.transpose(1, 2), v.transpose(1, 2), live)  # [B, Hkv, n + window, D]
 
     def queries(self, pos: Tensor, q: Tensor, *folded: Tensor) -> Tensor:
         """Latent queries: [B, heads, r*], folded in for the sum rule, or [B, n, heads, r*] of n blocks."""
@@ -954,12 +983,6 @@ class SalsCache(Cache):
             q = apply_rope(self.rope(q, pos)[:, None], cos, -sin)  # [B, n, Hq, D]
         up = self.up[:, : self.r_score]
         return sals_queries(q, up, self.config.n_kv_heads, self.settings.score).contiguous()
-
-    def select(self, pos: Tensor, scores: Tensor) -> Tensor:
-        """The tokens to rebuild, index [B, n], -1 where none: the y best, and sinks that are not exact."""
-        index = self.room.select(scores, pos, self.x, self.y, self.z)
-        self.attends(pos, index.clamp(min=0), index >= 0, recent=self.z)
-        return index[:, self.exact_sinks :].contiguous()
 
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
@@ -1000,11 +1023,9 @@ class SalsCache(Cache):
         return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
 
 
-class Int8Cache(Cache):
-    """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes: all are attended.
-
-    For layers that attend every token, where a dense cache is many bytes and rebuilding every key many FLOPs
-    (ours)."""
+class Int8Cache(EvenCache):
+    """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes (ours): for layers
+    that attend all, where a dense cache is many bytes and rebuilding every key many FLOPs."""
 
     def __init__(self, room: Room, bits: int):
         super().__init__(room)
@@ -1031,14 +1052,8 @@ class Int8Cache(Cache):
         return self.room.attend(self.rope(q, pos), keys, self.values.by_head(), pos)
 
     def token_bytes(self) -> int:
-        """Bytes of one token: codes and scales of K, codes and (minimum, scale) of V."""
+        """Codes and scales of K, codes and (minimum, scale) of V."""
         return self.config.kv_dim + 4 * self.config.n_kv_heads + self.values.row_bytes
-
-    def formula(self) -> int:
-        return self.room.rows * self.room.capacity * self.token_bytes()
-
-    def bytes_read(self, length: int) -> int:
-        return length * self.token_bytes()
 
 
 def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
@@ -1054,37 +1069,19 @@ def sals_fold(
 
     Exact, since everything up to the latent is linear; biases fold the same way. down, up: of latent_maps."""
     linear = attention.wqkv
-    parameters = {"weight": linear.weight, "bias": linear.bias}
-    widths = [down.shape[1]] + ([r_score] if r_score else [])
-    for name, parameter in parameters.items():
-        if parameter is None:
-            continue
+    for name, parameter in list(linear.named_parameters()):
         q, k, _ = parameter.float().split(attention.widths)
         rows = [down.T @ k]
         if r_score:
-            summed = q.unflatten(0, (config.n_kv_heads, config.group, config.head_dim)).sum(1).flatten(0, 1)
+            summed = q.unflatten(0, (config.n_kv_heads, config.group, -1)).sum(1).flatten(0, 1)
             rows.append(up[:, :r_score].T @ summed)
-        setattr(
-            linear, name, nn.Parameter(torch.cat((parameter, *(r.to(parameter.dtype) for r in rows))), False)
-        )
-    attention.widths = attention.widths + widths
+        stacked = torch.cat((parameter, *(r.to(parameter.dtype) for r in rows)))
+        setattr(linear, name, nn.Parameter(stacked, False))
+    attention.widths = [*attention.widths, *map(len, rows)]
     linear.out_features = sum(attention.widths)
 
 
-def skipped_layers(settings: object, n_layers: int) -> set[int]:
-    """The layers of --skip; of its default, those that a model of few layers has."""
-    skip = settings.skip
-    try:
-        layers = [int(i) for i in skip.split(",") if i.strip()]
-    except ValueError:
-        raise UserError(f"--skip {skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)") from None
-    known = range(-n_layers, n_layers)
-    if skip != type(settings).skip and not all(i in known for i in layers):
-        raise UserError(f"--skip {skip!r}: the layers are {-n_layers} to {n_layers - 1}")
-    return {i % n_layers for i in layers if i in known}
-
-
-def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artifact) -> list[Cache]:
     """One cache a layer; with `fold`, the latent's rows are appended to the model's wqkv."""
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
@@ -1099,34 +1096,29 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: dict[
         check_groups(8, c.head_dim)
     block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
     rotations = mean_rotations(room, block) if block else None
-    caches = []
-    for i, layer in enumerate(model.layers):
+    half = c.kv_dim // 2 if settings.window == "half" else 0
+    need = max(half, share_rank(settings.rank, c.kv_dim))
+
+    def cache(i: int, attention: Attention) -> Cache:
         if i in skipped and settings.skip_as == "dense":
-            caches.append(DenseCache(room))
-            continue
+            return DenseCache(room)
         if i in skipped and settings.skip_as == "int8":
             # V of the newest tokens, too, is in codes: 2 bits would cost more than the exact keys gain.
-            caches.append(Int8Cache(room, max(4, settings.bits)))
-            continue
+            return Int8Cache(room, max(4, settings.bits))
         basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
         scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None
-        need = c.kv_dim // 2 if settings.window == "half" else 0
-        need = max(need, share_rank(settings.rank, c.kv_dim))
         if basis.shape[1] < need:
-            raise UserError(
-                f"rank {need} is more than the {basis.shape[1]} directions in the artifact; "
-                f"run calibrate.py fit with --max_rank {need / c.kv_dim:g}"
-            )
-        maps = latent_maps(settings, c, basis, scale)
-        half_maps = sals_maps(basis, scale, c.kv_dim // 2) if settings.window == "half" else None
-        cache = SalsCache(room, settings, i not in skipped, maps, half_maps, block, rotations)
+            fault = f"rank {need} is more than the {basis.shape[1]} directions in the artifact"
+            raise UserError(f"{fault}; run calibrate.py fit with --max_rank {need / c.kv_dim:g}")
+        maps, half_maps = latent_maps(settings, c, basis, scale), sals_maps(basis, scale, half)
+        made = SalsCache(room, settings, i not in skipped, maps, half_maps, block, rotations)
         if settings.fold and not c.qk_norm:
             by_sum = settings.score == "sum" and not rotations  # RoPE comes between W_q and U
-            folded_scores = cache.r_score if by_sum and cache.sparse else None
-            sals_fold(layer.attention, c, *maps, folded_scores)
-            cache.down = None
-        caches.append(cache)
-    return caches
+            sals_fold(attention, c, *maps, made.r_score if by_sum and made.sparse else None)
+            made.down = None
+        return made
+
+    return [cache(i, layer.attention) for i, layer in enumerate(model.layers)]
 
 
 def sals_tensors(c: ModelConfig) -> Stored:
@@ -1136,7 +1128,7 @@ def sals_tensors(c: ModelConfig) -> Stored:
     return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
-def sals_share(artifact: dict[str, Tensor], c: ModelConfig) -> None:
+def sals_share(artifact: Artifact, c: ModelConfig) -> None:
     """Replaces each U by one of this rank's heads alone (ours): U_h diag(eigenvalues) U_h^T, of the rows U_h
     of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
     for i, metric in itertools.product(range(c.n_layers), ("query", "key")):
@@ -1153,16 +1145,8 @@ class EliteSettings:
     """EliteKV: a few rotated pairs a head, all else of K and V in one latent (arXiv 2503.01586)."""
 
     r: int = setting(0, "r: elite pairs of each head, which stay rotated (0: as calibrated or uptrained)")
-    d_ckv: int = setting(
-        0,
-        "d_ckv: dims of the latent that a rank's other keys and V share (0: as calibrated or uptrained)",
-        sets="bytes",
-    )
-    pairs: str = setting(
-        "elite",
-        "which pairs: RoPElite's search, evenly spread ones, or those of the largest norms",
-        ("elite", "uniform", "contribution"),
-    )
+    d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)", sets="bytes")
+    pairs: str = setting("elite", "which pairs are rotated", ("elite", "uniform", "contribution"))
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
 
 
@@ -1182,8 +1166,8 @@ def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) ->
 def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
     """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
 
-    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference before
-    the softmax. The first r picks are the elite set of any r; distance is J after each (it may rise)."""
+    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
+    first r picks are the elite set of any r; distance is J after each (it may rise)."""
     rest, left, order, distance = deltas.sum(0), list(range(len(deltas))), [], []
     while left:
         j = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
@@ -1283,26 +1267,24 @@ class EliteAttention(nn.Module):
         return lambda q, k, latent: self.naive(self.rotate(q, cos, sin), self.rotate(k, cos, sin), latent)
 
 
+def in_order(rows: Tensor, dims: Tensor) -> Tensor:
+    """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in the order dims [Hkv, D] of its KV head."""
+    rows = rows.unflatten(0, (len(dims), -1, dims.shape[1]))
+    return rows.gather(2, dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape))
+
+
 def elite_attention(
     attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
 ) -> EliteAttention:
-    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v) gives A and B
-    (`low_rank`)."""
+    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v): A and B of `low_rank`."""
     wqkv = attention.wqkv
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r)  # [Hkv, D]
 
-    def heads(rows: Tensor) -> Tensor:
-        """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in our order."""
-        rows = rows.unflatten(0, (c.n_kv_heads, -1, c.head_dim))
-        index = dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape)
-        return rows.gather(2, index)
-
     def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, k, v = rows.split(attention.widths)
-        k = heads(k)[:, 0]
-        v = v.unflatten(0, (c.n_kv_heads, -1))
-        return heads(q).flatten(0, 2), k[:, : 2 * r].flatten(0, 1), k[:, 2 * r :], v
+        q, k, v = in_order(q, dims).flatten(0, 2), in_order(k, dims)[:, 0], v.unflatten(0, (c.n_kv_heads, -1))
+        return q, k[:, : 2 * r].flatten(0, 1), k[:, 2 * r :], v
 
     q, elite, rest, v = parts(wqkv.weight)
     a, b = factors(rest.permute(2, 0, 1), v.permute(2, 0, 1))  # [dim, Hkv, ...]
@@ -1319,22 +1301,20 @@ def dense_attention(elite: EliteAttention) -> Attention:
     c, r = elite.config, elite.r
     back = elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
     q, k, a = elite.wqkv.weight.split(elite.widths)
-    rest, v = (
-        (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - 2 * r, c.head_dim), 1)
-    )
-    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1)[:, None]  # [Hkv, 1, D, dim]
-    q = q.unflatten(0, (c.n_kv_heads, -1, c.head_dim))
-    rows = [x.gather(2, back[:, None, :, None].expand(x.shape)).flatten(0, 2) for x in (q, k)]
+    expanded = (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1))
+    rest, v = expanded.split((c.head_dim - 2 * r, c.head_dim), 1)
+    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1).flatten(0, 1)  # [Hkv * D, dim]
+    rows = [in_order(x, back).flatten(0, 2) for x in (q, k)]
     attention = Attention(c)
     attention.wqkv, attention.wo = linear_of(torch.cat((*rows, v.flatten(0, 1))), None), elite.wo
     return attention
 
 
-class EliteCache(Cache):
+class EliteCache(EvenCache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
-    Decode absorbs B_k into the query and B_v into the output, so that the latent is key and value at once; a
-    query has zeros where the elite keys of other heads stand."""
+    Decode absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query
+    has zeros where the elite keys of other heads stand."""
 
     elite_rope = True
 
@@ -1368,14 +1348,8 @@ class EliteCache(Cache):
         return out.flatten(1, 2)
 
     def token_bytes(self) -> int:
-        """Bytes of one token: 2r rotated numbers a KV head and d_ckv shared ones."""
+        """2r rotated numbers a KV head and d_ckv shared ones."""
         return (2 * self.r * self.config.n_kv_heads + self.d_ckv) * self.room.dtype.itemsize
-
-    def formula(self) -> int:
-        return self.room.rows * self.room.capacity * self.token_bytes()
-
-    def bytes_read(self, length: int) -> int:
-        return length * self.token_bytes()
 
 
 def elite_limit(c: ModelConfig, r: int) -> int:
@@ -1391,20 +1365,14 @@ def elite_allocations(c: ModelConfig, share: float) -> list[tuple[int, int]]:
     total, step, found = round(share * 2 * c.kv_dim), 256, []
     while len(found) < 4 and step > 1:
         step //= 2
-        pairs = [((total - d) // (2 * c.n_kv_heads), d) for d in range(step, total, step)]
-        found = [
-            (r, d)
-            for r, d in pairs
-            if 1 <= r <= c.head_dim // 2 and 2 * r * c.n_kv_heads + d == total and d <= elite_limit(c, r)
-        ]
+        pairs = ((r, total - 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
+        found = [(r, d) for r, d in pairs if d > 0 and d % step == 0 and d <= elite_limit(c, r)]
     return found
 
 
-def elite_convert(model: Llama, settings: EliteSettings, artifact: dict[str, Tensor]) -> None:
-    """Gives every layer the EliteKV form of its attention, in place of the dense one.
-
-    Uptrained factors A, B come from the artifact; others are made from the weights, for any r and d_ckv.
-    Raises UserError for q/k norms or a scaled rotation, and where r or d_ckv do not fit."""
+def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> None:
+    """Gives every layer the EliteKV form of its attention. Uptrained factors A, B come from the artifact,
+    others from the weights. Raises UserError where the model, r or d_ckv do not fit."""
     c = model.config
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
@@ -1440,14 +1408,12 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: dict[str, Ten
         layer.attention = elite_attention(layer.attention, c, order, r, factors)
 
 
-def build_elitekv(
-    model: Llama, settings: EliteSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
+def build_elitekv(model: Llama, settings: EliteSettings, room: Room, artifact: Artifact) -> list[Cache]:
     elite_convert(model, settings, artifact)
     return [EliteCache(room, layer.attention) for layer in model.layers]
 
 
-def elite_artifact(model: Llama) -> dict[str, Tensor]:
+def elite_artifact(model: Llama) -> Artifact:
     """What elite_convert needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
     attentions = [layer.attention for layer in model.layers]
     _, _, d_ckv = attentions[0].widths
@@ -1460,25 +1426,23 @@ def elite_artifact(model: Llama) -> dict[str, Tensor]:
 
 def elite_tensors(c: ModelConfig) -> Stored:
     # An uptrained checkpoint's pairs are fixed, and its factors are not made from the weights.
-    orders = ("elite",) if c.elitekv else ("elite", "contribution")
-    shapes = dict.fromkeys(orders, (int, c.n_layers, c.n_kv_heads, c.head_dim // 2))
-    shapes |= {"r": (int,), "d_ckv": (int,)}
-    if c.elitekv:
-        shapes |= {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
-        shapes |= {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
-    return shapes
+    order, sizes = (int, c.n_layers, c.n_kv_heads, c.head_dim // 2), {"r": (int,), "d_ckv": (int,)}
+    if not c.elitekv:
+        return sizes | {"elite": order, "contribution": order}
+    factors = {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
+    return sizes | {"elite": order} | factors | {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
 
 
-def random_elitekv(c: ModelConfig) -> dict[str, Tensor]:
+def random_elitekv(c: ModelConfig) -> Artifact:
     """The paper's 25 % for Llama-2-7B (r = D/16), with factors of no meaning."""
     r = max(1, c.head_dim // 16)
     d_ckv = max(1, c.kv_dim // 2 - 2 * r * c.n_kv_heads)
     order = torch.arange(c.head_dim // 2).expand(c.n_layers, c.n_kv_heads, -1)
     a, n = random_basis(c.dim, d_ckv), c.n_kv_heads * (2 * c.head_dim - 2 * r)
     b = 0.02 * torch.randn(d_ckv, n, generator=torch.Generator().manual_seed(0))
-    made = {f"{i}.A": a for i in range(c.n_layers)} | {f"{i}.B": b for i in range(c.n_layers)}
-    made |= {"elite": order, "contribution": order}
-    return made | {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
+    made = {f"{i}.{name}": x for i in range(c.n_layers) for name, x in (("A", a), ("B", b))}
+    sizes = {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
+    return made | sizes | {"elite": order, "contribution": order}
 
 
 # ------------------------------------------------------------------------------------------------------- Loki
@@ -1488,27 +1452,14 @@ def random_elitekv(c: ModelConfig) -> dict[str, Tensor]:
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(
-        0.25, "k_f: tokens each query head attends, as a share of the length; above 1: a count", sets="tokens"
-    )
-    d: float = setting(
-        0.25, "d_f: leading principal components that scoring reads, as a share of D", sets="bytes"
-    )
-    explained: float = setting(
-        0.0,
-        "instead of d: per layer the mean of its heads' Rank@v for this share, rounded (App. B.2; 0: off)",
-    )
+    k: float = setting(0.25, "k_f: tokens of a query head, a share of all (above 1: a count)", sets="tokens")
+    d: float = setting(0.25, "d_f: leading components that scoring reads, as a share of D", sets="bytes")
+    explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v of this share (App. B.2)")
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
-    share: str = setting(
-        "query",
-        "who has k tokens of its own: each query head (paper), or all of a KV head's group together (ours)",
-        ("query", "group"),
-    )
+    share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
     sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
     recent: int = setting(0, "last tokens that are always among the k (the paper: none)")
-    reduced: bool = setting(
-        False, "PCAAttn (App. E): cache and attend d components of every token, no selection"
-    )
+    reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
     kv_bits: int = kv_bits_setting()
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
@@ -1531,31 +1482,21 @@ class LokiCache(DenseCache):
         self.x, self.y, self.z = settings.budget(room.capacity)
         self.basis = basis.to(room.device, room.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [..., H, D] after RoPE -> the same in the basis of its KV head, [..., Hkv, H / Hkv, width]."""
+    def stored(self, x: Tensor) -> Tensor:
+        """Each head in the basis of its KV head."""
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
-        return grouped @ self.basis[..., : self.width]
+        return (grouped @ self.basis[..., : self.width]).flatten(-3, -2)
 
-    def stored(self, k: Tensor) -> Tensor:
-        return self.rotate(k)[..., 0, :]
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        self.keys.write(pos, self.stored(self.rope(k, pos)))
-        self.values.write(pos, v)
-        q, index = self.rotate(self.rope(q, pos)), None  # [B, Hkv, G, width]
-        if not self.settings.reduced:
-            index = self.select(pos, q)  # [B, Hkv, G, k], or [B, Hkv, k] of a group
-            self.attends(pos, index, index >= 0)
-            index = index.flatten(1, -2)
-        return self.room.attend(q.flatten(1, 2), self.keys, self.values, pos, index)
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+    def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
 
-        q [B, Hkv, G, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer. A group
-        that shares its tokens ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
+        q [B, Hq, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer. A group that
+        shares its tokens ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
+        if self.settings.reduced:
+            return None
         rule = {"query": "each", "group": "largest"}[self.settings.share]
-        scores = self.room.scores(q[..., : self.d], self.keys.read(pos), pos, rule)
+        leading = q[..., : self.d].unflatten(1, (self.config.n_kv_heads, -1))
+        scores = self.room.scores(leading, self.keys.read(pos), pos, rule)
         wanted, forced = None, self.x + self.z
         if self.settings.k <= 1:  # a share of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
@@ -1576,32 +1517,33 @@ def rank_at(values: Tensor, share: float) -> Tensor:
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
-def loki_basis(basis: str, artifact: dict[str, Tensor]) -> str:
+def loki_basis(basis: str, artifact: Artifact) -> str:
     """The keys that P was fitted on, "pre" or "post" RoPE; "auto" is what calibration found better."""
     return ("pre", "post")[bool(artifact["better"])] if basis == "auto" else basis
 
 
-def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: Artifact) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
     if min(settings.sinks, settings.recent) < 0:
         raise UserError("--sinks and --recent must be at least 0")
     kind = loki_basis(settings.basis, artifact)
+    ranks = [max(1, round(settings.d * model.config.head_dim))] * len(model.layers)
+    if settings.explained:
+        values = artifact[f"{kind}.eigenvalues"]
+        ranks = [round(d.item()) for d in rank_at(values, settings.explained).double().mean(-1)]
+    return [LokiCache(room, settings, artifact[f"{kind}.basis"][i], d) for i, d in enumerate(ranks)]
 
-    def cache(i: int) -> LokiCache:
-        d = max(1, round(settings.d * model.config.head_dim))
-        if settings.explained:
-            d = round(rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained).double().mean().item())
-        return LokiCache(room, settings, artifact[f"{kind}.basis"][i], d)
 
-    return [cache(i) for i in range(len(model.layers))]
+def head_bases(c: ModelConfig, kinds: tuple[str, ...], values: str = "") -> Stored:
+    """For each kind the bases of all KV heads, and the `values` by which their columns are sorted."""
+    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
+    made = {f"{kind}.basis": (*heads, c.head_dim) for kind in kinds}
+    return made | ({f"{kind}.{values}": heads for kind in kinds} if values else {})
 
 
 def loki_tensors(c: ModelConfig) -> Stored:
-    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
-    kinds = {"basis": (*heads, c.head_dim), "eigenvalues": heads}
-    made = {f"{when}.{kind}": shape for when in ("pre", "post") for kind, shape in kinds.items()}
-    return made | {"better": (int,)}
+    return head_bases(c, ("pre", "post"), "eigenvalues") | {"better": (int,)}
 
 
 # ------------------------------------------------------------------------------------------------------- LRQK
@@ -1611,14 +1553,8 @@ def loki_tensors(c: ModelConfig) -> Stored:
 class LrqkSettings:
     """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649). Few bytes on the GPU."""
 
-    rank: int = setting(
-        0,
-        "r: dims of A_Q and A_K, the proxies that score tokens, for each KV head (0: 32, or D if less)",
-        sets="bytes",
-    )
-    k: int = setting(
-        2048, "tokens that each KV head selects by its proxy scores, at each step", sets="tokens"
-    )
+    rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)", sets="bytes")
+    k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting(
         "optimal",
@@ -1626,15 +1562,15 @@ class LrqkSettings:
         ("optimal", "frozen", "paper"),
     )
     init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
-    slots: float = setting(
-        1.0, "hot slots on the GPU, in multiples of k (above 1: an LRU cache; 0: no hit/miss, fetch all k)"
-    )
-    kv_device: str = setting(
-        "cpu", "where K and V of all tokens live: pinned host memory, or the GPU", ("cpu", "cuda")
-    )
+    slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
+    kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(k, recent) in tokens for a cache of this capacity."""
+        if self.k < 0 or self.recent < 1:
+            raise UserError("--k must be at least 0 and --recent at least 1")
+        if self.slots != 0 and not 1 <= self.slots < float("inf"):
+            raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
         recent, k = within(capacity, self.recent, self.k)
         return k, recent
 
@@ -1670,8 +1606,8 @@ def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
 def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tensor, Tensor]:
     """W_Q, W_K [Hkv, D, r] such that A_Q = Q W_Q and A_K = K W_K start Alg. 1; sum_q, sum_k [Hkv, D].
 
-    top: each its own r columns of largest sum; topcol: the same r columns for both. randn: the paper's A of
-    normal numbers cannot be written as Q W, so W is normal instead."""
+    top: each its own r columns of largest sum; topcol: the same for both. randn: a normal W, not a normal A
+    as in the paper, which no W gives."""
     if init == "randn":
         generator = torch.Generator().manual_seed(0)
         shape = (2, *sum_q.shape, rank)
@@ -1707,9 +1643,8 @@ def lrqk_balance(
     A_Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of A_Q A_K^T is that of the small L_Q^T L_K. From
     W = I it is the closed-form optimum of ||Q K^T - A_Q A_K^T|| (Eckart-Young; mode optimal); from Alg. 1's
     W it only fixes the gauge, which leaves scores as they are and makes low precision safe (mode frozen)."""
-    l_q, l_k = (
-        torch.linalg.cholesky(add_ridge(w.mT @ g @ w, 1e-10)) for w, g in ((w_q, gram_q), (w_k, gram_k))
-    )
+    grams = (w_q.mT @ gram_q @ w_q, w_k.mT @ gram_k @ w_k)
+    l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in grams)
     u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
     root = s[..., None, :rank].sqrt()
     return (
@@ -1766,8 +1701,8 @@ def lrqk_refit(
 def lrqk_resolve(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Finds a hot slot for each selected token: hits stay where they are, misses take the slots unused for
-    the longest time. Updates the tables in place; fixed shapes, no wait for the host.
+    """Finds a hot slot for each selected token: hits stay, misses take the slots unused for the longest time.
+    Updates the tables in place.
 
     index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot;
     slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp
@@ -1812,23 +1747,18 @@ def host_rows(room: Room, *shape: int) -> Tensor:
     if room.device.type != "cuda":
         return torch.zeros(room.rows, *shape, dtype=room.dtype, device=room.device)
     pinned = torch.zeros(room.rows, *shape, dtype=room.dtype, pin_memory=True)
-    interface = {
-        "shape": (pinned.nbytes,),
-        "typestr": "|u1",
-        "data": (pinned.data_ptr(), False),
-        "version": 3,
-    }
+    data = (pinned.data_ptr(), False)
+    interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
     view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
     return torch.as_tensor(view, device=room.device).view(room.dtype).view(pinned.shape)
 
 
 class LrqkCache(Cache):
-    """A_K of every token, the rows of K and V that are in use, and a ring of recent ones; all K and V rows
-    in host memory.
+    """A_K of every token, the rows of K and V in use, and a ring of recent ones; all K and V in host memory.
 
     hot_k and hot_v hold C slots for selected tokens, then the ring: slot C + p % z has position p. Every row
     is written to host memory as it is made, so that a slot is given up by forgetting it. Each KV head selects
-    k of the tokens that left the ring; only those without a slot are fetched. Attention is exact."""
+    k of the tokens that left the ring; only those without a slot are fetched."""
 
     def __init__(self, room: Room, settings: LrqkSettings):
         super().__init__(room)
@@ -1904,8 +1834,9 @@ class LrqkCache(Cache):
         self.hot_k[rows, :, ring], self.hot_v[rows, :, ring] = k, v
         self.step += 1
         self.load(slice(None), pos, q_hat)
-        self.attends(pos, self.pos_of, self.stamp == self.step, recent=self.z)
-        live = torch.cat((self.stamp == self.step, self.ring_live(pos)), -1)
+        live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
+        self.attends(pos, self.pos_of, live, recent=self.z)
+        live = torch.cat((live, ring[:, None].expand(-1, self.config.n_kv_heads, -1)), -1)
         return self.room.attend(q.flatten(1, 2), Plain(self.hot_k), Plain(self.hot_v), pos, live=live)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -1929,9 +1860,8 @@ class LrqkCache(Cache):
         index, live = self.select(rows, pos, q_hat)
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[rows] = -1
-        place, miss = lrqk_resolve(
-            index, live, self.slot_of[rows], self.pos_of[rows], self.stamp[rows], self.step
-        )
+        tables = (self.slot_of[rows], self.pos_of[rows], self.stamp[rows])
+        place, miss = lrqk_resolve(index, live, *tables, self.step)
         self.fetch(self.k[rows], self.v[rows], index, place, miss, self.hot_k[rows], self.hot_v[rows])
         self.counts[rows] += torch.stack((live.sum((1, 2)), miss.sum((1, 2))), 1)
 
@@ -1941,9 +1871,6 @@ class LrqkCache(Cache):
         index = self.room.select(scores, pos, 0, self.chosen, self.z)
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
-
-    def ring_live(self, pos: Tensor) -> Tensor:
-        return (ring_positions(pos, self.z) >= 0)[:, None].expand(-1, self.config.n_kv_heads, -1)
 
     def miss_rate(self) -> float | None:
         """Rows fetched over rows selected since the prompt; None where all rows are on the device."""
@@ -1970,15 +1897,10 @@ class LrqkCache(Cache):
         return (old * self.rank + attended * 2 * c.head_dim) * c.n_kv_heads * size
 
 
-def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    if not 0 <= settings.rank <= model.config.head_dim:
-        raise UserError(
-            f"--rank {settings.rank}: r must be 1 to {model.config.head_dim}, the head dim (or 0)"
-        )
-    if settings.k < 0 or settings.recent < 1:
-        raise UserError("--k must be at least 0 and --recent at least 1")
-    if settings.slots != 0 and not 1 <= settings.slots < float("inf"):
-        raise UserError(f"--slots {settings.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
+def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: Artifact) -> list[Cache]:
+    most = model.config.head_dim
+    if not 0 <= settings.rank <= most:
+        raise UserError(f"--rank {settings.rank}: r must be 1 to {most}, the head dim (or 0)")
     if settings.kv_device == "cuda" and room.device.type == "cpu":
         raise UserError("--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU: give cpu")
     return [LrqkCache(room, settings) for _ in model.layers]
@@ -1996,22 +1918,20 @@ class StreamingSettings:
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(x, w) in tokens for a cache of this capacity."""
+        if self.sinks < 0 or self.recent < 1:
+            raise UserError("--sinks must be at least 0 and --recent at least 1")
         w, x = within(capacity, self.recent, self.sinks)
         return x, w
 
 
-class StreamingCache(Cache):
-    """x sinks and a ring of the w most recent tokens, at their original positions.
-
-    The paper re-rotates by the place within the cache, to go on beyond the trained length; within it the
-    original positions serve, and are what the other methods here use."""
+class StreamingCache(DenseCache):
+    """x sinks and a ring of the w most recent tokens, at their original positions. (The paper re-rotates by
+    the place within the cache, to go on beyond the trained length.)"""
 
     def __init__(self, room: Room, settings: StreamingSettings):
-        super().__init__(room)
-        c = room.config
-        self.x, self.w = settings.budget(room.capacity)
-        self.register_buffer("k", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
-        self.register_buffer("v", self.store(c.n_kv_heads, self.x + self.w, c.head_dim))
+        x, w = settings.budget(room.capacity)
+        super().__init__(room, tokens=x + w)
+        self.x, self.w = x, w
 
     def slot(self, position: Tensor) -> Tensor:
         return window_slot(position, self.x, self.w)
@@ -2031,33 +1951,26 @@ class StreamingCache(Cache):
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
         # Slots fill from the left: those up to pos hold a token.
-        return self.room.attend(self.rope(q, pos), Plain(self.k), Plain(self.v), pos)
+        return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
 
-    def formula(self) -> int:
-        return dense_bytes(self.room) // self.room.capacity * (self.x + self.w)
-
-    def bytes_read(self, length: int) -> int:
-        return min(length, self.x + self.w) * 2 * self.config.kv_dim * self.room.dtype.itemsize
-
-
-def build_streaming(
-    model: Llama, settings: StreamingSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
-    if settings.sinks < 0 or settings.recent < 1:
-        raise UserError("--sinks must be at least 0 and --recent at least 1")
-    return [StreamingCache(room, settings) for _ in model.layers]
+    def tokens_read(self, length: int) -> tuple[float, float]:
+        return min(length, self.tokens), min(length, self.tokens)
 
 
 # ------------------------------------------------- exact top-k, and what the rows that select have in common
+
+
+def keep_setting(tokens: int, sets: str = "tokens"):
+    """The field of the rows that are given their tokens in all."""
+    text = "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+    return setting(tokens, text, sets=sets)
 
 
 @dataclass
 class TopKSettings:
     """Exact top-k: full logits choose the tokens. It saves no bytes: the oracle of all selections."""
 
-    keep: float = setting(
-        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity", sets="tokens"
-    )
+    keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")
     recent: int = setting(1, "z: last tokens that are always among them")
     kv_bits: int = kv_bits_setting()
@@ -2119,10 +2032,6 @@ class TopKCache(SelectiveCache):
         return length, min(length, self.count)
 
 
-def build_topk(model: Llama, settings: TopKSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    return [TopKCache(room, settings) for _ in model.layers]
-
-
 # -------------------------------------------------------------------------------------------------------- H2O
 
 
@@ -2130,11 +2039,7 @@ def build_topk(model: Llama, settings: TopKSettings, room: Room, artifact: dict[
 class H2oSettings:
     """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
 
-    keep: float = setting(
-        512,
-        "tokens kept in all: above 1 a count, up to 1 a share of the cache's capacity",
-        sets="bytes tokens",
-    )
+    keep: float = keep_setting(512, sets="bytes tokens")
     heavy: float = setting(0.5, "share of these that are heavy hitters; the others are the most recent ones")
     window: int = setting(64, "W: last queries of a prompt whose attention is accumulated")
     gumbel: bool = setting(False, "Keyformer's score (arXiv 2403.09054): Gumbel noise and a temperature")
@@ -2142,30 +2047,26 @@ class H2oSettings:
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(heavy, recent) in tokens."""
+        if not 0 <= self.heavy <= 1 or self.window < 1:
+            raise UserError("--heavy must lie in [0, 1] and --window be at least 1")
         total = kept_tokens(self.keep, capacity)
         recent = max(1, total - round(self.heavy * total))
         return total - recent, recent
 
 
-class H2oCache(Cache):
-    """C = heavy + recent slots a KV head, each with the attention that its token has got so far.
-
-    A new token takes an empty slot, or that of the token with the least attention among those outside of the
-    recent window: one write in place. What is evicted never returns."""
+class H2oCache(DenseCache):
+    """C = heavy + recent slots a KV head, each with the attention that its token has got so far. A new token
+    takes an empty slot, or that of the token with the least attention that is not recent."""
 
     def __init__(self, room: Room, settings: H2oSettings, generator: torch.Generator):
-        super().__init__(room)
-        c, self.settings = room.config, settings
-        heavy, self.recent = settings.budget(room.capacity)
-        self.slots = heavy + self.recent
-        self.register_buffer("k", self.store(c.n_kv_heads, self.slots, c.head_dim))
-        self.register_buffer("v", self.store(c.n_kv_heads, self.slots, c.head_dim))
-        self.register_buffer("position", self.store(c.n_kv_heads, self.slots, dtype=torch.int32) - 1)
-        self.register_buffer("attention", self.store(c.n_kv_heads, self.slots, dtype=torch.float32))
+        heavy, recent = settings.budget(room.capacity)
+        super().__init__(room, tokens=heavy + recent)
+        self.settings, self.recent, heads = settings, recent, room.config.n_kv_heads
+        self.register_buffer("position", self.store(heads, self.tokens, dtype=torch.int32) - 1)
+        self.register_buffer("attention", self.store(heads, self.tokens, dtype=torch.float32))
         self.register_buffer("prompt", self.store(dtype=torch.int32))  # its length
         if settings.gumbel:
-            # A tape of draws, read in a circle: in a CUDA graph no generator of our own could run. The length
-            # is prime, so that no two steps read alike.
+            # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
             tape = torch.rand(65521, generator=generator).clamp(min=1e-10)
             self.gumbel = -(-tape.log()).log().to(room.device)  # noise, not cache
 
@@ -2188,7 +2089,7 @@ class H2oCache(Cache):
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
         attention = self.weights(logits[None], zero, zero)[0].sum((1, 2))  # [Hkv, S]
         ranked = attention.masked_fill(places >= length - self.recent, torch.inf)
-        kept = ranked.topk(min(self.slots, length)).indices.sort(-1).values  # [Hkv, n]
+        kept = ranked.topk(min(self.tokens, length)).indices.sort(-1).values  # [Hkv, n]
         n = kept.shape[1]
         self.k[row, :, :n] = gather_rows(heads[None], kept[None])[0]
         self.v[row, :, :n] = gather_rows(v.transpose(0, 1)[None], kept[None])[0]
@@ -2208,7 +2109,7 @@ class H2oCache(Cache):
         self.attention.scatter_(2, victim[..., None], 0.0)
         live = self.position >= 0
         self.attends(pos, self.position, live)
-        every = torch.full_like(pos, self.slots - 1)
+        every = torch.full_like(pos, self.tokens - 1)
         logits = self.room.scores(q.unflatten(1, (len(heads), -1)), self.k, every, "each")  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
@@ -2217,17 +2118,14 @@ class H2oCache(Cache):
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and one length a row."""
-        slots = dense_bytes(self.room) // self.room.capacity * self.slots
-        return slots + self.room.rows * (self.slots * self.config.n_kv_heads * 8 + 4)
+        return super().formula() + self.room.rows * (self.tokens * self.config.n_kv_heads * 8 + 4)
 
     def bytes_read(self, length: int) -> int:
-        c = self.config
-        return min(length, self.slots) * c.n_kv_heads * (2 * c.head_dim * self.room.dtype.itemsize + 8)
+        stored = min(length, self.tokens)
+        return self.bytes_of(stored, stored) + stored * self.config.n_kv_heads * 8
 
 
-def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    if not 0 <= settings.heavy <= 1 or settings.window < 1:
-        raise UserError("--heavy must lie in [0, 1] and --window be at least 1")
+def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: Artifact) -> list[Cache]:
     generator = torch.Generator().manual_seed(settings.noise_seed)
     return [H2oCache(room, settings, generator) for _ in model.layers]
 
@@ -2239,9 +2137,7 @@ def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: dict[st
 class QuestSettings:
     """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
 
-    keep: float = setting(
-        512, "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity", sets="tokens"
-    )
+    keep: float = keep_setting(512)
     page: int = setting(16, "tokens of a page")
     skip: str = setting("0,1", "layers that attend every token")
     kv_bits: int = kv_bits_setting()
@@ -2256,8 +2152,7 @@ class QuestSettings:
 
 def page_queries(q: Tensor) -> Tensor:
     """q [..., D] as [max(q, 0), min(q, 0)] [..., 2D]: its product with a page's [largest, least] key of each
-    channel is the largest logit that a key between them could have, the sum over d of max(q high, q low)
-    (Quest sec. 3.3)."""
+    channel is the largest logit that a key between them could have (Quest sec. 3.3)."""
     return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
 
 
@@ -2280,10 +2175,7 @@ class QuestCache(SelectiveCache):
         where = (self.room.row_ids, slice(None), pos // self.page)
         high, low = self.bounds[where].chunk(2, -1)  # [B, Hkv, D]
         first = (pos % self.page == 0)[:, None, None]
-        high, low = (
-            torch.where(first, k, torch.maximum(high, k)),
-            torch.where(first, k, torch.minimum(low, k)),
-        )
+        high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
         self.bounds[where] = torch.cat((high, low), -1)
 
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -2299,16 +2191,6 @@ class QuestCache(SelectiveCache):
 
     def index_read(self, length: int) -> int:
         return -(-length // self.page) * 2 * self.config.kv_dim * self.room.dtype.itemsize
-
-
-def build_quest(
-    model: Llama, settings: QuestSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
-    skipped = skipped_layers(settings, len(model.layers))
-    return [
-        DenseCache(room, settings.kv_bits) if i in skipped else QuestCache(room, settings)
-        for i in range(len(model.layers))
-    ]
 
 
 # ---------------------------------------------------------------------------------------------- Double Sparse
@@ -2341,8 +2223,8 @@ def share_map(overlap: Tensor, merged: int) -> Tensor:
 class DoubleSparseCache(SelectiveCache):
     """K and V in full, and a label a key: its r_c most important channels, after RoPE.
 
-    HShare on top: a selection is held for `every` steps, while each new token joins it (the budget has room
-    for them), and `share_heads` heads use another head's, by a map made at the end of the prompt."""
+    HShare on top: a selection is held for `every` steps, while each new token joins it, and `share_heads`
+    heads use another head's, by a map made at the end of the prompt."""
 
     def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
         x, y, z = settings.budget(room.capacity)
@@ -2394,8 +2276,8 @@ class DoubleSparseCache(SelectiveCache):
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
         self.held.copy_(torch.where(due[:, None, None], index, self.held))
-        since = self.since[:, None, None]
-        newer = since + torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
+        newer = torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
+        newer = newer + self.since[:, None, None]
         # A row that the budget covers is attended whole: its first `count` places, as far as written.
         whole = (pos < self.count)[:, None, None]
         places = self.room.positions[: self.count]
@@ -2416,15 +2298,14 @@ class DoubleSparseCache(SelectiveCache):
 
 
 def build_doublesparse(
-    model: Llama, settings: DoubleSparseSettings, room: Room, artifact: dict[str, Tensor]
+    model: Llama, settings: DoubleSparseSettings, room: Room, artifact: Artifact
 ) -> list[Cache]:
     heads, (x, y, z) = model.config.n_kv_heads, settings.budget(room.capacity)
     if not 0 < settings.channels <= 1:
         raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
     if not 0 <= settings.share_heads < heads:
-        raise UserError(
-            f"--share_heads {settings.share_heads}: of {heads} KV heads, 0 to {heads - 1} can be merged"
-        )
+        merged = settings.share_heads
+        raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
     if settings.every < 1 or (settings.every > y + 1 and x + y + z < room.capacity):
         raise UserError(f"--every {settings.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
     skipped = skipped_layers(settings, len(model.layers))
@@ -2461,6 +2342,8 @@ class PackedKeys(nn.Module):
     def __init__(self, cache: "DenseCache", bits: int, residual: int):
         super().__init__()
         self.room, self.bits, self.width = cache.room, bits, cache.width
+        if residual < 32 or residual % 32:
+            raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
         if self.width * bits % 8:
             raise UserError(f"keys of {self.width} numbers do not fill bytes with {bits} bits each")
         capacity, heads = cache.room.capacity, cache.config.n_kv_heads
@@ -2533,8 +2416,7 @@ class PackedKeys(nn.Module):
 
 
 class PackedValues(nn.Module):
-    """Values in codes, quantised per token in groups of 32 channels; the last R are exact, in a ring. A
-    store."""
+    """Values in codes, quantised per token in groups of 32 channels; the last R are exact. A store."""
 
     def __init__(self, cache: "DenseCache", bits: int, R: int):
         super().__init__()
@@ -2579,12 +2461,6 @@ class PackedValues(nn.Module):
         return exact * whole + (values - exact) * self.packed.row_bytes
 
 
-def build_kivi(model: Llama, settings: KiviSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
-    if settings.residual < 32 or settings.residual % 32:
-        raise UserError(f"--residual {settings.residual}: give a multiple of 32, at least 32")
-    return [DenseCache(room, settings.bits, settings.residual) for _ in model.layers]
-
-
 # --------------------------------------------------------------------------------------------------- ShadowKV
 
 
@@ -2592,14 +2468,8 @@ def build_kivi(model: Llama, settings: KiviSettings, room: Room, artifact: dict[
 class ShadowKvSettings:
     """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
 
-    keep: float = setting(
-        1024,
-        "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity",
-        sets="tokens",
-    )
-    rank: float = setting(
-        0.15625, "rank of the prompt's keys as a share of Hkv*D (the paper: 160 of 1024)", sets="bytes"
-    )
+    keep: float = keep_setting(1024)
+    rank: float = setting(0.15625, "rank of the keys, a share of Hkv*D (paper: 160 of 1024)", sets="bytes")
     chunk: int = setting(8, "tokens of a chunk")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
@@ -2612,6 +2482,8 @@ class ShadowKvSettings:
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
         """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
+        if self.chunk < 1 or self.outliers < 0 or self.recent < 1:
+            raise UserError("--chunk and --recent must be at least 1, --outliers at least 0")
         chunk = min(self.chunk, capacity)
         outliers, recent = self.outliers * chunk, self.recent + chunk - 1
         total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
@@ -2628,10 +2500,7 @@ class ShadowKvSettings:
 
 class ShadowKvCache(Cache):
     """The prompt's own SVD of its pre-RoPE keys (joint over heads), a landmark a chunk, the outlier chunks, a
-    ring of recent tokens; V of every token in host memory.
-
-    New tokens are projected on the prompt's basis. (The released code keeps them all, and has room for 65 to
-    128 of them.)"""
+    ring of recent tokens; V of every token in host memory. New tokens are projected on the prompt's basis."""
 
     def __init__(self, room: Room, settings: ShadowKvSettings):
         super().__init__(room)
@@ -2643,9 +2512,8 @@ class ShadowKvCache(Cache):
         self.register_buffer("basis", self.store(c.kv_dim, self.r))
         self.register_buffer("latent", self.store(room.capacity, self.r))
         self.register_buffer("landmark", self.store(heads, self.chunks, d))
-        self.register_buffer(
-            "outlier", self.store(heads, self.outlier_tokens // self.chunk, dtype=torch.int32) - 1
-        )
+        outliers = self.outlier_tokens // self.chunk
+        self.register_buffer("outlier", self.store(heads, outliers, dtype=torch.int32) - 1)
         self.register_buffer("outlier_k", self.store(heads, self.outlier_tokens, d))
         self.register_buffer("outlier_v", self.store(heads, self.outlier_tokens, d))
         self.register_buffer("ring_k", self.store(heads, self.z, d))
@@ -2737,22 +2605,13 @@ class ShadowKvCache(Cache):
         return self.host_v.nbytes
 
     def bytes_read(self, length: int) -> int:
-        """Landmarks, outliers, ring, the chosen latents (each head its own) with the basis, and V of the
-        chosen from host memory."""
+        """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
         c, recent = self.config, min(self.z, length)
         outliers = min(self.outlier_tokens, max(0, length - recent))
         chosen = min(self.selected, max(0, length - recent - outliers))
         elements = (length // self.chunk + 2 * (outliers + recent) + chosen) * c.kv_dim
         elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
         return elements * self.room.dtype.itemsize
-
-
-def build_shadowkv(
-    model: Llama, settings: ShadowKvSettings, room: Room, artifact: dict[str, Tensor]
-) -> list[Cache]:
-    if settings.chunk < 1 or settings.outliers < 0 or settings.recent < 1:
-        raise UserError("--chunk and --recent must be at least 1, --outliers at least 0")
-    return [ShadowKvCache(room, settings) for _ in model.layers]
 
 
 # -------------------------------------------------------------------------------------------------------- FDC
@@ -2762,14 +2621,8 @@ def build_shadowkv(
 class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
 
-    rate: float = setting(
-        -1.0,
-        "r: share of the singular values that each head loses (Eq. 1); -1: as calibrate.py fit found",
-        sets="bytes",
-    )
-    adaptive: bool = setting(
-        True, "each head has its own rank by Eq. 1; --no-adaptive: all have their mean (the paper's /AC)"
-    )
+    rate: float = setting(-1.0, "r: share of singular values lost (Eq. 1; -1: as fitted)", sets="bytes")
+    adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
 
 def fdc_tails(values: Tensor) -> Tensor:
@@ -2805,8 +2658,7 @@ def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
 def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> None:
     """W_V R takes the place of W_V in wqkv, and R^T W_O that of W_O: the cache holds and returns x W_V R.
 
-    Exact for what R keeps, at no cost in a step. bases R [D, d_v], one a KV head; its G query heads share it.
-    V's bias moves into W_O's, since attention weights sum to one. A layer is folded once."""
+    bases R [D, d_v], one a KV head. V's bias moves into W_O's, since attention weights sum to one."""
     heads = (c.n_kv_heads, -1)
     q, k, v = attention.wqkv.weight.float().split(attention.widths)
     values = [basis.T @ rows for basis, rows in zip(bases, v.unflatten(0, heads), strict=True)]  # [d_v, dim]
@@ -2824,28 +2676,22 @@ def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> No
             setattr(linear, name, nn.Parameter(parameter.to(linear.weight.dtype), False))
     # `attend` gets v of no heads, and the latents of all heads as its last argument.
     attention.widths = [*attention.widths[:2], 0, width]
-    attention.wqkv.out_features, attention.wo.in_features = (
-        sum(attention.widths),
-        attention.wo.weight.shape[1],
-    )
+    for linear in (attention.wqkv, attention.wo):
+        linear.out_features, linear.in_features = linear.weight.shape
 
 
-class FdcCache(Cache):
+class FdcCache(EvenCache):
     """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
 
     One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
-    the sum of the ranks, not the largest one for all."""
-
-    has_kernels = True
+    the sum of the ranks, not the largest one for all. bases: R [D, d_qk] of each KV head; v_ranks: d_v."""
 
     def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int]):
         super().__init__(room)
-        widest = max(basis.shape[1] for basis in bases)
-        padded = [F.pad(basis, (0, widest - basis.shape[1])) for basis in bases]
+        k_ranks = [basis.shape[1] for basis in bases]
+        padded = [F.pad(basis, (0, max(k_ranks) - basis.shape[1])) for basis in bases]
         self.basis = torch.stack(padded).to(room.device, room.dtype)  # weights, not cache
-        self.bases = [self.basis[h, :, : basis.shape[1]] for h, basis in enumerate(bases)]  # R [D, d_qk]
-        self.v_ranks = v_ranks
-        self.ranks = [basis.shape[1] for basis in bases] + v_ranks
+        self.k_ranks, self.v_ranks, self.ranks = k_ranks, v_ranks, k_ranks + v_ranks
         self.scale = room.config.head_dim**-0.5  # that of the full head dim, at any rank
         self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
         # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
@@ -2853,81 +2699,61 @@ class FdcCache(Cache):
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
-        inside = torch.arange(widest) < ranks[: len(bases), None]  # which columns of `wide` are stored
-        self.columns = inside.flatten().nonzero()[:, 0].to(room.device)
-        self.fused = self.has_kernels and room.kernels is not None
-        if self.fused:
-            self.table = room.kernels.rank_table(self.ranks, room.device)
+        inside = torch.arange(max(k_ranks)) < ranks[: len(bases), None]
+        self.columns = inside.flatten().nonzero()[:, 0].to(room.device)  # what of `compress` is stored
+        self.table = room.kernels.rank_table(self.ranks, room.device) if room.kernels else None
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
-        rows, capacity = self.room.rows, self.room.capacity
-        parts = self.packed.split([rows * capacity * rank for rank in self.ranks])
-        views = [part.view(rows, capacity, rank) for part, rank in zip(parts, self.ranks, strict=True)]
-        return list(zip(views[: len(self.bases)], views[len(self.bases) :], strict=True))
+        tokens, n = (self.room.rows, self.room.capacity), self.config.n_kv_heads
+        parts = self.packed.split([math.prod(tokens) * rank for rank in self.ranks])
+        views = [part.view(*tokens, rank) for part, rank in zip(parts, self.ranks, strict=True)]
+        return list(zip(views[:n], views[n:], strict=True))
 
-    def compress(self, x: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        """x [..., H, D] before RoPE -> x R after RoPE for each KV head, [..., H / Hkv, d_qk]."""
-        wide = self.wide(x, positions)
-        return [wide[..., h, :, : basis.shape[1]] for h, basis in enumerate(self.bases)]
-
-    def wide(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """What `compress` gives in one tensor [..., Hkv, H / Hkv, max d_qk], zero beyond a head's d_qk."""
+    def compress(self, x: Tensor, positions: Tensor | slice) -> Tensor:
+        """x [..., H, D] before RoPE -> x R after RoPE [..., Hkv, H / Hkv, max d_qk], zero beyond d_qk."""
         grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
         return torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)
 
-    def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        return self.compress(q, positions)
-
-    def keys(self, head: int, stored: Tensor) -> Tensor:
-        """What a head's queries are multiplied with, from what is stored, [..., S, d_qk]: the same."""
-        return stored
-
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        span, heads = slice(0, q.shape[0]), []
-        keys, values, queries = self.compress(k, span), latent.split(self.v_ranks, -1), self.queries(q, span)
+        span = slice(0, q.shape[0])
+        values, q, k = latent.split(self.v_ranks, -1), self.compress(q, span), self.compress(k, span)
         for h, (k_store, v_store) in enumerate(self.heads()):
-            k_store[row, span], v_store[row, span] = keys[h][:, 0], values[h]
-            heads.append((queries[h], self.keys(h, k_store[row, span])[:, None], values[h][:, None]))
+            k_store[row, span], v_store[row, span] = k[:, h, 0, : self.k_ranks[h]], values[h]
         # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing,
         # and heads of one width go together.
-        widths = [-(-max(x.shape[-1] for x in head) // 32) * 32 for head in heads]  # of [S, G or 1, n]
+        widths = [-(-max(ranks) // 32) * 32 for ranks in zip(self.k_ranks, self.v_ranks, strict=True)]
         outputs = {}
         for width in set(widths):
             members = [h for h, w in enumerate(widths) if w == width]
-            padded = ([F.pad(x, (0, width - x.shape[-1])) for x in heads[h]] for h in members)
-            stacked = (torch.cat(x, 1) for x in zip(*padded, strict=True))  # [S, n G or n, width]
-            output = causal_attention(*stacked, scale=self.scale).unflatten(1, (len(members), -1))
-            for i, h in enumerate(members):
-                outputs[h] = output[:, i, :, : self.v_ranks[h]].flatten(1)
-        return torch.cat([outputs[h] for h in range(len(heads))], -1)[:, None]  # [S, 1, sum of G d_v]
+            parts = [x[:, members].flatten(1, 2) for x in (q, k)]  # [S, n G or n, max d_qk]
+            v = torch.stack([F.pad(values[h], (0, width - self.v_ranks[h])) for h in members], 1)
+            parts = [F.pad(x, (0, width - x.shape[-1])) for x in parts]  # or cut, where there are only zeros
+            output = causal_attention(*parts, v, self.scale).unflatten(1, (len(members), -1))
+            outputs |= {h: output[:, i, :, : self.v_ranks[h]].flatten(1) for i, h in enumerate(members)}
+        return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.append(pos, k, latent)
-        if self.fused:  # one kernel shares the work of unequal heads out evenly
-            stored = (self.packed, self.table, self.ranks, pos)
-            queries = self.wide(q, pos).flatten(1, 2).contiguous()
-            return self.room.kernels.fdc_attend(queries, *stored, self.scale)[:, None]
-        live, outputs = self.room.positions <= pos[:, None], []
-        for h, (queries, (k_store, v_store)) in enumerate(
-            zip(self.queries(q, pos), self.heads(), strict=True)
-        ):
-            keys = self.keys(h, k_store)
-            outputs.append(attend(queries, keys[:, None], v_store[:, None], live, self.scale).flatten(1))
-        return torch.cat(outputs, -1)[:, None]  # [B, 1, sum of G d_v]
-
-    def append(self, pos: Tensor, k: Tensor, latent: Tensor) -> None:
-        """Writes K' and V' of one token a row; k [B, Hkv, D] before RoPE, latent [B, sum of d_v]."""
         token = (self.room.row_ids * self.room.capacity + pos)[:, None]
-        new = self.wide(k, pos).flatten(1)[:, self.columns]  # [B, sum of d_qk]
+        new = self.compress(k, pos).flatten(1)[:, self.columns]  # [B, sum of d_qk]
         # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
         self.packed[self.starts + token * self.strides] = torch.cat((new, latent), -1)
+        return self.attend(self.compress(q, pos), pos)[:, None]
 
-    def formula(self) -> int:
-        return self.room.rows * self.bytes_read(self.room.capacity)
+    def attend(self, q: Tensor, pos: Tensor) -> Tensor:
+        """Attention of compressed queries [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
+        if self.room.kernels:  # one kernel shares the work of unequal heads out evenly
+            stored = (self.packed, self.table, self.ranks, pos)
+            return self.room.kernels.fdc_attend(q.flatten(1, 2).contiguous(), *stored, self.scale)
+        live, outputs = self.room.positions <= pos[:, None], []
+        for queries, (k, v) in zip(q.unbind(1), self.heads(), strict=True):
+            queries = queries[..., : k.shape[-1]]
+            outputs.append(attend(queries, k[:, None], v[:, None], live, self.scale).flatten(1))
+        return torch.cat(outputs, -1)
 
-    def bytes_read(self, length: int) -> int:
-        return length * sum(self.ranks) * self.room.dtype.itemsize
+    def token_bytes(self) -> int:
+        """Each head at its rank."""
+        return sum(self.ranks) * self.room.dtype.itemsize
 
 
 def cut(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
@@ -2935,7 +2761,7 @@ def cut(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
     return [basis[:, :rank].to(device) for basis, rank in zip(bases, ranks.tolist(), strict=True)]
 
 
-def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: Artifact) -> list[Cache]:
     """One cache a layer; the values' bases are folded into the model's wqkv and wo."""
     rate = float(artifact["rate"]) if settings.rate == -1 else settings.rate
     if not 0 <= rate < 1:
@@ -2949,13 +2775,10 @@ def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: dict[st
 
 
 def fdc_tensors(c: ModelConfig) -> Stored:
-    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
-    kinds = {"basis": (*heads, c.head_dim), "values": heads}
-    made = {f"{of}.{kind}": shape for of in ("qk", "v") for kind, shape in kinds.items()}
-    return made | {"rate": (float,)}
+    return head_bases(c, ("qk", "v"), "values") | {"rate": (float,)}
 
 
-def random_fdc(c: ModelConfig) -> dict[str, Tensor]:
+def random_fdc(c: ModelConfig) -> Artifact:
     """Singular values of which some heads' fall off faster: the ranks differ."""
     steepness = torch.linspace(1, 6, c.n_kv_heads)[:, None] * torch.linspace(0, 1, c.head_dim)
     values = (-steepness).exp().expand(c.n_layers, -1, -1)
@@ -2967,10 +2790,10 @@ def random_fdc(c: ModelConfig) -> dict[str, Tensor]:
 
 
 def longest_first(costs: list[float], workers: int) -> list[list[int]]:
-    """Decode, the paper: tasks by falling cost, each to the worker with the least so far (LPT).
+    """Decode, the paper: tasks by falling cost, each to the worker with the least so far (LPT), which is
+    within 4/3 - 1/(3 workers) of the best schedule (Graham, 1969) -> task numbers of each worker.
 
-    A task is a head of a request, its cost length * (d_qk + d_v + 1). -> task numbers of each worker;
-    the last worker to finish is within 4/3 - 1/(3 workers) of the best schedule (Graham, 1969)."""
+    A task is a head of a request, its cost length * (d_qk + d_v + 1)."""
     loads, tasks = [0.0] * workers, [[] for _ in range(workers)]
     for task in sorted(range(len(costs)), key=lambda t: -costs[t]):
         worker = loads.index(min(loads))
@@ -2980,10 +2803,9 @@ def longest_first(costs: list[float], workers: int) -> list[list[int]]:
 
 
 def block_rows(costs: list[int], rows: int = 64) -> list[int]:
-    """Prefill, the paper's B_r rule: query rows of a block of each head, so that all blocks cost the same.
+    """Prefill, the paper's B_r rule (sec. 6.1): query rows of a block of each head, such that all cost alike.
 
-    costs d_qk + d_v + 1 of each head; the costliest keeps `rows` = B_r, the others get more, rounded up to
-    16s (sec. 6.1)."""
+    costs d_qk + d_v + 1 of each head; the costliest keeps `rows` = B_r, the others get more, in 16s."""
     return [-(-rows * max(costs) // (16 * cost)) * 16 for cost in costs]
 
 
@@ -3001,33 +2823,29 @@ def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) 
     for h, first, last in blocks[full:]:
         step = max(16, round(share / costs[h] / 16) * 16)
         pieces += [(h, i, min(last, i + step)) for i in range(first, last, step)]
-    for w, chosen in enumerate(
-        longest_first([(last - first) * costs[h] for h, first, last in pieces], workers)
-    ):
-        plan[w] += [pieces[i] for i in chosen]
-    return plan
+    tasks = longest_first([(last - first) * costs[h] for h, first, last in pieces], workers)
+    return [blocks + [pieces[i] for i in chosen] for blocks, chosen in zip(plan, tasks, strict=True)]
 
 
 def equal_stretches(
     lengths: list[int], costs: list[int], workers: int, block: int
 ) -> list[list[tuple[int, int, int, int]]]:
     """Decode, ours (kernels.fdc_attend): every worker takes an equal stretch of all heads of all rows, laid
-    end to end.
+    end to end -> (row, head, first token, last + 1) of each worker.
 
-    lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width)
-    -> (row, head, first token, last + 1) of each worker. Blocks of `block` tokens stay whole: one belongs to
-    the worker in whose stretch it begins."""
-    blocks = [-(-length // block) for length in lengths]
-    total, begin = sum(blocks) * sum(costs), 0
-    plan = [[] for _ in range(workers)]
+    lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width).
+    Blocks of `block` tokens stay whole: one belongs to the worker in whose stretch it begins."""
+    total, begin = sum(-(-length // block) for length in lengths) * sum(costs), 0
+    plan = [{} for _ in range(workers)]  # of each worker (row, head) -> where its blocks begin
     for row, head in itertools.product(range(len(lengths)), range(len(costs))):
-        for w in range(workers):
-            ends = (max(0, n * total // workers - begin) for n in (w, w + 1))
-            first, last = (min(blocks[row], -(-end // costs[head])) * block for end in ends)
-            if first < last:
-                plan[w].append((row, head, first, min(last, lengths[row])))
-        begin += blocks[row] * costs[head]
-    return plan
+        for first in range(0, lengths[row], block):
+            worker = ((begin + 1) * workers - 1) // total
+            plan[worker].setdefault((row, head), []).append(first)
+            begin += costs[head]
+    return [
+        [(row, head, own[0], min(own[-1] + block, lengths[row])) for (row, head), own in stretches.items()]
+        for stretches in plan
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- Palu
@@ -3037,62 +2855,66 @@ def equal_stretches(
 class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
-    keep: float = setting(
-        0.5, "rank of each head's K and V as a share of D (0.5: 50 % compression)", sets="bytes"
-    )
+    keep: float = setting(0.5, "rank of each head's K and V, a share of D", sets="bytes")
 
 
-class PaluCache(FdcCache):
+class PaluCache(EvenCache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
 
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
-    between B and the query, so every step rebuilds and rotates all keys."""
+    between B and the query, so every step rebuilds and rotates all keys. basis: R [Hkv, D, r] of each head;
+    v_rank: its V's rank; bias: of its keys, [Hkv, D], which stays outside of the latent."""
 
-    has_kernels = False
+    def __init__(self, room: Room, basis: Tensor, v_rank: int, bias: Tensor):
+        super().__init__(room)
+        heads, self.basis, self.bias = len(basis), basis.to(room.device, room.dtype), bias
+        self.register_buffer("k_latent", self.store(heads, room.capacity, basis.shape[2]))
+        self.register_buffer("v_latent", self.store(heads, room.capacity, v_rank))
+        self.latents, self.values = Plain(self.k_latent), Plain(self.v_latent)
+        paired = room.paired_basis(self.basis, bias)
+        self.keys = RebuiltKeys(room, self.k_latent, self.basis, bias, paired)
 
-    def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int], bias: Tensor):
-        super().__init__(room, bases, v_ranks)
-        self.bias = bias  # [Hkv, D]; it stays outside the latent
-        self.paired = room.paired_basis(self.basis, bias)
+    def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What is stored, [..., Hkv, rank], of k [..., Hkv, D] before RoPE and folded v [..., Hkv v_rank]."""
+        latent = torch.einsum("...hd,hdr->...hr", k - self.bias, self.basis)
+        return latent, v.unflatten(-1, (self.config.n_kv_heads, -1))
 
-    def wide(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        return torch.einsum("...hd,hdr->...hr", x - self.bias, self.basis)[..., None, :]
-
-    def queries(self, q: Tensor, positions: Tensor | slice) -> list[Tensor]:
-        return list(self.rope(q, positions).unflatten(-2, (self.config.n_kv_heads, -1)).unbind(-3))
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        k, v = self.compress(k, latent)
+        self.latents.write_prompt(row, k)
+        self.values.write_prompt(row, v)
+        span, (rank, width) = slice(0, len(q)), (v.shape[-1], q.shape[-1])
+        rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
+        padded = F.pad(v, (0, width - rank))  # flash attention wants one width
+        return causal_attention(self.rope(q, span), self.rope(rebuilt, span), padded)[..., :rank]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.append(pos, k, latent)
-        # All heads have one rank, so that they lie as [Hkv, B, capacity, rank], K' and then V'.
-        heads, sizes = self.config.n_kv_heads, (self.ranks[0], self.v_ranks[0])
-        parts = self.packed.split([heads * self.room.rows * self.room.capacity * size for size in sizes])
-        latents, values = (
-            part.view(heads, self.room.rows, self.room.capacity, -1).transpose(0, 1) for part in parts
-        )
-        keys = RebuiltKeys(self.room, latents, self.basis, self.bias, self.paired)
-        return self.room.attend(self.rope(q, pos), keys, Plain(values), pos).flatten(1)[:, None]
+        k, v = self.compress(k, latent)
+        self.latents.write(pos, k)
+        self.values.write(pos, v)
+        return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
 
-    def keys(self, head: int, stored: Tensor) -> Tensor:
-        rebuilt = stored @ self.bases[head].T + self.bias[head]  # [..., S, D]
-        return self.room.rope_one(rebuilt, slice(0, stored.shape[-2]))
+    def token_bytes(self) -> int:
+        """Two latents of each head."""
+        ranks = self.k_latent.shape[-1] + self.v_latent.shape[-1]
+        return self.config.n_kv_heads * ranks * self.room.dtype.itemsize
 
 
-def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: dict[str, Tensor]) -> list[Cache]:
+def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: Artifact) -> list[Cache]:
     c = model.config
     if not 0 < settings.keep <= 1:
         raise UserError(f"--keep {settings.keep}: the share of each head's dims to keep must lie in (0, 1]")
-    ranks = torch.full((c.n_kv_heads,), max(1, round(settings.keep * c.head_dim)))
-    caches = []
+    rank, caches = max(1, round(settings.keep * c.head_dim)), []
     for i, layer in enumerate(model.layers):
         bias, _ = kv_bias(layer.attention, c)
-        fold_values(layer.attention, c, cut(artifact["v.basis"][i], ranks, room.device))
-        bases = cut(artifact["k.basis"][i], ranks, room.device)
-        caches.append(PaluCache(room, bases, ranks.tolist(), bias))
+        k, v = (artifact[f"{kind}.basis"][i, ..., :rank].to(room.device) for kind in "kv")
+        fold_values(layer.attention, c, list(v))
+        caches.append(PaluCache(room, k, rank, bias))
     return caches
 
 
 def palu_tensors(c: ModelConfig) -> Stored:
-    return dict.fromkeys(("k.basis", "v.basis"), (float, c.n_layers, c.n_kv_heads, c.head_dim, c.head_dim))
+    return head_bases(c, ("k", "v"))
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts
@@ -3105,17 +2927,13 @@ def artifact_path(folder: Path, method: str) -> Path:
 def model_identity(model: Llama) -> dict[str, str]:
     """What an artifact must agree on with the model: its shape and the fingerprint of its weights."""
     c = model.whole
-    return {
-        "shape": f"{c.n_layers}x{c.n_heads}x{c.n_kv_heads}x{c.head_dim}",
-        "fingerprint": model.fingerprint,
-    }
+    shape = f"{c.n_layers}x{c.n_heads}x{c.n_kv_heads}x{c.head_dim}"
+    return {"shape": shape, "fingerprint": model.fingerprint}
 
 
-def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
-    """What `calibrate.py fit` stored for this method beside the checkpoint: name -> tensor, on the CPU; of
-    several ranks, each has the share of its KV heads.
-
-    Raises UserError where there is none, where it is damaged, and where it was fitted to another model."""
+def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
+    """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several ranks,
+    each has the share of its KV heads. Raises UserError where there is none, or one of another model."""
     path = artifact_path(folder, method)
     command = f"python calibrate.py fit --checkpoint {folder} --method {method}"
     if model.config.elitekv and method != "elitekv":
@@ -3130,10 +2948,8 @@ def load_artifact(folder: Path, method: str, model: Llama) -> dict[str, Tensor]:
         raise UserError(f"{path}: truncated or damaged ({error}); make it again: {command}") from None
     for key, value in model_identity(model).items():
         if metadata.get(key) != value:
-            raise UserError(
-                f"{path}: fitted to another model ({key} {metadata.get(key)}, this one has {value}); "
-                f"make it again: {command}"
-            )
+            fault = f"fitted to another model ({key} {metadata.get(key)}, this one has {value})"
+            raise UserError(f"{path}: {fault}; make it again: {command}")
     for name, stored in METHODS[method].tensors(model.whole).items():
         if fault := artifact_fault(tensors.get(name), *stored):
             raise UserError(f"{path}: {name} {fault}; make it again: {command}")
@@ -3165,9 +2981,8 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
     return ""
 
 
-def random_artifact(method: str, c: ModelConfig) -> dict[str, Tensor]:
-    """An artifact of no meaning, for random weights: orthonormal bases, else random numbers near 1, or what
-    the method gives."""
+def random_artifact(method: str, c: ModelConfig) -> Artifact:
+    """An artifact of no meaning, for random weights: orthonormal bases, random numbers near 1, row.random."""
     row = METHODS[method]
     made, seeded = row.random(c) if row.random else {}, torch.Generator().manual_seed(0)
     for name, (kind, *shape) in row.tensors(c).items():
@@ -3198,7 +3013,7 @@ class Method:
     build: Callable[..., list[Cache]]
     about: str
     tensors: Callable[[ModelConfig], Stored] | None = None
-    random: Callable[[ModelConfig], dict[str, Tensor]] | None = None
+    random: Callable[[ModelConfig], Artifact] | None = None
 
     @property
     def fitted(self) -> bool:
@@ -3206,7 +3021,7 @@ class Method:
 
 
 METHODS = {
-    "dense": Method(DenseSettings, build_dense, "the full cache"),
+    "dense": Method(DenseSettings, each_layer(lambda room, _: DenseCache(room)), "the full cache"),
     "sals": Method(
         SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors
     ),
@@ -3228,15 +3043,21 @@ METHODS = {
         fdc_tensors,
         random_fdc,
     ),
-    "streaming": Method(StreamingSettings, build_streaming, "the first and the last tokens only"),
-    "topk": Method(TopKSettings, build_topk, "exact top-k attention: the oracle of all selections"),
+    "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
+    "topk": Method(
+        TopKSettings, each_layer(TopKCache), "exact top-k attention: the oracle of all selections"
+    ),
     "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
-    "quest": Method(QuestSettings, build_quest, "top pages, by an upper bound of their logits"),
+    "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
     "doublesparse": Method(
         DoubleSparseSettings, build_doublesparse, "top-k, scored on a few channels", doublesparse_tensors
     ),
-    "kivi": Method(KiviSettings, build_kivi, "keys quantised per channel, values per token"),
-    "shadowkv": Method(ShadowKvSettings, build_shadowkv, "low-rank keys, values in host memory"),
+    "kivi": Method(
+        KiviSettings,
+        each_layer(lambda room, settings: DenseCache(room, settings.bits, settings.residual)),
+        "keys quantised per channel, values per token",
+    ),
+    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),
     "palu": Method(PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", palu_tensors),
 }
 
@@ -3252,9 +3073,8 @@ def settings_from(method: str, options: dict) -> object:
     known = {f.name: f for f in dataclasses.fields(method_named(method).settings)}
     for name, value in options.items():
         if name not in known:
-            raise UserError(
-                f"--{name} is not a setting of {method}; its settings are: {', '.join(known) or 'none'}"
-            )
+            names = ", ".join(known) or "none"
+            raise UserError(f"--{name} is not a setting of {method}; its settings are: {names}")
         choices = known[name].metadata["choices"]
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")

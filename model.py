@@ -259,10 +259,6 @@ SHAPES = {
 # ------------------------------------------------------------------------------------------------------- RoPE
 
 
-def scale_linear(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
-    return inv_freq / rope["factor"], 1.0
-
-
 def scale_llama3(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
     """Llama 3.1: slow pairs are slowed by `factor`, fast pairs kept, the pairs between blended."""
     turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
@@ -295,15 +291,19 @@ def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tenso
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp, scale or mscale(1.0)
 
 
-ROPE_SCALINGS = {"default": None, "linear": scale_linear, "llama3": scale_llama3, "yarn": scale_yarn}
+ROPE_SCALINGS = {
+    "default": lambda inv_freq, rope, config: (inv_freq, 1.0),
+    "linear": lambda inv_freq, rope, config: (inv_freq / rope["factor"], 1.0),
+    "llama3": scale_llama3,
+    "yarn": scale_yarn,
+}
 
 
 def rope_tables(config: ModelConfig, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every position and pair: two fp32 tables [n_positions, D/2]."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    inv_freq, scale, rope = config.rope_theta**-exponent, 1.0, config.rope_scaling
-    if rope:
-        inv_freq, scale = ROPE_SCALINGS[rope["rope_type"]](inv_freq, rope, config)
+    rope = config.rope_scaling or {"rope_type": "default"}
+    inv_freq, scale = ROPE_SCALINGS[rope["rope_type"]](config.rope_theta**-exponent, rope, config)
     # Rounded to fp32 as in the training code of the models; the angles themselves are exact products.
     angles = torch.outer(torch.arange(n_positions, dtype=torch.float64), inv_freq.float().double())
     return (angles.cos() * scale).float().to(device), (angles.sin() * scale).float().to(device)
@@ -387,11 +387,10 @@ def decode_first(embeddings: nn.Embedding, layer: Layer, tokens: Tensor) -> tupl
 def decode_layer(
     layer: Layer, qkv: Tensor, x: Tensor, pos: Tensor, cache: nn.Module, norm: nn.RMSNorm, linear: nn.Linear
 ) -> tuple[Tensor, Tensor]:
-    """One layer of the decode step.
+    """One layer of the decode step, its linear part in one kernel where that serves (hopper.linear_chain).
 
     qkv: what its wqkv gave; x [B, dim]: the residual stream -> x after the layer, and linear(norm(x)): the
-    next layer's wqkv or, after the last, the logits. In one kernel (hopper.linear_chain) where that serves:
-    few rows of bf16 on Hopper, and one rank."""
+    next layer's wqkv or, after the last, the logits."""
     attention, mlp, mlp_norm = layer.attention, layer.feed_forward, layer.ffn_norm
     attended = attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
     kernels, linears = cache.room.kernels, (attention.wo, mlp.w13, mlp.w2, linear)
@@ -494,24 +493,19 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         other = next((file.name for file in sorted(folder.glob("*.bin"))), None)
         advice = f"; {other} is not read: save the model as safetensors" if other else ""
-        raise UserError(
-            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there{advice}"
-        )
+        raise UserError(f"{folder}: neither {single.name} nor {index.name} is there{advice}")
     with checked(index, "not a usable index"):
         names = sorted(set(read_json(index)["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a shard lies outside of the folder")
-    files = [folder / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file}: this shard of the checkpoint is missing; download it again")
-    return files
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name}: this shard of the checkpoint is missing; download it again")
+    return [folder / name for name in names]
 
 
 def weight_headers(files: list[Path]) -> dict[str, tuple[Path, list[int], str]]:
-    """What the files say of their tensors, none of which is read: name -> its file, shape and dtype.
-
-    Raises UserError for a file that is truncated or no safetensors file."""
+    """What the files say of their tensors: name -> file, shape, dtype; UserError for a damaged file."""
     found = {}
     for file in files:
         with checked(file, "truncated or not a safetensors file"), safe_open(file, "pt") as tensors:
@@ -535,11 +529,11 @@ def fingerprint(files: list[Path]) -> str:
 
 
 def human(n: float) -> str:
-    units = ["B", "KB", "MB", "GB"]
-    while n >= 1000 and len(units) > 1:
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.4g} {unit}"
         n /= 1000
-        units.pop(0)
-    return f"{n:.4g} {units[0]}"
+    return f"{n:.4g} GB"
 
 
 def free_memory(device: torch.device) -> int:
@@ -562,9 +556,7 @@ def check_free(needed: int, device: torch.device, what: str, advice: str) -> Non
 
 
 def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
-    """The network, or this rank's share of it, with uninitialised weights: allocated once, on its device.
-
-    Raises UserError where they would not fit."""
+    """The network, or this rank's share of it, without values yet; UserError where they do not fit."""
     with torch.device("meta"):
         model = Llama(whole.shard(ranks()[1])).to(dtype)
     model.whole = whole
@@ -577,9 +569,8 @@ def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def copy_share(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -> None:
-    """Copies this rank's share of a file's tensor, which is mapped: what is not copied need not be read.
-
-    configs: the whole model's and this rank's. Phi-3 fuses projections: a rank has its share of each."""
+    """Copies this rank's share of a file's tensor. configs: the whole model's and this rank's.
+    Phi-3 fuses projections: a rank has its share of each."""
 
     def parts(rows: Tensor, c: ModelConfig) -> Iterable[Tensor]:
         heads = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
@@ -594,27 +585,25 @@ def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, lis
     """Raises UserError for the first tensor of the files that is not the model's, or that they lack."""
     slots, unused = weight_slots(model, headers), {"lm_head.weight"} if model.config.tied else set()
     for name, (file, shape, dtype) in headers.items():
-        if name not in slots and (name in unused or name.endswith("rotary_emb.inv_freq")):
-            continue
-        if name not in slots:
+        fault = ""
+        if name not in slots and name not in unused and not name.endswith("rotary_emb.inv_freq"):
             fault = f"has no place in a {model.config.family} model of this config.json"
-        elif list(slots[name].shape) != shape:
+        elif name in slots and list(slots[name].shape) != shape:
             fault = f"is {shape}, but config.json asks for {list(slots[name].shape)}"
-        elif dtype not in ("F64", "F32", "F16", "BF16"):
+        elif name in slots and dtype not in ("F64", "F32", "F16", "BF16"):
             fault = f"holds {dtype} numbers, but weights must be floating point"
-        else:
-            continue
-        raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
+        if fault:
+            raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
     if missing := [name for name in slots if name not in headers]:
         fault = f"the weights lack {len(missing)} of {len(slots)} tensors"
         raise UserError(f"{folder}: {fault}, the first is {missing[0]}")
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
-    """Loads a Hugging Face folder: tensor by tensor into the final weights, so no second copy is ever held.
+    """Loads a Hugging Face folder, tensor by tensor into the final weights.
 
-    Raises UserError for a missing, truncated or foreign file, where tensors disagree with config.json (before
-    any memory is taken), and for numbers that are not finite."""
+    Raises UserError for a missing, truncated or foreign file, for tensors that disagree with config.json
+    (before any memory is taken), and for numbers that are not finite."""
     files, config = weight_files(folder), ModelConfig.from_folder(folder)
     headers = weight_headers(files)
     if config.n_layers > len(headers):
@@ -637,9 +626,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Llama:
-    """A model of a published shape with random weights: for benchmarks, where only the shape matters.
-
-    It takes prompts of up to a million tokens: what was never trained has no trained length."""
+    """A model of a published shape with random weights, for benchmarks; it takes a million tokens."""
     model = empty_model(replace(SHAPES[name], max_positions=1 << 20), device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for name_, parameter in model.named_parameters():
