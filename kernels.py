@@ -1976,7 +1976,8 @@ def method_rows(ops, config, B: int, S: int, case: str, limits: tuple) -> Iterat
     layer, cache, pos, qkv = filled_layer(ops, config, B, S, case)
     attention, read = layer.attention, cache.bytes_read(S) * B
     on_host = [x for x in vars(cache).values() if isinstance(x, Tensor) and x.ndim == 4]
-    caches = cold_sets(cache, read, cache.measured(), [cache.room, attention.wqkv, attention.wo, *on_host])
+    kept = [ops, cache.room, attention.wqkv, attention.wo, *on_host]
+    caches = cold_sets(cache, read, cache.measured(), kept)
     tokens = [qkv.clone() for _ in caches]
 
     def decode(qkv, cache):
