@@ -992,11 +992,12 @@ def _no_queries(q_p, b, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _given_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] that are there: from `row` on a query's lie in line, by place and not by token; the next
-    query's begin keys[1] numbers on."""
+    """Logits [T, GP] that are there, of keys (logits, steps of rows, heads and queries): each query's lie in
+    line, by place and not by token."""
     g = tl.arange(0, SHAPE[1])[None, :]
     mask = live[:, None] & (g < SHAPE[0])
-    return tl.load(keys[0] + (row + place)[:, None] + g * keys[1], mask=mask, other=0.0) * scale
+    logits_p = keys[0] + b * keys[1] + h * keys[2]  # one number: so places are known to be neighbours
+    return tl.load(logits_p + place[:, None] + g * keys[3], mask=mask, other=0.0) * scale
 
 
 @jit
@@ -1241,8 +1242,8 @@ def given_logits(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (logits,), (B, Hq, D) = keys, q.shape
     shape("logits", logits, B, Hkv, Hq // Hkv, logits.shape[3], dtype=torch.float32)
     need(logits.stride(3) == 1, "the logits of a query must lie in line")
-    stores, steps = (logits, logits.stride(2)), (logits.stride(0), logits.stride(1), 0)
-    return stores, steps, (D, max(16, power2(D)), 0, 0), (_no_queries, _given_logits)
+    stores = (logits, *logits.stride()[:3])
+    return stores, (0, 0, 0), (D, max(16, power2(D)), 0, 0), (_no_queries, _given_logits)
 
 
 KEYS = {
