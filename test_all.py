@@ -2208,10 +2208,8 @@ def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     model, tokens, tensors, facts = fdc_fit
     rates = compress.fdc_rates(tensors["qk.values"], tensors["v.values"])
     found = rates.index(float(tensors["rate"]))
-    dense, at, beyond = (
-        calibrate.fdc_accuracy(model, tokens, tensors, rate)[0].item()
-        for rate in (0.0, rates[found], rates[found + 1])
-    )
+    measure = functools.partial(calibrate.fdc_accuracy, model, tokens, tensors)
+    dense, at, beyond = (measure(rate)[0].item() for rate in (0.0, *rates[found : found + 2]))
     assert dense > 0.95 and 0 < found  # the model wrote the text itself
     assert at >= 0.5 * dense > beyond and abs(float(facts["accuracy"]) - at / dense) < 1e-3
     all_of_it = calibrate.fdc_search(model, tokens, tensors, 1.0)
@@ -2474,11 +2472,6 @@ def special_tokens(*names: str, first: int = 256) -> list[dict]:
     return [{"id": first + i, "content": name, "special": True} | flags for i, name in enumerate(names)]
 
 
-def tokenizer_of(folder: Path, **files):
-    """Of a folder with these JSON files."""
-    return load_tokenizer(write_json(folder, **files))
-
-
 def tokenizer_json(vocab=None, merges=(), pre_tokenizer=BYTE_LEVEL, added=(), **parts):
     """The contents of a tokenizer.json; by default of single bytes."""
     vocab = vocab or {word: i for i, word in enumerate(GPT2_BYTES + ["".join(m.split()) for m in merges])}
@@ -2487,17 +2480,12 @@ def tokenizer_json(vocab=None, merges=(), pre_tokenizer=BYTE_LEVEL, added=(), **
     return data | {"pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL, "model": model} | parts
 
 
-def write_json(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
+def tokenizer_of(folder: Path, **files):
+    """Of a folder that gets these JSON files."""
+    folder.mkdir(exist_ok=True)
     for name, contents in files.items():
         (folder / f"{name}.json").write_text(json.dumps(contents), encoding="utf-8")
-    return folder
-
-
-def qwen_files():
-    folder = folder_of(QWEN)
-    merges = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    return json.loads((folder / "vocab.json").read_text(encoding="utf-8")), [line for line in merges if line]
+    return load_tokenizer(folder)
 
 
 # ---- ids that are known
@@ -2537,8 +2525,8 @@ def test_sentencepiece_oracle(name):
         ids = oracle.encode(text)
         assert tokenizer.encode(text, bos=False) == ids and tokenizer.encode(text) == [1, *ids]
         assert tokenizer.decode(ids) == oracle.decode(ids)
-    spaces = [i for i in range(259, oracle.vocab_size()) if oracle.id_to_piece(i).startswith("▁▁")]
-    words = [0, 1, 2, *(i for i in range(259, oracle.vocab_size()) if i not in spaces)]
+    words = [i for i in range(259, oracle.vocab_size()) if not oracle.id_to_piece(i).startswith("▁▁")]
+    words = [0, 1, 2, *words]
     rng = random.Random(0)
     for _ in range(300):
         ids = [words[-1], *rng.choices(words, k=6)]
@@ -2571,15 +2559,15 @@ def test_qwen_composes_characters():
 
 def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
     """Merges as strings, and as pairs with ids that run against their order."""
-    vocab, merges = qwen_files()
+    vocab, merges = ((folder_of(QWEN) / name).read_text("utf-8") for name in ("vocab.json", "merges.txt"))
+    vocab, merges = json.loads(vocab), list(filter(None, merges.split("\n")))
     split = SPLIT | {"pattern": {"Regex": model_file.QWEN2_SPLIT}}
     parts = {"normalizer": {"type": "NFC"}, "added": special_tokens("<|im_end|>", first=151645)}
     parts["pre_tokenizer"] = in_turn(split, BYTE_LEVEL | {"use_regex": False})
     last = len(vocab) - 1
     backwards, pairs = {word: last - i for word, i in vocab.items()}, [merge.split(" ") for merge in merges]
     for name, data in ("strings", (vocab, merges)), ("pairs", (backwards, pairs)):
-        write_json(tmp_path / name, tokenizer=tokenizer_json(*data, **parts))
-        tokenizer = load_tokenizer(tmp_path / name)
+        tokenizer = tokenizer_of(tmp_path / name, tokenizer=tokenizer_json(*data, **parts))
         for text in [*TEXTS, "e\u0301", Path(json.__file__).read_text(encoding="utf-8")]:
             ids, expected = tokenizer.encode(text), real(QWEN).encode(text)
             assert ids == (expected if name == "strings" else [last - i for i in expected])
@@ -2651,22 +2639,20 @@ def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
         assert ids == oracle.encode(text, add_special_tokens=False).ids
         assert PREPEND not in (normalizer or []) or ids == sp.encode(text)
     if not normalizer:  # sentencepiece would merge the pair that is left out
-        write_json(tmp_path, tokenizer=data | {"model": data["model"] | {"merges": merges[1:]}})
         with pytest.raises(UserError, match=NOT_BYTES):
-            load_tokenizer(tmp_path)
+            tokenizer_of(tmp_path, tokenizer=data | {"model": data["model"] | {"merges": merges[1:]}})
 
 
 def test_vocab_and_merges(tmp_path):
     words = ["##", "ab", "12", "abab", "<a b>"]  # the last is no byte-level word
-    write_json(tmp_path, vocab={word: i for i, word in enumerate([*GPT2_BYTES, *words])})
+    vocab = {word: i for i, word in enumerate([*GPT2_BYTES, *words])}
     for header in ("#version: 0.2\n", ""):
         (tmp_path / "merges.txt").write_text(header + "# #\na b\n1 2\nab ab\n", encoding="utf-8")
-        tokenizer = load_tokenizer(tmp_path)
+        tokenizer = tokenizer_of(tmp_path, vocab=vocab)
         assert tokenizer.encode("##ababab") == [256, 259, 257]
         assert len(tokenizer.encode("12")) == 2  # Qwen's digits stand alone
         assert tokenizer.decode([257, 260]) == "ab"
-    write_json(tmp_path, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})
-    assert load_tokenizer(tmp_path).encode("12") == [258]
+    assert tokenizer_of(tmp_path, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"}).encode("12") == [258]
 
 
 def test_sentencepiece_without_bos_and_prefix(tmp_path):
@@ -2899,9 +2885,8 @@ def test_chat_style(tmp_path):
     ]:
         with pytest.raises(UserError, match="name one, such as --chat llama-2"):
             guess(*args)
-    write_json(tmp_path, tokenizer=tokenizer_json())
     (tmp_path / "chat_template.jinja").write_text("[INST] <<SYS>>", encoding="utf-8")
-    assert model_file.chat_style({}, load_tokenizer(tmp_path)) == "llama-2"
+    assert model_file.chat_style({}, tokenizer_of(tmp_path, tokenizer=tokenizer_json())) == "llama-2"
 
 
 def test_chat_needs_turns():
