@@ -338,9 +338,8 @@ def test_rope_is_half_split_and_relative():
 
 
 def test_named_shapes_have_published_parameter_counts():
-    billions = {"llama-2-7b": 6.738, "llama-2-13b": 13.016, "llama-3.1-8b": 8.030}
-    billions |= {"llama-3.1-70b": 70.554, "mistral-7b": 7.242, "qwen2.5-7b": 7.616}
-    for name, count in billions.items():
+    billions = (6.738, 13.016, 8.030, 70.554, 7.242, 7.616)
+    for name, count in zip(SHAPES, billions, strict=True):
         with torch.device("meta"):
             model = Llama(SHAPES[name])
         assert round(sum(p.numel() for p in model.parameters()) / 1e9, 3) == count, name
@@ -515,15 +514,12 @@ SELECTORS = [
 def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prompt):
     """All tokens up to the budget's edge; then the sinks, the recent ones and the best, once each."""
     method, options, budget, sinks, recent, free, best = selector
-    model, places, bound = tiny_model(group=group), torch.arange(80), 1e-4 if method == "shadowkv" else 1e-5
-    cache, dense = row_cache(method, model, 1, 80, **options), DenseCache(Room(model, 1, 80))
-    q, k, v = stream(75, group)
-    for each in (cache, dense):
-        each.prefill(0, q[:n_prompt], k[:n_prompt], v[:n_prompt])
+    places, bound = torch.arange(80), 1e-4 if method == "shadowkv" else 1e-5
+    cache, qkv = scene(method, n_prompt, 75, 80, group=group, **options)
+    dense = reads(DenseCache(cache.room), n_prompt, *qkv)
     for n in range(n_prompt, 75):
-        out, chosen = watched_step(cache, n, q, k, v)
-        whole = step(dense, n, q, k, v)
-        rotated = dense.rope(q[n], n)
+        (out, chosen), whole = watched_step(cache, n, *qkv), step(dense, n, *qkv)
+        rotated = dense.rope(qkv[0][n], n)
         keys, values = (x.repeat_interleave(group, 1) for x in (dense.k, dense.v))
         assert error(out, attend(rotated[None], keys, values, chosen[None])) < bound, n
         least = budget - free if n >= budget or method == "shadowkv" else budget
@@ -1876,8 +1872,7 @@ def test_lrqk_slot_table(ratio):
     for the longest time. With C = k the residents are the selection."""
     B, heads, S, k, D = 2, 3, 80, 8, 4
     C, rng = int(ratio * k), np.random.default_rng(0)
-    rows_k, rows_v = torch.randn(2, B, heads, S, D)
-    hot_k, hot_v = torch.zeros(2, B, heads, C, D)
+    rows, hot = torch.randn(2, B, heads, S, D), torch.zeros(2, B, heads, C, D)  # K and V
     slot_of, pos_of, stamp = (torch.full((B, heads, n), -1, dtype=torch.int32) for n in (S, C, C))
     used = {where: {} for where in np.ndindex(B, heads)}  # position -> last step, for each resident
     for step in range(60):
@@ -1888,7 +1883,7 @@ def test_lrqk_slot_table(ratio):
         index = index.where(live, S - 1)  # as compress.LrqkCache.select has it: a position without a slot
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.lrqk_resolve(index, live, slot_of, pos_of, stamp, now)
-        compress.fetch_rows(rows_k, rows_v, index, place, miss, hot_k, hot_v)
+        compress.fetch_rows(*rows, index, place, miss, *hot)
         for where, old in used.items():
             chosen, missed = (set(index[where][mask[where]].tolist()) for mask in (live, miss))
             slots = (pos_of[where] >= 0).nonzero()[:, 0]
@@ -1904,10 +1899,8 @@ def test_lrqk_slot_table(ratio):
             used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
             assert dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
             assert set(pos_of[where][stamp[where] == step].tolist()) == chosen
-            for rows, hot in ((rows_k, hot_k), (rows_v, hot_v)):
-                assert torch.equal(hot[where][slots], rows[where][places])
-            if ratio == 1 and len(chosen) == k:
-                assert set(used[where]) == chosen
+            assert all(torch.equal(x[where][slots], y[where][places]) for x, y in zip(hot, rows, strict=True))
+            assert ratio > 1 or len(chosen) < k or set(used[where]) == chosen
 
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
