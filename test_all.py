@@ -732,8 +732,7 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
     options = PAPER | {"rank": 0.125, "keep": 0.25, "sinks": 0, "score_block": 0}
 
     def logits(method, **options):
-        model = load_model(NANO, CPU, torch.float32)
-        engine = make_engine(model, method, 1, 704, load_artifact(NANO, "sals", model), **options)
+        engine = fitted_engine(NANO, method, 1, 704, **options)
         return logits_through(engine, [ids[:640]], [ids[640:]]).log_softmax(-1)
 
     dense, query, key = logits("dense"), *(logits("sals", **options, metric=m) for m in ("query", "key"))
@@ -944,7 +943,7 @@ def test_rope_deltas_are_what_rotation_changes():
     )
     assert torch.allclose(deltas, torch.stack(turned) - plain, atol=1e-5)
     assert error(deltas.sum(0), full - plain) < 1e-5
-    assert deltas[..., range(4), rows].abs().max() < 1e-5  # nothing turns at distance 0
+    assert deltas[..., torch.arange(4), rows].abs().max() < 1e-5  # nothing turns at distance 0
 
 
 def test_ropelite_takes_the_best_pair_in_each_round():
