@@ -399,8 +399,7 @@ def options_for(c: model_file.ModelConfig, options: dict) -> dict:
 
 @functools.cache
 def dense_logits(rows: tuple, more: tuple, **changes) -> torch.Tensor:
-    engine = make_engine(tiny_model(**changes), "dense", len(rows), 80)
-    return logits_through(engine, [list(ids) for ids in rows], [list(ids) for ids in more])
+    return logits_through(make_engine(tiny_model(**changes), "dense", len(rows), 80), rows, more)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -445,14 +444,16 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
 CODED = [case for case in CASES if case[0] in ("elitekv", "fdc", "palu")]  # a prompt attends what is stored
 
 
-@pytest.mark.parametrize("method, options", [*EVERYTHING, *CODED])
-def test_prefill_then_decode_equals_decode_all_the_way(method, options):
-    ids, coded = random_ids(70), (method, options) in CODED
-    changes = {"head_dim": width_for(method), "qkv_bias": coded}
+@pytest.mark.parametrize("case, group", [*((c, 2) for c in EVERYTHING), *itertools.product(CODED, (1, 2, 8))])
+def test_prefill_then_decode_equals_decode_all_the_way(case, group):
+    """So EliteKV's absorbed decode is its naive attention."""
+    (method, options), coded, ids = case, case in CODED, tuple(random_ids(70))
+    changes = {"head_dim": width_for(method), "qkv_bias": coded, "group": group}
+    options = options_for(tiny_config(**changes), options)
     engines = (make_engine(tiny_model(**changes), method, 1, 80, **options) for _ in range(2))
     late, early = (logits_through(e, [ids[:n]], [ids[n:]]) for e, n in zip(engines, (60, 1), strict=True))
     assert error(late, early[-len(late) :]) < (1e-4 if width_for(method) > 16 else 1e-5)
-    dense = dense_logits((tuple(ids[:60]),), (tuple(ids[60:]),), **changes)
+    dense = dense_logits((ids[:60],), (ids[60:],), **changes)
     assert not coded or error(late[0], dense[0]) > 1e-2
 
 
@@ -740,18 +741,15 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
     assert far[0] < 0.7 * far[1]
 
 
-SCORED = [
-    *((0, *case) for case in (("sum", None), ("softmax", None), ("softmax", YARN))),
-    *itertools.product((1, 16), ("sum", "softmax"), (None, YARN)),
-]
-
-
-@pytest.mark.parametrize("block, rule, scaling", SCORED)
+@pytest.mark.parametrize("scaling", [None, YARN])
+@pytest.mark.parametrize("rule", ["sum", "softmax"])
+@pytest.mark.parametrize("block", [0, 1, 16])
 def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(block, rule, scaling):
     """Sums of all heads' logits or weights, in any order of a group's heads. Without blocks all keys stand at
-    the query's place, where RoPE cancels but for yarn's factor on cos and sin."""
+    the query's place, where RoPE cancels but for yarn's factor on cos and sin, which the sum lacks."""
     options = SPARSE | {"rank": 1.0, "score_rank": 1.0, "fold": False, "score_block": block, "score": rule}
     cache = row_cache("sals", tiny_model(rope_scaling=scaling), 2, 40, **options)
+    factor = cache.room.cos[0, 0] ** 2 if rule == "sum" and not block else 1.0
     assert scaling is None or cache.room.cos[0, 0] > 1.1
     q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
     live, latent = torch.arange(40) <= pos[:, None], k.flatten(2) @ cache.down
@@ -767,8 +765,8 @@ def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(bloc
         scores = compress.sals_scores(cache.queries(pos, x), latent, live, rule, cache.logit_scale, block)
         for row, n in enumerate((pos + 1).tolist()):
             logits = torch.stack([mean_logits(row, j) for j in range(n)], 1)
-            truth = logits if rule == "sum" else (logits / 4).softmax(-1)
-            assert error(scores[row, :n], truth.sum(0)) < 1e-4
+            truth = logits / factor if rule == "sum" else (logits / 4).softmax(-1)
+            assert error(scores[row, :n], truth.sum(0)) < 1e-5
     assert rule == "sum" or not scores[1, 25:].any()
 
 
@@ -1013,18 +1011,6 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
         assert not (of_keys & of_values).any()  # block-diagonal
 
 
-RANKS = [(2, 7, "joint"), (5, 30, "separate"), (8, 16, "joint"), (1, 40, "joint")]
-
-
-@pytest.mark.parametrize("group, qkv_bias, ranks", pairwise([1, 4, 8], [False, True], RANKS))
-def test_absorbed_decode_equals_the_naive_forward(group, qkv_bias, ranks):
-    model, ids = tiny_model(group=group, qkv_bias=qkv_bias), random_ids(40)
-    options = options_for(model.config, dict(zip(("r", "d_ckv", "lrd"), ranks, strict=True)))
-    got = logits_through(make_engine(model, "elitekv", 1, 50, **options), [ids[:10]], [ids[10:]])[:, 0]
-    full = model.output(model(torch.tensor([ids])))[0, 9:]  # now in EliteKV form: K and V expanded
-    assert error(got, full) < 1e-5
-
-
 @pytest.mark.parametrize("group", [1, 4])
 def test_elitekv_at_full_rank_is_ropelite(group):
     model, c = tiny_model(group=group), tiny_config(group=group)
@@ -1095,12 +1081,12 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     rates, training = set(), mock.Mock(wraps=calibrate.train)
     monkeypatch.setattr(calibrate, "train", training)
     uptrain = f"train --from {source} --method elitekv:r=3,d_ckv=24 --out {out} --text {ROOT / 'model.py'} "
-    uptrain += f"--stages 4x64x60 --workers 1 --log {log} --lr 5e-3"
+    uptrain += f"--stages 4x64x40 --workers 1 --log {log} --lr 5e-3"
     with register_optimizer_step_pre_hook(lambda adam, *_: rates.update(g["lr"] for g in adam.param_groups)):
         code, text, err = cli(uptrain)
     assert code == 0 and "finished" in text and rates == {5e-3}, err  # constant to the end
     names, *lines = (line.split(",") for line in log.read_text().splitlines())
-    assert names == ["tokens", "loss"] and [int(n) for n, _ in lines] == [20 * 256, 40 * 256, 60 * 256]
+    assert names == ["tokens", "loss"] and [int(n) for n, _ in lines] == [20 * 256, 40 * 256]
     assert float(lines[-1][1]) < float(lines[0][1]) - 0.3
     model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
     assert model.config.elitekv
@@ -1449,9 +1435,8 @@ def shadow(n: int):
 def test_shadowkv_basis_is_the_best_of_the_prompt():
     """Of the joint pre-RoPE keys, through the D x D Gram."""
     cache, (_, k, _) = shadow(100)
-    keys, basis = k[:100].flatten(1), cache.basis[0]
-    assert_best_basis(keys, basis, (32,))
-    assert error(cache.latent[0, :100], keys @ basis) < 1e-5
+    assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
+    assert error(cache.latent[0, :100], k[:100].flatten(1) @ cache.basis[0]) < 1e-5
 
 
 def test_shadowkv_landmarks_are_means_and_score_as_the_mean_of_their_tokens():
@@ -2011,23 +1996,24 @@ def lrqk_recall(model: Llama, prompts: list, more: list, **options) -> tuple[flo
 
 
 def test_lrqk_recall_of_the_modes(nano_haystack):
-    """On the embedded model: true top-64 of 960 tokens, rank 32, text and retrieval prompts; -s prints."""
+    """On the embedded model: 64 tokens of 640 beside the 64 recent ones, rank 32, text and retrieval prompts;
+    -s prints."""
     model, recall = load_model(NANO, CPU, torch.float32), {}
     text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
-    needles, task = eval_sample(nano_haystack, "multikey", 0, 1024)
-    prompts, answer = [text[:1024], needles], nano_haystack.encode(task.answer).tolist()
-    more = [text[1024:1036], (answer * 12)[:12]]
+    needles, task = eval_sample(nano_haystack, "multikey", 0, 704)
+    prompts, answer = [text[:704], needles], nano_haystack.encode(task.answer).tolist()
+    more = [text[704:716], (answer * 12)[:12]]
     for mode, init in (("optimal", ""), *itertools.product(("frozen", "paper"), ("topcol", "top", "randn"))):
         options = {"mode": mode} | ({"init": init} if init else {})
         recall[mode, init], mass = lrqk_recall(model, prompts, more, k=64, **options)
         print(f"{mode:8} {init:7} recall {recall[mode, init]:.3f}  mass {mass:.4f}")
-        assert 0.3 < recall[mode, init] < mass <= 1 + 1e-6
+        assert 0.7 < recall[mode, init] < mass <= 1 + 1e-6
     assert all(recall["optimal", ""] > value - 0.02 for value in recall.values())
 
 
 @needs_real
 def test_lrqk_recall_on_stories260k():
-    """True top-32 over 75 steps of four texts of its own; -s prints."""
+    """32 tokens beside the 16 recent ones, over 75 steps of four texts of its own; -s prints."""
     folder = REAL / "stories260k"
     model, start = load_model(folder, CPU, torch.float32), load_tokenizer(folder).encode("Once upon a time")
     engine = make_engine(model, "dense", 4, 401)
@@ -2041,7 +2027,7 @@ def test_lrqk_recall_on_stories260k():
         for mode in ("optimal", "frozen", "paper"):
             recall[mode], mass = lrqk_recall(model, prompts, more, rank=rank, k=32, recent=16, mode=mode)
             print(f"r {rank} {mode:8} recall {recall[mode]:.3f}  mass {mass:.4f}")
-        assert 0.25 < recall["paper"] < min(recall["optimal"], recall["frozen"])
+        assert 0.5 < recall["paper"] < min(recall["optimal"], recall["frozen"])
 
 
 # ------------------------------------------------------------------------------------ FDC and Palu invariants
