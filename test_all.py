@@ -446,16 +446,14 @@ def test_prefill_then_decode_equals_decode_all_the_way(case, group):
     assert not coded or error(late[0], dense[0]) > 1e-2
 
 
-# What a prompt alone decides, or where a cache counts what has happened since.
-OF_THE_PROMPT = "basis latent outlier outlier_k outlier_v held since head".split()
-
-
 @pytest.mark.parametrize("method, options", [case for case in CASES if case[0] not in ("h2o", "lrqk")])
 def test_any_split_of_prompt_and_decode_leaves_the_same_cache(method, options):
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
     if options.get("skip_as") not in ("int8", "dense"):
         options = options | skip_none(method)
     ids, last, whole = random_ids(48), torch.tensor([47]), {}
+    # What a prompt alone decides, or where a cache counts what has happened since.
+    of_the_prompt = "basis latent outlier outlier_k outlier_v held since head".split()
     for first in (48, 1, 3, 7, 8, 9, 31, 32, 33, 47):
         engine = make_engine(tiny_model(n_layers=1).double(), method, 1, 64, **options)
         logits_through(engine, [ids[:first]], [ids[first:]])
@@ -467,7 +465,7 @@ def test_any_split_of_prompt_and_decode_leaves_the_same_cache(method, options):
         for name, buffer in buffers.items():
             one = whole.setdefault(name, buffer)
             same = torch.allclose(one, buffer, atol=1e-5) if one.is_floating_point() else one.equal(buffer)
-            assert same or name in OF_THE_PROMPT, (first, name)
+            assert same or name in of_the_prompt, (first, name)
 
 
 SELECTIVE = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "fold": False, "keep": 0.0}
@@ -620,38 +618,45 @@ def test_bytes_read_by_hand(method, options, length, expected):
 # ----------------------------------------------------------------------------------------------- quantisation
 
 
+def coded(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, (minimum, scale) of groups of 32, and what they stand for."""
+    codes, low_scale = quantize(x, bits, 32)
+    return codes, low_scale, compress.dequantize(codes, low_scale, bits, 32, torch.float32)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantiser_bounds_and_exact_cases(bits):
-    def coded(x):
-        """Codes, (minimum, scale) of groups of 32, and what they stand for."""
-        codes, low_scale = quantize(x, bits, 32)
-        return codes, low_scale, compress.dequantize(codes, low_scale, bits, 32, torch.float32)
-
     torch.manual_seed(bits)
     x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 64)
-    codes, low_scale, back = coded(x)
+    codes, low_scale, back = coded(x, bits)
     assert codes.shape == (5, 3, 64 * bits // 8) and codes.dtype == torch.uint8
     low, scale = low_scale.float().unbind(-1)
     bound = scale / 2 + (low.abs() + scale * 2**bits) * 2**-10  # half a step, and the fp16 rounding of both
     assert ((back - x).unflatten(-1, (2, 32)).abs().amax(-1) <= bound).all()
-    assert error(coded(back)[2], back) < 2e-3
+    assert error(coded(back, bits)[2], back) < 2e-3
     every = torch.arange(256).remainder(2**bits).float().view(-1, 64)
     every[:, ::32], every[:, 1::32] = 0, 2**bits - 1
     for exact in (torch.full((1, 1, 64), 0.75), every):
-        assert torch.equal(coded(exact)[2], exact)
+        assert torch.equal(coded(exact, bits)[2], exact)
     outlier = x.clone()
     outlier[0, 0, 40] = 1e4  # touches its own group of 32 only
-    changed = coded(outlier)[2] != back
+    changed = coded(outlier, bits)[2] != back
     assert not changed[0, 0, :32].any() and not changed[1:].any() and not changed[0, 1:].any()
-    # The ends of a group stay, the upper one up to the fp16 rounding of the scale.
-    x = (torch.rand(4, 2, 64) * 4 - 2).half().float()
-    codes, low_scale, back = coded(x)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantiser_keeps_the_ends_of_a_group_and_follows_an_affine_map(bits):
+    """a x + b with powers of two, which round nothing: the codes stay, and the ends move along."""
+    x = (torch.rand(4, 2, 64, generator=torch.Generator().manual_seed(bits)) * 4 - 2).half().float()
+    codes, low_scale, back = coded(x, bits)
     (low, high), ends = (t.unflatten(-1, (2, 32)).aminmax(dim=-1) for t in (x, back))
-    assert torch.equal(ends[0], low) and ((ends[1] - high).abs() <= (high - low) * 2**-10).all()
-    # a x + b, a > 0: powers of two round nothing, so that the codes are the same and the ends move along.
-    moved, moved_ends, _ = coded(4 * x)
+    assert torch.equal(ends[0], low)
+    assert ((ends[1] - high).abs() <= (high - low) * 2**-10).all()  # the fp16 rounding of the scale
+    moved, moved_ends, _ = coded(4 * x, bits)
     assert torch.equal(moved, codes) and torch.equal(moved_ends, 4 * low_scale)
-    assert torch.equal(coded(2 * every - 8)[0], coded(every)[0])
+    whole = torch.randint(0, 2**bits, (4, 2, 64)).float()
+    whole[..., ::32], whole[..., 1::32] = 0, 2**bits - 1
+    assert torch.equal(coded(2 * whole - 8, bits)[0], coded(whole, bits)[0])
 
 
 # -------------------------------------------------------------------------------------------- SALS invariants
