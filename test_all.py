@@ -800,12 +800,12 @@ def test_sals_half_window_has_half_the_rank_and_the_right_positions(metric, grou
 @pytest.mark.parametrize("qkv_bias", [False, True])
 @pytest.mark.parametrize("latent_bits, tolerance", [(16, 1e-4), (8, 0.02)])  # a code may round otherwise
 def test_folded_projections_equal_unfolded(score, qkv_bias, latent_bits, tolerance):
-    prompts, more = [random_ids(50)], [random_ids(10, 1)]
     runs = []
     for fold in (True, False):
         model = tiny_model(qkv_bias=qkv_bias)
         options = SPARSE | {"score": score, "fold": fold, "latent_bits": latent_bits, "score_block": 0}
-        runs.append(logits_through(make_engine(model, "sals", 1, 64, **options), prompts, more))
+        engine = make_engine(model, "sals", 1, 64, **options)
+        runs.append(logits_through(engine, [random_ids(50)], [random_ids(10, 1)]))
         rows = model.layers[2].attention.wqkv.weight.shape[0]
         assert rows == 256 + fold * (32 + (16 if score == "sum" else 0))
     assert error(runs[0], runs[1]) < tolerance
@@ -899,12 +899,10 @@ def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch
     """RoPElite without factors: the dense attention of one layer, cos = 1 and sin = 0 for non-elite pairs."""
     cos, sin = elite_tables(pairs, x.shape[-2], c)
 
-    def attend(q, k, v):
-        q, k = (t.unflatten(-2, (c.n_kv_heads, -1)) for t in (q, k))  # [S, Hkv, heads, D]
-        q, k = (apply_rope(t, cos, sin).flatten(-3, -2) for t in (q, k))
-        return model_file.causal_attention(q, k, v)
+    def turned(t):  # [S, heads, D]
+        return apply_rope(t.unflatten(-2, (len(pairs), -1)), cos, sin).flatten(-3, -2)
 
-    return attention(x, attend)
+    return attention(x, lambda q, k, v: model_file.causal_attention(turned(q), turned(k), v))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
