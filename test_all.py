@@ -36,6 +36,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if not torch.cuda.is_available():  # kernels run on the CPU; it must be set before triton loads
@@ -176,11 +177,8 @@ EVERYTHING = [  # settings under which a method is dense attention: the rank is 
     ("fdc", {"rate": 0.0}),
     ("palu", {"keep": 1.0}),
     ("streaming", {"recent": 80}),
-    ("topk", {}),
-    ("h2o", {}),
-    ("quest", {}),
+    *((method, {}) for method in ("topk", "h2o", "quest", "kivi")),
     ("doublesparse", {"every": 3, "share_heads": 1}),
-    ("kivi", {}),
     ("shadowkv", {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}),
     ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
 ]
@@ -1489,12 +1487,11 @@ def test_rows_run_from_the_command_line(method, options, cli):
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
-TOO_FEW = "--keep 20 of 80 tokens is fewer than 16 sinks and 8"
 TOO_NARROW = "bit values need a head dim that groups of 32"
 WITHOUT_BITS = ("dense", "sals", "streaming", "h2o", "kivi", "shadowkv")
 REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
     ("topk", {"keep": 0}, "--keep 0: give a share"),
-    ("topk", {"keep": 20, "sinks": 16, "recent": 8}, TOO_FEW),
+    ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
     ("topk", {"recent": 0}, "--recent at least 1"),
     ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
     ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
@@ -2413,9 +2410,7 @@ def real(name):
 
 def sentencepiece_of(name):
     """Of a folder, or of its name in REAL."""
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
+    return SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
 
 
 def write_tiktoken(folder, merges):
@@ -2630,8 +2625,6 @@ def test_vocab_and_merges(tmp_path):
 
 
 def test_sentencepiece_without_bos_and_prefix(tmp_path):
-    from sentencepiece import SentencePieceTrainer
-
     options = {"vocab_size": 20, "hard_vocab_limit": False, "bos_id": -1, "add_dummy_prefix": False}
     texts, file = iter(["hello there", "hello world"]), io.BytesIO()
     SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, minloglevel=2, **options)
@@ -2653,8 +2646,7 @@ def test_folders_do_not_share_a_vocabulary(tmp_path, monkeypatch):
 def test_long_and_broken_text(tmp_path):
     tokenizer = load_tokenizer(write_tiktoken(tmp_path, ["  "]))
     assert len(tokenizer.encode(" " * 1_200_000, bos=False)) == 600_000
-    names = [tokenizer] + ([real(LLAMA2)] if REAL.exists() else [])
-    for each in names:
+    for each in (tokenizer, real(LLAMA2)) if REAL.exists() else (tokenizer,):
         assert each.decode(each.encode("a\udc80b")) == "a\ufffdb"
 
 
