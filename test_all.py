@@ -616,10 +616,10 @@ def test_bytes_read_by_hand(method, options, length, expected):
 # ----------------------------------------------------------------------------------------------- quantisation
 
 
-def coded(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def coded(x: torch.Tensor, bits: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, (minimum, scale) of groups of 32, and what they stand for."""
-    codes, low_scale = quantize(x, bits, 32)
-    return codes, low_scale, compress.dequantize(codes, low_scale, bits, 32, torch.float32)
+    codes, low_scale = quantize(x, bits, 32, dim)
+    return codes, low_scale, compress.dequantize(codes, low_scale, bits, 32, torch.float32, dim)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -634,8 +634,8 @@ def test_quantiser_bounds_and_exact_cases(bits):
     assert error(coded(back, bits)[2], back) < 2e-3
     every = torch.arange(256).remainder(2**bits).float().view(-1, 64)
     every[:, ::32], every[:, 1::32] = 0, 2**bits - 1
-    for exact in (torch.full((1, 1, 64), 0.75), every):
-        assert torch.equal(coded(exact, bits)[2], exact)
+    for exact, dim in ((torch.full((1, 1, 64), 0.75), -1), (torch.full((2, 32, 8), 0.75), -2), (every, -1)):
+        assert torch.equal(coded(exact, bits, dim)[2], exact)
     outlier = x.clone()
     outlier[0, 0, 40] = 1e4  # touches its own group of 32 only
     changed = coded(outlier, bits)[2] != back
