@@ -26,6 +26,7 @@ import sys
 import textwrap
 import time
 import unicodedata
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -35,6 +36,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if not torch.cuda.is_available():  # kernels run on the CPU; it must be set before triton loads
@@ -99,13 +101,6 @@ def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
     return torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q.float().contiguous()
 
 
-def sals_cache(room: Room, settings: SalsSettings, basis: torch.Tensor, scale=None) -> compress.SalsCache:
-    """A layer's sparse cache, its latents not folded into any projection."""
-    half_maps = compress.sals_maps(basis, scale, room.config.kv_dim // 2)
-    maps = compress.latent_maps(settings, room.config, basis, scale)
-    return compress.SalsCache(room, settings, True, maps, half_maps)
-
-
 def bases(model: Llama) -> dict[str, torch.Tensor]:
     """Full-rank orthonormal bases and any scale in the place of fitted ones: at full rank all are exact."""
     n, layers = model.config.kv_dim, model.config.n_layers
@@ -116,24 +111,18 @@ def bases(model: Llama) -> dict[str, torch.Tensor]:
 
 def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
     """An artifact without fitting: any rotation is exact at full rank."""
-    c, seeded = model.config, torch.Generator().manual_seed(0)
+    c, made = model.config, {}
     if method == "sals":
         return bases(model)
-    if method == "loki":
-        rotations = [orthonormal(c.head_dim, i) for i in range(c.n_layers * c.n_kv_heads)]
-        basis = torch.stack(rotations).unflatten(0, (c.n_layers, c.n_kv_heads))
-        values = {f"{when}.eigenvalues": torch.ones(basis.shape[:-1]) for when in ("pre", "post")}
-        return {"pre.basis": basis.clone(), "post.basis": basis, "better": torch.tensor(1)} | values
-    if method == "doublesparse":
-        return {"importance": torch.rand(c.n_layers, c.n_kv_heads, c.head_dim, generator=seeded)}
     if method == "elitekv":
+        seeded = torch.Generator().manual_seed(0)
         order = torch.rand(c.n_layers, c.n_kv_heads, c.head_dim // 2, generator=seeded).argsort(-1)
-        ranks = {"r": torch.tensor(2), "d_ckv": torch.tensor(16)}
-        return {"elite": order, "contribution": order.flip(-1)} | ranks
-    if method in ("fdc", "palu"):
-        made = compress.random_artifact(method, c)  # a file wants tensors that share no memory
-        return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
-    return {}
+        made = {"elite": order, "contribution": order.flip(-1), "r": torch.tensor(2)}
+        made["d_ckv"] = torch.tensor(16)
+    elif METHODS[method].fitted:
+        made = compress.random_artifact(method, c)
+    # A file wants tensors that share no memory.
+    return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
 
 
 PAPER = {"latent_bits": 16, "skip_as": "latent"}  # of SALS
@@ -188,17 +177,11 @@ EVERYTHING = [  # settings under which a method is dense attention: the rank is 
     ("fdc", {"rate": 0.0}),
     ("palu", {"keep": 1.0}),
     ("streaming", {"recent": 80}),
-    ("topk", {}),
-    ("h2o", {}),
-    ("quest", {}),
+    *((method, {}) for method in ("topk", "h2o", "quest", "kivi")),
     ("doublesparse", {"every": 3, "share_heads": 1}),
-    ("kivi", {}),
     ("shadowkv", {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}),
     ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
 ]
-
-
-ENGINE = {"compiled", "graphed"}  # options of an Engine
 
 
 def make_engine(
@@ -206,7 +189,7 @@ def make_engine(
 ) -> Engine:
     """By default with an artifact_of the model; options: a method's, and compiled and graphed."""
     room, artifact = Room(model, rows, capacity, kernels_), artifact or artifact_of(method, model)
-    how = {name: options.pop(name) for name in ENGINE & options.keys()}
+    how = {name: options.pop(name) for name in {"compiled", "graphed"} & options.keys()}
     caches = METHODS[method].build(model, compress.settings_from(method, options), room, artifact)
     return Engine(model, caches, room, Sampling(), **how)
 
@@ -235,15 +218,27 @@ def random_ids(n: int, seed: int = 0, vocab: int = 96) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, n).tolist()
 
 
-def stream(n: int, group: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [n, 8, 16], k and v [n, 8 / group, 16] of one layer, sharp enough for a selection to matter."""
-    torch.manual_seed(seed)
-    return torch.randn(n, 8, 16) * 2, torch.randn(n, 8 // group, 16), torch.randn(n, 8 // group, 16)
+def stream(n: int, group: int = 2, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [n, 8, dim], k and v [n, 8 / group, dim] of one layer, sharp enough for a selection to matter."""
+    torch.manual_seed(0)
+    return torch.randn(n, 8, dim) * 2, torch.randn(n, 8 // group, dim), torch.randn(n, 8 // group, dim)
 
 
 def row_cache(method: str, model: Llama, rows: int, capacity: int, **options):
     """The cache of a model's first layer that is not skipped."""
     return make_engine(model, method, rows, capacity, **skip_none(method) | options).caches[0]
+
+
+def reads(cache, n: int, q, k, v):
+    """The cache, row 0 of which has now read the first n tokens of a stream as a prompt."""
+    cache.prefill(0, q[:n], k[:n], v[:n])
+    return cache
+
+
+def scene(method: str, n: int, total: int, capacity: int = 0, group: int = 2, dim: int = 16, **options):
+    """A method's cache that has read the first n tokens of a stream, and that stream of `total` tokens."""
+    qkv, model = stream(total, group, dim), tiny_model(group=group, head_dim=dim)
+    return reads(row_cache(method, model, 1, capacity or total, **options), n, *qkv), qkv
 
 
 def skip_none(method: str) -> dict:
@@ -333,23 +328,16 @@ def test_logits_agree_with_transformers(family, tmp_path):
 
 def test_rope_is_half_split_and_relative():
     cos, sin = rope_tables(tiny_config(), 64, CPU)
-    q, k = torch.randn(1, 16), torch.randn(1, 16)
-
-    def logit(i, j):
-        return (apply_rope(q, cos[i], sin[i]) * apply_rope(k, cos[j], sin[j])).sum()
-
-    assert torch.allclose(logit(50, 40), logit(20, 10), atol=1e-4)
-    x = torch.zeros(1, 16)
-    x[0, 3] = 1  # pair 3 is dims 3 and 3 + 8
-    rotated = apply_rope(x, cos[5], sin[5])[0]
+    q, k = (apply_rope(torch.randn(16).expand(64, 1, 16), cos, sin)[:, 0] for _ in range(2))
+    assert torch.allclose(q[50] @ k[40], q[20] @ k[10], atol=1e-4)
+    rotated = apply_rope(F.one_hot(torch.tensor([3]), 16).float(), cos[5], sin[5])[0]
+    assert rotated.nonzero().flatten().tolist() == [3, 11]  # pair 3 is dims 3 and 3 + 8
     assert torch.allclose(rotated[[3, 11]], torch.stack((cos[5, 3], sin[5, 3])))
-    assert rotated.abs().sum() == rotated[[3, 11]].abs().sum()
 
 
 def test_named_shapes_have_published_parameter_counts():
-    billions = {"llama-2-7b": 6.738, "llama-2-13b": 13.016, "llama-3.1-8b": 8.030}
-    billions |= {"llama-3.1-70b": 70.554, "mistral-7b": 7.242, "qwen2.5-7b": 7.616}
-    for name, count in billions.items():
+    billions = (6.738, 13.016, 8.030, 70.554, 7.242, 7.616)
+    for name, count in zip(SHAPES, billions, strict=True):
         with torch.device("meta"):
             model = Llama(SHAPES[name])
         assert round(sum(p.numel() for p in model.parameters()) / 1e9, 3) == count, name
@@ -357,15 +345,15 @@ def test_named_shapes_have_published_parameter_counts():
 
 def test_checkpoint_round_trip_and_dtypes(tmp_path):
     model = tiny_model(tied=True)
+    slots = model_file.weight_slots(model)
     save_checkpoint(model, tmp_path)
     loaded = load_model(tmp_path, CPU, torch.bfloat16)
     for name, slot in model_file.weight_slots(loaded).items():
-        assert torch.equal(slot, model_file.weight_slots(model)[name].bfloat16()), name
+        assert torch.equal(slot, slots[name].bfloat16()), name
     assert loaded.output.weight is loaded.tok_embeddings.weight
-    first = loaded.fingerprint
-    model_file.weight_slots(model)["model.norm.weight"][0] += 1
+    slots["model.norm.weight"][0] += 1
     save_checkpoint(model, tmp_path)
-    assert load_model(tmp_path, CPU, torch.float32).fingerprint != first
+    assert load_model(tmp_path, CPU, torch.float32).fingerprint != loaded.fingerprint
 
 
 def test_config_reads_windows_and_refuses_partial_rotation():
@@ -409,8 +397,7 @@ def options_for(c: model_file.ModelConfig, options: dict) -> dict:
 
 @functools.cache
 def dense_logits(rows: tuple, more: tuple, **changes) -> torch.Tensor:
-    engine = make_engine(tiny_model(**changes), "dense", len(rows), 80)
-    return logits_through(engine, [list(ids) for ids in rows], [list(ids) for ids in more])
+    return logits_through(make_engine(tiny_model(**changes), "dense", len(rows), 80), rows, more)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -429,17 +416,6 @@ def test_full_rank_and_budget_is_dense(method, options, group):
     assert error(logits_through(engine, prompts, more), dense_logits(prompts, more, **changes)) < bound
 
 
-@pytest.mark.parametrize("group", [1, 8])
-@pytest.mark.parametrize("score", ["sum", "softmax"])
-def test_sals_half_window_is_close_to_dense(group, score):
-    """The window's own latent is at rank 1/2 and 8 bits: close, not equal."""
-    prompts, more = (tuple(random_ids(60)),), (tuple(random_ids(20, 1)),)
-    for options in ({"metric": "query", "skip": ""}, {"metric": "key", "skip": "0,-1"}):
-        options = FULL | {"score": score, "window": "half"} | options
-        got = logits_through(make_engine(tiny_model(group=group), "sals", 1, 80, **options), prompts, more)
-        assert 1e-4 < error(got[1:], dense_logits(prompts, more, group=group)[1:]) < 1.5
-
-
 @pytest.mark.parametrize("method, options", CASES)
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
     """Alone in a cache that has held a longer prompt before, of which nothing may be left."""
@@ -455,37 +431,39 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
 CODED = [case for case in CASES if case[0] in ("elitekv", "fdc", "palu")]  # a prompt attends what is stored
 
 
-@pytest.mark.parametrize("method, options", [*EVERYTHING, *CODED])
-def test_prefill_then_decode_equals_decode_all_the_way(method, options):
-    ids, coded = random_ids(70), (method, options) in CODED
-    changes = {"head_dim": width_for(method), "qkv_bias": coded}
+@pytest.mark.parametrize("case, group", [*((c, 2) for c in EVERYTHING), *itertools.product(CODED, (1, 2, 8))])
+def test_prefill_then_decode_equals_decode_all_the_way(case, group):
+    """So EliteKV's absorbed decode is its naive attention."""
+    (method, options), coded, ids = case, case in CODED, tuple(random_ids(70))
+    changes = {"head_dim": width_for(method), "qkv_bias": coded, "group": group}
+    options = options_for(tiny_config(**changes), options)
     engines = (make_engine(tiny_model(**changes), method, 1, 80, **options) for _ in range(2))
     late, early = (logits_through(e, [ids[:n]], [ids[n:]]) for e, n in zip(engines, (60, 1), strict=True))
     assert error(late, early[-len(late) :]) < (1e-4 if width_for(method) > 16 else 1e-5)
-    dense = dense_logits((tuple(ids[:60]),), (tuple(ids[60:]),), **changes)
+    dense = dense_logits((ids[:60],), (ids[60:],), **changes)
     assert not coded or error(late[0], dense[0]) > 1e-2
 
 
-# What a prompt alone decides, or where a cache counts what has happened since.
-OF_THE_PROMPT = "basis latent outlier outlier_k outlier_v held since head".split()
-
-
-SPLIT_CASES = [(m, o) for m, o in CASES if m not in ("h2o", "lrqk", "kivi") and "kv_bits" not in o]
-
-
-@pytest.mark.parametrize("method, options", SPLIT_CASES)
+@pytest.mark.parametrize("method, options", [case for case in CASES if case[0] not in ("h2o", "lrqk")])
 def test_any_split_of_prompt_and_decode_leaves_the_same_cache(method, options):
-    """Whole numbers (codes) to the bit."""
+    """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
     if options.get("skip_as") not in ("int8", "dense"):
         options = options | skip_none(method)
-    ids, whole = random_ids(48), {}
-    for first in (48, 1, 3, 7, 8, 9, 33, 47):
+    ids, last, whole = random_ids(48), torch.tensor([47]), {}
+    # What a prompt alone decides, or where a cache counts what has happened since.
+    of_the_prompt = "basis latent outlier outlier_k outlier_v held since head".split()
+    for first in (48, 1, 3, 7, 8, 9, 31, 32, 33, 47):
         engine = make_engine(tiny_model(n_layers=1).double(), method, 1, 64, **options)
         logits_through(engine, [ids[:first]], [ids[first:]])
-        for name, buffer in engine.caches[0].named_buffers():
+        (cache,) = engine.caches
+        buffers = dict(cache.named_buffers())
+        for name in ("keys", "values") if "keys.codes" in buffers else ():
+            buffers = {key: x for key, x in buffers.items() if not key.startswith(name)}
+            buffers[name] = getattr(cache, name).read(last)[:, :, :48]
+        for name, buffer in buffers.items():
             one = whole.setdefault(name, buffer)
             same = torch.allclose(one, buffer, atol=1e-5) if one.is_floating_point() else one.equal(buffer)
-            assert same or name in OF_THE_PROMPT, (first, name)
+            assert same or name in of_the_prompt, (first, name)
 
 
 SELECTIVE = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "fold": False, "keep": 0.0}
@@ -518,19 +496,16 @@ SELECTORS = [
 ]
 
 
-@pytest.mark.parametrize("selector, group, n_prompt", pairwise(SELECTORS, [1, 2], [1, 12, 23, 40]))
+@pytest.mark.parametrize("selector, group, n_prompt", pairwise(SELECTORS, [1, 2], [1, 10, 15, 23, 40]))
 def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prompt):
     """All tokens up to the budget's edge; then the sinks, the recent ones and the best, once each."""
     method, options, budget, sinks, recent, free, best = selector
-    model, places, bound = tiny_model(group=group), torch.arange(80), 1e-4 if method == "shadowkv" else 1e-5
-    cache, dense = row_cache(method, model, 1, 80, **options), DenseCache(Room(model, 1, 80))
-    q, k, v = stream(75, group)
-    for each in (cache, dense):
-        each.prefill(0, q[:n_prompt], k[:n_prompt], v[:n_prompt])
+    places, bound = torch.arange(80), 1e-4 if method == "shadowkv" else 1e-5
+    cache, qkv = scene(method, n_prompt, 75, 80, group=group, **options)
+    dense = reads(DenseCache(cache.room), n_prompt, *qkv)
     for n in range(n_prompt, 75):
-        out, chosen = watched_step(cache, n, q, k, v)
-        whole = step(dense, n, q, k, v)
-        rotated = dense.rope(q[n], n)
+        (out, chosen), whole = watched_step(cache, n, *qkv), step(dense, n, *qkv)
+        rotated = dense.rope(qkv[0][n], n)
         keys, values = (x.repeat_interleave(group, 1) for x in (dense.k, dense.v))
         assert error(out, attend(rotated[None], keys, values, chosen[None])) < bound, n
         least = budget - free if n >= budget or method == "shadowkv" else budget
@@ -552,21 +527,16 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
 
 def test_int8_keys_of_skipped_layers_are_close_and_bounded():
     """Half of a step at most is lost of a key, and of the attention far less than by V in 4 bits."""
-    model, errors = tiny_model(n_heads=4, n_kv_heads=2, head_dim=32), []
-    room = Room(model, 2, 50)
-    dense = DenseCache(room)
-    q, k, v = torch.randn(40, 4, 32), 3 * torch.randn(40, 2, 32), torch.randn(40, 2, 32)
-    pos = torch.tensor([40, 40], dtype=torch.int32)
-    step = (pos, *(x[:2] for x in (q, k, v)))
+    room, (q, k, v), errors = Room(tiny_model(head_dim=32), 2, 50), stream(41, dim=32), []
+    qkv = q / 2, 3 * k, v
     for bits in (16, 4):
-        cache = compress.Int8Cache(room, bits)
+        caches = cache, dense = compress.Int8Cache(room, bits), DenseCache(room)
         for row in range(2):
-            assert torch.equal(cache.prefill(row, q, k, v), dense.prefill(row, q, k, v))
-        got, want = cache.decode(*step), dense.decode(*step)
-        decoded = cache.k * cache.k_scale[..., None]
-        assert ((decoded - dense.k).abs() <= cache.k_scale[..., None] * 0.501).all()
-        assert cache.k_scale[:, :, 41:].eq(0).all() and cache.k_scale[:, :, :41].gt(0).all()
-        errors.append(error(got, want))
+            assert torch.equal(*(c.prefill(row, *(x[:40] for x in qkv)) for c in caches))
+        errors.append(error(*(step(c, 40, *qkv) for c in caches)))
+        scale = cache.k_scale[..., None]
+        assert ((cache.k * scale - dense.k).abs() <= scale * 0.501).all()
+        assert scale[:, :, 41:].eq(0).all() and scale[:, :, :41].gt(0).all()
     assert 1e-4 < errors[0] < 0.02 and 2 * errors[0] < errors[1] < 0.2
 
 
@@ -607,13 +577,11 @@ def test_keep_is_the_share_of_tokens_attended():
 
 def test_bytes_of_the_paper():
     """SALS Table 2: 0.28 and 0.15 of dense; 1 / 0.15625 is the abstract's 6.4 times."""
-    model = Llama.__new__(Llama)
-    torch.nn.Module.__init__(model)
-    model.config = SHAPES["llama-2-7b"]
-    model.tok_embeddings = torch.nn.Embedding(2, 2, dtype=torch.bfloat16)
-    room = Room(model, 1, 4096)
+    embeddings = SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16))
+    room = Room(SimpleNamespace(config=SHAPES["llama-2-7b"], tok_embeddings=embeddings), 1, 4096)
     for rank, bits, ratio in ((0.25, 4, 0.28125), (0.125, 2, 0.15625)):
-        cache = sals_cache(room, SalsSettings(rank=rank, bits=bits, **PAPER), torch.zeros(4096, 1024))
+        settings = SalsSettings(rank=rank, bits=bits, **PAPER)
+        cache = compress.SalsCache(room, settings, True, (torch.zeros(4096, round(4096 * rank)),) * 2)
         assert cache.token_bytes() == ratio * 2 * 4096 * 2
         length, chosen, exact = 4096, 432, 16 + 64
         expected = length * cache.r_score * 2 + chosen * cache.token_bytes() + exact * 4 * 4096
@@ -648,42 +616,45 @@ def test_bytes_read_by_hand(method, options, length, expected):
 # ----------------------------------------------------------------------------------------------- quantisation
 
 
+def coded(x: torch.Tensor, bits: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, (minimum, scale) of groups of 32, and what they stand for."""
+    codes, low_scale = quantize(x, bits, 32, dim)
+    return codes, low_scale, compress.dequantize(codes, low_scale, bits, 32, torch.float32, dim)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantiser_bounds_and_exact_cases(bits):
     torch.manual_seed(bits)
     x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 64)
-    codes, low_scale = quantize(x, bits, 32)
+    codes, low_scale, back = coded(x, bits)
     assert codes.shape == (5, 3, 64 * bits // 8) and codes.dtype == torch.uint8
-    back = compress.dequantize(codes, low_scale, bits, 32, torch.float32)
     low, scale = low_scale.float().unbind(-1)
     bound = scale / 2 + (low.abs() + scale * 2**bits) * 2**-10  # half a step, and the fp16 rounding of both
     assert ((back - x).unflatten(-1, (2, 32)).abs().amax(-1) <= bound).all()
-    again = quantize(back, bits, 32)
-    assert error(compress.dequantize(*again, bits, 32, torch.float32), back) < 2e-3
+    assert error(coded(back, bits)[2], back) < 2e-3
     every = torch.arange(256).remainder(2**bits).float().view(-1, 64)
     every[:, ::32], every[:, 1::32] = 0, 2**bits - 1
-    for exact in (torch.full((1, 1, 64), 0.75), every):
-        assert torch.equal(compress.dequantize(*quantize(exact, bits, 32), bits, 32, torch.float32), exact)
+    for exact, dim in ((torch.full((1, 1, 64), 0.75), -1), (torch.full((2, 32, 8), 0.75), -2), (every, -1)):
+        assert torch.equal(coded(exact, bits, dim)[2], exact)
     outlier = x.clone()
     outlier[0, 0, 40] = 1e4  # touches its own group of 32 only
-    changed = compress.dequantize(*quantize(outlier, bits, 32), bits, 32, torch.float32) != back
+    changed = coded(outlier, bits)[2] != back
     assert not changed[0, 0, :32].any() and not changed[1:].any() and not changed[0, 1:].any()
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantiser_keeps_the_ends_of_a_group_and_follows_an_affine_map(bits):
+    """a x + b with powers of two, which round nothing: the codes stay, and the ends move along."""
     x = (torch.rand(4, 2, 64, generator=torch.Generator().manual_seed(bits)) * 4 - 2).half().float()
-    codes, low_scale = quantize(x, bits, 32)
-    back = compress.dequantize(codes, low_scale, bits, 32, torch.float32).unflatten(-1, (2, 32))
-    low, high = x.unflatten(-1, (2, 32)).aminmax(dim=-1)
-    assert torch.equal(back.amin(-1), low)
-    assert ((back.amax(-1) - high).abs() <= (high - low) * 2**-10).all()  # the fp16 rounding of the scale
-    # a x + b, a > 0: powers of two round nothing, so that the codes are the same and the ends move along.
-    moved, ends = quantize(4 * x, bits, 32)
-    assert torch.equal(moved, codes) and torch.equal(ends, 4 * low_scale)
-    whole = torch.randint(0, 2**bits, (4, 2, 64), generator=torch.Generator().manual_seed(0)).float()
+    codes, low_scale, back = coded(x, bits)
+    (low, high), ends = (t.unflatten(-1, (2, 32)).aminmax(dim=-1) for t in (x, back))
+    assert torch.equal(ends[0], low)
+    assert ((ends[1] - high).abs() <= (high - low) * 2**-10).all()  # the fp16 rounding of the scale
+    moved, moved_ends, _ = coded(4 * x, bits)
+    assert torch.equal(moved, codes) and torch.equal(moved_ends, 4 * low_scale)
+    whole = torch.randint(0, 2**bits, (4, 2, 64)).float()
     whole[..., ::32], whole[..., 1::32] = 0, 2**bits - 1
-    assert torch.equal(quantize(2 * whole - 8, bits, 32)[0], quantize(whole, bits, 32)[0])
+    assert torch.equal(coded(2 * whole - 8, bits)[0], coded(whole, bits)[0])
 
 
 # -------------------------------------------------------------------------------------------- SALS invariants
@@ -694,19 +665,20 @@ def test_sals_fit_is_optimal_and_joint_beats_per_head():
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     for i, (_, keys, _) in enumerate(observed(model, tokens)):
         keys, basis = keys.flatten(0, 1).double(), tensors[f"{i}.key_basis"].double()
-        assert_best_basis(keys.flatten(1), basis, (8, 16, 32))
-        values, heads = tensors["key_eigenvalues"][i], torch.linalg.svdvals(keys.transpose(0, 1)).square()
+        assert_best_basis(keys.flatten(1), basis, (8, 16, 32), tensors["key_eigenvalues"][i])
+        heads = torch.linalg.svdvals(keys.transpose(0, 1)).square()
         for r in (8, 16, 32):
             kept = (keys.flatten(1) @ basis[:, :r]).square().sum()
-            assert abs(kept / len(keys) / values[:r].sum() - 1) < 1e-5
             assert kept >= heads[:, : r // 4].sum() * (1 - 1e-9)  # Lemma 1
 
 
-def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, bound: float = 1e-4) -> None:
-    """Eckart-Young: orthonormal columns, of which the r first lose of x [n, d] what no others do less."""
+def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4) -> None:
+    """Eckart-Young: orthonormal columns, of which the r first lose of x [n, d] what no others do less.
+    values: the eigenvalues of its covariance."""
     x, basis = x.double(), basis.double()
     assert error(basis.T @ basis, torch.eye(basis.shape[1])) < 1e-5
     spectrum = torch.linalg.svdvals(x).square()
+    assert values is None or error(values, spectrum / len(x)) < 1e-5
     for r in ranks:
         lost = (x - x @ basis[:, :r] @ basis[:, :r].T).square().sum()
         assert abs(lost / spectrum[r:].sum() - 1) < bound
@@ -719,18 +691,17 @@ def pair_energy(x: torch.Tensor) -> torch.Tensor:
 
 def test_a_keys_error_costs_logits_what_the_query_metric_says():
     """Over all angles of every pair, the mean square of q^T R e is sum_p |q_p|^2 |e_p|^2 / 2."""
-    q, e = torch.randn(2, 8, dtype=torch.float64)
-    turns = torch.cartesian_prod(*[torch.arange(4).double()] * 4) * math.pi / 2  # exact up to second order
-    a, b = e.chunk(2)
-    rotated = torch.cat((a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()), -1)
-    assert error((rotated @ q).square().mean(), (pair_energy(q) * pair_energy(e)).sum() / 2) < 1e-12
+    q, e = torch.randn(2, 8)
+    turns = torch.cartesian_prod(*[torch.arange(4.0)] * 4) * math.pi / 2  # exact up to second order
+    rotated = apply_rope(e.expand(256, 1, 8), turns.cos(), turns.sin())[:, 0]
+    assert error((rotated @ q).square().mean(), (pair_energy(q) * pair_energy(e)).sum() / 2) < 1e-6
 
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_sals_query_metric_keeps_the_logits_best(group):
     model, tokens = tiny_model(group=group), tiny_tokens(6, 64)
     for layer in model.layers:  # queries that need some pairs more than others
-        dims = torch.tensor([4.0, 1.0, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]).repeat(2 * model.config.n_heads)
+        dims = torch.tensor([4.0, 1.0, 0.2, *[0.1] * 5]).repeat(2 * model.config.n_heads)
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     for i, (q, k, _) in enumerate(observed(model, tokens)):
@@ -739,17 +710,14 @@ def test_sals_query_metric_keeps_the_logits_best(group):
         scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
         weight = energy * (scale.square().sum() / (2 * energy.sum()))  # the fit's unit
         assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
-
-        def lost(down, up, k=k, weight=weight):
-            return (pair_energy(k - (k.flatten(1) @ down @ up.T).view_as(k)) * weight).sum()
-
         for r in (n // 8, n // 4):
-            down, up = compress.sals_maps(U, scale, r)
-            assert error(down.T @ up, torch.eye(r)) < 1e-5
-            best = lost(down, up)
-            assert abs(best / len(k) / tensors["query_eigenvalues"][i, r:].sum() - 1) < 1e-4  # Eckart-Young
+            ours = down, up = compress.sals_maps(U, scale, r)
             paper = compress.sals_maps(tensors[f"{i}.key_basis"].double(), None, r)
-            assert paper[0] is paper[1] and best < 0.8 * lost(*paper)
+            assert error(down.T @ up, torch.eye(r)) < 1e-5 and paper[0] is paper[1]
+            rests = (k - (k.flatten(1) @ down @ up.T).view_as(k) for down, up in (ours, paper))
+            best, other = ((pair_energy(rest) * weight).sum() for rest in rests)
+            assert abs(best / len(k) / tensors["query_eigenvalues"][i, r:].sum() - 1) < 1e-4  # Eckart-Young
+            assert best < 0.8 * other
 
 
 def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
@@ -757,8 +725,7 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
     options = PAPER | {"rank": 0.125, "keep": 0.25, "sinks": 0, "score_block": 0}
 
     def logits(method, **options):
-        model = load_model(NANO, CPU, torch.float32)
-        engine = make_engine(model, method, 1, 704, load_artifact(NANO, "sals", model), **options)
+        engine = fitted_engine(NANO, method, 1, 704, **options)
         return logits_through(engine, [ids[:640]], [ids[640:]]).log_softmax(-1)
 
     dense, query, key = logits("dense"), *(logits("sals", **options, metric=m) for m in ("query", "key"))
@@ -766,64 +733,33 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
     assert far[0] < 0.7 * far[1]
 
 
-def test_sals_scores_are_those_of_all_heads_before_rope():
-    """sum: the sum of all heads' logits; softmax: of their attention weights."""
-    q, k = torch.randn(2, 8, 16, dtype=torch.float64), torch.randn(2, 30, 4, 16, dtype=torch.float64)
-    basis, live = orthonormal(64).double(), torch.arange(30) < torch.tensor([[30], [25]])
-    logits = torch.einsum("bhd,bshd->bhs", q, k.repeat_interleave(2, dim=2))
-    weights = logits.div(4).masked_fill(~live[:, None], -torch.inf).softmax(-1)
-    swapped = q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)  # the order of a group's heads does not matter
-    for rule, truth in (("sum", logits.sum(1)), ("softmax", weights.sum(1))):
-        for x in (q, swapped):
-            queries = compress.sals_queries(x, basis, 4, rule)
-            scores = compress.sals_scores(queries, k.flatten(2) @ basis, live, rule, 0.25)
-            assert error(scores[live], truth[live]) < 1e-5
-        assert rule == "sum" or (scores[1, 25:] == 0).all()
-
-
-SCORED = SPARSE | {"rank": 1.0, "score_rank": 1.0}  # no score is lost to the rank
-
-
-def true_logits(cache, q, k, pos, places) -> torch.Tensor:
-    """q . k after RoPE [Hq, n]: q [1, 8, 16] at pos [1] and keys [n, 4, 16] at places [n]."""
-    keys = cache.rope(k, places).repeat_interleave(2, dim=1)
-    return torch.einsum("hd,shd->hs", cache.rope(q, pos)[0], keys)
-
-
-def test_sals_softmax_scores_have_the_temperature_of_the_true_logits_under_yarn():
-    """All keys at the query's position, where RoPE cancels but for yarn's factor on cos and sin."""
-    options = SCORED | {"fold": False, "score_block": 0}
-    cache = row_cache("sals", tiny_model(rope_scaling=YARN), 1, 40, **options)
-    assert cache.room.cos[0, 0] > 1.1
-    q, k, pos = torch.randn(1, 8, 16), torch.randn(1, 40, 4, 16), torch.tensor([39])
-    latent, live = k.flatten(2) @ cache.down, torch.ones(1, 40, dtype=torch.bool)
-    scores = compress.sals_scores(cache.queries(pos, q), latent, live, "softmax", cache.logit_scale)
-    truth = true_logits(cache, q, k[0], pos, pos.expand(40)) / 4
-    assert error(scores[0], truth.softmax(-1).sum(0)) < 1e-4
-
-
 @pytest.mark.parametrize("scaling", [None, YARN])
 @pytest.mark.parametrize("rule", ["sum", "softmax"])
-def test_sals_scores_in_blocks_of_one_token_are_those_of_exact_logits(rule, scaling):
-    options = SCORED | {"score_block": 1, "score": rule}
-    cache = row_cache("sals", tiny_model(rope_scaling=scaling), 1, 40, **options)
-    q, k, pos = torch.randn(1, 8, 16), torch.randn(40, 4, 16), torch.tensor([36])
-    latent, live = k.flatten(1)[None] @ cache.up.inverse().T, torch.arange(40)[None] <= 36
-    scores = compress.sals_scores(cache.queries(pos, q), latent, live, rule, cache.logit_scale, 1)[0, :37]
-    logits = true_logits(cache, q, k, pos, slice(0, 40))[:, :37]
-    truth = logits if rule == "sum" else (logits / 4).softmax(-1)
-    assert error(scores, truth.sum(0)) < 1e-4
+@pytest.mark.parametrize("block", [0, 1, 16])
+def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(block, rule, scaling):
+    """Sums of all heads' logits or weights, in any order of a group's heads. Without blocks all keys stand at
+    the query's place, where RoPE cancels but for yarn's factor on cos and sin, which the sum lacks."""
+    options = SPARSE | {"rank": 1.0, "score_rank": 1.0, "fold": False, "score_block": block, "score": rule}
+    cache = row_cache("sals", tiny_model(rope_scaling=scaling), 2, 40, **options)
+    factor = cache.room.cos[0, 0] ** 2 if rule == "sum" and not block else 1.0
+    assert scaling is None or cache.room.cos[0, 0] > 1.1
+    q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
+    live, latent = torch.arange(40) <= pos[:, None], k.flatten(2) @ cache.down
 
+    def mean_logits(row, j):
+        """Of key j, [Hq]."""
+        first = j // block * block if block else int(pos[row])
+        places = torch.arange(first, min(first + max(1, block), 40))
+        keys = cache.rope(k[row, j].expand(len(places), 4, 16), places).repeat_interleave(2, 1)
+        return torch.einsum("hd,shd->sh", cache.rope(q, pos)[row], keys).mean(0)
 
-def test_sals_query_of_a_block_gives_the_mean_logit_of_its_places():
-    """Of a key that may lie at any place of the block, for whole blocks and for the last one."""
-    cache = row_cache("sals", tiny_model(), 1, 40, **SCORED | {"score_block": 16})
-    q, k, pos = torch.randn(1, 8, 16), torch.randn(1, 4, 16), torch.tensor([39])
-    queries = cache.queries(pos, q)  # [1, 3, 8, 64]
-    latent = (k.flatten(1) @ cache.up.inverse().T)[0]
-    for i, places in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
-        truth = true_logits(cache, q, k.expand(40, -1, -1)[places], pos, places).mean(1)
-        assert error(queries[0, i] @ latent, truth) < 1e-4
+    for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
+        scores = compress.sals_scores(cache.queries(pos, x), latent, live, rule, cache.logit_scale, block)
+        for row, n in enumerate((pos + 1).tolist()):
+            logits = torch.stack([mean_logits(row, j) for j in range(n)], 1)
+            truth = logits / factor if rule == "sum" else (logits / 4).softmax(-1)
+            assert error(scores[row, :n], truth.sum(0)) < 1e-5
+    assert rule == "sum" or not scores[1, 25:].any()
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 12, 13, 14, 40])
@@ -843,29 +779,31 @@ def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
 
 
 @pytest.mark.parametrize("length", [3, 8, 21])
-def test_sals_half_window_reconstructs_at_the_right_positions(length):
-    """Keys that lie in the half-rank subspace come back exactly, each rotated at its own position."""
-    settings = SalsSettings(**SPARSE, window="half")
-    U, scale = orthonormal(64), 2 ** torch.linspace(-1, 1, 64)
-    cache = sals_cache(Room(tiny_model(), 1, 40), settings, U, scale)
-    k = (torch.randn(length, 32) @ compress.sals_maps(U, scale, 32)[1].T).unflatten(-1, (4, 16))
-    cache.prefill(0, torch.randn(length, 8, 16), k, torch.randn(length, 4, 16))
-    got, _, live = cache.read_window(torch.tensor([length - 1]))
-    for p in range(max(0, length - 8), length):
-        assert live[0, p % 8] and error(got[0, p % 8], cache.rope(k, slice(0, length))[p]) < 1e-5
+@pytest.mark.parametrize("metric, group, skip", [("query", 1, ""), ("query", 2, "0"), ("key", 8, "")])
+def test_sals_half_window_has_half_the_rank_and_the_right_positions(metric, group, skip, length):
+    """Keys of the half-rank subspace come back exactly, each rotated at its own position. Attention is then
+    dense up to the 8 bits of V, in layers that attend every token, too."""
+    options = FULL | {"window": "half", "metric": metric, "skip": skip, "fold": False}
+    cache, (q, k, v) = row_cache("sals", tiny_model(group=group), 1, 40, **options), stream(length + 1, group)
+    k = (k.flatten(1) @ cache.half_down @ cache.half_up.T).view_as(k)
+    dense = reads(DenseCache(cache.room), length, q, k, v)
+    got, _, live = reads(cache, length, q, k, v).read_window(torch.tensor([length - 1]))
     assert live.sum() == min(8, length)
+    for p, key in list(enumerate(dense.k[0].transpose(0, 1)[:length]))[-8:]:
+        assert live[0, p % 8] and error(got[0, p % 8], key) < 1e-5
+    assert 1e-4 < error(step(cache, length, q, k, v), step(dense, length, q, k, v)) < 0.02
 
 
 @pytest.mark.parametrize("score", ["sum", "softmax"])
 @pytest.mark.parametrize("qkv_bias", [False, True])
 @pytest.mark.parametrize("latent_bits, tolerance", [(16, 1e-4), (8, 0.02)])  # a code may round otherwise
 def test_folded_projections_equal_unfolded(score, qkv_bias, latent_bits, tolerance):
-    prompts, more = [random_ids(50)], [random_ids(10, 1)]
     runs = []
     for fold in (True, False):
         model = tiny_model(qkv_bias=qkv_bias)
         options = SPARSE | {"score": score, "fold": fold, "latent_bits": latent_bits, "score_block": 0}
-        runs.append(logits_through(make_engine(model, "sals", 1, 64, **options), prompts, more))
+        engine = make_engine(model, "sals", 1, 64, **options)
+        runs.append(logits_through(engine, [random_ids(50)], [random_ids(10, 1)]))
         rows = model.layers[2].attention.wqkv.weight.shape[0]
         assert rows == 256 + fold * (32 + (16 if score == "sum" else 0))
     assert error(runs[0], runs[1]) < tolerance
@@ -898,22 +836,16 @@ def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
 def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_scores(metric):
     """Keys with one direction 30 times the others, as the mean of real keys is: its size must not set the
     error of the others, in scored dims or beyond."""
-    torch.manual_seed(0)
-    n, U, scale = 400, orthonormal(64), 2 ** torch.linspace(-1, 1, 64)
-    scale = scale if metric == "query" else torch.ones(64)
-    energy = torch.ones(64)
-    energy[0] = 30
+    n, model, keys, scores = 400, tiny_model(), [], []
+    U, scale = orthonormal(64), bases(model)["scale"][0] if metric == "query" else torch.ones(64)
+    energy = torch.where(torch.arange(64) == 0, 30.0, 1.0)
     k = ((torch.randn(n, 64) * energy) @ U.T / scale).unflatten(-1, (4, 16))
-    q, v = torch.randn(n, 8, 16), torch.randn(n, 4, 16)
-    live, keys, scores = torch.ones(1, n, dtype=torch.bool), [], []
+    q, v, last = torch.randn(n, 8, 16), torch.randn(n, 4, 16), torch.tensor([n - 1])
     for bits in (16, 8):
-        settings = SalsSettings(**SPARSE | {"rank": 1.0, "latent_bits": bits})
-        cache = sals_cache(Room(tiny_model(), 1, n), settings, U, None if metric == "key" else scale)
-        cache.prefill(0, q, k, v)
+        options = SPARSE | {"rank": 1.0, "latent_bits": bits, "score": "sum", "score_block": 0, "fold": False}
+        cache = reads(row_cache("sals", model, 1, n, **options, metric=metric), n, q, k, v)
         keys.append((cache.latents.read((0,)) @ cache.up.T) * scale @ U)
-        leading = cache.latents.read((slice(None),))[..., : cache.r_score]
-        queries = cache.queries(torch.tensor([n - 1]), q[-1:])
-        scores.append(compress.sals_scores(queries, leading, live, "sum", 1.0)[0])
+        scores.append(cache.scores(last, cache.queries(last, q[-1:]))[0])
     assert cache.latents.rows.dtype == torch.int8
     assert 1e-3 < error(keys[1], keys[0]) < 0.015
     assert error(keys[1][:, 1:], keys[0][:, 1:]) < 0.05
@@ -922,23 +854,17 @@ def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_score
     assert len(best[0] & best[1]) >= 37
 
 
-def test_prefill_holds_one_layers_keys_and_values_at_a_time():
+def test_prefill_holds_one_layers_keys_and_values_at_a_time(monkeypatch):
     """No tensor of a layer's k may live on when the next layer's prefill runs."""
-    import weakref
+    seen, prefill = [], compress.SalsCache.prefill
 
-    model = tiny_model()
-    engine = make_engine(model, "sals", 1, 64, **SPARSE)
-    seen = []
-    for cache in engine.caches:
-        inner = cache.prefill
+    def watched(cache, row, q, k, *rest):
+        assert all(ref() is None for ref in seen)
+        seen.append(weakref.ref(k))
+        return prefill(cache, row, q, k, *rest)
 
-        def prefill(row, q, k, v, *folded, inner=inner):
-            assert all(ref() is None for ref in seen)
-            seen.append(weakref.ref(k))
-            return inner(row, q, k, v, *folded)
-
-        cache.prefill = prefill
-    engine.prefill([random_ids(60)])
+    monkeypatch.setattr(compress.SalsCache, "prefill", watched)
+    make_engine(tiny_model(), "sals", 1, 64, **SPARSE).prefill([random_ids(60)])
     assert len(seen) == 4
 
 
@@ -953,28 +879,28 @@ def test_sals_fit_of_pairs_that_no_query_uses_is_finite():
 # -------------------------------------------------------------------------------------------------- EliteKV
 
 
-def elite_order(c: model_file.ModelConfig, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(c.n_kv_heads, c.head_dim // 2, generator=generator).argsort(-1)
-
-
-def elite_tables(order: torch.Tensor, r: int, n: int, c) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE tables of each KV head [S, Hkv, D/2] that rotate only the first r pairs of its order."""
-    cos, sin = (t[:, None].expand(-1, len(order), -1) for t in rope_tables(c, n, CPU))
-    elite = torch.zeros(cos.shape[1:], dtype=torch.bool).scatter(1, order[:, :r], True)
+def elite_tables(pairs: torch.Tensor, n: int, c) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE tables of each KV head [S, Hkv, D/2] that rotate only its pairs [Hkv, r]."""
+    cos, sin = (t[:, None].expand(-1, len(pairs), -1) for t in rope_tables(c, n, CPU))
+    elite = torch.zeros(cos.shape[1:], dtype=torch.bool).scatter(1, pairs, True)
     return torch.where(elite, cos, 1.0), torch.where(elite, sin, 0.0)
 
 
-def elite_reference(attention, order: torch.Tensor, r: int, x: torch.Tensor, c) -> torch.Tensor:
+def elite_logits(q: torch.Tensor, k: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Causal logits [N, Hkv, G, S, S] if only these pairs turn; q [N, S, Hq, D] and k [N, S, Hkv, D]."""
+    tables = elite_tables(pairs, q.shape[1], tiny_config())
+    q, k = (apply_rope(x.unflatten(2, (len(pairs), -1)), *tables) for x in (q, k))  # [N, S, Hkv, heads, D]
+    return torch.einsum("nihgd,njhod->nhgij", q, k).tril() / 4
+
+
+def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch.Tensor:
     """RoPElite without factors: the dense attention of one layer, cos = 1 and sin = 0 for non-elite pairs."""
-    cos, sin = elite_tables(order, r, x.shape[-2], c)
+    cos, sin = elite_tables(pairs, x.shape[-2], c)
 
-    def attend(q, k, v):
-        q, k = (t.unflatten(-2, (c.n_kv_heads, -1)) for t in (q, k))  # [S, Hkv, heads, D]
-        q, k = (apply_rope(t, cos, sin).flatten(-3, -2) for t in (q, k))
-        return model_file.causal_attention(q, k, v)
+    def turned(t):  # [S, heads, D]
+        return apply_rope(t.unflatten(-2, (len(pairs), -1)), cos, sin).flatten(-3, -2)
 
-    return attention(x, attend)
+    return attention(x, lambda q, k, v: model_file.causal_attention(turned(q), turned(k), v))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -983,65 +909,48 @@ def test_elitekv_rotates_the_elite_pairs_only(group, qkv_bias):
     """r = D/2 is RoPE, r = 0 no position at all, between them cos = 1 and sin = 0 for the other pairs."""
     model = tiny_model(group=group, qkv_bias=qkv_bias)
     c, attention, x = model.config, model.layers[1].attention, torch.randn(40, 48)
-    order, (cos, sin) = elite_order(c), rope_tables(c, 57, CPU)
-
-    def exact(k, v):  # factors A B of full rank: A is the identity
-        return torch.eye(len(k)), torch.cat((k, v), -1)
-
-    plain = {
-        8: attention(x, attention.causal(cos[:40], sin[:40])),
-        0: attention(x, model_file.causal_attention),
-    }
-    for r in (0, 1, 3, 8):
-        elite = compress.elite_attention(attention, c, order, r, exact)
+    order, (cos, sin) = artifact_of("elitekv", model)["elite"][1], rope_tables(c, 57, CPU)
+    for r in (0, 1, 3, 8):  # factors A B of full rank: A is the identity
+        whole = (attention, c, order, r, lambda *kv: (torch.eye(48), torch.cat(kv, -1)))
+        elite = compress.elite_attention(*whole)
         got = elite(x, elite.causal(cos[:40], sin[:40]))
-        assert error(got, elite_reference(attention, order, r, x, c)) < 1e-5
-        assert error(got, plain.get(r, got)) < 1e-5
+        assert error(got, elite_reference(attention, order[:, :r], x, c)) < 1e-5
+        assert r or error(got, attention(x, model_file.causal_attention)) < 1e-5
+        assert r < 8 or error(got, attention(x, attention.causal(cos[:40], sin[:40]))) < 1e-5
         assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
         if not qkv_bias:
             assert error(compress.dense_attention(elite).wqkv.weight, attention.wqkv.weight) < 1e-6
 
 
 def test_rope_deltas_are_what_rotation_changes():
-    """Delta = [(cos phi - 1)(a u + b v) + sin phi (b u - a v)] / sqrt(D), phi = (j - i) theta."""
+    """Of each pair alone; in sum of all of them."""
     torch.manual_seed(0)
     q, k, rows = torch.randn(2, 30, 2, 16), torch.randn(2, 30, 16), torch.tensor([0, 7, 29, 12])
-    cos, sin = rope_tables(tiny_config(), 30, CPU)
-    deltas = compress.rope_deltas(q[:, rows], k, rows, cos, sin)  # [8, N, G, I, S]
-    assert deltas.shape == (8, 2, 2, 4, 30)
-    live = torch.arange(30) <= rows[:, None]
-    for pair, angle in enumerate(10000.0 ** (-torch.arange(8) / 8)):
-        for i, row in enumerate(rows.tolist()):
-            phi = (torch.arange(30) - row) * angle
-            a, b = q[:, row, :, pair, None], q[:, row, :, pair + 8, None]
-            u, v = k[:, None, :, pair], k[:, None, :, pair + 8]
-            truth = ((phi.cos() - 1) * (a * u + b * v) + phi.sin() * (b * u - a * v)) / 4
-            assert torch.allclose(deltas[pair, :, :, i], truth * live[i], atol=1e-5)
-            assert deltas[pair, :, :, i, row].abs().max() < 1e-5  # nothing turns at distance 0
-    turned = apply_rope(q, cos, sin), apply_rope(k[:, :, None], cos, sin)[:, :, 0]
-    full, plain = (torch.einsum("nigd,nsd->ngis", *x) / 4 for x in (turned, (q, k)))
-    assert error(deltas.sum(0), (full - plain)[:, :, rows] * live) < 1e-5
+    deltas = compress.rope_deltas(q[:, rows], k, rows, *rope_tables(tiny_config(), 30, CPU))
+    assert deltas.shape == (8, 2, 2, 4, 30)  # [D / 2, N, G, I, S]
+    pairs = torch.arange(8)[None]
+    plain, full, *turned = (
+        elite_logits(q, k[:, :, None], some)[:, 0][:, :, rows]
+        for some in (pairs[:, :0], pairs, *pairs.split(1, 1))
+    )
+    assert torch.allclose(deltas, torch.stack(turned) - plain, atol=1e-5)
+    assert error(deltas.sum(0), full - plain) < 1e-5
+    assert deltas[..., torch.arange(4), rows].abs().max() < 1e-5  # nothing turns at distance 0
 
 
 def test_ropelite_takes_the_best_pair_in_each_round():
     torch.manual_seed(1)
-    c, rows = tiny_config(), torch.arange(24)
-    q, k, (cos, sin) = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 16), rope_tables(c, 24, CPU)
-    order, distance = compress.ropelite(compress.rope_deltas(q, k, rows, cos, sin))
+    q, k = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16)
+    deltas = compress.rope_deltas(q, k[:, :, 0], torch.arange(24), *rope_tables(tiny_config(), 24, CPU))
+    order, distance = compress.ropelite(deltas)
     assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
-    live = torch.arange(24) <= rows[:, None]
-
-    def logits(elite: list[int]) -> torch.Tensor:
-        cos, sin = (t[:, 0] for t in elite_tables(torch.tensor([elite]), len(elite), 24, c))
-        turned = apply_rope(q, cos, sin), apply_rope(k[:, :, None], cos, sin)
-        return torch.einsum("nigd,nshd->ngis", *turned) / 4
-
-    full = logits(list(range(8)))
+    full = elite_logits(q, k, torch.arange(8)[None])
     for n in range(8):  # brute force, from the definition
-        left, best = set(range(8)) - set(order[:n].tolist()), order[:n].tolist()
-        lost = {x: ((logits([*best, x]) - full) * live).abs().mean().item() for x in left}
-        assert min(lost, key=lost.get) == order[n] or n == 7
-        assert abs(lost[int(order[n])] - distance[n]) < 1e-6
+        *best, taken = order[: n + 1].tolist()
+        left = set(range(8)) - set(best)
+        lost = {x: (elite_logits(q, k, torch.tensor([[*best, x]])) - full).abs().mean() for x in left}
+        assert min(lost, key=lost.get) == taken or n == 7
+        assert abs(lost[taken] - distance[n]) < 1e-6
 
 
 def test_elite_orders_are_those_of_each_head_alone():
@@ -1083,41 +992,28 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
     spectrum, *parts = (torch.linalg.svdvals(x.double().flatten(1)).square() for x in (m, k, v))
     last, whole = math.inf, m.square().sum()
     for d_ckv in (1, 7, 20, 40, 48):
-        a, b = compress.low_rank(k, v, d_ckv, "joint")
+        factors = [compress.low_rank(k, v, d_ckv, kind) for kind in ("joint", "separate")]
+        joint, separate = ((m - a @ b.flatten(1)).square().sum() for a, b in factors)
+        (a, b), (_, blocks) = factors
         assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
-        loss = (m - a @ b.flatten(1)).square().sum()
-        assert abs(loss - spectrum[d_ckv:].sum()) < 1e-6 * whole and loss < last  # Eckart-Young
-        last = loss
-        a, b = compress.low_rank(k, v, d_ckv, "separate")
-        separate = (m - a @ b.flatten(1)).square().sum()
+        assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole and joint < last  # Eckart-Young
+        last = joint
         splits = range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
         best = min(parts[0][n:].sum() + parts[1][d_ckv - n :].sum() for n in splits)
-        assert abs(separate - best) < 1e-6 * whole and separate > loss - 1e-6
-        of_keys, of_values = (x.flatten(1).abs().sum(1) > 1e-9 for x in (b[..., :10], b[..., 10:]))
+        assert abs(separate - best) < 1e-6 * whole and separate > joint - 1e-6
+        of_keys, of_values = (x.flatten(1).abs().sum(1) > 1e-9 for x in blocks.split((10, 15), -1))
         assert not (of_keys & of_values).any()  # block-diagonal
-
-
-RANKS = [(2, 7, "joint"), (5, 30, "separate"), (8, 16, "joint"), (1, 40, "joint")]
-
-
-@pytest.mark.parametrize("group, qkv_bias, ranks", pairwise([1, 4, 8], [False, True], RANKS))
-def test_absorbed_decode_equals_the_naive_forward(group, qkv_bias, ranks):
-    model, ids = tiny_model(group=group, qkv_bias=qkv_bias), random_ids(40)
-    options = options_for(model.config, dict(zip(("r", "d_ckv", "lrd"), ranks, strict=True)))
-    got = logits_through(make_engine(model, "elitekv", 1, 50, **options), [ids[:10]], [ids[10:]])[:, 0]
-    full = model.output(model(torch.tensor([ids])))[0, 9:]  # now in EliteKV form: K and V expanded
-    assert error(got, full) < 1e-5
 
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_elitekv_at_full_rank_is_ropelite(group):
     model, c = tiny_model(group=group), tiny_config(group=group)
-    artifact, x = artifact_of("elitekv", model), torch.randn(30, 48)
-    pairs = list(zip(model.layers, artifact["elite"], strict=True))
-    truth = [elite_reference(layer.attention, order, 3, x, c) for layer, order in pairs]
+    artifact, x, tables = artifact_of("elitekv", model), torch.randn(30, 48), rope_tables(c, 30, CPU)
+    dense = [layer.attention for layer in model.layers]
     compress.elite_convert(model, compress.EliteSettings(r=3, d_ckv=48), artifact)
-    for layer, reference in zip(model.layers, truth, strict=True):
-        assert error(layer.attention(x, layer.attention.causal(*rope_tables(c, 30, CPU))), reference) < 1e-4
+    for layer, attention, order in zip(model.layers, dense, artifact["elite"], strict=True):
+        truth = elite_reference(attention, order[:, :3], x, c)
+        assert error(layer.attention(x, layer.attention.causal(*tables)), truth) < 1e-4
 
 
 def test_elitekv_numbers_of_cache_and_parameters():
@@ -1151,14 +1047,10 @@ def test_pairs_prints_what_each_rule_loses(cli, monkeypatch):
     assert [row["d_ckv"] for row in rows] == [24, 8, -32] and "joint" not in rows[2]
     assert all(0 < row["joint"] <= row["separate"] < 1 for row in rows[:2])
     model, tokens = tiny_model(), tiny_tokens(2, 30)
-    orders, lost = torch.stack([elite_order(model.config, i) for i in range(4)]), []
+    orders, lost = artifact_of("elitekv", model)["elite"], []
     for order, (q, k, _) in zip(orders, observed(model, tokens), strict=True):
-        q, k = q.unflatten(-2, (4, -1)), k.unsqueeze(-2)  # [N, S, Hkv, G or 1, D]
-        full, part, none = (
-            torch.einsum("nihgd,njhgd->hngij", apply_rope(q, *t), apply_rope(k, *t).expand(q.shape)).tril()
-            for t in (elite_tables(order, r, 30, model.config) for r in (8, 3, 0))
-        )
-        lost.append((full - part).abs().mean((1, 2, 3, 4)) / (full - none).abs().mean((1, 2, 3, 4)))
+        full, part, none = (elite_logits(q, k, order[:, :r]) for r in (8, 3, 0))
+        lost.append((full - part).abs().mean((0, 2, 3, 4)) / (full - none).abs().mean((0, 2, 3, 4)))
     monkeypatch.setattr(calibrate, "ELITE_ROWS", 30)  # every query
     got = calibrate.elite_distances(model, tokens, {"x": [orders[..., :3]]})
     assert abs(got["x"][0] / torch.stack(lost).mean() - 1) < 1e-4
@@ -1179,36 +1071,28 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
 
 def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
     """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
-    source, out = tiny_checkpoint(tmp_path / "source"), tmp_path / "out"
-    (tmp_path / "text").mkdir()
-    shutil.copy(ROOT / "model.py", tmp_path / "text" / "a.py")
-    trained, optimizers = [], []
-    original, make = calibrate.train, calibrate.make_optimizer
-    for name, spy in {
-        "make_optimizer": lambda *args: optimizers.append(make(*args)) or optimizers[0],
-        "train": lambda model, *args: trained.append(model) or original(model, *args),
-    }.items():
-        monkeypatch.setattr(calibrate, name, spy)
-    uptrain = f"train --from {source} --method elitekv:r=3,d_ckv=24 --out {out} --text {tmp_path / 'text'} "
-    uptrain += f"--stages 4x64x60 --workers 1 --log {tmp_path / 'log.csv'} --lr 5e-3"
-    code, text, err = cli(uptrain)
-    assert code == 0 and "finished" in text, err
-    lines = [line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines()]
-    assert lines[0] == ["tokens", "loss"] and [int(n) for n, _ in lines[1:]] == [20 * 256, 40 * 256, 60 * 256]
-    assert float(lines[-1][1]) < float(lines[1][1]) - 0.3
-    assert all(group["lr"] == 5e-3 for group in optimizers[0].param_groups)  # constant to the end
-    model = load_model(out, CPU, torch.float32)
+    source, out, log = tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
+    rates, training = set(), mock.Mock(wraps=calibrate.train)
+    monkeypatch.setattr(calibrate, "train", training)
+    uptrain = f"train --from {source} --method elitekv:r=3,d_ckv=24 --out {out} --text {ROOT / 'model.py'} "
+    uptrain += f"--stages 2x64x40 --workers 1 --log {log} --lr 5e-3"
+    with register_optimizer_step_pre_hook(lambda adam, *_: rates.update(g["lr"] for g in adam.param_groups)):
+        code, text, err = cli(uptrain)
+    assert code == 0 and "finished" in text and rates == {5e-3}, err  # constant to the end
+    names, *lines = (line.split(",") for line in log.read_text().splitlines())
+    assert names == ["tokens", "loss"] and [int(n) for n, _ in lines] == [20 * 128, 40 * 128]
+    assert float(lines[-1][1]) < float(lines[0][1]) - 0.3
+    model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
     assert model.config.elitekv
-    artifact = load_artifact(out, "elitekv", model)
-    compress.elite_convert(model, compress.EliteSettings(), artifact)
+    compress.elite_convert(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
+    compress.elite_convert(start, compress.EliteSettings(3, 24), load_artifact(source, "elitekv", start))
     tokens = torch.randint(3, 4096, (1, 50))
-    assert error(model(tokens), trained[0].eval()(tokens).detach()) < 5e-2  # bf16 weights
+    trained = training.call_args.args[0].eval()
+    assert error(model(tokens), trained(tokens).detach()) < 5e-2  # bf16 weights
+    before, after = (m.layers[2].attention for m in (start, model))
     for name in ("wqkv", "up", "wo"):  # all of them were trained
-        start = load_model(source, CPU, torch.float32)
-        compress.elite_convert(start, compress.EliteSettings(3, 24), load_artifact(source, "elitekv", start))
-        a, b = (getattr(m.layers[2].attention, name).weight for m in (start, model))
-        assert error(b, a) > 1e-3
-    assert torch.equal(model.layers[2].attention.pairs, start.layers[2].attention.pairs)
+        assert error(getattr(after, name).weight, getattr(before, name).weight) > 1e-3
+    assert torch.equal(after.pairs, before.pairs)
 
     run = f"generate --checkpoint {out} --prompt hello --max_new_tokens 4"
     report = cli.json(f"{run} --method elitekv")
@@ -1229,31 +1113,26 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
 @pytest.mark.parametrize("method, options", [case for case in ROWS if not case[1].get("gumbel")])
 def test_permuting_kv_heads_permutes_the_output_of_a_row(method, options):
     """Not with --gumbel, whose noise belongs to a head."""
-    model, outputs = tiny_model(), []
-    q, k, v = stream(60)
+    (q, k, v), outputs = stream(60), []
     options = options | dict.fromkeys(options.keys() & {"share_heads"}, 0)
     for order in (torch.arange(4), torch.tensor([2, 0, 3, 1])):
-        cache = row_cache(method, model, 1, 100, **options)
-        if method in ("doublesparse", "loki"):
-            name = {"doublesparse": "channels", "loki": "basis"}[method]
+        cache = row_cache(method, tiny_model(), 1, 100, **options)
+        for name in {"doublesparse": ["channels"], "loki": ["basis"]}.get(method, []):
             setattr(cache, name, getattr(cache, name)[order])
         moved = q.unflatten(1, (4, 2))[:, order].flatten(1, 2), k[:, order], v[:, order]
-        cache.prefill(0, *(x[:40] for x in moved))
+        reads(cache, 40, *moved)
         steps = torch.stack([step(cache, n, *moved) for n in range(40, 60)]).unflatten(2, (4, 2))
         outputs.append(steps[:, :, order.argsort()])
-    for plain, moved in zip(*outputs, strict=True):
-        assert error(moved, plain) < 1e-4
+    assert max(map(error, *outputs)) < 1e-4
 
 
 def test_topk_captures_at_least_the_mass_of_every_other_selection():
-    (q, k, v), pos, mass = stream(70, group=1), torch.tensor([69]), {}
+    mass = {}
     for method, options in (("topk", {}), ("quest", {"page": 4}), ("doublesparse", {})):
-        cache = row_cache(method, tiny_model(group=1), 1, 100, keep=24, **options)
-        cache.prefill(0, q, k, v)
-        rotated = cache.rope(q[-1:], pos)
-        index = cache.select(pos, rotated)[0]
-        weights = torch.einsum("hd,hsd->hs", rotated[0], cache.k[0, :, :70]).div(4).softmax(-1)
-        mass[method] = weights.gather(1, index.clamp(min=0).long()).masked_fill(index < 0, 0).sum(-1)
+        cache, qkv = scene(method, 69, 70, group=1, keep=24, **options)
+        _, chosen = watched_step(cache, 69, *qkv)
+        logits = torch.einsum("hd,hsd->hs", cache.rope(qkv[0][69], 69), cache.k[0]) / 4
+        mass[method] = logits.softmax(-1).where(chosen, 0).sum(-1)
     assert (mass["topk"] + 1e-5 >= torch.maximum(mass["quest"], mass["doublesparse"])).all()
     assert mass["quest"].mean() > 0.5 and mass["doublesparse"].mean() > 0.3
 
@@ -1272,55 +1151,47 @@ def test_group_scores_rank_as_the_largest_weight_without_underflow():
 
 
 def h2o_by_the_paper(q, k, n_prompt: int, heavy: int, recent: int, window: int):
-    """H2O for one row, with lists; q [S, Hkv, G, D] and k [S, Hkv, D] after RoPE, fp64. Yields, after each
-    token that follows the prompt, a head's cached positions and the attention that each has got."""
-    cached = [list(range(n_prompt)) for _ in range(4)]
-    total = torch.zeros(4, len(q), dtype=torch.float64)
+    """H2O for one KV head, with lists; q [S, G, D], k [S, D] after RoPE, fp64. Yields, after each token that
+    follows the prompt, the cached positions and the attention that each has got."""
+    cached, total = list(range(n_prompt)), torch.zeros(len(q), dtype=torch.float64)
 
-    def add(head, n, places):
-        total[head, places] += (q[n, head] @ k[places, head].T / 4).softmax(-1).sum(0)
+    def evict(n):
+        while len(cached) > heavy + recent:
+            cached.remove(min((p for p in cached if p <= n - recent), key=lambda p: total[p]))
 
-    def evict(head, n):
-        while len(cached[head]) > heavy + recent:
-            old = [p for p in cached[head] if p <= n - recent]
-            cached[head].remove(min(old, key=lambda p: total[head, p]))
-
-    for head in range(4):
-        for n in range(max(0, n_prompt - window), n_prompt):
-            add(head, n, list(range(n + 1)))
-        evict(head, n_prompt - 1)
-    for n in range(n_prompt, len(q)):
-        for head in range(4):
-            cached[head].append(n)
-            evict(head, n)
-            add(head, n, cached[head])
-        yield cached, total
+    for n in range(max(0, n_prompt - window), len(q)):
+        if n >= n_prompt:
+            cached.append(n)
+            evict(n)
+        seen = [p for p in cached if p <= n]
+        total[seen] += (q[n] @ k[seen].T / 4).softmax(-1).sum(0)
+        if n == n_prompt - 1:
+            evict(n)
+        elif n >= n_prompt:
+            yield cached, total
 
 
 @pytest.mark.parametrize("heavy, recent, n_prompt", [(8, 8, 40), (12, 4, 10), (15, 1, 30), (4, 12, 16)])
 def test_h2o_equals_the_papers_lists(heavy, recent, n_prompt):
     """At every step, so that what is evicted never returns."""
-    (q, k, v), keep = stream(70), heavy + recent
-    cache = row_cache("h2o", tiny_model(), 1, 80, keep=keep, heavy=heavy / keep, window=12)
-    cache.prefill(0, q[:n_prompt], k[:n_prompt], v[:n_prompt])
-    rotated = [cache.rope(x, slice(0, 70)).double() for x in (q, k)]
-    truth = h2o_by_the_paper(rotated[0].unflatten(1, (4, 2)), rotated[1], n_prompt, heavy, recent, 12)
-    for n, (cached, total) in enumerate(truth, n_prompt):
-        step(cache, n, q, k, v)
+    keep = heavy + recent
+    cache, qkv = scene("h2o", n_prompt, 70, keep=keep, heavy=heavy / keep, window=12)
+    q, k = (cache.rope(x, slice(0, 70)).double().unflatten(1, (4, -1)) for x in qkv[:2])
+    truth = (h2o_by_the_paper(q[:, h], k[:, h, 0], n_prompt, heavy, recent, 12) for h in range(4))
+    for n, heads in enumerate(zip(*truth, strict=True), n_prompt):
+        step(cache, n, *qkv)
         assert cache.position.shape == (1, 4, keep)  # the budget, exactly
-        for head in range(4):
-            places = cache.position[0, head].long()
+        for places, got, (cached, total) in zip(cache.position[0], cache.attention[0], heads, strict=True):
             live = places >= 0
-            assert sorted(places[live].tolist()) == sorted(cached[head])
-            assert error(cache.attention[0, head, live], total[head, places[live]]) < 1e-4
+            assert sorted(places[live].tolist()) == sorted(cached)
+            assert error(got[live], total[places[live]]) < 1e-4
 
 
 def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
-    (q, k, v), runs, noisy = stream(50), [], {"gumbel": True}
+    runs, noisy = [], {"gumbel": True}
     for options in ({}, noisy, noisy, noisy | {"noise_seed": 1}):
-        cache = row_cache("h2o", tiny_model(), 1, 60, keep=16, **options)
-        cache.prefill(0, q[:16], k[:16], v[:16])
-        steps = [step(cache, n, q, k, v) for n in range(16, 50)]
+        cache, qkv = scene("h2o", 16, 50, keep=16, **options)
+        steps = [step(cache, n, *qkv) for n in range(16, 50)]
         runs.append((steps[0], cache.position.clone(), cache.attention.clone()))
         if options:
             noise = cache.gumbel  # of mean 0.577 and variance pi^2 / 6
@@ -1328,25 +1199,22 @@ def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
     plain, one, again, other = runs
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
     assert not torch.equal(one[2], other[2]) and not torch.equal(one[2], plain[2])
-    # tau: with as many tokens since the prompt as make it infinite, all live weights are alike but for noise.
-    weights = cache.weights(torch.randn(1, 4, 2, 16), torch.tensor(10**9), torch.tensor(0))
-    assert (weights - 1 / 16).abs().max() < 1e-5
 
 
 def test_keyformers_temperature_grows_with_the_tokens_since_the_prompt():
-    q, k, v = stream(20)
-    cache = row_cache("h2o", tiny_model(), 1, 60, keep=60, window=12, gumbel=True)
+    qkv, cache = stream(20), row_cache("h2o", tiny_model(), 1, 60, keep=60, window=12, gumbel=True)
     steps, weights = [], cache.weights
     cache.weights = lambda logits, step, first: steps.append(int(step)) or weights(logits, step, first)
-    cache.prefill(0, q[:16], k[:16], v[:16])
+    reads(cache, 16, *qkv)
     for n in range(16, 20):
-        step(cache, n, q, k, v)
+        step(cache, n, *qkv)
     assert steps == [0, 0, 1, 2, 3]
     got = cache.attention.sum(-1)  # one of each query: 12 of the prompt, 4 later ones; 2 heads a group
     assert torch.allclose(got, torch.tensor(2.0 * (12 + 4)))
-    logits = torch.randn(1, 4, 2, 60)
-    truth = ((logits + cache.gumbel[: 4 * 2 * 60].view(4, 2, 60)) / 2).softmax(-1)
-    assert torch.allclose(weights(logits, torch.tensor(100), torch.tensor(0)), truth)  # tau = 1 + 100 / 100
+    logits, noise = torch.randn(1, 4, 2, 60), cache.gumbel[: 4 * 2 * 60].view(4, 2, 60)
+    for step_, tau in ((0, 1.0), (100, 2.0), (10**9, 1e7)):
+        truth = ((logits + noise) / tau).softmax(-1)
+        assert torch.allclose(weights(logits, torch.tensor(step_), torch.tensor(0)), truth)
 
 
 # ---- Quest
@@ -1367,18 +1235,14 @@ def test_quest_bounds_are_bounds_and_pages_of_one_are_exact():
 
 @pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 50])
 def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_prompt):
-    q, k, v = stream(60)
-    cache = row_cache("quest", tiny_model(), 2, 100, keep=48)
+    qkv, cache = stream(60), row_cache("quest", tiny_model(), 1, 100, keep=48)
     cache.bounds += 5  # what an earlier prompt left behind
-    cache.prefill(1, q[:n_prompt], k[:n_prompt], v[:n_prompt])
+    reads(cache, n_prompt, *qkv)
     for n in range(n_prompt, 60):
-        step(cache, n, q, k, v)
-        for page in range(n // 16 + 1):
-            keys = cache.k[1, :, page * 16 : min(n + 1, page * 16 + 16)]
-            assert torch.equal(cache.bounds[1, :, page], torch.cat((keys.amax(1), keys.amin(1)), -1))
-        index = cache.select(torch.tensor([n, n]), cache.rope(q[n].expand(2, 8, 16), torch.tensor([n, n])))
-        chosen = index[1, 0][index[1, 0] >= 0].tolist()
-        assert set(range(n // 16 * 16, n + 1)) <= set(chosen) and len(set(chosen)) == len(chosen) <= 48
+        _, chosen = watched_step(cache, n, *qkv)
+        for page, keys in enumerate(cache.k[0, :, : n + 1].split(16, 1)):
+            assert torch.equal(cache.bounds[0, :, page], torch.cat((keys.amax(1), keys.amin(1)), -1))
+        assert chosen[:, n // 16 * 16 : n + 1].all() and chosen.sum(-1).max() <= 48
     assert compress.QuestSettings(keep=20).budget(1000) == (48,)  # at least 3 pages
 
 
@@ -1387,20 +1251,18 @@ def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_p
 
 def test_double_sparse_scores_on_its_channels_alone():
     """In any order of the channels, and whatever the keys hold in the others."""
-    q, k, v = stream(60)
-    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=12, channels=0.25)
-    cache.prefill(0, q[:59], k[:59], v[:59])
-    assert cache.label.shape == (1, 4, 100, 4)
+    cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
+    assert cache.label.shape == (1, 4, 60, 4)
     expected = cache.k[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
     assert torch.equal(cache.label[0, :, :59], expected)
     pos = torch.tensor([58])
-    rotated = cache.rope(q[58:59], pos)
-    index = cache.select(pos, rotated)
+    asked = pos, cache.rope(q[58:59], pos)
+    index = cache.select(*asked)
     cache.k.normal_()
-    assert torch.equal(cache.select(pos, rotated), index)
+    assert torch.equal(cache.select(*asked), index)
     order = torch.tensor([2, 0, 3, 1])
     cache.label, cache.channels = cache.label[..., order], cache.channels[:, order]
-    assert torch.equal(cache.select(pos, rotated), index)
+    assert torch.equal(cache.select(*asked), index)
 
 
 def test_double_sparse_importance_is_a_mean_over_all_the_text():
@@ -1422,60 +1284,46 @@ def test_hshare_map_is_idempotent_and_points_down(n, merged):
     f = compress.share_map(overlap, merged)
     assert torch.equal(f[f], f) and (f <= torch.arange(n)).all()
     assert int((f < torch.arange(n)).sum()) == merged
-    if merged == 1:
-        assert f.tolist() == [0, 0]
-    if merged and n > 2:  # the most similar pair comes first
-        lower = overlap.tril(-1)
-        i, j = divmod(int(lower.argmax()), n)
+    if merged:  # the most similar pair comes first
+        i, j = divmod(int(overlap.tril(-1).argmax()), n)
         assert f[i] == f[j]
 
 
 def test_hshare_holds_a_selection_and_lets_new_tokens_join():
-    q, k, v = stream(80)
-    cache = row_cache("doublesparse", tiny_model(), 1, 100, keep=20, every=5, sinks=2, recent=4, channels=0.5)
-    cache.prefill(0, q[:30], k[:30], v[:30])
+    options = {"keep": 20, "every": 5, "sinks": 2, "recent": 4, "channels": 0.5}
+    cache, (q, k, v) = scene("doublesparse", 30, 60, **options)
     for n in range(30, 60):
         _, chosen = watched_step(cache, n, q, k, v)
         held = cache.held[0].clone()
-        if (n - 30) % 5 == 0:
+        if n % 5 == 0:
             pos = torch.tensor([n])
             fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.label, 16)[0]
             assert fresh.shape == (4, 16)
-        assert torch.equal(held, fresh.int()) and int(cache.since) == 30 + (n - 30) // 5 * 5
-        mask = torch.zeros(4, 100, dtype=torch.bool).scatter_(1, held.long(), True)
+        assert torch.equal(held, fresh.int()) and int(cache.since) == n // 5 * 5
+        mask = torch.zeros(4, 60, dtype=torch.bool).scatter_(1, held.long(), True)
         mask[:, int(cache.since) + 1 : n + 1] = True
         assert torch.equal(mask.repeat_interleave(2, 0), chosen)
-    cache.prefill(0, q[:20], k[:20], v[:20])  # a new prompt does not get the old selection
-    step(cache, 20, q, k, v)
+    step(reads(cache, 20, q, k, v), 20, q, k, v)  # a new prompt does not get the old selection
     assert int(cache.since) == 20
 
 
-def twins(twin: int, of: int, n: int, **options):
-    """A cache that shares one head and scores on all channels, and a stream whose head `twin` is all but
-    head `of`."""
-    q, k, v = (x.clone() for x in stream(n))
-    q[:, 2 * twin : 2 * twin + 2] = q[:, 2 * of : 2 * of + 2]
-    k[:, twin] = k[:, of] + 0.01 * torch.randn(n, 16)
-    cache = row_cache("doublesparse", tiny_model(), 1, 100, share_heads=1, channels=1.0, **options)
-    cache.channels = torch.arange(16).expand(4, -1)
-    return cache, (q, k, v)
-
-
 @pytest.mark.parametrize("twin, of", [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_hshare_tells_heads_apart_by_a_prompt_within_the_budget(twin, of):
-    cache, qkv = twins(twin, of, 12, keep=24)
-    cache.prefill(0, *qkv)
-    assert cache.head[0].tolist() == [of if head == twin else head for head in range(4)]
-
-
-def test_hshare_merged_heads_attend_what_their_twin_does():
-    cache, qkv = twins(3, 1, 60, keep=16)
-    cache.prefill(0, *(x[:50] for x in qkv))
-    assert cache.head[0].tolist() == [0, 1, 2, 1]
+def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
+    """A head whose keys and last query are all but those of another one; found in a prompt within the budget,
+    too. Its later queries are not asked."""
+    q, k, v = stream(60)
+    q[:50, 2 * twin : 2 * twin + 2] = q[:50, 2 * of : 2 * of + 2]
+    k[:, twin] = k[:, of] + 0.01 * torch.randn(60, 16)
+    for keep, n in ((24, 12), (16, 50)):
+        options = {"keep": keep, "channels": 1.0}
+        cache = row_cache("doublesparse", tiny_model(), 1, 100, share_heads=1, **options)
+        cache.channels = torch.arange(16).expand(4, -1)
+        heads = reads(cache, n, q, k, v).head[0].tolist()
+        assert heads == [of if head == twin else head for head in range(4)]
     for n in range(50, 60):
-        chosen = watched_step(cache, n, *stream(60))[1][::2]  # queries of its own, which are not asked
-        assert torch.equal(chosen[3], chosen[1]) and not torch.equal(chosen[0], chosen[1])
-    read = row_cache("doublesparse", tiny_model(), 1, 100, keep=16, channels=1.0).index_read(60)
+        chosen = watched_step(cache, n, q, k, v)[1][::2]
+        assert torch.equal(chosen[twin], chosen[of]) and len(chosen.unique(dim=0)) == 3
+    read = row_cache("doublesparse", tiny_model(), 1, 100, **options).index_read(60)
     assert cache.index_read(60) == read * 3 // 4
 
 
@@ -1515,76 +1363,33 @@ def test_products_with_numbers_of_any_dtype_are_exact_eager_and_compiled():
             assert error(product, w.double() @ codes.double()) < 1e-6
 
 
+@pytest.mark.parametrize("head_dim", [16, 96])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_kivi_multiplies_the_codes_that_it_would_decode(bits):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(100, 8, 96), torch.randn(100, 4, 96), torch.randn(100, 4, 96)
-    cache = row_cache("kivi", tiny_model(head_dim=96), 1, 140, bits=bits, residual=64)
-    cache.prefill(0, q, k, v)
-    pos, query = torch.tensor([99]), torch.randn(1, 4, 2, 96)
-    keys, values = (x.read(pos)[:, :, :100] for x in (cache.keys, cache.values))
-    assert error(cache.keys.logits(query, pos)[..., :100], query @ keys.mT) < 1e-5
-    weights = F.pad(torch.rand(1, 4, 2, 100), (0, 40))
-    assert error(cache.values.mix(weights, pos), weights[..., :100] @ values) < 1e-5
-
-
-PROMPTS_AND_BITS = [(1, 2), (31, 4), (32, 2), (63, 4), (64, 2), (65, 4), (100, 2), (128, 4)]
-
-
-@pytest.mark.parametrize("n_prompt, bits", PROMPTS_AND_BITS)
-def test_kivi_chunked_is_one_shot(n_prompt, bits):
-    """Any prompt and then tokens one by one leave what one prompt of them all leaves."""
-    q, k, v = stream(130)
-    whole, parts = (row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64) for _ in range(2))
-    whole.prefill(0, q, k, v)
-    parts.prefill(0, q[:n_prompt], k[:n_prompt], v[:n_prompt])
-    for n in range(n_prompt, 130):
-        step(parts, n, q, k, v)
-    for a, b in ((whole.keys, parts.keys), (whole.values, parts.values)):
-        assert torch.equal(*(x.read(torch.tensor([129]))[:, :, :130] for x in (a, b)))
-    a, b = whole.keys, parts.keys
-    assert torch.equal(a.codes[:, :, :4], b.codes[:, :, :4])  # two full blocks of 64
-    assert torch.equal(a.low_scale[:, :, :4], b.low_scale[:, :, :4])
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_kivi_keeps_the_residual_and_bounds_the_rest(bits):
+def test_kivi_keeps_the_residual_and_bounds_the_rest(bits, head_dim):
     """K by channel within each 32 tokens, V by token; 100 % 64 keys and 64 values exact. Codes that are
     multiplied equal codes that are decoded."""
-    q, k, v = stream(100)
+    q, k, v = stream(100, dim=head_dim)
     k[:, :, 3] *= 50  # a loud channel, as keys have; it must not blur the others
-    cache, again = (row_cache("kivi", tiny_model(), 1, 140, bits=bits, residual=64) for _ in range(2))
+    cache = row_cache("kivi", tiny_model(head_dim=head_dim), 1, 140, bits=bits, residual=64)
     true_k, true_v = cache.rope(k, slice(0, 100)).transpose(0, 1), v.transpose(0, 1)
-    cache.prefill(0, q, k, v)
-    pos, query, weights = torch.tensor([99]), torch.randn(1, 4, 2, 16), torch.rand(1, 4, 2, 140)
+    reads(cache, 100, q, k, v)
+    query, weights = torch.randn(1, 4, 2, head_dim), F.pad(torch.rand(1, 4, 2, 100), (0, 40))
+    pos = torch.tensor([99])
     got_k, got_v = (x.read(pos)[0, :, :100] for x in (cache.keys, cache.values))
     assert error(cache.keys.logits(query, pos)[..., :100], query @ got_k.mT) < 1e-5
-    weights[..., 100:] = 0
     assert error(cache.values.mix(weights, pos), weights[..., :100] @ got_v) < 1e-5
     assert torch.equal(got_k[:, 64:], true_k[:, 64:]) and torch.equal(got_v[:, 36:], true_v[:, 36:])
     assert not torch.equal(got_k[:, 63], true_k[:, 63]) and not torch.equal(got_v[:, 35], true_v[:, 35])
-    groups, lost = (x[:, :64].unflatten(1, (2, 32)) for x in (true_k, got_k - true_k))
-    span = (groups.amax(2) - groups.amin(2))[:, :, None] / (2**bits - 1)
-    assert (lost.abs() <= span / 2 * 1.01 + groups.abs().max() * 2**-9).all()
-    span = (true_v[:, :36].amax(-1) - true_v[:, :36].amin(-1))[..., None] / (2**bits - 1)
-    assert ((got_v[:, :36] - true_v[:, :36]).abs() <= span / 2 * 1.01 + 2**-8).all()
+    keys = (x[:, :64].unflatten(1, (2, 32)) for x in (true_k, got_k))
+    values = (x[:, :36].unflatten(2, (-1, min(32, head_dim))) for x in (true_v, got_v))
+    for (true, got), dim, slack in ((keys, 2, true_k[:, :64].abs().max() / 512), (values, 3, 2**-8)):
+        low, high = true.aminmax(dim=dim, keepdim=True)
+        assert ((got - true).abs() <= (high - low) / (2**bits - 1) / 2 * 1.01 + slack).all()
     k[40, 1, 5] = 1e4  # an outlier touches its own channel's (after RoPE, its pair's) group of 32 tokens only
-    again.prefill(0, q, k, v)
-    heads, tokens, channels = (again.keys.read(torch.tensor([99]))[0, :, :100] != got_k).nonzero().T
-    assert set(zip(heads.tolist(), channels.tolist(), strict=True)) == {(1, 5), (1, 13)}
-    assert set(tokens.tolist()) <= set(range(32, 64)) and len(set(tokens.tolist())) > 10
-
-
-def test_kivi_with_constant_keys_and_a_long_residual_is_exact():
-    q, k, v = stream(70)
-    k, v = k[:1].expand_as(k) * 0 + 0.75, v * 0 + 0.5
-    cache = row_cache("kivi", tiny_model(), 1, 100, bits=2, residual=32)
-    dense = DenseCache(Room(tiny_model(), 1, 100))
-    cache.rope = dense.rope = lambda x, positions: x
-    for c in (cache, dense):
-        c.prefill(0, q[:60], k[:60], v[:60])
-    for n in range(60, 70):
-        assert error(step(cache, n, q, k, v), step(dense, n, q, k, v)) < 1e-6
+    got = reads(cache, 100, q, k, v).keys.read(pos)[0, :, :100]
+    heads, tokens, channels = (got != got_k).nonzero().T.tolist()
+    assert {*zip(heads, channels, strict=True)} == {(1, 5), (1, 5 + head_dim // 2)}
+    assert set(tokens) <= set(range(32, 64)) and len(set(tokens)) > 10
 
 
 def test_kivi_bytes_are_the_papers():
@@ -1599,25 +1404,13 @@ def test_kivi_bytes_are_the_papers():
         assert cache.bytes_read(4097) == (2 * 4097 - 33) * token / 2 * ratio + 33 * token / 2
 
 
-@pytest.mark.parametrize("method, options", [c for c in ROWS if c[0] in ("kivi", "topk", "quest")])
-def test_codes_are_exact_up_to_their_residual(method, options):
-    model = tiny_model()
-    cache, dense = row_cache(method, model, 2, 100, **options), DenseCache(Room(model, 2, 100))
-    q, k, v = stream(90)
-    errors = [error(step(cache, n, q, k, v), step(dense, n, q, k, v)) for n in range(90)]
-    assert max(errors[: 32 if method == "kivi" else 22]) < 1e-5 and max(errors) > 1e-3
-
-
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("method", ["topk", "quest", "doublesparse", "loki"])
 def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(method, bits):
     """As a plain cache that holds the same quantised K and V; labels and pages are made of the true keys."""
     options = {"loki": {"k": 24}, "quest": {"keep": 24, "page": 4}}.get(method, {"keep": 24})
-    qkv = [torch.cat((x, x)) for x in stream(90)]
-    packed, plain = (row_cache(method, tiny_model(), 1, 170, **options, kv_bits=b) for b in (bits, 16))
+    (packed, qkv), (plain, _) = (scene(method, 160, 170, **options, kv_bits=b) for b in (bits, 16))
     assert packed.formula() < plain.formula()
-    for cache in (packed, plain):
-        cache.prefill(0, *(x[:160] for x in qkv))
     unpacked_k, unpacked_v = (x.read(torch.tensor([160])) for x in (packed.keys, packed.values))
     assert error(unpacked_k[0, :, :128], plain.k[0, :, :128]) > 0.01
     assert torch.equal(unpacked_k[0, :, 128:160], plain.k[0, :, 128:160])  # the residual
@@ -1628,33 +1421,27 @@ def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(method, bits):
 # ---- ShadowKV
 
 
-def shadow(n: int, **options):
+def shadow(n: int):
     """A ShadowKV cache that has read n tokens of a stream of n + 20."""
-    cache = row_cache("shadowkv", tiny_model(), 1, 140, **SHADOW | {"rank": 0.5} | options)
-    qkv = stream(n + 20)
-    cache.prefill(0, *(x[:n] for x in qkv))
-    return cache, qkv
+    return scene("shadowkv", n, n + 20, 140, **SHADOW | {"rank": 0.5})
 
 
 def test_shadowkv_basis_is_the_best_of_the_prompt():
     """Of the joint pre-RoPE keys, through the D x D Gram."""
     cache, (_, k, _) = shadow(100)
-    keys, basis = k[:100].flatten(1), cache.basis[0]
-    assert_best_basis(keys, basis, (32,))
-    assert error(cache.latent[0, :100], keys @ basis) < 1e-5
+    assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
+    assert error(cache.latent[0, :100], k[:100].flatten(1) @ cache.basis[0]) < 1e-5
 
 
 def test_shadowkv_landmarks_are_means_and_score_as_the_mean_of_their_tokens():
     cache, (q, k, v) = shadow(90)
     for n in range(90, 110):
         step(cache, n, q, k, v)
-    rotated = cache.rope(k[:110], torch.arange(110))
-    for chunk in range(110 // 4):  # of the prompt, across its end, and of new tokens
-        tokens = rotated[chunk * 4 : chunk * 4 + 4]
-        assert error(cache.landmark[0, :, chunk], tokens.mean(0)) < 1e-5
-        query = q[0].unflatten(0, (4, 2))
-        scores = torch.einsum("hgd,thd->hgt", query, tokens).mean(-1)
-        assert error(torch.einsum("hgd,hd->hg", query, cache.landmark[0, :, chunk]), scores) < 1e-4
+    chunks = cache.rope(k[:108], torch.arange(108)).unflatten(0, (27, 4))  # whole ones
+    landmarks, query = cache.landmark[0, :, :27], q[0].unflatten(0, (4, 2))
+    assert error(landmarks, chunks.mean(1).transpose(0, 1)) < 1e-5
+    scores = torch.einsum("hgd,cthd->hgct", query, chunks).mean(-1)
+    assert error(query @ landmarks.mT, scores) < 1e-4
 
 
 @pytest.mark.parametrize("n", [3, 9, 12, 30, 100])
@@ -1662,22 +1449,17 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
     """The outliers and recent tokens exactly, chunks as the latent gives them back."""
     cache, (q, k, v) = shadow(n)
     rotated, whole = cache.rope(k, torch.arange(n + 20)), max(0, n - 6) // 4
-    outliers = cache.outlier[0]
-    for head, ids in enumerate(outliers.tolist()):
-        ids = {i for i in ids if i >= 0}
-        assert len(ids) == min(3, whole) == (outliers[head] >= 0).sum()
-        if whole > 3:
-            chunks = rotated[: whole * 4, head].unflatten(0, (whole, 4))
-            worst = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)
-            assert ids == set(worst.topk(3, largest=False).indices.tolist())
-    kept = cache.tokens_of(outliers).masked_fill(outliers.repeat_interleave(4, 1) < 0, 139).long()
+    chunks, count = rotated[: whole * 4].unflatten(0, (whole, 4)), min(3, whole)
+    likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)  # [whole, Hkv]
+    worst = likeness.topk(count, dim=0, largest=False).indices.T
+    kept, none = cache.outlier[0].long().split((count, 3 - count), 1)
+    assert torch.equal(kept.sort(-1).values, worst.sort(-1).values) and (none == -1).all()
+    exact = torch.zeros(4, 140, dtype=torch.bool).scatter(1, cache.tokens_of(worst), True)
     for m in range(n, n + 20):
         out, chosen = watched_step(cache, m, q, k, v)
         counts = chosen.sum(-1)
         assert ((counts == m + 1) | (counts > 60 - 2 * 4)).all() and counts.max() <= 60
-        local = max(0, m + 1 - 6) // 4 * 4
-        near = torch.zeros(4, 140, dtype=torch.bool).scatter(1, kept, True)[:, : m + 1]
-        near[:, local:] = True
+        near = exact[:, : m + 1] | (torch.arange(m + 1) >= max(0, m + 1 - 6) // 4 * 4)
         truth = cache.reconstruct(torch.arange(m + 1).expand(1, 4, -1))[0][0]
         truth = torch.where(near[..., None], rotated[: m + 1].transpose(0, 1), truth)
         keys, values = (x.repeat_interleave(2, 0)[None] for x in (truth, v[: m + 1].transpose(0, 1)))
@@ -1705,12 +1487,11 @@ def test_rows_run_from_the_command_line(method, options, cli):
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
-TOO_FEW = "--keep 20 of 80 tokens is fewer than 16 sinks and 8"
 TOO_NARROW = "bit values need a head dim that groups of 32"
 WITHOUT_BITS = ("dense", "sals", "streaming", "h2o", "kivi", "shadowkv")
 REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
     ("topk", {"keep": 0}, "--keep 0: give a share"),
-    ("topk", {"keep": 20, "sinks": 16, "recent": 8}, TOO_FEW),
+    ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
     ("topk", {"recent": 0}, "--recent at least 1"),
     ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
     ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
@@ -1797,29 +1578,18 @@ def test_a_method_with_nothing_to_do_says_so(method, options, note):
 # ------------------------------------------------------------------------------------------- Loki invariants
 
 
-def loki_cache(group: int = 2, **options) -> tuple[compress.LokiCache, DenseCache, tuple]:
-    """A Loki and a dense cache that read the same 40 tokens, and the next step's (pos, q, k, v)."""
-    model = tiny_model(group=group)
-    caches = row_cache("loki", model, 1, 41, **options), DenseCache(Room(model, 1, 41))
-    q, k, v = stream(41, group)
-    for cache in caches:
-        cache.prefill(0, q[:40], k[:40], v[:40])
-    return *caches, (torch.tensor([40], dtype=torch.int32), q[40:], k[40:], v[40:])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loki_attends_as_exactly_as_dense(dtype):
     """Logits are not rounded on their way to the softmax: with all tokens and components, Loki is dense."""
-    model, far = tiny_model().to(dtype), []
     q, k, v = (x.to(dtype) for x in stream(60))
     q, k = (x + 60 * (torch.arange(16) == 3) for x in (q, k))  # a biased channel, as Qwen's
-    exact = DenseCache(Room(tiny_model().double(), 1, 64))
-    loki, dense = row_cache("loki", model, 1, 64, k=1.0, d=1.0), DenseCache(Room(model, 1, 64))
+    exact, dense = (DenseCache(Room(tiny_model().to(t), 1, 64)) for t in (torch.float64, dtype))
+    loki, far = row_cache("loki", tiny_model().to(dtype), 1, 64, k=1.0, d=1.0), []
     loki.basis = torch.eye(16, dtype=dtype).expand(4, -1, -1)
     for cache in (exact, dense, loki):
         x = [t.to(cache.room.dtype) for t in (q, k, v)]
-        cache.prefill(0, *(t[:40] for t in x))
-        far.append(torch.cat([step(cache, n, *x) for n in range(40, 60)]).double())
+        reads(cache, 40, *x)
+        far.append(torch.cat([step(cache, n, *x) for n in range(40, 60)]))
     assert error(far[2], far[0]) < 1.3 * error(far[1], far[0]) + 1e-6
 
 
@@ -1831,10 +1601,10 @@ def test_loki_fit_takes_windows_of_a_few_tokens():
 
 def test_loki_scores_on_the_leading_components():
     """Keys that live in the leading d components are ranked by these alone as by all."""
-    loki, _, (pos, q, _, _) = loki_cache(k=10, d=0.25)
+    loki, (q, _, _) = scene("loki", 40, 41, k=10, d=0.25)
     loki.k[..., 4:] = 0
-    queries = loki.stored(loki.rope(q, pos))
-    index = loki.select(pos, queries).long()
+    queries = loki.stored(loki.rope(q[40:], slice(40, 41)))
+    index = loki.select(torch.tensor([40]), queries).long()
     exact = (queries.unflatten(1, (4, -1)) @ loki.k.mT).topk(10).indices
     assert torch.equal(index.sort(-1).values, exact.sort(-1).values)
 
@@ -1846,8 +1616,8 @@ COUNTS = [(1, 0.25, 1), (3, 0.25, 1), (8, 0.25, 2), (39, 0.25, 9), (40, 7, 7), (
 @pytest.mark.parametrize("sinks, recent", [(0, 0), (2, 3), (30, 30)])
 def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recent):
     """Of a row's own length; or what is forced, if that is more."""
-    loki, _, (_, q, _, _) = loki_cache(k=k, sinks=sinks, recent=recent)
-    index = loki.select(torch.tensor([length - 1]), loki.stored(q))
+    loki, (q, _, _) = scene("loki", 40, 41, k=k, sinks=sinks, recent=recent)
+    index = loki.select(torch.tensor([length - 1]), loki.stored(q[40:]))
     assert compress.token_count(k, length) == count
     forced = {*range(min(sinks, length)), *range(max(0, length - recent), length)}
     for head in index.flatten(0, 2).tolist():
@@ -1860,38 +1630,34 @@ def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recen
 
 def test_loki_is_blind_to_a_shift_of_all_keys_and_to_their_order():
     """Subtracting a vector from all post-RoPE keys, or reordering the cached tokens, changes nothing."""
-    loki, _, (pos, q, k, v) = loki_cache(k=10, d=0.5)
-    truth, queries, shift = loki.decode(pos, q, k, v), loki.stored(loki.rope(q, pos)), torch.randn(4, 16)
+    (loki, qkv), (other, _) = (scene("loki", 40, 41, k=10, d=0.5) for _ in range(2))
+    truth, (q, k, v), pos = step(loki, 40, *qkv), qkv, torch.tensor([40])
+    queries, shift = loki.stored(loki.rope(q[40:], pos)), torch.randn(4, 16)
     index = loki.select(pos, queries)
     loki.k -= loki.stored(shift)[:, None]
-    shifted = loki.select(pos, queries)
-    assert torch.equal(index.sort(-1).values, shifted.sort(-1).values)
-    cos, sin = loki.room.cos[pos], loki.room.sin[pos]
-    moved = k - apply_rope(shift[None], cos, -sin)  # so that the new key is shifted too
-    assert error(loki.decode(pos, q, moved, v), truth) < 1e-5
-    loki, _, qkv = loki_cache(k=10, d=0.5)
+    assert torch.equal(index.sort(-1).values, loki.select(pos, queries).sort(-1).values)
+    moved = k - apply_rope(shift, loki.room.cos[40], -loki.room.sin[40])  # so that the new key is shifted too
+    assert error(step(loki, 40, q, moved, v), truth) < 1e-5
     order = torch.randperm(40)
-    loki.k[:, :, :40], loki.v[:, :, :40] = loki.k[:, :, order], loki.v[:, :, order]
-    assert error(loki.decode(*qkv), truth) < 1e-5
+    other.k[:, :, :40], other.v[:, :, :40] = other.k[:, :, order], other.v[:, :, order]
+    assert error(step(other, 40, *qkv), truth) < 1e-5
 
 
 @pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
 def test_pca_attention_is_full_attention_on_projected_keys(group, d):
-    loki, dense, (pos, q, k, v) = loki_cache(group, reduced=True, d=d)
-    got = loki.decode(pos, q, k, v)
-    dense.decode(pos, q, k, v)
+    loki, qkv = scene("loki", 40, 41, group=group, reduced=True, d=d)
+    dense, _ = scene("dense", 41, 41, group=group)
     p = loki.basis[..., : round(d * 16)]
-    live = torch.ones(1, 41, dtype=torch.bool)
-    assert error(got, attend(dense.rope(q, pos), dense.k @ p @ p.mT, dense.v, live)) < 1e-5
+    query, live = dense.rope(qkv[0][40:], torch.tensor([40])), torch.ones(1, 41, dtype=torch.bool)
+    assert error(step(loki, 40, *qkv), attend(query, dense.k @ p @ p.mT, dense.v, live)) < 1e-5
 
 
 def test_loki_fit_is_a_centred_pca_of_each_head():
     model, tokens = tiny_model(), tiny_tokens(8, 64)
     tensors, facts = calibrate.fit_loki(model, tokens, key_moments(model, tokens, "test"), 0.5)
     keys = observed(model, tokens)[2][1].flatten(0, 1)[:, 1].double()  # layer 2, head 1, before RoPE
-    assert_best_basis(keys - keys.mean(0), tensors["pre.basis"][2, 1], (1, 4, 12))
     values = tensors["pre.eigenvalues"][2, 1].double()
-    assert error(values, torch.linalg.svdvals(keys - keys.mean(0)).square() / len(keys)) < 1e-4
+    assert_best_basis(keys - keys.mean(0), tensors["pre.basis"][2, 1], (1, 4, 12), values)
     worse, better = ("pre", "post") if tensors["better"] else ("post", "pre")
     assert float(facts[f"perplexity_{better}"]) <= float(facts[f"perplexity_{worse}"])
     moved = keys @ orthonormal(16, 5).double() * 3 + 7  # Rank@v is blind to rotation, scale and shift
@@ -1902,22 +1668,14 @@ def test_loki_fit_is_a_centred_pca_of_each_head():
 # ------------------------------------------------------------------------------------------- LRQK invariants
 
 
-def lrqk_data(group: int = 2, n: int = 300, d: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q [S, Hkv, G, D] and K [S, Hkv, 1, D] of falling spectra, fp64."""
+def lrqk_data(group: int = 2, init: str = "topcol") -> tuple:
+    """Q [2, 300 * group, 16] and K [2, 300, 16] of two KV heads, of falling spectra, fp64; their moments
+    Q^T Q and K^T K; and where Alg. 1 starts at rank 6."""
     generator = torch.Generator().manual_seed(group)
-    q, k = torch.randn(2, n, 2, group, d, generator=generator, dtype=torch.float64)
-    mix = orthonormal(d).double() * torch.logspace(1, -1, d, dtype=torch.float64)
-    return q @ mix, k[:, :, :1] @ mix.roll(1, 1)
-
-
-def stacked(x: torch.Tensor) -> torch.Tensor:
-    """[S, Hkv, G, D] -> [Hkv, S * G, D], as a rank-r problem for each KV head sees it."""
-    return x.permute(1, 0, 2, 3).flatten(1, 2)
-
-
-def lrqk_objective(q, k, a_q, a_k, b_q, b_k) -> float:
-    parts = (q @ k.mT - a_q @ a_k.mT, q - a_q @ b_q, k - a_k @ b_k)
-    return sum(0.5 * part.square().sum().item() for part in parts)
+    q, k = torch.randn(2, 2, 300 * group, 16, generator=generator, dtype=torch.float64)
+    mix = orthonormal(16).double() * torch.logspace(1, -1, 16, dtype=torch.float64)
+    q, k = q @ mix, k[:, :300] @ mix.roll(1, 1)
+    return q, k, q.mT @ q, k.mT @ k, compress.lrqk_init(init, 6, q.abs().sum(1), k.abs().sum(1))
 
 
 def explicit_lrqk(q, k, a_q, a_k, order: str, rounds: int):
@@ -1943,7 +1701,7 @@ def no_ridge(monkeypatch):
 
 def test_lrqk_moments_count_every_token():
     x = torch.randn(5000, 2, 3, 4)  # more than one part
-    (gram, total), rows = compress.lrqk_moments(x), stacked(x.double())
+    (gram, total), rows = compress.lrqk_moments(x), x.double().transpose(0, 1).flatten(1, 2)
     assert error(gram, compress.add_ridge(rows.mT @ rows, 1e-6)) < 1e-12
     assert error(total, rows.abs().sum(1)) < 1e-12
 
@@ -1952,10 +1710,12 @@ def test_lrqk_moments_count_every_token():
 def test_lrqk_objective_falls_with_every_block(order):
     """Invariant 1: Gauss-Seidel in either order never raises J; Jacobi, which the released code runs where a
     lambda is not 1, does."""
-    q, k = (stacked(x) for x in lrqk_data())
+    q, k, *_ = lrqk_data()
     start = torch.randn(2, 2, 600, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    states = explicit_lrqk(q, k, start[0], start[1, :, :300], order, 6)
-    values = [lrqk_objective(q, k, *state) for state in states]
+    values = []
+    for a_q, a_k, b_q, b_k in explicit_lrqk(q, k, start[0], start[1, :, :300], order, 6):
+        parts = q @ k.mT - a_q @ a_k.mT, q - a_q @ b_q, k - a_k @ b_k
+        values.append(sum(part.square().sum().item() for part in parts))
     assert (order != "jacobi") == all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(values))
 
 
@@ -1963,18 +1723,15 @@ def test_lrqk_objective_falls_with_every_block(order):
 @pytest.mark.parametrize("init", ["topcol", "top", "randn"])
 def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
     """Invariant 3: the iteration on D x D moments gives the A_Q and A_K of the explicit one, to 1e-10."""
-    queries, keys = lrqk_data(group)
-    (gram_q, sum_q), (gram_k, sum_k) = compress.lrqk_moments(queries), compress.lrqk_moments(keys)
-    q, k = stacked(queries), stacked(keys)
-    w_q, w_k = compress.lrqk_init(init, 6, sum_q, sum_k)
-    if init != "randn":
-        for x, w, sums in ((q, w_q, sum_q), (k, w_k, sum_k)):
-            columns = (sum_q + sum_k if init == "topcol" else sums).topk(6).indices[:, None]
-            assert torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
-    *_, (a_q, a_k, _, _) = explicit_lrqk(q, k, q @ w_q, k @ w_k, "paper", 2)
-    w_q, w_k = compress.lrqk_prefill(w_q, w_k, gram_q, gram_k)
-    b_q, b_k = compress.lrqk_bases(w_q, w_k, gram_q, gram_k)
-    for x, w, a, b in ((q, w_q, a_q, b_q), (k, w_k, a_k, b_k)):
+    q, k, *grams, start = lrqk_data(group, init)
+    totals = [x.abs().sum(1) for x in (q, k)]
+    for x, w, total in zip((q, k), start, totals, strict=True):
+        columns = (sum(totals) if init == "topcol" else total).topk(6).indices[:, None]
+        assert init == "randn" or torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
+    *_, (a_q, a_k, _, _) = explicit_lrqk(q, k, q @ start[0], k @ start[1], "paper", 2)
+    maps = compress.lrqk_prefill(*start, *grams)
+    bases = compress.lrqk_bases(*maps, *grams)
+    for x, w, a, b in zip((q, k), maps, (a_q, a_k), bases, strict=True):
         assert error(x @ w, a) < 1e-10
         # Least squares: the residual is orthogonal to A.
         assert (a.mT @ (x - a @ b)).abs().max() < 1e-7 * (a.mT @ x).abs().max()
@@ -1984,28 +1741,24 @@ def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
 def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
     """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
     closed form reaches it, for all heads of a group with one W_Q; Alg. 1 comes within 1 % in 50 rounds."""
-    queries, keys = lrqk_data(group)
-    q, k = stacked(queries), stacked(keys)
-    gram_q, gram_k, eye = q.mT @ q, k.mT @ k, torch.eye(16, dtype=torch.float64).expand(2, 16, 16)
+    q, k, gram_q, gram_k, start = lrqk_data(group)
+    eye = torch.eye(16, dtype=torch.float64).expand(2, 16, 16)
     tail = torch.linalg.svdvals(q @ k.mT)[:, 6:16].square().sum()
 
     def loss(w_q, w_k):
-        return (q @ k.mT - (q @ w_q) @ (k @ w_k).mT).square().sum()
+        return (q @ k.mT - (q @ w_q) @ (k @ w_k).mT).square().sum() / tail
 
-    assert abs(loss(*compress.lrqk_balance(eye, eye, gram_q, gram_k, 6)) / tail - 1) < 1e-6
-    start = compress.lrqk_init("topcol", 6, q.abs().sum(1), k.abs().sum(1))
+    assert abs(loss(*compress.lrqk_balance(eye, eye, gram_q, gram_k, 6)) - 1) < 1e-6
     after = {}
     for steps in (1, 2, 50):
         monkeypatch.setattr(compress, "LRQK_STEPS", steps)
-        after[steps] = loss(*compress.lrqk_prefill(*start, gram_q, gram_k)) / tail
+        after[steps] = loss(*compress.lrqk_prefill(*start, gram_q, gram_k))
     assert 1 - 1e-9 <= after[50] < 1.01 and after[50] < after[2] < after[1]
 
 
 def test_lrqk_balance_changes_the_gauge_only(no_ridge):
     """Invariant 4 of Alg. 1's result: the same A_Q A_K^T, and both Grams equal and diagonal."""
-    q, k = (stacked(x) for x in lrqk_data())
-    gram_q, gram_k = q.mT @ q, k.mT @ k
-    start = compress.lrqk_init("randn", 6, q.abs().sum(1), k.abs().sum(1))
+    *_, gram_q, gram_k, start = lrqk_data(init="randn")
     before = compress.lrqk_prefill(*start, gram_q, gram_k)
     after = compress.lrqk_balance(*before, gram_q, gram_k, 6)
     assert error(after[0] @ after[1].mT, before[0] @ before[1].mT) < 1e-9
@@ -2044,7 +1797,8 @@ def test_lrqk_refit_minimises_the_papers_objective(monkeypatch, no_ridge):
 
 @pytest.mark.parametrize("group", [1, 3])
 def test_lrqk_new_bases_are_one_step_of_the_best_length(group):
-    """Eq. 10 and 11: along the gradient of ||x^ B - x||^2, to where its derivative vanishes."""
+    """Eq. 10 and 11: along the gradient of ||x^ B - x||^2, to where its derivative vanishes. One row is then
+    reproduced, and by the least change: the gradient lies in its span."""
     q, k, b_q, b_k, a, keys = refit_data(group)
     q_hat, k_hat, new_q, new_k = compress.lrqk_refit(q, k, b_q, b_k, a, keys)
     for x, x_hat, old, new in ((q, q_hat, b_q, new_q), (k, k_hat, b_k, new_k)):
@@ -2053,35 +1807,7 @@ def test_lrqk_new_bases_are_one_step_of_the_best_length(group):
         assert error(cosine, torch.ones_like(cosine)) < 1e-9
         slope = ((x_hat @ gradient) * (x_hat @ new - x)).sum((-2, -1))
         assert slope.abs().max() < 1e-9 * gradient.norm() ** 2
-        if x.shape[-2] == 1:  # one row: reproduced, by the least change
-            assert error(x_hat @ new, x) < 1e-9
-            null = torch.eye(6, dtype=x.dtype) - torch.linalg.pinv(x_hat) @ x_hat
-            other = new + null @ torch.randn_like(new)
-            assert error(x_hat @ other, x) < 1e-9
-            assert ((other - old).norm(dim=(-2, -1)) > (new - old).norm(dim=(-2, -1))).all()
-
-
-def test_lrqk_paper_mode_refits_on_what_the_last_step_attended(monkeypatch):
-    """Omega: the rows of K and of A_K in the same order, of exactly the tokens of the step before."""
-    (cache, qkv), seen, refit = lrqk_cache(30, mode="paper", slots=1.5), [], compress.lrqk_refit
-
-    def spy(q, k, b_q, b_k, a_near, k_near):
-        seen.append((a_near[0], k_near[0].clone()))
-        return refit(q, k, b_q, b_k, a_near, k_near)
-
-    monkeypatch.setattr(compress, "lrqk_refit", spy)
-    for n in range(30, 45):
-        omega = [attended(cache, h, n - 1) for h in range(4)]
-        step(cache, n, *qkv)
-        for head, (a_near, k_near) in enumerate(zip(*seen[-1], strict=True)):
-            found = set()
-            for a, key in zip(a_near, k_near, strict=True):
-                if a.any():
-                    (position,) = (cache.k[0, head] == key).all(-1).nonzero()[:, 0].tolist()
-                    assert torch.equal(a, cache.a_k[0, head, position])
-                    found.add(position)
-            assert found == omega[head]
-    assert not torch.equal(cache.basis_q, lrqk_cache(30, mode="paper")[0].basis_q)
+        assert x.shape[-2] > 1 or error(x_hat @ new, x) < 1e-9
 
 
 @pytest.mark.parametrize("group, r, noise", [(4, 8, 0.3), (8, 4, 0.3), (8, 16, 0.01)])
@@ -2116,32 +1842,6 @@ def test_lrqk_scores_do_not_depend_on_the_gauge(rotation):
     assert error(*scores) < tolerance
 
 
-def lrqk_cache(n: int, **options) -> tuple[compress.LrqkCache, tuple]:
-    """An LRQK cache that has read the first n of a stream of 64 tokens."""
-    cache = row_cache("lrqk", tiny_model(), 1, 64, **{"rank": 6, "k": 10, "recent": 5} | options)
-    qkv = stream(64)
-    cache.prefill(0, *(x[:n] for x in qkv))
-    return cache, qkv
-
-
-def attended(cache, head: int, pos: int) -> set[int]:
-    """The positions that a KV head of row 0 attended in the step at pos."""
-    chosen = cache.pos_of[0, head][cache.stamp[0, head] == cache.step].tolist()
-    assert len(set(chosen)) == len(chosen)
-    return set(chosen) | set(range(max(0, pos - cache.z + 1), pos + 1))
-
-
-@pytest.mark.parametrize("n", [4, 10, 14, 15, 16])
-@pytest.mark.parametrize("mode", ["optimal", "paper"])
-def test_lrqk_ring_and_candidates_cover_every_token_once(n, mode):
-    """Invariant 8, with prompts below k, of k + recent and beyond: the token that leaves the ring is a
-    candidate in the same step. (SELECTORS hold the output to these tokens.)"""
-    cache, qkv = lrqk_cache(n, mode=mode)
-    for pos in range(n, n + 20):
-        step(cache, pos, *qkv)
-        assert all(len(attended(cache, head, pos)) == min(pos + 1, 15) for head in range(4))
-
-
 @pytest.mark.parametrize("ratio", [1, 1.5, 2])
 def test_lrqk_slot_table(ratio):
     """Invariant 7 over 60 steps of drifting selections: the tables are inverse to each other, hits stay where
@@ -2149,10 +1849,9 @@ def test_lrqk_slot_table(ratio):
     for the longest time. With C = k the residents are the selection."""
     B, heads, S, k, D = 2, 3, 80, 8, 4
     C, rng = int(ratio * k), np.random.default_rng(0)
-    rows_k, rows_v = torch.randn(2, B, heads, S, D)
-    hot_k, hot_v = torch.zeros(2, B, heads, C, D)
+    rows, hot = torch.randn(2, B, heads, S, D), torch.zeros(2, B, heads, C, D)  # K and V
     slot_of, pos_of, stamp = (torch.full((B, heads, n), -1, dtype=torch.int32) for n in (S, C, C))
-    used = [[{} for _ in range(heads)] for _ in range(B)]  # position -> last step, for each resident
+    used = {where: {} for where in np.ndindex(B, heads)}  # position -> last step, for each resident
     for step in range(60):
         scores = torch.from_numpy(rng.normal(size=(B, heads, S)) - abs(np.arange(S) - step) / 4)
         scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
@@ -2161,57 +1860,54 @@ def test_lrqk_slot_table(ratio):
         index = index.where(live, S - 1)  # as compress.LrqkCache.select has it: a position without a slot
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.lrqk_resolve(index, live, slot_of, pos_of, stamp, now)
-        compress.fetch_rows(rows_k, rows_v, index, place, miss, hot_k, hot_v)
-        for b, h in np.ndindex(B, heads):
-            chosen, old = set(index[b, h][live[b, h]].tolist()), used[b][h]
-            missed = set(index[b, h][miss[b, h]].tolist())
+        compress.fetch_rows(*rows, index, place, miss, *hot)
+        for where, old in used.items():
+            chosen, missed = (set(index[where][mask[where]].tolist()) for mask in (live, miss))
+            slots = (pos_of[where] >= 0).nonzero()[:, 0]
+            places = pos_of[where][slots]
+            assert torch.equal(slot_of[where][places], slots.int())
+            assert (slot_of[where] >= 0).sum() == len(slots)
             assert missed == chosen - set(old)
-            for p in chosen & set(old):
-                assert slot_of[b, h, p] == before[b, h, p]
-            evicted = sorted(set(old) - chosen, key=old.get)[: max(0, len(set(old) | chosen) - C)]
-            gone = set(old) - set(pos_of[b, h].tolist())
-            assert sorted(old[p] for p in gone) == sorted(old[p] for p in evicted)  # the oldest, ties aside
-            used[b][h] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
-            resident = [p for p in pos_of[b, h].tolist() if p >= 0]
-            assert set(resident) == set(used[b][h]) and len(set(resident)) == len(resident)
-            assert (slot_of[b, h] >= 0).sum() == len(resident)
-            for p in resident:
-                slot = slot_of[b, h, p]
-                assert pos_of[b, h, slot] == p and stamp[b, h, slot] == used[b][h][p]
-                assert torch.equal(hot_k[b, h, slot], rows_k[b, h, p])
-                assert torch.equal(hot_v[b, h, slot], rows_v[b, h, p])
-            assert set(pos_of[b, h][stamp[b, h] == step].tolist()) == chosen
-            if ratio == 1 and len(chosen) == k:
-                assert set(resident) == chosen
+            hits = list(chosen & set(old))
+            assert torch.equal(slot_of[where][hits], before[where][hits])
+            gone, idle = set(old) - set(places.tolist()), set(old) - chosen
+            oldest = sorted(old[p] for p in idle)[: max(0, len(set(old) | chosen) - C)]
+            assert sorted(old[p] for p in gone) == oldest  # ties aside
+            used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
+            assert dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
+            assert set(pos_of[where][stamp[where] == step].tolist()) == chosen
+            assert all(torch.equal(x[where][slots], y[where][places]) for x, y in zip(hot, rows, strict=True))
+            assert ratio > 1 or len(chosen) < k or set(used[where]) == chosen
 
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
 def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
     """Invariant 9: shuffled slots, no hit/miss (slots 0), more slots, or all rows on the device: the same."""
-    kinds = {"slots": 2.0}, {}, {}, {"slots": 0.0}
-    caches = [lrqk_cache(40, mode=mode, **options)[0] for options in kinds]
-    _, cache, shuffled, _ = caches
-    settings = compress.LrqkSettings(rank=6, k=10, recent=5, mode=mode, kv_device="cuda")
-    on_device, qkv = compress.LrqkCache(cache.room, settings), stream(64)
-    on_device.prefill(0, *(x[:40] for x in qkv))
+    options, qkv = {"rank": 6, "k": 10, "recent": 5, "mode": mode}, stream(64)
+    slots = (1.0, 1.0, 2.0, 0.0)
+    caches = [row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in slots]
+    settings = compress.LrqkSettings(**options, kv_device="cuda")
+    (cache, shuffled, *_), on_device = caches, compress.LrqkCache(caches[0].room, settings)
+    for each in (*caches, on_device):
+        reads(each, 40, *qkv)
     for n in range(40, 60):
         order = torch.randperm(10)
         for buffer in (shuffled.hot_k, shuffled.hot_v):
             buffer[:, :, :10] = buffer[:, :, order]
-        shuffled.pos_of.copy_(shuffled.pos_of[..., order])
-        shuffled.stamp.copy_(shuffled.stamp[..., order])
+        for table in (shuffled.pos_of, shuffled.stamp):
+            table.copy_(table[..., order])
         positions = shuffled.pos_of.long()
         shuffled.slot_of.scatter_(-1, positions, torch.arange(10, dtype=torch.int32).expand_as(positions))
         truth = step(cache, n, *qkv)
-        for other in (caches[0], shuffled, caches[3], on_device):
+        for other in (*caches[1:], on_device):
             assert error(step(other, n, *qkv), truth) < 1e-5
     rates = [c.miss_rate() for c in caches]
-    assert 0 < rates[0] < rates[1] == rates[2] < rates[3] == 1 and on_device.miss_rate() is None
+    assert 0 < rates[2] < rates[0] == rates[1] < rates[3] == 1 and on_device.miss_rate() is None
     for n in (20, 40):  # rates begin anew with a prompt
-        cache.prefill(0, *(x[:n] for x in qkv))
+        reads(cache, n, *qkv)
         for pos in range(n, n + 20):
             step(cache, pos, *qkv)
-    assert cache.miss_rate() == rates[1]
+    assert cache.miss_rate() == rates[0]
 
 
 def lrqk_of_the_paper(q, k, n: int, r: int, top: int, z: int) -> list[set[int]]:
@@ -2255,14 +1951,13 @@ def test_lrqk_paper_mode_selects_as_algorithms_1_and_2(group, rank, spread):
     mix = mix if spread else torch.eye(16)
     q, k, v = torch.randn(90, 8, 16) @ mix, 2 * torch.randn(90, heads, 16) @ mix, torch.randn(90, heads, 16)
     options = {"rank": rank, "k": 10, "recent": 5, "mode": "paper", "slots": 1.5}
-    cache = row_cache("lrqk", tiny_model(group=group), 1, 90, **options)
-    cache.prefill(0, q[:50], k[:50], v[:50])
+    cache = reads(row_cache("lrqk", tiny_model(group=group), 1, 90, **options), 50, q, k, v)
     rotated = [cache.rope(x.double(), slice(0, 90)).unflatten(1, (heads, -1)) for x in (q, k)]
     truth = [lrqk_of_the_paper(rotated[0][:, h], rotated[1][:, h, 0], 50, rank, 10, 5) for h in range(heads)]
     for n in range(50, 90):
-        step(cache, n, q, k, v)
-        ring = set(range(n - 4, n + 1))
-        assert [attended(cache, h, n) - ring for h in range(heads)] == [sets[n - 50] for sets in truth], n
+        _, chosen = watched_step(cache, n, q, k, v)
+        old = [set(head[: n - 4].nonzero().flatten().tolist()) for head in chosen[::group]]
+        assert old == [sets[n - 50] for sets in truth], n
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
@@ -2286,79 +1981,59 @@ def test_lrqk_bytes_of_host_and_device():
 
 
 def lrqk_recall(model: Llama, prompts: list, more: list, **options) -> tuple[float, float]:
-    """Share of the true top-k (by largest attention weight in the group) that LRQK selects, and of its mass,
-    over all layers, KV heads and steps."""
-    engine = make_engine(model, "lrqk", len(prompts), len(prompts[0]) + len(more[0]), **options)
-    figures = []
-    for cache in engine.caches:
-
-        def project(pos, q, k, cache=cache, project=cache.project):
-            cache.query = q
-            return project(pos, q, k)
-
-        def watch(pos, index, live, recent, cache=cache):
-            recent = (cache.room.positions > pos[:, None] - recent)[:, None, None]
-            logits = cache.query @ cache.k.float().mT * cache.config.head_dim**-0.5
-            weights = logits.masked_fill(recent, -torch.inf).softmax(-1).amax(2)  # [B, Hkv, S]
-            (best, top), index = weights.topk(cache.chosen), index.long().clamp(min=0)
-            found = torch.zeros_like(weights).scatter(-1, top, 1).gather(-1, index)[live]
-            mass = weights.gather(-1, index).where(live, 0).sum(-1) / best.sum(-1)
-            figures.append((found.mean().item(), mass.mean().item()))
-
-        cache.project, cache.watch = project, watch
+    """Recall and attention mass (calibrate.Watched) of what LRQK attends, in mean over the layers."""
+    engine = watched_engine(model, "lrqk", len(prompts), len(prompts[0]) + len(more[0]), **options)
     logits_through(engine, prompts, more)
-    return tuple(np.mean(figures, 0).tolist())
+    found = [cache.result() for cache in engine.caches]
+    return tuple(np.mean([figures[name] for figures in found]) for name in ("recall", "mass"))
 
 
 def test_lrqk_recall_of_the_modes(nano_haystack):
-    """On the embedded model: true top-64 of 960 tokens, rank 32, text and retrieval prompts; -s prints."""
+    """On the embedded model: 64 tokens of 640 beside the 64 recent ones, rank 32, text and retrieval prompts;
+    -s prints."""
     model, recall = load_model(NANO, CPU, torch.float32), {}
     text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
-    needles, task = eval_sample(nano_haystack, "multikey", 0, 1024)
-    prompts, answer = [text[:1024], needles], nano_haystack.encode(task.answer).tolist()
-    more = [text[1024:1036], (answer * 12)[:12]]
+    needles, task = eval_sample(nano_haystack, "multikey", 0, 704)
+    prompts, answer = [text[:704], needles], nano_haystack.encode(task.answer).tolist()
+    more = [text[704:716], (answer * 12)[:12]]
     for mode, init in (("optimal", ""), *itertools.product(("frozen", "paper"), ("topcol", "top", "randn"))):
         options = {"mode": mode} | ({"init": init} if init else {})
         recall[mode, init], mass = lrqk_recall(model, prompts, more, k=64, **options)
         print(f"{mode:8} {init:7} recall {recall[mode, init]:.3f}  mass {mass:.4f}")
-        assert 0.3 < recall[mode, init] < mass <= 1 + 1e-6
+        assert 0.7 < recall[mode, init] < mass <= 1 + 1e-6
     assert all(recall["optimal", ""] > value - 0.02 for value in recall.values())
 
 
 @needs_real
 def test_lrqk_recall_on_stories260k():
-    """True top-32 over 75 steps of four texts of its own; -s prints."""
+    """32 tokens beside the 16 recent ones, over 40 steps of four texts of its own; -s prints."""
     folder = REAL / "stories260k"
     model, start = load_model(folder, CPU, torch.float32), load_tokenizer(folder).encode("Once upon a time")
-    engine = make_engine(model, "dense", 4, 401)
+    engine = make_engine(model, "dense", 4, 301)
     engine.sampling = Sampling(temperature=0.9)
     torch.manual_seed(0)
     engine.prefill([start] * 4)
-    texts = decode_rows(engine, 325 - len(start), lambda _: False).token_ids
+    texts = decode_rows(engine, 290 - len(start), lambda _: False).token_ids
     prompts, more = [start + t[: 250 - len(start)] for t in texts], [t[250 - len(start) :] for t in texts]
     for rank in (2, 4, 6):
         recall = {}
         for mode in ("optimal", "frozen", "paper"):
             recall[mode], mass = lrqk_recall(model, prompts, more, rank=rank, k=32, recent=16, mode=mode)
             print(f"r {rank} {mode:8} recall {recall[mode]:.3f}  mass {mass:.4f}")
-        assert 0.25 < recall["paper"] < min(recall["optimal"], recall["frozen"])
+        assert 0.5 < recall["paper"] < min(recall["optimal"], recall["frozen"])
 
 
 # ------------------------------------------------------------------------------------ FDC and Palu invariants
 
 
-def own_text(model: Llama, rows: int = 6, length: int = 48) -> torch.Tensor:
-    """Tokens [rows, length] that the model itself would write: a random model predicts these well."""
-    engine = make_engine(model, "dense", rows, length)
-    engine.prefill([[i] for i in range(rows)])
-    written = decode_rows(engine, length - 1, lambda _: False).token_ids
-    return torch.tensor([[i, *ids] for i, ids in enumerate(written)])
-
-
 @pytest.fixture(scope="module")
 def fdc_fit():
+    """On text that the model itself would write: a random model predicts it well."""
     model = tiny_model(head_dim=48, qkv_bias=True)
-    tokens = own_text(model)
+    engine = make_engine(model, "dense", 6, 48)
+    engine.prefill([[i] for i in range(6)])
+    written = decode_rows(engine, 47, lambda _: False).token_ids
+    tokens = torch.tensor([[i, *ids] for i, ids in enumerate(written)])
     return model, tokens, *calibrate.fit_fdc(model, tokens, {}, 0.0, 0.5)
 
 
@@ -2376,17 +2051,14 @@ def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
     """Of unseen random tokens, up to the last position: FDC's claim that R belongs to the model."""
     model, _, tensors, _ = fdc_fit
     for layer, head in ((0, 1), (3, 2)):
-        basis = tensors["qk.basis"][layer, head].double()
-        theta2 = tensors["qk.values"][layer, head].double().square()
+        basis, theta = (tensors[f"qk.{name}"][layer, head].double() for name in ("basis", "values"))
         assert error(basis.T @ basis, torch.eye(48)) < 1e-5
         x = torch.cat(stacked_vectors(model, layer, head, 0, 512))
-
-        def kept(basis, x=x):
-            return (x @ basis).square().sum() / x.square().sum()
-
+        bases, energy = [basis, *(orthonormal(48, seed).double() for seed in range(5))], theta.square()
         for p in (16, 32):
-            assert abs(kept(basis[:, :p]) / (theta2[:p].sum() / theta2.sum()) - 1) < 0.02
-            assert all(kept(basis[:, :p]) > kept(orthonormal(48, seed)[:, :p].double()) for seed in range(5))
+            kept, *others = ((x @ each[:, :p]).square().sum() / x.square().sum() for each in bases)
+            assert abs(kept / (energy[:p].sum() / energy.sum()) - 1) < 0.02
+            assert kept > max(others)
 
 
 def test_fdc_basis_fits_far_positions_because_it_saw_them(fdc_fit):
@@ -2416,9 +2088,9 @@ def test_fdc_rotation_against_the_best_pair_of_bases(fdc_fit):
 
 def test_fdc_values_are_the_svd_of_the_weights(fdc_fit):
     model, _, tensors, _ = fdc_fit
-    weight = model.layers[1].attention.wqkv.weight.split(model.layers[1].attention.widths)[2][48:96].double()
-    assert error(tensors["v.values"][1, 1], torch.linalg.svdvals(weight)) < 1e-5
-    assert_best_basis(weight.T, tensors["v.basis"][1, 1], (8, 16, 40), 1e-3)
+    weight = model.layers[1].attention.wqkv.weight.split(model.layers[1].attention.widths)[2][48:96]
+    values = tensors["v.values"][1, 1].square() / 48
+    assert_best_basis(weight.T, tensors["v.basis"][1, 1], (8, 16, 40), values, 1e-3)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.3, 0.6, 0.99])
@@ -2465,32 +2137,28 @@ def test_fdc_ragged_cache_equals_a_padded_one(ranks):
         return torch.cat([(w @ v).flatten() for w, v in zip(weights, values, strict=True)])
 
     for row, n in enumerate(lengths):
-        prompt = cache.prefill(row, q[row, :n], k[row, :n], k[row, :n, :0], latent[row, :n])
-        assert error(prompt[-1, 0], truth(row, n - 1)) < 1e-5
-        assert prompt.shape == (n, 1, 2 * sum(v_ranks))
+        prompt = cache.prefill(row, *(x[row, :n] for x in (q, k, k[..., :0], latent)))
+        assert prompt.shape == (n, 1, 2 * sum(v_ranks)) and error(prompt[-1, 0], truth(row, n - 1)) < 1e-5
     pos, rows = torch.tensor(lengths), torch.arange(2)
-    got = cache.decode(pos, q[rows, pos], k[rows, pos], k[rows, pos, :0], latent[rows, pos])
-    for row, n in enumerate(lengths):
-        assert error(got[row, 0], truth(row, n)) < 1e-5
+    got = cache.decode(pos, *(x[rows, pos] for x in (q, k, k[..., :0], latent)))
+    assert all(error(got[row, 0], truth(row, n)) < 1e-5 for row, n in enumerate(lengths))
 
 
 def test_fold_values_shrinks_the_weights_to_the_latents():
-    model = tiny_model(head_dim=48)
+    model, x, ranks = tiny_model(head_dim=48), torch.randn(5, 48), [16, 48, 32, 16]
     attention, c = model.layers[0].attention, model.config
-    ranks, before = [16, 48, 32, 16], sum(p.numel() for p in attention.parameters())
-    x = torch.randn(5, c.dim)
+    before = sum(p.numel() for p in attention.parameters())
     weight = attention.wqkv.weight.split(attention.widths)[2].unflatten(0, (4, 48))
     bases = [orthonormal(48, h)[:, :n] for h, n in enumerate(ranks)]
     heads = [(x @ w.T) @ b @ b.T for w, b in zip(weight, bases, strict=True)]  # x W_V R R^T
     truth = torch.stack(heads, 1).repeat_interleave(2, 1).flatten(1) @ attention.wo.weight.T
     compress.fold_values(attention, c, bases)
-    lost = sum(48 - n for n in ranks)
-    assert sum(p.numel() for p in attention.parameters()) == before - lost * c.dim * (1 + c.group)
+    lost = sum(48 - n for n in ranks) * c.dim * (1 + c.group)
+    assert sum(p.numel() for p in attention.parameters()) == before - lost
 
     def repeat(q, k, v, latent):  # every token attends itself
         assert v.shape == (5, 0, 48)
-        parts = latent.split(ranks, -1)
-        return torch.cat([p for p in parts for _ in range(2)], -1)[:, None]
+        return torch.cat([part for part in latent.split(ranks, -1) for _ in range(2)], -1)[:, None]
 
     assert error(attention(x, repeat), truth) < 1e-5
 
@@ -2511,10 +2179,8 @@ def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     model, tokens, tensors, facts = fdc_fit
     rates = compress.fdc_rates(tensors["qk.values"], tensors["v.values"])
     found = rates.index(float(tensors["rate"]))
-    dense, at, beyond = (
-        calibrate.fdc_accuracy(model, tokens, tensors, rate)[0].item()
-        for rate in (0.0, rates[found], rates[found + 1])
-    )
+    measure = functools.partial(calibrate.fdc_accuracy, model, tokens, tensors)
+    dense, at, beyond = (measure(rate)[0].item() for rate in (0.0, *rates[found : found + 2]))
     assert dense > 0.95 and 0 < found  # the model wrote the text itself
     assert at >= 0.5 * dense > beyond and abs(float(facts["accuracy"]) - at / dense) < 1e-3
     all_of_it = calibrate.fdc_search(model, tokens, tensors, 1.0)
@@ -2527,11 +2193,8 @@ def test_longest_first_is_near_the_best_schedule():
         costs = [rng.randint(1, 20) for _ in range(7)]
         plan = compress.longest_first(costs, workers)
         assert sorted(t for tasks in plan for t in tasks) == list(range(7))
-
-        def span(place, costs=costs, workers=workers):
-            return max(sum(c for c, p in zip(costs, place, strict=True) if p == w) for w in range(workers))
-
-        best = min(map(span, itertools.product(range(workers), repeat=7)))
+        schedules = itertools.product(np.eye(workers), repeat=7)  # which worker has each task
+        best = min(max(costs @ np.array(schedule)) for schedule in schedules)
         longest = max(sum(costs[t] for t in tasks) for tasks in plan)
         assert longest <= (4 / 3 - 1 / (3 * workers)) * best + 1e-9
     tasks = compress.longest_first([7, 6, 5, 4, 3, 2, 1], 3)
@@ -2544,14 +2207,11 @@ def test_prefill_blocks_cover_every_row_once_and_cost_the_same():
     assert steps[4] == 64 and all(0 <= n * c - 64 * 257 < 16 * c for n, c in zip(steps, costs, strict=True))
     plan = compress.prefill_blocks(costs, length, workers)
     covered = sorted((h, row) for blocks in plan for h, a, b in blocks for row in range(a, b))
-    assert covered == [(h, row) for h in range(5) for row in range(length)]
-
-    def span(plan):
-        return max(sum((b - a) * costs[h] for h, a, b in blocks) for blocks in plan)
-
-    plain = [(h, a, min(length, a + 64)) for h in range(5) for a in range(0, length, 64)]
-    assert span(plan) < 0.9 * span([plain[w::workers] for w in range(workers)])
-    assert span(plan) <= 1.15 * length * sum(costs) / workers
+    assert covered == list(itertools.product(range(5), range(length)))
+    blocks = [(h, a, min(length, a + 64)) for h in range(5) for a in range(0, length, 64)]
+    plain = [blocks[w::workers] for w in range(workers)]
+    ours, theirs = (max(sum((b - a) * costs[h] for h, a, b in own) for own in each) for each in (plan, plain))
+    assert ours < 0.9 * theirs and ours <= 1.15 * length * sum(costs) / workers
 
 
 @pytest.mark.parametrize("lengths", [[1], [1000], [63, 32768, 16, 1]])
@@ -2570,7 +2230,7 @@ def test_equal_stretches_cover_every_token_once_and_evenly(costs, workers, lengt
 
 
 def test_palu_is_the_whitened_svd_of_the_weights():
-    """The Gram of the keys gives Palu's factors: the spectral tail on the text, less than a plain SVD's."""
+    """The Gram of the keys gives Palu's directions. Nothing of their rank loses less on the text."""
     model, tokens, inputs = tiny_model(head_dim=48, qkv_bias=True), tiny_tokens(6, 64), []
     tensors, _ = calibrate.fit_palu(model, tokens, {}, 0.0)
     attention = model.layers[1].attention
@@ -2580,30 +2240,25 @@ def test_palu_is_the_whitened_svd_of_the_weights():
     cholesky = torch.linalg.cholesky(x.T @ x)  # L of X^T X = L L^T
     for kind, part in (("k", 1), ("v", 2)):
         weight = attention.wqkv.weight.split(attention.widths)[part][48:96].T.double()  # [dim, D]
-        u, s, vh = torch.linalg.svd(cholesky.T @ weight, full_matrices=False)
-        basis, plain = tensors[f"{kind}.basis"][1, 1].double(), torch.linalg.svd(weight).Vh.T
-        for r in (8, 24):
-            a = torch.linalg.solve_triangular(cholesky.T, u[:, :r] * s[:r], upper=True)
-            ours, theirs = (x @ weight @ b[:, :r] @ b[:, :r].T for b in (basis, plain))
-            assert error(ours, x @ a @ vh[:r]) < 1e-4
-            lost = (x @ weight - ours).square().sum()
-            assert abs(lost / s[r:].square().sum() - 1) < 1e-4
-            assert lost <= (x @ weight - theirs).square().sum()
+        basis = tensors[f"{kind}.basis"][1, 1].double()
+        assert_best_basis(x @ weight, basis, (8, 24))
+        whitened = torch.linalg.svd(cholesky.T @ weight).Vh[:24]
+        assert error((whitened @ basis[:, :24]).abs(), torch.eye(24)) < 1e-4
 
 
 def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
     """Keys that are a bias and a vector of the basis come back exactly; decode is attention over them."""
-    model = tiny_model(head_dim=48)
-    bias, rotations = torch.randn(4, 48), torch.stack([orthonormal(48, h) for h in range(4)])
-    cache = compress.PaluCache(Room(model, 1, 33), rotations[..., :12], 20, bias)
-    k = torch.einsum("shr,hdr->shd", torch.randn(33, 4, 12), rotations[..., :12]) + bias
+    model, bias = tiny_model(head_dim=48), torch.randn(4, 48)
+    bases = torch.stack([orthonormal(48, h)[:, :12] for h in range(4)])
+    cache = compress.PaluCache(Room(model, 1, 33), bases, 20, bias)
+    k = torch.einsum("shr,hdr->shd", torch.randn(33, 4, 12), bases) + bias
     q, latent = torch.randn(33, 8, 48), torch.randn(33, 80)
     cache.prefill(0, q[:32], k[:32], k[:32, :0], latent[:32])
     got = cache.decode(torch.tensor([32]), q[32:], k[32:], k[32:, :0], latent[32:])
-    keys = cache.rope(k, slice(0, 33)).transpose(0, 1)  # [Hkv, S, D]
-    weights = (cache.rope(q[32], 32).unflatten(0, (4, 2)) @ keys.transpose(1, 2) / 48**0.5).softmax(-1)
-    truth = (weights @ latent.unflatten(1, (4, 20)).transpose(0, 1)).flatten()
-    assert error(got.flatten(), truth) < 1e-5
+    keys, values = cache.rope(k, slice(0, 33)), latent.unflatten(1, (4, 20))
+    query = cache.rope(q[32:], slice(32, 33))
+    truth = attend(query, *(x.transpose(0, 1)[None] for x in (keys, values)), torch.ones(1, 33) > 0)
+    assert error(got, truth) < 1e-5
     assert cache.measured() == 33 * 4 * (12 + 20) * 4
 
 
@@ -2755,9 +2410,7 @@ def real(name):
 
 def sentencepiece_of(name):
     """Of a folder, or of its name in REAL."""
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
+    return SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
 
 
 def write_tiktoken(folder, merges):
@@ -2773,7 +2426,6 @@ GPT2_VALUES = [b for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 
 GPT2_BYTES = [chr(b) for b in GPT2_VALUES] + [chr(256 + i) for i in range(68)]
 GPT2_VALUES += [b for b in range(256) if b not in GPT2_VALUES]
 MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
-ADDED_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
 
@@ -2781,6 +2433,12 @@ SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "i
 def in_turn(*parts, kind="pre") -> dict:
     """Several pre-tokenizers (or normalizers) of a tokenizer.json, one after the other."""
     return {"type": "Sequence", {"pre": "pretokenizers", "norm": "normalizers"}[kind]: list(parts)}
+
+
+def special_tokens(*names: str, first: int = 256) -> list[dict]:
+    """Added tokens of a tokenizer.json, with ids from `first` on."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [{"id": first + i, "content": name, "special": True} | flags for i, name in enumerate(names)]
 
 
 def tokenizer_json(vocab=None, merges=(), pre_tokenizer=BYTE_LEVEL, added=(), **parts):
@@ -2791,24 +2449,15 @@ def tokenizer_json(vocab=None, merges=(), pre_tokenizer=BYTE_LEVEL, added=(), **
     return data | {"pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL, "model": model} | parts
 
 
-def write_json(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
+def tokenizer_of(folder: Path, **files):
+    """Of a folder that gets these JSON files."""
+    folder.mkdir(exist_ok=True)
     for name, contents in files.items():
         (folder / f"{name}.json").write_text(json.dumps(contents), encoding="utf-8")
-    return folder
-
-
-def qwen_files():
-    folder = folder_of(QWEN)
-    merges = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    return json.loads((folder / "vocab.json").read_text(encoding="utf-8")), [line for line in merges if line]
+    return load_tokenizer(folder)
 
 
 # ---- ids that are known
-
-
-LLAMA3_NAMES = "reserved_special_token_1 finetune_right_pad_id step_id start_header_id end_header_id eom_id "
-LLAMA3_NAMES += "eot_id python_tag reserved_special_token_2"  # 128003 to 128011
 
 
 def test_llama3_vector_and_special_tokens():
@@ -2818,9 +2467,10 @@ def test_llama3_vector_and_special_tokens():
     assert tokenizer.encode("This", bos=False) == [2028]
     assert tokenizer.vocab_size == 128256 and tokenizer.bos_id == 128000
     assert tokenizer.stop_ids == {128001, 128008, 128009}
-    names = dict(enumerate(LLAMA3_NAMES.split(), 128003)) | {128255: "reserved_special_token_246"}
-    assert {f"<|{name}|>": i for i, name in names.items()}.items() <= tokenizer.special_tokens.items()
-    assert len(tokenizer.special_tokens) == 256
+    names = "reserved_special_token_1 finetune_right_pad_id step_id start_header_id end_header_id eom_id "
+    names = [*(names + "eot_id python_tag reserved_special_token_2").split(), "reserved_special_token_246"]
+    known = dict(zip((f"<|{name}|>" for name in names), (*range(128003, 128012), 128255), strict=True))
+    assert known.items() <= tokenizer.special_tokens.items() and len(tokenizer.special_tokens) == 256
 
 
 def test_stories_golden_text_and_join():
@@ -2837,13 +2487,6 @@ def test_stories_golden_text_and_join():
 # ---- round trips and oracles
 
 
-@pytest.mark.parametrize("name", [LLAMA2, LLAMA3, QWEN])
-def test_round_trip(name):
-    tokenizer = real(name)
-    for text in TEXTS:
-        assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
-
-
 @pytest.mark.parametrize("name", [LLAMA2, STORIES])
 def test_sentencepiece_oracle(name):
     tokenizer, oracle = real(name), sentencepiece_of(name)
@@ -2851,8 +2494,8 @@ def test_sentencepiece_oracle(name):
         ids = oracle.encode(text)
         assert tokenizer.encode(text, bos=False) == ids and tokenizer.encode(text) == [1, *ids]
         assert tokenizer.decode(ids) == oracle.decode(ids)
-    spaces = [i for i in range(259, oracle.vocab_size()) if oracle.id_to_piece(i).startswith("▁▁")]
-    words = [0, 1, 2, *(i for i in range(259, oracle.vocab_size()) if i not in spaces)]
+    words = [i for i in range(259, oracle.vocab_size()) if not oracle.id_to_piece(i).startswith("▁▁")]
+    words = [0, 1, 2, *words]
     rng = random.Random(0)
     for _ in range(300):
         ids = [words[-1], *rng.choices(words, k=6)]
@@ -2885,22 +2528,18 @@ def test_qwen_composes_characters():
 
 def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
     """Merges as strings, and as pairs with ids that run against their order."""
-    vocab, merges = qwen_files()
+    vocab, merges = ((folder_of(QWEN) / name).read_text("utf-8") for name in ("vocab.json", "merges.txt"))
+    vocab, merges = json.loads(vocab), list(filter(None, merges.split("\n")))
     split = SPLIT | {"pattern": {"Regex": model_file.QWEN2_SPLIT}}
-    parts = {
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": in_turn(split, BYTE_LEVEL | {"use_regex": False}),
-    }
-    parts["added"] = [{"id": 151645, "content": "<|im_end|>", "special": True, "rstrip": False}]
-    texts = [*TEXTS, "e\u0301", Path(json.__file__).read_text(encoding="utf-8")]
-    backwards = {word: len(vocab) - 1 - i for word, i in vocab.items()}
-    pairs = [merge.split(" ") for merge in merges]
+    parts = {"normalizer": {"type": "NFC"}, "added": special_tokens("<|im_end|>", first=151645)}
+    parts["pre_tokenizer"] = in_turn(split, BYTE_LEVEL | {"use_regex": False})
+    last = len(vocab) - 1
+    backwards, pairs = {word: last - i for word, i in vocab.items()}, [merge.split(" ") for merge in merges]
     for name, data in ("strings", (vocab, merges)), ("pairs", (backwards, pairs)):
-        write_json(tmp_path / name, tokenizer=tokenizer_json(*data, **parts))
-        tokenizer = load_tokenizer(tmp_path / name)
-        for text in texts:
+        tokenizer = tokenizer_of(tmp_path / name, tokenizer=tokenizer_json(*data, **parts))
+        for text in [*TEXTS, "e\u0301", Path(json.__file__).read_text(encoding="utf-8")]:
             ids, expected = tokenizer.encode(text), real(QWEN).encode(text)
-            assert ids == (expected if name == "strings" else [len(vocab) - 1 - i for i in expected])
+            assert ids == (expected if name == "strings" else [last - i for i in expected])
             assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
         assert tokenizer.stop_ids == {151645} and tokenizer.vocab_size == 151646
 
@@ -2908,8 +2547,7 @@ def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
 def with_oracle(folder, data) -> tuple:
     """The tokenizer of a tokenizer.json, ours and Hugging Face's."""
     oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
-    write_json(folder, tokenizer=data)
-    return load_tokenizer(folder), oracle_of(str(folder / "tokenizer.json"))
+    return tokenizer_of(folder, tokenizer=data), oracle_of(str(folder / "tokenizer.json"))
 
 
 DIGITS = {"type": "Digits", "individual_digits": True}  # SmolLM's
@@ -2953,10 +2591,10 @@ def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
     vocab = {name: i for i, name in enumerate(names)}
     by_score = sorted(names, key=lambda name: -sp.get_score(vocab[name]))
     cuts = ((name[:i], name[i:]) for name in by_score for i in range(1, len(name)))
-    merges = [(a, b) for a, b in cuts if a in vocab and b in vocab]
+    merges = [pair for pair in cuts if vocab.keys() >= {*pair}]
     parts = {
         "pre_tokenizer": scheme and model_file.METASPACE | {"prepend_scheme": scheme},
-        "added": [{"id": i, "content": names[i], "special": True} | ADDED_FLAGS for i in range(3)],
+        "added": special_tokens(*names[:3], first=0),
         "normalizer": normalizer and in_turn(*normalizer, kind="norm"),
         "model": {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True},
     }
@@ -2970,36 +2608,31 @@ def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
         assert ids == oracle.encode(text, add_special_tokens=False).ids
         assert PREPEND not in (normalizer or []) or ids == sp.encode(text)
     if not normalizer:  # sentencepiece would merge the pair that is left out
-        write_json(tmp_path, tokenizer=data | {"model": data["model"] | {"merges": merges[1:]}})
         with pytest.raises(UserError, match=NOT_BYTES):
-            load_tokenizer(tmp_path)
+            tokenizer_of(tmp_path, tokenizer=data | {"model": data["model"] | {"merges": merges[1:]}})
 
 
 def test_vocab_and_merges(tmp_path):
     words = ["##", "ab", "12", "abab", "<a b>"]  # the last is no byte-level word
-    write_json(tmp_path, vocab={word: i for i, word in enumerate([*GPT2_BYTES, *words])})
+    vocab = {word: i for i, word in enumerate([*GPT2_BYTES, *words])}
     for header in ("#version: 0.2\n", ""):
         (tmp_path / "merges.txt").write_text(header + "# #\na b\n1 2\nab ab\n", encoding="utf-8")
-        tokenizer = load_tokenizer(tmp_path)
+        tokenizer = tokenizer_of(tmp_path, vocab=vocab)
         assert tokenizer.encode("##ababab") == [256, 259, 257]
         assert len(tokenizer.encode("12")) == 2  # Qwen's digits stand alone
         assert tokenizer.decode([257, 260]) == "ab"
-    write_json(tmp_path, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})
-    assert load_tokenizer(tmp_path).encode("12") == [258]
+    assert tokenizer_of(tmp_path, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"}).encode("12") == [258]
 
 
 def test_sentencepiece_without_bos_and_prefix(tmp_path):
-    import sentencepiece
-
     options = {"vocab_size": 20, "hard_vocab_limit": False, "bos_id": -1, "add_dummy_prefix": False}
-    sentences, train = iter(["hello there", "hello world"]), sentencepiece.SentencePieceTrainer.train
-    with (tmp_path / "tokenizer.model").open("wb") as file:
-        train(sentence_iterator=sentences, model_writer=file, minloglevel=2, **options)
+    texts, file = iter(["hello there", "hello world"]), io.BytesIO()
+    SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, minloglevel=2, **options)
+    (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.bos_id is None and None not in tokenizer.encode("hello")
-    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
-    space = tokenizer.pieces.index(b" ")
-    assert tokenizer.decode([space, *tokenizer.encode("hello")]) == " hello"
+    hello, space = tokenizer.encode("hello"), tokenizer.pieces.index(b" ")
+    assert tokenizer.bos_id is None and None not in hello
+    assert tokenizer.decode(hello) == "hello" and tokenizer.decode([space, *hello]) == " hello"
 
 
 def test_folders_do_not_share_a_vocabulary(tmp_path, monkeypatch):
@@ -3013,8 +2646,7 @@ def test_folders_do_not_share_a_vocabulary(tmp_path, monkeypatch):
 def test_long_and_broken_text(tmp_path):
     tokenizer = load_tokenizer(write_tiktoken(tmp_path, ["  "]))
     assert len(tokenizer.encode(" " * 1_200_000, bos=False)) == 600_000
-    names = [tokenizer] + ([real(LLAMA2)] if REAL.exists() else [])
-    for each in names:
+    for each in (tokenizer, real(LLAMA2)) if REAL.exists() else (tokenizer,):
         assert each.decode(each.encode("a\udc80b")) == "a\ufffdb"
 
 
@@ -3023,18 +2655,22 @@ def test_long_and_broken_text(tmp_path):
 
 @pytest.mark.parametrize("name", [LLAMA2, LLAMA3, QWEN, STORIES])
 def test_stream_decoder(name):
-    tokenizer = real(name)
+    """It gives what decoding at once gives, which is the text (of all but the stories' few pieces)."""
+    tokenizer, rng = real(name), random.Random(0)
+
+    def streamed(ids):
+        stream = model_file.StreamDecoder(tokenizer)
+        return [*(stream.push(i) for i in ids), stream.flush()]
+
     for text in [*TEXTS, "👩‍👩‍👧‍👦你好🧿" * 5]:
         ids = tokenizer.encode(text)
-        stream = model_file.StreamDecoder(tokenizer)
-        pieces = [stream.push(i) for i in ids]
-        assert not any("\ufffd" in piece for piece in pieces) and stream.flush() == ""
+        *pieces, rest = streamed(ids)
+        assert not any("\ufffd" in piece for piece in pieces) and rest == ""
         assert "".join(pieces) == tokenizer.decode(ids)
-    rng = random.Random(0)
+        assert name == STORIES or tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
     for _ in range(200):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(20)]
-        stream = model_file.StreamDecoder(tokenizer)
-        assert "".join([stream.push(i) for i in ids]) + stream.flush() == tokenizer.decode(ids)
+        assert "".join(streamed(ids)) == tokenizer.decode(ids)
 
 
 def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
@@ -3047,8 +2683,7 @@ def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
 def test_ids_outside_the_vocabulary_and_padding(tmp_path):
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         shutil.copy(folder_of(QWEN) / name, tmp_path)
-    write_json(tmp_path, config={"vocab_size": 151936})
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = tokenizer_of(tmp_path, config={"vocab_size": 151936})
     assert tokenizer.vocab_size == 151665 and tokenizer.decode([13048, 151935, 151643]) == "Hi"
     for bad in (151936, -1):
         with pytest.raises(UserError, match=f"{bad} is outside"):
@@ -3059,14 +2694,9 @@ def test_ids_outside_the_vocabulary_and_padding(tmp_path):
 
 
 def test_bos_is_added_as_the_files_say(tmp_path):
-    bos = {"id": 256, "content": "<s>", "special": True}
-    template = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
-    }
+    template = BOS | {"special_tokens": {"<s>": {"ids": [256]}}}
     steps = {"type": "Sequence", "processors": [BYTE_LEVEL, template]}
-    plain, bosed = tokenizer_json(added=[bos]), tokenizer_json(added=[bos], post_processor=steps)
+    plain, bosed = (tokenizer_json(added=special_tokens("<s>"), post_processor=x) for x in (None, steps))
     for name, data, settings, expected in [
         ("plain", plain, {"bos_token": "<s>"}, [0]),
         ("template", bosed, {}, [256, 0]),
@@ -3074,7 +2704,7 @@ def test_bos_is_added_as_the_files_say(tmp_path):
         ("null", bosed, {"add_bos_token": None}, [256, 0]),
         ("on", plain, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, [256, 0]),
     ]:
-        tokenizer = load_tokenizer(write_json(tmp_path / name, tokenizer=data, tokenizer_config=settings))
+        tokenizer = tokenizer_of(tmp_path / name, tokenizer=data, tokenizer_config=settings)
         assert tokenizer.bos_id == 256 and tokenizer.encode("!") == expected, name
         assert tokenizer.encode("!", bos=False) == [0]
         assert tokenizer.encode("<s>!", allow_special=True) == [256, 0]  # never twice
@@ -3082,14 +2712,12 @@ def test_bos_is_added_as_the_files_say(tmp_path):
 
 
 def test_stop_ids_come_from_every_file(tmp_path):
-    names = ["<end>", "<|eom_id|>", "<x>"]
-    added = [{"id": 256 + i, "content": name, "special": True} for i, name in enumerate(names)]
-    write_json(tmp_path, tokenizer=tokenizer_json(added=added), config={"eos_token_id": 7})
-    write_json(tmp_path, tokenizer_config={"eos_token": {"content": "<end>"}})
-    write_json(tmp_path, generation_config={"eos_token_id": [3, 4]})
-    assert load_tokenizer(tmp_path).stop_ids == {3, 4, 7, 256, 257}
-    write_json(tmp_path, config={"eos_token_id": None}, generation_config={}, tokenizer_config={})
-    assert load_tokenizer(tmp_path).stop_ids == {257}
+    files = {"tokenizer": tokenizer_json(added=special_tokens("<end>", "<|eom_id|>", "<x>"))}
+    files |= {"config": {"eos_token_id": 7}, "generation_config": {"eos_token_id": [3, 4]}}
+    files["tokenizer_config"] = {"eos_token": {"content": "<end>"}}
+    assert tokenizer_of(tmp_path, **files).stop_ids == {3, 4, 7, 256, 257}
+    none = {"config": {"eos_token_id": None}, "generation_config": {}, "tokenizer_config": {}}
+    assert tokenizer_of(tmp_path, **none).stop_ids == {257}
 
 
 @pytest.mark.parametrize(
@@ -3105,35 +2733,27 @@ def test_special_tokens_in_text_are_text(name, token):
 
 
 def test_longest_special_token_wins(tmp_path):
-    added = [{"id": 256 + i, "content": "x" * (i + 1), "special": True} for i in range(2)]
-    write_json(tmp_path, tokenizer=tokenizer_json(added=added))
-    assert load_tokenizer(tmp_path).encode("xxx!", allow_special=True) == [257, 256, 0]
-
-
-def phi3_folder(folder, **tokenizer_config):
-    """Llama 2's tokenizer.model with the added tokens of Phi-3."""
-    folder.mkdir(exist_ok=True)
-    shutil.copy(folder_of(LLAMA2) / "tokenizer.model", folder)
-    names = {32000: "endoftext", 32001: "assistant", 32006: "system", 32007: "end", 32010: "user"}
-    added = {i: {"content": f"<|{name}|>", "special": True, "rstrip": i > 32000} for i, name in names.items()}
-    tokenizer_config = {"added_tokens_decoder": added} | tokenizer_config
-    config = {"vocab_size": 32064, "model_type": "phi3"}
-    return write_json(folder, config=config, tokenizer_config=tokenizer_config)
+    tokenizer = tokenizer_of(tmp_path, tokenizer=tokenizer_json(added=special_tokens("x", "xx")))
+    assert tokenizer.encode("xxx!", allow_special=True) == [257, 256, 0]
 
 
 def test_added_tokens_above_sentencepiece(tmp_path):
-    tokenizer, plain = load_tokenizer(phi3_folder(tmp_path, add_bos_token=False)), real(LLAMA2)
+    """Llama 2's tokenizer.model with the added tokens of Phi-3."""
+    shutil.copy(folder_of(LLAMA2) / "tokenizer.model", tmp_path)
+    names = {32000: "endoftext", 32001: "assistant", 32006: "system", 32007: "end", 32010: "user"}
+    added = {i: {"content": f"<|{name}|>", "special": True, "rstrip": i > 32000} for i, name in names.items()}
+    settings, config = {"added_tokens_decoder": added, "add_bos_token": False}, {"vocab_size": 32064}
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, config=config)
     assert tokenizer.vocab_size == 32011 and tokenizer.stop_ids == {2, 32000, 32007}
     assert tokenizer.decode([32010, 15043, 32007, 32063]) == "Hello"
     with pytest.raises(UserError, match="32064"):
         tokenizer.decode([32064])
-    hello = plain.encode("Hello", bos=False)
+    hello = real(LLAMA2).encode("Hello", bos=False)
     chat = model_file.encode_chat(tokenizer, "phi-3", [{"role": "user", "content": "Hello"}])
     assert chat == [32010, *hello, 32007, 32001]  # Phi-3's tokens swallow the line breaks after them
     assert tokenizer.encode("<|user|>\nHello<|end|>\n<|assistant|>\n", allow_special=True) == chat
-    (tmp_path / "tokenizer_config.json").unlink()
-    write_json(tmp_path, added_tokens={"<|end|>": 32007})
-    assert load_tokenizer(tmp_path).encode("Hello<|end|>", allow_special=True) == [1, *hello, 32007]
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config={}, added_tokens={"<|end|>": 32007})
+    assert tokenizer.encode("Hello<|end|>", allow_special=True) == [1, *hello, 32007]
 
 
 # ---- chat
@@ -3200,8 +2820,7 @@ def test_chat_ids():
 
 def test_chat_ids_of_mistrals_tokens(tmp_path):
     shutil.copy(NANO / "tokenizer.model", tmp_path / "tokenizer.model.v3")
-    write_json(tmp_path, added_tokens={"[INST]": 4096, "[/INST]": 4097})
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = tokenizer_of(tmp_path, added_tokens={"[INST]": 4096, "[/INST]": 4097})
     hi, hello, why = (tokenizer.encode(text, bos=False) for text in ("Hi", "Hello.", "Be brief.\n\n Why? "))
     assert model_file.chat_style({}, tokenizer) == "mistral"
     expected = [1, 4096, *hi, 4097, *hello, 2, 4096, *why, 4097]  # the last question has the system message
@@ -3232,9 +2851,8 @@ def test_chat_style(tmp_path):
     ]:
         with pytest.raises(UserError, match="name one, such as --chat llama-2"):
             guess(*args)
-    write_json(tmp_path, tokenizer=tokenizer_json())
     (tmp_path / "chat_template.jinja").write_text("[INST] <<SYS>>", encoding="utf-8")
-    assert model_file.chat_style({}, load_tokenizer(tmp_path)) == "llama-2"
+    assert model_file.chat_style({}, tokenizer_of(tmp_path, tokenizer=tokenizer_json())) == "llama-2"
 
 
 def test_chat_needs_turns():
@@ -3259,35 +2877,25 @@ BAD_MODELS = [  # contents of a tokenizer.model
     "YWI= 0\nYWM= 2\n",  # a rank is missing
     "YWI= 0\nYWI= 1\n",  # a word twice
     "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99)),  # bytes are missing
+    (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape"),  # truncated
 ]
-BAD_BESIDE = r"""
-added_tokens.json {"<x>": "256"}
-added_tokens.json {"<x>": 1000000000}
-added_tokens.json {"\ud800": 256}
-tokenizer_config.json {"added_tokens_decoder": "x"}
-tokenizer_config.json {"added_tokens_decoder": [1]}
-tokenizer_config.json {"added_tokens_decoder": {"x": {"content": "<x>"}}}
-tokenizer_config.json {"added_tokens_decoder": {"-99999": {"content": "<x>"}}}
-tokenizer_config.json {"added_tokens_decoder": {"1000000000": {"content": "<x>"}}}
-tokenizer_config.json {"added_tokens_decoder": {"256": {}}}
-tokenizer_config.json {"added_tokens_decoder": {"256": null}}
-tokenizer_config.json {"added_tokens_decoder": {"256": {"content": []}}}
-tokenizer_config.json {"bos_token": {}}
-tokenizer_config.json {"eos_token": {}}
-tokenizer_config.json {"eos_token": []}
-config.json {"vocab_size": 1000000000}
-config.json {"vocab_size": "x"}
-config.json {"eos_token_id": [[2]]}
-generation_config.json {"eos_token_id": {}}
-"""  # files beside a good tokenizer.json
+TOKEN = {"content": "<x>"}
+DECODERS = ["x", [1], *({i: TOKEN} for i in ("x", "-99999", "1000000000"))]
+DECODERS += [{"256": token} for token in ({}, None, {"content": []})]
+BAD_BESIDE = [  # a JSON file beside a good tokenizer.json, and what it holds
+    *(("added_tokens", {name: i}) for name, i in (("<x>", "256"), ("<x>", 10**9), ("\ud800", 256))),
+    *(("tokenizer_config", {"added_tokens_decoder": decoder}) for decoder in DECODERS),
+    *(("tokenizer_config", entry) for entry in ({"bos_token": {}}, {"eos_token": {}}, {"eos_token": []})),
+    *(("config", entry) for entry in ({"vocab_size": 10**9}, {"vocab_size": "x"}, {"eos_token_id": [[2]]})),
+    ("generation_config", {"eos_token_id": {}}),
+]
 FLOODS = ['{"a":' * 99_999, '{"a": 1e999}', *(f'{{"a": 1{"0" * n}}}' for n in (400, 9999)), "\udcff"]
 BOS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}]}
 FALLBACK = {"byte_fallback": True}
 BAD_PARTS = [  # of a tokenizer.json
     {"vocab": {"a": 0}},  # lacks bytes
     *({"vocab": {word: i for i, word in enumerate(GPT2_BYTES)} | {"你": i}} for i in (2**31, -1, "0", 0.5)),
-    *({"added": [token]} for token in (5, {"content": "<x>"})),
-    *({"added": [{"content": "<x>", "id": i}]} for i in (10**9, "x")),
+    *({"added": [token]} for token in (5, TOKEN, TOKEN | {"id": 10**9}, TOKEN | {"id": "x"})),
     *({"post_processor": BOS | {"special_tokens": {"<s>": {"ids": ids}}}} for ids in (["x"], [], [10**9])),
     {"pre_tokenizer": in_turn(SPLIT | {"pattern": {"Regex": "("}}, BYTE_LEVEL)},
     *({"model": {"merges": merges}} for merges in (5, [5], ["a"], ["a b c"], [["a", 5]], ["你 好"], ["a b"])),
@@ -3313,10 +2921,7 @@ BAD_TOKENIZERS = [  # files, message
     ({"tokenizer.json": "{}"}, "tokenizer.json" + DAMAGED),
     ({"tokenizer.json": GOOD, "generation_config.json": "{"}, "config.json: not valid JSON"),
     ({"tokenizer.json": GOOD, "chat_template.jinja": "\udcff"}, "chat_template.jinja" + DAMAGED),
-    *(
-        ({"tokenizer.json": GOOD, name: contents}, name + DAMAGED)
-        for name, contents in (line.split(" ", 1) for line in BAD_BESIDE.strip().split("\n"))
-    ),
+    *(({"tokenizer.json": GOOD, f"{name}.json": x}, f"{name}.json{DAMAGED}") for name, x in BAD_BESIDE),
     *(({"tokenizer.json": tokenizer_json(**p)}, "tokenizer.json" + DAMAGED) for p in BAD_PARTS),
     *(({"tokenizer.json": tokenizer_json(**p)}, message) for p, message in UNSUPPORTED),
     *(({"tokenizer.json": "{}", "config.json": flood}, "config.json: not valid JSON") for flood in FLOODS),
@@ -3331,12 +2936,6 @@ def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
     with pytest.raises(UserError) as error:
         load_tokenizer(tmp_path)
     assert message in str(error.value) and "\n" not in str(error.value) and not any(capfd.readouterr())
-
-
-def test_truncated_sentencepiece_model(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes((folder_of(LLAMA2) / "tokenizer.model").read_bytes()[:200_000])
-    with pytest.raises(UserError, match="tokenizer.model" + DAMAGED):
-        load_tokenizer(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- GGUF files
