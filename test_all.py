@@ -4830,27 +4830,19 @@ def test_overlap_of_everything_is_one_and_of_more_is_more():
 )
 def test_watched_figures_equal_a_plain_count(method, options, group):
     """One step of two ragged rows, token sets and sums in plain Python against what Watched reports."""
-    model = tiny_model(group=group)
-    engine = watched_engine(model, method, 2, 50, **options)
+    engine = watched_engine(tiny_model(group=group), method, 2, 50, **options)
     engine.prefill([random_ids(47), random_ids(23, 1)])
     seen = []
-    for cache in engine.caches:  # what each layer is given, and which tokens it says
-        inner = cache.cache.decode
-
-        def decode(pos, q, *rest, cache=cache, inner=inner):
-            seen.append([cache, cache.cache.rope(q, pos)])
-            return inner(pos, q, *rest)
-
-        cache.cache.decode = decode
-        cache.cache.watch = lambda *said, cache=cache: (seen[-1].extend(said), cache.see(*said))
+    for cache in engine.caches:  # which tokens each layer says
+        cache.cache.watch = lambda *said, cache=cache: (seen.append((cache, *said)), cache.see(*said))
     engine.step()
-    for cache, q, _, index, live, recent in seen:
+    for cache, _, index, live, recent in seen:
         shape, figures = (2, *index.shape[1:]), []
         # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one head
         index, live = (said.expand(shape).reshape(2, -1, shape[-1]) for said in (index, live))
         for row, n in ((0, 48), (1, 24)):
-            k = cache.keys[row, :, :n].repeat_interleave(group, 0).double()
-            weights = torch.einsum("hd,hsd->hs", q[row].double(), k).div(4).softmax(-1)
+            q, k = cache.query[row].double(), cache.keys[row, :, :n].repeat_interleave(group, 0).double()
+            weights = torch.einsum("hd,hsd->hs", q, k).div(4).softmax(-1)
             for places, real, heads in zip(index[row], live[row], weights.chunk(index.shape[1]), strict=True):
                 chosen = set(places[real].tolist()) | set(range(max(0, n - recent), n))
                 best = set(heads.sum(0).topk(len(chosen)).indices.tolist())
@@ -4898,33 +4890,30 @@ def test_a_method_with_a_budget_says_what_it_attends(method):
         assert figures["jaccard"] <= figures["recall"] <= 1 + 1e-9
 
 
-def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
+def costs_of(model: Llama, method: str, capacity: int):
+    """costs(options) as equal_options takes it."""
     settings, artifact = METHODS[method].settings, artifact_of(method, model)
+    return lambda options: calibrate.method_costs(model, method, settings(**options), artifact, capacity)
 
-    def costs(options):
-        return calibrate.method_costs(model, method, settings(**options), artifact, capacity)
 
+def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
+    settings, costs = METHODS[method].settings, costs_of(model, method, capacity)
     return calibrate.equal_options(settings, options, shares, costs, capacity)
 
 
 @pytest.mark.parametrize("aim,share", [("bytes", 0.3), ("tokens", 0.25)])
 @pytest.mark.parametrize("method", [m for m in METHODS if knobs_of(m, "bytes") + knobs_of(m, "tokens")])
 def test_equal_cost_is_the_most_within_the_share(method, aim, share):
-    model, capacity, settings = tiny_model(head_dim=32), 300, METHODS[method].settings
-    artifact, options = artifact_of(method, model), equalised(model, method, {aim: share}, capacity)
-
-    def paid(**changes) -> float:
-        chosen = settings(**options | changes)
-        return calibrate.method_costs(model, method, chosen, artifact, capacity)[aim]
-
+    model, settings = tiny_model(head_dim=32), METHODS[method].settings
+    options, costs = equalised(model, method, {aim: share}, 300), costs_of(model, method, 300)
     if not set(options) & set(knobs_of(method, aim)):
         return  # no knob, or none that gets there
     ((name, value),) = options.items()
-    assert 0.8 * share < paid() <= share
+    assert 0.8 * share < costs(options)[aim] <= share
     # A hundredth more of the knob, or one step more, would be above it.
     step = max(0.01, value * 0.02) if isinstance(value, float) else 2
     with contextlib.suppress(UserError):
-        more = max(paid(**{name: value + sign * step}) for sign in (-1, 1))
+        more = max(costs({name: value + sign * step})[aim] for sign in (-1, 1))
         assert more > share or settings.__dataclass_fields__[name].metadata["choices"]
 
 
@@ -4943,35 +4932,30 @@ def test_equal_cost_by_method():
     assert equalised(model, "sals", {"tokens": 0.25}, 200) == {}  # 16 sinks and 64 recent are more
 
 
-def test_masked_attention_keeps_what_its_rule_says():
-    """With one-hot values the output is the weights: row t has min(t + 1, k) of them, its causal best."""
+@pytest.mark.parametrize("rule, kept", [("final", lambda n: min(n, 60)), ("per_row", lambda n: n // 5 or 1)])
+def test_masked_attention_keeps_the_best_logits_of_a_row_as_its_rule_says(rule, kept):
+    """With one-hot values the output is the weights."""
     n = 300
     torch.manual_seed(0)
     q, k = torch.randn(1, n, 4, 8), torch.randn(1, n, 2, 8)
+    logits = torch.einsum("shd,thd->hst", q[0], k[0].repeat_interleave(2, 1)) * 8**-0.5
+    truth = torch.zeros(4, n, n)
+    for t in range(n):
+        best, index = logits[:, t, : t + 1].topk(kept(t + 1))
+        truth[:, t].scatter_(1, index, best.softmax(-1))
     v = torch.eye(n)[None, :, None].expand(1, n, 2, n)
-    for rule in ("final", "per_row"):
-        weights = calibrate.masked_attention(q, k, v, q, k, 0.2, rule)[0].transpose(0, 1)  # [Hq, S, S]
-        kept = weights > 0
-        t = torch.arange(n)
-        count = torch.minimum(t + 1, torch.full_like(t, 60) if rule == "final" else ((t + 1) * 0.2).long())
-        assert (kept.sum(-1) == count.clamp(min=1)).all() and not kept.triu(1).any()
-        by_rows, by_pairs = calibrate.kept_shares(0.2, n, rule)
-        assert by_rows == pytest.approx((kept[0].sum(-1) / (t + 1)).mean().item(), abs=1e-6)
-        assert by_pairs == pytest.approx((kept[0].sum() / (t + 1).sum()).item(), abs=1e-6)
-        logits = (q[0].transpose(0, 1) @ k[0].repeat_interleave(2, 1).permute(1, 2, 0)) * 8**-0.5
-        logits = logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
-        for row in (0, 7, 100, 299):
-            best = logits[3, row].topk(int(count[row].clamp(min=1))).indices
-            assert set(best.tolist()) == set(kept[3, row].nonzero()[:, 0].tolist())
-        last = logits[3, 299].masked_fill(~kept[3, 299], -torch.inf).softmax(-1)
-        assert error(weights[3, 299], last) < 1e-5
+    weights = calibrate.masked_attention(q, k, v, q, k, 0.2, rule)[0].transpose(0, 1)  # [Hq, S, S]
+    assert torch.equal(weights > 0, truth > 0) and error(weights, truth) < 1e-5
+    counts, lengths = (truth[0] > 0).sum(1).numpy(), np.arange(1, n + 1)
+    shares = (counts / lengths).mean(), counts.sum() / lengths.sum()  # of rows, of pairs
+    assert calibrate.kept_shares(0.2, n, rule) == pytest.approx(shares, abs=1e-6)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
 def test_kept_shares_are_the_closed_forms(share):
-    by_rows, by_pairs = calibrate.kept_shares(share, 1 << 17, "final")
-    assert by_rows == pytest.approx(share * (1 + math.log(1 / share)), abs=1e-4)
-    assert by_pairs == pytest.approx(2 * share - share**2, abs=1e-4)
+    """Of rows and of pairs."""
+    final = share * (1 + math.log(1 / share)), 2 * share - share**2
+    assert calibrate.kept_shares(share, 1 << 17, "final") == pytest.approx(final, abs=1e-4)
     assert calibrate.kept_shares(share, 1 << 17, "per_row") == pytest.approx((share, share), abs=1e-3)
 
 
