@@ -5353,13 +5353,16 @@ def test_a_rank_is_the_nearest_to_its_share():
             compress.share_rank(share, 256)
 
 
-def test_too_little_memory_says_what_would_fit(cli, checkpoint, monkeypatch):
-    model = load_model(checkpoint, CPU, torch.float32)
-    one_row = sum(cache.formula() for cache in make_engine(model, "dense", 1, 60).caches)
-    monkeypatch.setattr(generate, "free_memory", lambda device: int(2.5 * one_row))
-    line = "generate --prompt 50 --max_new_tokens 10 --ignore_eos --device cpu --batch_size"
-    assert cli(f"{line} 2")[0] == 0
-    assert "2 rows or 37 tokens a row would fit" in cli.refusal(f"{line} 4")
+@pytest.mark.parametrize("method, options", [("dense", {}), ("lrqk", LRQK)])
+def test_too_little_memory_says_what_would_fit(method, options, monkeypatch):
+    """To the byte; where the model runs on the CPU host memory counts."""
+    model, settings = tiny_model(), compress.settings_from(method, options)
+    row = sum(c.formula() + c.host_bytes() for c in make_engine(model, method, 1, 60, **options).caches)
+    for free, rows, more, tokens in ((row, 1, 2, 30), (2 * row - 1, 1, 2, 59), (row * 5 // 2, 2, 4, 37)):
+        monkeypatch.setattr(generate, "free_memory", lambda device, free=free: free)
+        generate.check_memory(model, method, settings, {}, rows, 60)
+        with pytest.raises(UserError, match=f"memory.* {rows} rows or {tokens} tokens a row would fit"):
+            generate.check_memory(model, method, settings, {}, more, 60)
 
 
 def test_a_budget_beyond_the_context_says_so_and_equals_dense(cli, tmp_path):
@@ -5370,12 +5373,10 @@ def test_a_budget_beyond_the_context_says_so_and_equals_dense(cli, tmp_path):
     assert code == 0 and "every token is attended" in told and out == dense
 
 
-REPORTED = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
-first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
-bytes_read_per_step bandwidth_share peak_memory_bytes capture_s seed versions"""
-
-
 def test_json_is_the_last_line_and_complete(cli):
+    names = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
+        first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
+        bytes_read_per_step bandwidth_share peak_memory_bytes capture_s seed versions"""
     line = "generate --method sals --rank 0.25 --prompt 30 --prompt 7 --batch_size 3 --recent 4"
     report = cli.json(f"{line} --max_new_tokens 9 --ignore_eos")
     assert report["prompt_tokens"] == [30, 7, 30] and report["new_tokens"] == [9, 9, 9]
@@ -5384,7 +5385,7 @@ def test_json_is_the_last_line_and_complete(cli):
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"] < report["cache_bytes_dense"]
     assert report["settings"]["rank"] == 0.25 and report["seed"] == 0
     assert 50e6 < report["peak_memory_bytes"] < 1e12
-    assert set(REPORTED.split()) <= set(report)
+    assert set(names.split()) <= set(report)
 
 
 def test_questions_count_as_read(cli, monkeypatch):
@@ -5446,12 +5447,8 @@ def test_help_names_every_setting(method, cli):
 
 def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
     """Two turns through the cache give what one prefill of all their tokens gives."""
-    seen, original = [], generate.decode_rows
-
-    def spy(engine, *args):
-        seen.append(engine.logits.clone())
-        return original(engine, *args)
-
+    seen = []
+    spy = lambda engine, *args: seen.append(engine.logits.clone()) or decode_rows(engine, *args)  # noqa: E731
     monkeypatch.setattr(generate, "decode_rows", spy)
     turns = "hello\nhow are you\n"
     code, out, _ = cli("generate --interactive --max_new_tokens 12 --context 80", stdin=turns)
@@ -5459,7 +5456,7 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, 
     engine, tokenizer = fitted_engine(checkpoint, "dense", 1, 80), load_tokenizer(checkpoint)
     ids = tokenizer.encode("hello")
     engine.prefill([ids])
-    output = original(engine, 12, lambda recent: recent[-1] in tokenizer.stop_ids)
+    output = decode_rows(engine, 12, lambda recent: recent[-1] in tokenizer.stop_ids)
     ids += output.token_ids[0] + ([] if output.stop_token is None else [output.stop_token])
     engine.prefill([ids + tokenizer.encode_continuation("\nhow are you")])
     assert error(seen[1], engine.logits) < 1e-5
@@ -5524,21 +5521,6 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monk
         assert "the weights need" in cli.refusal(line)
 
 
-def test_an_artifact_is_whole_and_can_be_read_as_other_files_can(tmp_path, monkeypatch):
-    (tmp_path / "plain").write_text("")
-    save_artifact({"a": torch.zeros(1)}, tmp_path / "a.safetensors", {})
-    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-    def interrupted(tensors, path, metadata):
-        Path(path).write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(calibrate, "save_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save_artifact({"a": torch.zeros(2)}, tmp_path / "b.safetensors", {})
-    assert {path.name for path in tmp_path.iterdir()} == {"plain", "a.safetensors"}
-
-
 @pytest.mark.parametrize("method", FITTED)
 def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tmp_path):
     model = load_model(checkpoint, CPU, torch.float32)
@@ -5565,27 +5547,31 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
         assert reloaded(tensors).keys() == tensors.keys()
 
 
-def test_files_are_replaced_together_or_not_at_all(folder, tmp_path, monkeypatch):
-    """A full disk, or a kill, leaves the old checkpoint; what a killed run left goes with the next one."""
+def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
+    """A full disk, or a kill, leaves the old files; what a killed run left goes with the next one."""
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    left = folder / "checkpoint.partial"
-    left.mkdir()
-    (left / "model.safetensors").write_text("half")
+    (folder / "checkpoint.partial").mkdir()
+    (folder / "checkpoint.partial" / WEIGHTS).write_text("half")
+    full_disk, kill = calibrate.SafetensorError("No space left on device"), KeyboardInterrupt()
+    for mistake, told, says in ((full_disk, UserError, "cannot be written"), (kill, KeyboardInterrupt, "")):
 
-    def full_disk(tensors, path, metadata):
-        path.write_text("half")
-        raise calibrate.SafetensorError("No space left on device")
+        def half(tensors, path, metadata, mistake=mistake):
+            path.write_text("half")
+            raise mistake
 
-    with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "save_file", full_disk)
-        for target in (folder, tmp_path / "new"):
-            with pytest.raises(UserError, match="cannot be written"):
-                save_checkpoint(tiny_model(seed=1), target)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert not (tmp_path / "new").exists()
+        with mock.patch.object(calibrate, "save_file", half):
+            for target in (folder, tmp_path / "new"):
+                with pytest.raises(told, match=says):
+                    save_checkpoint(tiny_model(seed=1), target)
+            with pytest.raises(told, match=says):
+                save_artifact({"a": torch.zeros(2)}, folder / "b.safetensors", {})
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        assert not (tmp_path / "new").exists()
     save_checkpoint(tiny_model(seed=1, vocab_size=4096, tied=True), folder)
     assert set(folder.iterdir()) == before.keys()
-    assert (folder / "model.safetensors").read_bytes() != before[folder / "model.safetensors"]
+    assert (folder / WEIGHTS).read_bytes() != before[folder / WEIGHTS]
+    (tmp_path / "plain").write_text("")
+    assert (folder / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode  # all can read it
 
 
 def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
@@ -5620,14 +5606,8 @@ def test_streams_that_are_closed_or_know_other_characters(cli, monkeypatch):
 
 
 def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
-    measure = calibrate.perplexity_row
-
-    def interrupted(candidate, *rest):
-        if candidate.method == "topk":
-            raise KeyboardInterrupt
-        return measure(candidate, *rest)
-
-    monkeypatch.setattr(calibrate, "perplexity_row", interrupted)
+    row = {"bytes/token": 1.0, "errors": {}}
+    monkeypatch.setattr(calibrate, "perplexity_row", mock.Mock(side_effect=[row, row, KeyboardInterrupt]))
     monkeypatch.setattr(generate.Progress, "outer", None)
     line = "eval --method streaming --method topk:keep=8 --samples 0 --perplexity_rows 1 --prefix 40"
     code, _, err = cli(f"{line} --continuation 4 --csv {tmp_path}/t.csv")
@@ -5783,16 +5763,6 @@ def test_a_prompt_may_fill_all_positions():
             generate.check_capacity(capacity, config)
 
 
-def test_host_memory_counts_where_the_model_runs_on_the_cpu(monkeypatch):
-    model, settings = tiny_model(), compress.settings_from("lrqk", LRQK)
-    needed = sum(c.formula() + c.host_bytes() for c in make_engine(model, "lrqk", 1, 60, **LRQK).caches)
-    monkeypatch.setattr(generate, "free_memory", lambda device: needed)
-    generate.check_memory(model, "lrqk", settings, {}, 1, 60)
-    monkeypatch.setattr(generate, "free_memory", lambda device: needed - 1)
-    with pytest.raises(UserError, match="not enough memory"):
-        generate.check_memory(model, "lrqk", settings, {}, 1, 60)
-
-
 def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
     monkeypatch.setattr(generate.Progress, "outer", None)
     bar = generate.Progress("slow", 4)
@@ -5841,19 +5811,11 @@ def test_ranks_prints_what_its_json_has(cli):
 
 
 def test_plot_draws_time_against_length_and_where_a_method_becomes_faster(cli, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
+    figure = pytest.importorskip("matplotlib.figure").Figure
     table = "model,batch,length,method,us,dense_us,limit_us\n7b,1,1024,sals,16,4,1\n7b,1,4096,sals,16,64,1\n"
     (tmp_path / "t.csv").write_text(table + "7b,1,4096,loki,80,64,1\n7b,8,1024,sals,9,30,1\n")
-    drawn = []
-    original = calibrate.picture
-
-    @contextlib.contextmanager
-    def spy(*args):
-        with original(*args) as axes:
-            yield axes
-            drawn.extend(axes.flat)
-
-    monkeypatch.setattr(calibrate, "picture", spy)
+    drawn, save = [], figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda f, *at, **how: drawn.extend(f.axes) or save(f, *at, **how))
     code, out, err = cli(f"plot {tmp_path}/t.csv --out {tmp_path}")
     assert (code, out) == (0, f"{tmp_path}/t.png\n"), err
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
