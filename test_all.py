@@ -3704,7 +3704,28 @@ def test_kernel_scores_beyond_two_to_the_31_numbers():
 # ---- select
 
 
-SCORES = ["normal", "ties", "equal", "heavy", "offset", "masked", "extremes", "one chunk", "near ties"]
+MOST = torch.finfo(torch.float32).max
+LEVELS = torch.tensor([torch.inf, MOST, 1e-45, 0.0, -0.0, -1e-45, -MOST, -torch.inf], device=DEVICE)
+
+
+def in_chunk(x):
+    """The places of a chunk, or two, of the first kernel."""
+    return torch.arange(x.shape[1], device=DEVICE) // 4 % 8 == 0
+
+
+SCORES = {  # of normal numbers [B, S]
+    "normal": lambda x: x,
+    "ties": lambda x: (x * 2).round(),
+    "equal": torch.ones_like,
+    "heavy": lambda x: (x * 8).exp(),
+    "offset": lambda x: x + 500,
+    "masked": lambda x: x.masked_fill(randn(*x.shape, seed=1) < 0.5, -torch.inf),  # more than can be spared
+    "extremes": lambda x: LEVELS[(x.abs() * 2.5).long().clamp(max=7)],
+    "one chunk": lambda x: x + 50 * in_chunk(x),  # has all winners: the slow path must save it
+    # The same, and what that chunk drops is next above the threshold.
+    "near ties": lambda x: 1 + torch.where(in_chunk(x), 3 + (x > 2), 1 + (x > 1.3)) * 2.0**-23,
+    "huge": lambda x: torch.where(x > 0, 3e38, -3e38),
+}
 SHORT_ROWS = [  # S, x, y, z, pos: in one program
     (257, 4, 33, 8, (256, 100, 17)),
     (300, 0, 1, 1, (299, 1, 0)),
@@ -3775,13 +3796,7 @@ def test_kernel_select_guesses_inside_its_bracket_and_soon_ends(kind, most, sign
         return left, right
 
     monkeypatch.setattr(kernels, "_guesses", counted)
-    scores = randn(1, S) * sign
-    if kind == "ties":
-        scores = (scores * 2).round()
-    elif kind == "offset":
-        scores = scores + 500 * sign
-    elif kind == "huge":
-        scores = torch.where(scores > 0, 3e38, -3e38)
+    scores = SCORES[kind](randn(1, S)) * sign
     for y in (1, 100, 499, 501, 999, S):  # the last takes all
         steps.clear()
         kernels.select(scores, positions(S - 1), 0, y, 0)
@@ -3790,38 +3805,16 @@ def test_kernel_select_guesses_inside_its_bracket_and_soon_ends(kind, most, sign
 
 def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
     pos = positions(*pos)
-    B = len(pos)
-    scores = randn(B, S)
-    places = torch.arange(S, device=DEVICE)
-    if kind == "ties":
-        scores = (scores * 2).round()
-    elif kind == "equal":
-        scores = torch.ones_like(scores)
-    elif kind == "heavy":
-        scores = (scores * 8).exp()
-    elif kind == "offset":
-        scores = scores + 500
-    elif kind == "masked":  # more than a short row can spare
-        scores = scores.masked_fill(randn(B, S, seed=1) < 0.5, -torch.inf)
-    elif kind == "extremes":
-        most = torch.finfo(torch.float32).max
-        levels = torch.tensor([torch.inf, most, 1e-45, 0.0, -0.0, -1e-45, -most, -torch.inf], device=DEVICE)
-        scores = levels[(scores.abs() * 2.5).long().clamp(max=7)]
-    elif kind == "one chunk":  # (or two) of the first kernel has all winners: the slow path must save it
-        scores = scores + 50 * ((places // 4) % 8 == 0)
-    elif kind == "near ties":  # the same, and what that chunk drops is next above the threshold
-        levels = torch.where((places // 4) % 8 == 0, 3 + (scores > 2), 1 + (scores > 1.3))
-        scores = 1 + levels * 2.0**-23
-    live = places <= pos[:, None]
+    scores = SCORES[kind](randn(len(pos), S))
+    scores[torch.arange(S, device=DEVICE) > pos[:, None]] = NAN
     wanted = shares and positions(*(int(share * y) for share in shares))
-    out = ops.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
-    truth = compress.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
-    for b in range(B):
+    out, again = (ops.select(scores, pos, x, y, z, wanted) for _ in range(2))
+    truth = compress.select(scores, pos, x, y, z, wanted)
+    for b in range(len(pos)):
         got, want = (index[b][index[b] >= 0].long() for index in (out, truth))
         assert (out[b] >= -1).all() and len(got) == len(got.unique()) == len(want)
         assert (got <= pos[b] - z).all() and torch.equal(out[b, :x], truth[b, :x])
         assert torch.equal(scores[b, got].sort().values, scores[b, want].sort().values)
-    again = ops.select(scores.masked_fill(~live, NAN), pos, x, y, z, wanted)
     assert torch.equal(out, again)
 
 
