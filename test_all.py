@@ -4473,8 +4473,9 @@ def good_arguments(name: str) -> dict:
     """Arguments of an operation, or of attend over a kind of keys, by name, at which nothing is wrong."""
     if name in ("plain", "int8", "latents", "channels"):
         names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
-        form = "joint latents" if name == "latents" else name
-        given, _ = attend_case(torch.float32, form, "all", 1, 40, 2, 2, 32, 32, 4, 4, (39,))
+        latents, z = name == "latents", 0 if name == "int8" else 4
+        form, tokens, G = ("joint latents", "row", 1) if latents else (name, "all", 2)
+        given, _ = attend_case(torch.float32, form, tokens, 1, 40, 2, G, 32, 32, 4, z, (39,))
         return dict(zip(names, given, strict=True))
     pos, k, ring, rope = positions(9), randn(1, 2, 16), randn(1, 4, 2, 16), tables(10, 16)
     rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1).long().to(DEVICE)
@@ -4562,13 +4563,18 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("fetch_rows", {"v": turned}, "v .* must be contiguous"),
     ("value_group", {"D": instead(48)}, "multiple of 32"),
 ]
+REFUSED = [("kernels", *row) for row in REFUSED]
+REFUSED += [("hopper", *row) for _, *row in REFUSED if row[0] in ("int8", "latents")]
 
 
-@pytest.mark.parametrize("name, changes, message", REFUSED)
-def test_kernels_refuse_what_they_would_get_wrong(name, changes, message):
-    given = good_arguments(name)
-    operation = kernels.attend if "kind" in given else getattr(kernels, name)
+@pytest.mark.parametrize("module, name, changes, message", REFUSED)
+def test_operations_refuse_what_they_would_get_wrong(module, name, changes, message, monkeypatch):
+    """Those of hopper.py before kernels of its own begin."""
+    ops, given = pytest.importorskip(module), good_arguments(name)
+    operation = ops.attend if "kind" in given else getattr(ops, name)
     operation(**given)
+    for plan in ("streams_basis", "shares_int8"):
+        monkeypatch.setattr(ops, plan, lambda *_: True, raising=False)
     with pytest.raises(ValueError, match=message):
         operation(**given | {key: change(given.get(key)) for key, change in changes.items()})
 
@@ -6057,25 +6063,6 @@ def test_hopper_operators_do_what_torch_compile_is_told(hopper):
     torch.library.opcheck(hopper.attend, given)
     if ON_HOPPER:
         torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
-
-
-LATENTS, SHARED = ("joint latents", "row", 1, 40, 2, 1), ("int8", "all", 1, 40, 2, 2)
-HOPPER_REFUSES = [  # plan, case of attend, place of the keys, its change, the message
-    ("shares_int8", SHARED, 0, lambda k: k.float(), "keys must be torch.int8"),
-    ("streams_basis", LATENTS, 3, lambda _: randn(2, 32, 1), "int8 together"),
-    ("streams_basis", LATENTS, 5, lambda x: x[:39], "rope has 39 positions"),
-]
-
-
-@pytest.mark.parametrize("plan, case, place, change, message", HOPPER_REFUSES)
-def test_hopper_attend_refuses(hopper, monkeypatch, plan, case, place, change, message):
-    """What that of kernels.py does, before a kernel of its own begins."""
-    only(hopper, monkeypatch, plan)
-    monkeypatch.setattr(hopper, "shares_int8", lambda *_: True)
-    z = 0 if plan == "shares_int8" else 4
-    (q, kind, keys, *rest), _ = attend_case(torch.float32, *case, 32, 32, 4, z, (39,))
-    with pytest.raises(ValueError, match=message):
-        hopper.attend(q, kind, other(place, change)(keys), *rest)
 
 
 def only(hopper, monkeypatch, plan):
