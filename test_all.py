@@ -6410,14 +6410,9 @@ def test_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
 @pytest.mark.parametrize("method", ["dense", "elitekv"])
 def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
     """Compiled and in a CUDA graph, with the logits of PyTorch's products."""
-    logits, launches, kernel = [], [], hopper._linear_chain_kernel
-
-    class Spy:
-        def __getitem__(self, grid):
-            launches.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(hopper, "_linear_chain_kernel", Spy())
+    logits, launches, kernel = [], mock.MagicMock(), hopper._linear_chain_kernel
+    launches.__getitem__.side_effect = lambda grid: kernel[grid]
+    monkeypatch.setattr(hopper, "_linear_chain_kernel", launches)
     ids = random_ids(260, 1)
     for kernels_ in (False, True):
         how = dict.fromkeys(("kernels_", "compiled", "graphed"), kernels_)
@@ -6428,7 +6423,7 @@ def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
             engine.feed([token])
             made.append(engine.logits[0].float().cpu())
         logits.append(torch.stack(made))
-        assert bool(launches) == kernels_
+        assert launches.__getitem__.called == kernels_
     assert error(logits[1], logits[0]) < 5e-2
 
 
@@ -6492,28 +6487,16 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
     assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
 
 
-class CudaRows:
-    """What chains_linears looks at."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, rows, dtype=torch.bfloat16):
-        self.rows, self.dtype = rows, dtype
-
-    def __len__(self):
-        return self.rows
-
-
 def test_which_rows_chains_serve(hopper, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert hopper.chains_linears(CudaRows(16), 128, 200)
-    assert not hopper.chains_linears(CudaRows(16), 128, 100)
-    assert not hopper.chains_linears(CudaRows(17), 128)
-    assert not hopper.chains_linears(torch.zeros(1, 64, dtype=torch.bfloat16), 64)  # on the CPU
-    assert not hopper.chains_linears(CudaRows(1, torch.float16), 64)
-    for capability in ((8, 0), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert not hopper.chains_linears(CudaRows(16), 128)
+    def served(rows, *inputs, generation=9, device="cuda", dtype=torch.bfloat16):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
+        with torch._subclasses.FakeTensorMode():  # no GPU need be there
+            return hopper.chains_linears(torch.empty(rows, 128, dtype=dtype, device=device), *inputs)
+
+    assert served(16, 128, 200)
+    assert not served(16, 128, 100) and not served(17, 128, 200)
+    assert not served(16, 128, device="cpu") and not served(16, 128, dtype=torch.float16)
+    assert not served(16, 128, generation=8) and not served(16, 128, generation=10)
 
 
 @pytest.mark.parametrize("rows, biased", [(4, False), (16, True)])
