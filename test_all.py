@@ -4381,17 +4381,8 @@ def test_kernel_graph_follows_pos(int8):
             assert torch.equal(got, want)
 
 
-def test_int8_keys_of_heads_that_the_kernel_does_not_take():
-    model, outputs = tiny_model(head_dim=24).to(DEVICE), []
-    q, k, v = (randn(2, heads, 24, seed=heads) for heads in (8, 4, 4))
-    for kernels_ in (False, True):
-        cache = compress.Int8Cache(Room(model, 2, 10, kernels_), 4)
-        outputs.append(cache.decode(positions(3, 0), q, k, v))
-    assert torch.equal(*outputs)
-
-
 SALS_0, DOUBLE = SPARSE | {"skip": "0"}, {"keep": 32, "channels": 0.25, "skip": ""}
-SAME_WITH_KERNELS = [  # method, options, group, operations that it runs (of attend, the kinds of keys)
+SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of attend, the kinds of keys)
     ("dense", {}, 4, "plain"),
     ("sals", SALS_0, 2, "latents scores select"),
     ("sals", SALS_0 | {"score": "sum", "bits": 16, "rank": 0.3}, 1, "latents scores select"),
@@ -4401,6 +4392,7 @@ SAME_WITH_KERNELS = [  # method, options, group, operations that it runs (of att
     ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, "latents scores select"),
     ("sals", SALS_0 | {"skip_as": "int8", "bits": 2}, 1, "int8 latents scores select"),
     ("sals", SALS_0 | {"skip_as": "int8", "bits": 16}, 4, "int8 latents scores select"),
+    ("sals", SALS_0 | {"skip_as": "int8", "head_dim": 24}, 2, "latents scores select"),  # no kernel's heads
     ("fdc", {"rate": 0.2}, 2, "fdc_attend"),
     ("fdc", {"adaptive": False}, 8, "fdc_attend"),
     ("palu", {}, 2, "latents"),
@@ -4427,7 +4419,8 @@ SAME_WITH_KERNELS = [  # method, options, group, operations that it runs (of att
 @pytest.mark.parametrize("method, options, group, operations", SAME_WITH_KERNELS)
 def test_decode_with_kernels_equals_decode_without(method, options, group, operations, monkeypatch):
     """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
-    results, calls, tables_ = [], set(), []
+    results, calls, tables_, options = [], set(), [], dict(options)
+    shape = {"n_layers": 2, "n_heads": 2 * group, "n_kv_heads": 2, "head_dim": options.pop("head_dim", 16)}
     for name in ("attend", "attend_latent", "attend_logits", "fdc_attend", "scores", "select"):
         operation = getattr(kernels, name)
 
@@ -4438,8 +4431,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
 
         monkeypatch.setattr(kernels, name, spy)
     for kernels_ in (False, True):
-        model = tiny_model(n_layers=2, n_heads=2 * group, n_kv_heads=2).to(DEVICE)
-        engine = make_engine(model, method, 3, 64, kernels_=kernels_, **options)
+        engine = make_engine(tiny_model(**shape).to(DEVICE), method, 3, 64, kernels_=kernels_, **options)
         engine.prefill([random_ids(n, n) for n in (5, 31, 58)])
         results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
         assert calls == (set(operations.split()) if kernels_ else set())
@@ -5493,11 +5485,11 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monk
 @pytest.mark.parametrize("method", FITTED)
 def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tmp_path):
     model = load_model(checkpoint, CPU, torch.float32)
-    good, path = artifact_of(method, model), artifact_path(tmp_path, method)
+    good = artifact_of(method, model)
 
     def reloaded(tensors: dict) -> dict:
-        given = {name: t.clone().contiguous() for name, t in tensors.items() if t is not None}
-        save_artifact(given, path, compress.model_identity(model))
+        given = {name: t.clone() for name, t in tensors.items() if t is not None}
+        put_artifact(tmp_path, method, given, model)
         return load_artifact(tmp_path, method, model)
 
     for name, (kind, *shape) in METHODS[method].tensors(model.config).items():
@@ -6387,29 +6379,28 @@ def test_hopper_linear_chain_refuses(hopper):
     names = ("attended", "x", "weights", "biases", "norms", "eps")
     given = dict(zip(names, chain_inputs(2, 48, 64, 32, 40, biased=True), strict=True))
 
-    def refused(message, **bad):
+    def refused(message, **changes):
         with pytest.raises(ValueError, match=message):
-            hopper.linear_chain(**(given | bad))
+            hopper.linear_chain(**given | {name: change(given[name]) for name, change in changes.items()})
 
     for place, name in enumerate(("wo", "w13", "w2", "w")):
         for what in ("weights", "biases"):
-            bad = list(given[what])
-            bad[place] = bad[place].float()
-            refused(f"{name} must be torch.bfloat16", **{what: bad})
-            bad[place] = given[what][place][1:].clone()
-            refused("bias of w must be" if name == "w" else f"{name} must be", **{what: bad})
-    refused("attended must be", attended=given["attended"][:1])
-    refused("must be matrices", x=given["x"][None])
-    refused("must be matrices", x=given["x"][:0])
-    refused("4 weights and biases, 2 norms", norms=given["norms"][:1])
-    refused("x .* must be contiguous", x=randn(64, 2, dtype=torch.bfloat16).T)
-    refused("next norm must be", norms=[given["norms"][0], given["norms"][1][:32]])
-    askew, weights = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32), given["weights"]
-    refused("w2 must start at a multiple of 16", weights=[*weights[:2], askew, weights[3]])
+            refused(f"{name} must be torch.bfloat16", **{what: other(place, torch.Tensor.float)})
+            must = "bias of w must be" if name == "w" else f"{name} must be"
+            refused(must, **{what: other(place, lambda x: x[1:].clone())})
+    refused("attended must be", attended=lambda x: x[:1])
+    refused("must be matrices", x=lambda x: x[None])
+    refused("must be matrices", x=lambda x: x[:0])
+    refused("4 weights and biases, 2 norms", norms=lambda norms: norms[:1])
+    refused("x .* must be contiguous", x=turned)
+    refused("next norm must be", norms=other(1, lambda norm: norm[:32]))
+    askew = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32)
+    refused("w2 must start at a multiple of 16", weights=other(2, instead(askew)))
     if not ON_HOPPER:
         refused("on a Hopper GPU: not bfloat16 \\[2, 64\\] on ")
     for rows, heads_dim in ((17, 48), (2, 44)):
-        refused("at most 16 rows", **dict(zip(names, chain_inputs(rows, heads_dim, 64, 32, 40), strict=True)))
+        given = dict(zip(names, chain_inputs(rows, heads_dim, 64, 32, 40), strict=True))
+        refused("at most 16 rows")
 
 
 @pytest.mark.parametrize(
