@@ -5219,6 +5219,7 @@ BAD_COMMANDS = {
     "generate --device cuda": "--device cpu",
     "generate --checkpoint nano --method sals --rank 2": "1 to",  # before the dense run of the demo
     "generate --checkpoint nano --method sals --skip 99": "the layers are",
+    "generate --checkpoint nano-elitekv --method sals --prompt hi": "run it with --method elitekv",
     "fly": "invalid choice",
     "eval --method magic": "the methods are",
     "eval --method sals:depth=3": "--depth is not a setting of sals",
