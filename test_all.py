@@ -6165,45 +6165,6 @@ def test_hopper_attends_latents_with_the_same_bits_again(hopper, monkeypatch, in
         assert all(torch.equal(out, truths[i % 3]) for i, out in enumerate(outs))
 
 
-# No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
-STREAMED = [("bfloat16", 512, 128, 4, 32, 1), ("int8", 1024, 128, 4, 32, 1), ("int8", 256, 64, 4, 1, 1)]
-ATTENDING_KERNELS = [  # name, partitions that wait, cases
-    ("_streamed_logits_kernel", 2, STREAMED),  # both consumers
-    ("_int8_shared_kernel", 0, [("int8", 0, 128, bits, 8, 4) for bits in (2, 4, 8)]),
-]
-
-
-@pytest.mark.parametrize("kernel, waits, cases", ATTENDING_KERNELS)
-def test_hopper_kernels_that_attend_compile_without_a_gpu(hopper, kernel, waits, cases):
-    """cases: dtype of the latents or keys, rank (0: int8 keys), D, bits, Hkv, G."""
-    program = f"""
-        kernel, B, S = "{kernel}", 4, 500
-        setattr(hopper, kernel, Compile(kernel, hopper))
-        kernels._attend_kernel = Compile("_attend_kernel", kernels)
-        kernels.merge_splits = lambda out, *_: out
-        hopper.streams_basis = hopper.shares_int8 = lambda *_: True
-        hopper.SMS, hopper.merge_splits = 1, lambda out, *_: out
-        for dtype, r, D, bits, H, G in {cases}:
-            dtype = getattr(torch, dtype)
-            q, pos, index = zeros(B, H * G, D), zeros(B, dtype=i32), zeros(B, 448, dtype=i32)
-            codes = zeros(B, S, H, D * bits // 8, dtype=torch.uint8)
-            low_scale = zeros(B, S, H, D // 32, 2, dtype=half)
-            values, window = [x.transpose(1, 2) for x in (codes, low_scale)], [zeros(B, 64, H, D)] * 2
-            if r:
-                keys = [zeros(B, 1, S, r, dtype=dtype).expand(-1, H, -1, -1)]
-                scales = [zeros(B, 1, S, dtype=fp32).expand(-1, H, -1), zeros(H, D, 1, dtype=fp32)]
-                scales = scales if dtype == i8 else [None, None]
-                keys += [scales[0], zeros(H, D, r, dtype=dtype), scales[1], None]
-                keys += [zeros(S, D // 2, 2, dtype=half)]
-            else:
-                keys = [zeros(B, H, S, D, dtype=i8), zeros(B, H, S, dtype=fp32)]
-                index, window, values = None, [], [x.contiguous() for x in values]
-            kind = "latents" if r else "int8"
-            hopper.attend(q, kind, keys, values, bits, pos, index, window, D**-0.5)
-    """
-    compile_for_hopper(program, kernel, multiply="wgmma" if waits else "mma.sync", waits=waits)
-
-
 OVERLAPPING = [(8, 2, 2, False, None), (8, 2, 4, True, None), (4, 4, 2, False, None)]
 OVERLAPPING += [(32, 32, 4, False, "streams_basis"), (32, 32, 2, True, "streams_basis")]
 
@@ -6440,42 +6401,48 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
     assert not served(16, 128, generation=8) and not served(16, 128, generation=10)
 
 
-@pytest.mark.parametrize("rows, biased", [(4, False), (16, True)])
-def test_hopper_kernel_of_the_linear_chain_compiles_without_a_gpu(hopper, rows, biased):
+# No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
+# Of attend: form, Hkv, G, D, bits, z, r.
+LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint int8 latents", 32, 1, 128, 4, 64, 1024)]
+LATENTS += [("joint int8 latents", 1, 1, 64, 4, 64, 256)]
+COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
+    ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
+    ("_int8_shared_kernel", "mma.sync", 0, [("int8", 8, 4, 128, bits, 0, 0) for bits in (2, 4, 8)]),
+    ("_linear_chain_kernel", "wgmma", 2, [(4, False), (16, True)]),  # the consumer, and who loads its inputs
+]
+
+
+@pytest.mark.parametrize("kernel, multiply, waits, cases", COMPILED)
+def test_hopper_kernels_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
+    def arguments(what, *sizes):
+        if kernel == "_linear_chain_kernel":
+            return chain_inputs(what, 512, 256, 768, 1000, *sizes)
+        Hkv, G, D, bits, z, r = sizes
+        case = (torch.bfloat16, what, "row" if z else "all", 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
+        return attend_case(*case, n=448, r=r)[0]
+
+    torch.save([arguments(*case) for case in cases], tmp_path / "calls")
     program = f"""
-        hopper._linear_chain_kernel = Compile("_linear_chain_kernel", hopper)
-        hopper.chains_linears = lambda *_: True
-        weights = [zeros(*shape) for shape in ((256, 512), (1536, 256), (256, 768), (1000, 256))]
-        biases = [zeros(len(weight)) if {biased} else None for weight in weights]
-        norms = [zeros(256), zeros(256)]
-        hopper.linear_chain(zeros({rows}, 512), zeros({rows}, 256), weights, biases, norms, [1e-5, 1e-5])
-    """
-    after = """
-        # No GPU need show that one of these is missing.
-        assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
-        assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
-    """
-    # It waits in the producer of the inputs and in the consumer.
-    compile_for_hopper(program, "_linear_chain_kernel", after, waits=2)
-
-
-def compile_for_hopper(program, name, after="", multiply="wgmma", waits=1):
-    """Runs a program that compiles the kernel of that name, by Compile; what comes out must use what Hopper
-    has, wait for the kernel before in so many partitions (none: it is not launched before that ends), and
-    pass `after`, a program that sees the last one's ptx."""
-    before = """
         import hopper
         torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
             multi_processor_count=132, shared_memory_per_block_optin=227 << 10,
             shared_memory_per_multiprocessor=228 << 10)
-    """
-    check = f"""
-        made = [kernel for name, kernel in compiled if name == "{name}"]
-        assert made
+        hopper.{kernel} = Compile("{kernel}", hopper)
+        kernels._attend_kernel = Compile("_attend_kernel")
+        kernels.merge_splits = hopper.merge_splits = lambda out, *_: out
+        hopper.streams_basis = hopper.shares_int8 = hopper.chains_linears = lambda *_: True
+        hopper.SMS, operation = 1, hopper.linear_chain if "chain" in "{kernel}" else hopper.attend
+        for given in torch.load("{tmp_path}/calls", map_location="cpu"):
+            operation(*given)
+        made = [kernel for name, kernel in compiled if name == "{kernel}"]
+        assert len(made) == {len(cases)}
         for kernel in made:
             ptx = kernel.asm["ptx"]
             assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
             assert "{multiply}" in ptx and "cp.async.bulk" in ptx
             assert ptx.count("griddepcontrol.wait") == {waits}
+            if operation is hopper.linear_chain:  # no GPU need show that one of these is missing
+                assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
+                assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
     """
-    run_for_hopper(before, program, check, after)
+    run_for_hopper(program)
