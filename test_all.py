@@ -6177,26 +6177,21 @@ def test_launches_that_overlap_give_the_same_steps(hopper, monkeypatch, rule, Hq
     B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
     if plan:
         only(hopper, monkeypatch, plan)
-    torch.manual_seed(0)
-    dim, kw, scale = Hq * D, {"dtype": torch.bfloat16, "device": "cuda"}, D**-0.5
-    widths = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if rule == "each" else Hq)]
-    sizes = [(dim, dim), (2 * ffn, dim), (dim, ffn), (sum(widths), dim)]
-    weights = [torch.randn(N, K, **kw) * K**-0.5 for N, K in sizes]
-    norms, first = [torch.ones(dim, **kw)] * 2, torch.randn(2, B, dim, **kw)
+    widths, scale = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if rule == "each" else Hq)], D**-0.5
+    first_attended, first_x, *linears = chain_inputs(B, Hq * D, Hq * D, ffn, sum(widths))
     form = "joint int8 latents" if int8 else "joint latents"
-    case = (kw["dtype"], form, "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
+    case = (torch.bfloat16, form, "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
     layers = [attend_case(*case, r=r, written=True)[0] for _ in range(2)]
     latents = [t[:, 0] for given in layers for t in given[2][:2] if t is not None]
     written = latents + [t for given in layers for t in (*given[3], *given[7])]
     begin, pos, rope = [t.clone() for t in written], layers[0][5], layers[0][2][5]
 
     def steps():
-        attended, x_ = first
-        seen = []
+        attended, x_, seen = first_attended, first_x, []
         for _, kind, keys, values, _, _, _, window, _ in layers * 3:
             latents = [t if t is None else t[:, 0] for t in keys[:2]]
             by_token = [t.transpose(1, 2) for t in values]
-            x_, new = hopper.linear_chain(attended, x_, weights, [None] * 4, norms, [1e-5] * 2)
+            x_, new = hopper.linear_chain(attended, x_, *linears)
             q, k, v, latent, queries = new.split(widths, 1)
             q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
             q = hopper.sals_append(latent, q, k, v, pos, rope, *latents, *by_token, *window, bits)
