@@ -3813,7 +3813,8 @@ def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
 
 # ---- attend
 
-FORMATS = ["plain", "int8", "latents", "joint latents", "joint int8 latents", "channels"]
+JOINT_LATENTS = ["joint latents", "joint int8 latents"]
+FORMATS = ["plain", "int8", "latents", *JOINT_LATENTS, "channels"]
 
 
 def with_ring(decoded, exact, read, seed, dtype, R=32):
@@ -3989,7 +3990,7 @@ LATENT_ROWS = [  # tokens, B, S, Hkv, G, bits, z, n, r
     ("row", 8, 3000, 8, 4, 4, 80, 1984, 256),
     ("all", 1, 3000, 8, 4, 4, 64, 0, 256),
 ]
-REAL_SIZES = [(form, *row) for form in ("joint latents", "joint int8 latents") for row in LATENT_ROWS]
+REAL_SIZES = [(form, *row) for form in JOINT_LATENTS for row in LATENT_ROWS]
 REAL_SIZES += [("int8", "all", 4, 3000, 8, G, bits, 0, 0, 0) for G, bits in ((1, 2), (4, 4), (4, 16))]
 REAL_SIZES += [("channels", "all", 4, 3000, 8, G, 4, 0, 0, 0) for G in (1, 4)]
 REAL_SIZES += [("plain", tokens, 4, 3000, 8, 4, 16, 0, 448, 0) for tokens in ("all", "KV head")]
@@ -4003,7 +4004,7 @@ def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
 
 
-@pytest.mark.parametrize("form", ["joint latents", "joint int8 latents"])
+@pytest.mark.parametrize("form", JOINT_LATENTS)
 def test_kernel_attend_counts_numbers_of_fp32_where_the_model_is(monkeypatch, form):
     seen, ranks = [], kernels.ranks_at_once
     monkeypatch.setattr(kernels, "ranks_at_once", lambda *given: seen.append(given[1]) or ranks(*given))
@@ -4335,12 +4336,11 @@ def test_kernel_operators_do_what_torch_compile_is_told():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("form", JOINT_LATENTS)
 @poisoned
-def test_kernel_graph_follows_pos(int8):
+def test_kernel_graph_follows_pos(form):
     """One capture is right for every length: replayed at other positions it equals eager, bit for bit."""
     B, S, Hkv, G, D, r, z, bf16 = 3, 3000, 4, 2, 64, 64, 16, torch.bfloat16
-    form = "joint int8 latents" if int8 else "joint latents"
     cases = {
         name: attend_case(bf16, name, "all", B, S, Hkv, G, D, D, 4, z, (S - 1,) * B, r=r, written=True)[0]
         for name in (form, "plain", "int8", "channels")
@@ -6008,18 +6008,12 @@ def test_hopper_operators_do_what_torch_compile_is_told(hopper):
         torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
-def only(hopper, monkeypatch, plan):
-    """Of hopper's ways to attend latents that of `plan` alone, and of kernels.py's none."""
-    monkeypatch.setattr(hopper, "streams_basis", lambda *_: plan == "streams_basis")
+@pytest.fixture
+def streamed(hopper, monkeypatch):
+    """hopper.py, whose own way is the only one to attend latents."""
+    monkeypatch.setattr(hopper, "streams_basis", lambda *_: True)
     monkeypatch.setitem(kernels.KEYS, "plain", None)
-    if plan != "streams_basis":
-        monkeypatch.setattr(kernels, "attend", None)
-
-
-def check_hopper_latents(hopper, dtype, int8, B, S, Hkv, D, bits, z, pos, **options):
-    form = "joint int8 latents" if int8 else "joint latents"
-    case = (form, "row", B, S, Hkv, 1, D, D, bits, z, pos)
-    check_attend(dtype, *case, written=True, ops=hopper, **options)
+    return hopper
 
 
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
@@ -6036,31 +6030,32 @@ LATENT_SIZES = [
     (1, 3, 64, 8, 300, 8, 24, 2),
     (2, 4, 128, 8, 257, 4, 24, None),
 ]
-ATTENDED = [*itertools.product([False, True], [torch.bfloat16, torch.float16], LATENT_SIZES)]
 
 
 @needs_hopper
-@pytest.mark.parametrize("int8, dtype, sizes", ATTENDED)
+@pytest.mark.parametrize("sizes", LATENT_SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", JOINT_LATENTS)
 @poisoned
-def test_hopper_attend_latents(hopper, monkeypatch, int8, dtype, sizes):
+def test_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes):
     B, Hkv, D, chunks, n, bits, z, programs = sizes
-    only(hopper, monkeypatch, "streams_basis")
     if programs:
-        monkeypatch.setattr(hopper, "SMS", programs)
-    pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (128 if int8 else 64)
-    check_hopper_latents(hopper, dtype, int8, B, 600, Hkv, D, bits, z, pos, n=n, r=r)
+        monkeypatch.setattr(streamed, "SMS", programs)
+    pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (128 if "int8" in form else 64)
+    case = (dtype, form, "row", B, 600, Hkv, 1, D, D, bits, z, pos)
+    check_attend(*case, n=n, r=r, written=True, ops=streamed)
 
 
 @needs_hopper
 @poisoned
-def test_hopper_attend_windows_of_several_tiles_and_real_sizes(hopper, monkeypatch):
-    only(hopper, monkeypatch, "streams_basis")
+def test_hopper_attend_windows_of_several_tiles_and_real_sizes(streamed):
     for rise in RISES:
-        case = (torch.float16, False, 3, 200, 2, 64, 4, 100, (199, 120, 30))
-        check_hopper_latents(hopper, *case, r=64, rise=rise)
-    for int8, (B, S, bits, n) in itertools.product((False, True), ((16, 1000, 2, 448), (4, 5000, 4, 4032))):
+        case = (torch.float16, "joint latents", "row", 3, 200, 2, 1, 64, 64, 4, 100, (199, 120, 30))
+        check_attend(*case, r=64, rise=rise, written=True, ops=streamed)
+    for form, (B, S, bits, n) in itertools.product(JOINT_LATENTS, ((16, 1000, 2, 448), (4, 5000, 4, 4032))):
         pos = [S - 1 - 7 * b for b in range(B)]
-        check_hopper_latents(hopper, torch.bfloat16, int8, B, S, 32, 128, bits, 64, pos, n=n, r=512)
+        case = (torch.bfloat16, form, "row", B, S, 32, 1, 128, 128, bits, 64, pos)
+        check_attend(*case, n=n, r=512, written=True, ops=streamed)
 
 
 HALF, WHOLE = torch.float16, torch.float32
@@ -6069,30 +6064,28 @@ WINDOWED = [(HALF, 2, 16, 33), (WHOLE, 4, 130, 90), (WHOLE, 8, 5, 84), (HALF, 4,
 
 @pytest.mark.parametrize("dtype, bits, z, n", WINDOWED)
 @poisoned
-def test_hopper_attends_by_logits_beside_an_exact_window(hopper, monkeypatch, dtype, bits, z, n):
+def test_hopper_attends_by_logits_beside_an_exact_window(streamed, monkeypatch, dtype, bits, z, n):
     """As _streamed_logits makes them, for which no interpreter is; where there is no token anything."""
     S = z + 84
     case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
     (q, kind, keys, *rest), truth = attend_case(*case, n=n, written=True)
-    k = stored_keys(
-        "joint latents", dtype, torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE), 32, rest[2]
-    )[1]
+    every = torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE)
+    _, k = stored_keys("joint latents", dtype, every, 32, rest[2])
 
     def make_logits(q, index, *_):
         logits = torch.einsum("bhd,bhsd->bhs", q.float(), k)
         logits = logits.gather(2, index.clamp(min=0).long()[:, None].expand(-1, 2, -1))
         return logits.masked_fill(index[:, None] < 0, torch.nan)[:, :, None]
 
-    only(hopper, monkeypatch, "streams_basis")
-    monkeypatch.setattr(hopper, "_streamed_logits", make_logits)
-    close(hopper.attend(q, kind, keys, *rest), truth, dtype)
+    monkeypatch.setattr(streamed, "_streamed_logits", make_logits)
+    close(streamed.attend(q, kind, keys, *rest), truth, dtype)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, int8):
+@pytest.mark.parametrize("form", JOINT_LATENTS)
+def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, form):
     seen = []
     monkeypatch.setattr(hopper, "streams_basis", lambda *shape: seen.append(shape[-1]) or False)
-    check_hopper_latents(hopper, torch.float32, int8, 1, 90, 2, 64, 4, 8, (80,), n=33)
+    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,), n=33, ops=hopper)
     assert seen == [4]
 
 
@@ -6143,44 +6136,40 @@ def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, m
 
 
 @needs_hopper
-@pytest.mark.parametrize("int8", [False, True])
-def test_hopper_attends_latents_with_the_same_bits_again(hopper, monkeypatch, int8):
+@pytest.mark.parametrize("form", JOINT_LATENTS)
+def test_hopper_attends_latents_with_the_same_bits_again(streamed, form):
     """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
     would show."""
-    only(hopper, monkeypatch, "streams_basis")
-    form, options = "joint int8 latents" if int8 else "joint latents", {"n": 432, "r": 512, "written": True}
     cases = []
     for B, pos in ((4, 4095), (4, 4086), (3, 4095)):
         case = (torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (pos,) * B)
-        cases.append(attend_case(*case, **options)[0])
-    truths = [hopper.attend(*given) for given in cases]
+        cases.append(attend_case(*case, n=432, r=512, written=True)[0])
+    truths = [streamed.attend(*given) for given in cases]
     assert not torch.equal(*truths[:2])
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        outs = [hopper.attend(*given) for given in cases * 10]
+        outs = [streamed.attend(*given) for given in cases * 10]
     for _ in range(10):
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(out, truths[i % 3]) for i, out in enumerate(outs))
 
 
-OVERLAPPING = [(8, 2, 2, False, None), (8, 2, 4, True, None), (4, 4, 2, False, None)]
-OVERLAPPING += [(32, 32, 4, False, "streams_basis"), (32, 32, 2, True, "streams_basis")]
+OVERLAPPING = [("hopper", 8, 2, 2, 0), ("hopper", 8, 2, 4, 1), ("hopper", 4, 4, 2, 0)]
+OVERLAPPING += [("streamed", 32, 32, 4, 0), ("streamed", 32, 32, 2, 1)]
 
 
 @needs_hopper
 @pytest.mark.parametrize("rule", ["each", "softmax"])
-@pytest.mark.parametrize("Hq, Hkv, bits, int8, plan", OVERLAPPING)
-def test_launches_that_overlap_give_the_same_steps(hopper, monkeypatch, rule, Hq, Hkv, bits, int8, plan):
+@pytest.mark.parametrize("fixture, Hq, Hkv, bits, int8", OVERLAPPING)
+def test_launches_that_overlap_give_the_same_steps(request, monkeypatch, rule, fixture, Hq, Hkv, bits, int8):
     """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
     B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
-    if plan:
-        only(hopper, monkeypatch, plan)
+    hopper = request.getfixturevalue(fixture)
     widths, scale = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if rule == "each" else Hq)], D**-0.5
     first_attended, first_x, *linears = chain_inputs(B, Hq * D, Hq * D, ffn, sum(widths))
-    form = "joint int8 latents" if int8 else "joint latents"
-    case = (torch.bfloat16, form, "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
+    case = (torch.bfloat16, JOINT_LATENTS[int8], "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
     layers = [attend_case(*case, r=r, written=True)[0] for _ in range(2)]
     latents = [t[:, 0] for given in layers for t in given[2][:2] if t is not None]
     written = latents + [t for given in layers for t in (*given[3], *given[7])]
