@@ -46,7 +46,7 @@ from compress import METHODS, Cache, EliteSettings, Room, artifact_path, load_ar
 from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
 from model import Llama, ModelConfig, UserError, apply_rope, human, load_tokenizer, ranks, rope_tables
 
-# ------------------------------------------------------------------------------------------------- plain text
+# -------------------------------------------------------------------------------------------- texts and files
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 STDLIB = Path(sysconfig.get_path("stdlib"))  # the text that every machine has: the standard library's sources
@@ -71,6 +71,55 @@ def text_files(path: Path, held: bool | None = None) -> list[Path]:
     return files
 
 
+def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
+    """The files' texts in a seeded random order, without repeats and generated tables."""
+    files, seen = list(files), set()
+    random.Random(seed).shuffle(files)
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        longest = max(map(len, text.split("\n")), default=0)
+        digest = zlib.crc32(text.encode())
+        if len(text) < 200 or digest in seen or (file.suffix == ".py" and longest > 2000):
+            continue
+        seen.add(digest)
+        yield text
+
+
+def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
+    """Up to `most` token ids of the texts, one text after another."""
+    ids: list[int] = []
+    for text in read_texts(files):
+        ids += tokenizer.encode(text, bos=False)
+        if len(ids) >= most:
+            break
+    if not ids:
+        raise UserError(f"{files[0]}: no text of at least 200 characters there")
+    return np.array(ids[:most])
+
+
+def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
+    """Token ids [count, length] of consecutive windows of the texts, led by BOS if the model wants it."""
+    ids, asked = text_ids(tokenizer, files, count * length), count
+    count = len(ids) // length
+    if not count:
+        raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}; give more text")
+    if count < asked:
+        print(f"note: the text has {count} windows of {length} tokens, not {asked}", file=sys.stderr)
+    tokens = torch.from_numpy(ids[: count * length]).view(count, length)
+    if tokenizer.add_bos:
+        tokens[:, 0] = tokenizer.bos_id
+    return tokens
+
+
+def load_with_windows(args: argparse.Namespace, held: bool = False) -> tuple[Llama, Tensor]:
+    """The model, and windows of --text, or of the standard library: to evaluate on (held), or to fit on."""
+    model, tokenizer = load(args)
+    c = model.config
+    files = text_files(args.text or STDLIB, None if args.text else held)
+    longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
+    return model, windows(tokenizer, files, longest, args.windows)
+
+
 def check_folder(option: str, folder: Path) -> Path:
     """The folder, or the nearest above it that there is. Raises UserError where no file could be written."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -87,184 +136,51 @@ def check_file(option: str, path: Path | None) -> None:
         check_folder(option, path.parent)
 
 
-def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
-    """The files' texts in a seeded random order, without repeats and generated tables."""
-    files, seen = list(files), set()
-    random.Random(seed).shuffle(files)
-    for file in files:
-        text = file.read_text(encoding="utf-8", errors="ignore")
-        longest = max(map(len, text.split("\n")), default=0)
-        digest = zlib.crc32(text.encode())
-        if len(text) < 200 or digest in seen or (file.suffix == ".py" and longest > 2000):
-            continue
-        seen.add(digest)
-        yield text
+@contextmanager
+def replacing(folder: Path, name: str) -> Iterator[Path]:
+    """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
+    It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
+    partial, is_new = folder / f"{name}.partial", not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if partial.is_file():
+        partial.unlink()
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(folder / file.name)
+        is_new = False
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # somebody else's file is there
+                folder.rmdir()
 
 
-# ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
-
-# Keys are "adjective noun"; variables and code words are names.
-ADJECTIVES = """
-amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
-hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
-small snowy tall warm white wild winding wooden
-""".split()
-NOUNS = """
-anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door drum
-feather field fire flower forest garden gate hammer harbor hill house island key lake lamp lantern letter
-meadow mirror mountain needle ocean orchard river road rope ship stone table tower tree valley wheel window
-""".split()
-NAMES = """
-bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper quartz
-raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
-juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
-""".split()
-KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
+def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes one safetensors file in the place of an old one."""
+    with replacing(path.parent, path.name) as partial:
+        save_tensors(tensors, partial / path.name, metadata)
 
 
-@dataclass
-class Task:
-    """One question about facts that lie in a text, in this order: the prompt ends where the answer begins."""
-
-    facts: list[str]
-    question: str
-    answer: str
-    references: list[str]
-
-    def score(self, text: str) -> float:
-        """The share of the references that the answer names (RULER's string match)."""
-        return sum(r in text for r in self.references) / len(self.references)
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes a safetensors file that others can read; UserError where it cannot be."""
+    try:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
+        os.umask(mask := os.umask(0))  # the only way to read it
+        path.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
+    except SafetensorError as error:
+        raise UserError(f"{path}: cannot be written ({error})") from None
 
 
-def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
-    """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
-    side = max(2, math.ceil(math.sqrt(1.5 * n)))
-    if side > (words := min(len(ADJECTIVES), len(NOUNS))):
-        raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
-    pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
-    return numbered(rng, rng.sample(pairs, n), each)
+def save_bf16(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """save_tensors with what is floating point in bf16."""
+    rounded = {name: t.detach().bfloat16() for name, t in tensors.items() if t.is_floating_point()}
+    save_tensors(tensors | rounded, path, metadata)
 
 
-def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
-    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
-
-
-def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
-    return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
-
-
-def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
-    """single (1 fact) and multikey (more): one number is asked for at a time."""
-    pairs = numbered_keys(rng, n_facts)
-    facts = number_facts(pairs)
-    ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
-    return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
-
-
-def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
-    """One key with several values, asked for all at once, in the order of the text."""
-    pairs = numbered_keys(rng, n_keys, n_values)
-    rng.shuffle(pairs)
-    facts = number_facts(pairs)
-    groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
-    ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
-    return [Task(facts, ask.format(key), f" {', '.join(ns)}.", ns) for key, ns in groups.items()]
-
-
-def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
-    """Several keys asked for in one question; the answer repeats each key."""
-    pairs = numbered_keys(rng, n_facts)
-    asked = rng.sample(pairs, n_asked)
-    question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
-    answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
-    return [Task(number_facts(pairs), question, answer, [f"{k} is {v}" for k, v in asked])]
-
-
-def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
-    """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
-    names = rng.sample(NAMES, n_chains * (n_hops + 1))
-    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
-    facts = []
-    for chain, value in chains:
-        facts += [f"\nStore {value} in {chain[0]}.\n"]
-        facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
-    rng.shuffle(facts)
-    ask = "Which variables hold {0}?\nAnswer: The variables that hold {0} are"
-    return [Task(facts, ask.format(value), f" {', '.join(chain)}.", chain) for chain, value in chains]
-
-
-def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
-    """Frequent words: three of nine code words are mentioned far more often; name them, most often first."""
-    words = rng.sample(NAMES, 9)
-    shares = [(0.34, 5), (0.24, 4), (0.17, 3), *[(0.25 / 6, 1)] * 6]  # and the least
-    counts = [max(least, round(n_mentions * share)) for share, least in shares]
-    facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
-    rng.shuffle(facts)
-    question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
-    return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
-
-
-def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
-    """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
-    room = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
-    if kind == "single":
-        return tasks_numbers(rng, 1, 1)
-    if kind == "multikey":
-        n = n_facts or rng.randint(2, max(2, min(32, room)))
-        return tasks_numbers(rng, n, 1 if n_facts else min(n, 8))
-    if kind == "multivalue":
-        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, room // 4))), 4)
-    if kind == "multiquery":
-        n = n_facts or rng.randint(4, max(4, min(16, room)))
-        return tasks_multiquery(rng, n, 4)
-    if kind == "variables":
-        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, room // 5))), 4)
-    return tasks_frequent(rng, n_tokens // 100)
-
-
-class Haystack:
-    """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
-
-    def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
-        self.tokenizer, self.tokens = tokenizer, tokens
-        self.shares = shares or [1 / len(tokens)] * len(tokens)
-        self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
-        # [V]: whether a fact may be laid before this token without cutting a word
-        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
-
-    def sample(self, rng: random.Random, n: int) -> np.ndarray:
-        """n consecutive tokens of a random place."""
-        source = rng.choices(self.tokens, self.shares)[0]
-        start = rng.randrange(max(1, len(source) - n))
-        return np.resize(source[start : start + n], n).astype(np.int32)
-
-    def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
-        """Pieces of a text of n tokens, the facts at random places in their order; odd pieces are facts."""
-        encoded = [self.encode(f) for f in facts]
-        plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
-        starts = np.flatnonzero(self.starts_word[plain])
-        starts = starts if len(starts) else np.zeros(1, np.int64)
-        where = [depth] if depth is not None else [rng.random() for _ in facts]
-        places = sorted(int(starts[int(w * len(starts))]) for w in where)
-        *parts, last = np.split(plain, places)
-        return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
-
-
-def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
-    """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
-    rng = random.Random(f"{kind}-{seed}")
-    task = make_tasks(kind, rng, n_tokens, n_facts)[0]
-    question = hay.encode(f"\nQuestion: {task.question}").tolist()
-    bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
-    pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
-    ids = [*bos, *np.concatenate(pieces).tolist(), *question]
-    if len(ids) > n_tokens:
-        fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
-        raise UserError(f"{fault}; ask for longer prompts, or for fewer facts where there is --facts")
-    return ids, task
-
-
-# ----------------------------------------------------------------------------------------- fit and statistics
+# ---------------------------------------------------------------------------------------------------- fitting
 
 
 def forward_through(model: Llama, tokens: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]):
@@ -301,41 +217,6 @@ def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | No
         sums += torch.stack((right, F.cross_entropy(logits, window[1:]).double())).cpu()
     right, loss = sums / len(windows)
     return torch.stack((right, loss.exp()))
-
-
-def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
-    """Up to `most` token ids of the texts, one text after another."""
-    ids: list[int] = []
-    for text in read_texts(files):
-        ids += tokenizer.encode(text, bos=False)
-        if len(ids) >= most:
-            break
-    if not ids:
-        raise UserError(f"{files[0]}: no text of at least 200 characters there")
-    return np.array(ids[:most])
-
-
-def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
-    """Token ids [count, length] of consecutive windows of the texts, led by BOS if the model wants it."""
-    ids, asked = text_ids(tokenizer, files, count * length), count
-    count = len(ids) // length
-    if not count:
-        raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}; give more text")
-    if count < asked:
-        print(f"note: the text has {count} windows of {length} tokens, not {asked}", file=sys.stderr)
-    tokens = torch.from_numpy(ids[: count * length]).view(count, length)
-    if tokenizer.add_bos:
-        tokens[:, 0] = tokenizer.bos_id
-    return tokens
-
-
-def load_with_windows(args: argparse.Namespace, held: bool = False) -> tuple[Llama, Tensor]:
-    """The model, and windows of --text, or of the standard library: to evaluate on (held), or to fit on."""
-    model, tokenizer = load(args)
-    c = model.config
-    files = text_files(args.text or STDLIB, None if args.text else held)
-    longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
-    return model, windows(tokenizer, files, longest, args.windows)
 
 
 @dataclass
@@ -704,6 +585,526 @@ def run_ranks(args: argparse.Namespace) -> None:
                 axis.plot(ranks[name], marker="o", label=label)
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
             axis.legend()
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+@dataclass
+class Stage:
+    """steps batches of batch x length tokens."""
+
+    batch: int
+    length: int
+    steps: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Stage":
+        try:
+            return cls(*map(whole(1), text.split("x")))
+        except (TypeError, ValueError, argparse.ArgumentTypeError):
+            raise UserError(f"stage {text!r}: write BATCHxLENGTHxSTEPS, such as 64x2048x1000") from None
+
+
+class TrainingBatches(Dataset):
+    """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32 of plan[i], for any number of workers."""
+
+    def __init__(self, hay: "Haystack", plan: list[Stage], seed: int):
+        self.hay, self.plan, self.seed = hay, plan, seed
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        rng, stage = random.Random(f"{self.seed}-{i}"), self.plan[i]
+        documents = [training_document(self.hay, rng, stage.length + 1) for _ in range(stage.batch)]
+        tokens, weights = (torch.from_numpy(np.stack(each)) for each in zip(*documents, strict=True))
+        return tokens.long(), weights[:, 1:].contiguous()
+
+
+def check_batches(stages: list[Stage], config: ModelConfig, device: torch.device) -> None:
+    """Raises UserError for a stage that the model has no positions for, or the memory no room."""
+    generate.check_capacity(max(stage.length for stage in stages), config, "--stages")
+    for stage in stages:
+        needed, what = stage.batch * stage.length * config.vocab_size * 4, "logits of {} x {} tokens"
+        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
+
+
+NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
+# Long documents come before the last stage: at the end, few and noisy, they undo what retrieval has learnt.
+NANO_STAGES = ("128x512x3000", "64x2048x2500", "4x32768x300", "16x8192x7000")
+
+
+def initialise(model: Llama, seed: int) -> None:
+    """Normal weights of deviation 0.02; those that write into the residual stream over sqrt(2 layers)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data.fill_(1.0)
+        else:
+            writes = name.endswith(("wo.weight", "w2.weight"))
+            scale = 0.02 / math.sqrt(2 * model.config.n_layers) if writes else 0.02
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def weighted_loss(model: Llama, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Mean next-token cross entropy under `weights` [B, S]; tokens [B, S + 1]."""
+    logits = model.output(model(tokens[:, :-1]))
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+    return (loss * weights.flatten()).sum() / weights.sum()
+
+
+def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
+    """AdamW with weight decay 0.1 on matrices and none on norms."""
+    matrices, norms = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
+
+
+def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int) -> None:
+    """Weights, both moments and the number of steps done, in one safetensors file."""
+    tensors = {"step": torch.tensor(done)}
+    for name, p in model.named_parameters():
+        moments = optimizer.state[p]
+        tensors |= {name: p.data, f"{name}.m": moments["exp_avg"], f"{name}.v": moments["exp_avg_sq"]}
+    save_artifact(tensors, path, {"format": "pt"})
+
+
+def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
+    """Takes up what save_state left; returns the number of steps done."""
+    device = next(model.parameters()).device
+    try:
+        saved = load_file(path, device=str(device))
+        step = saved["step"].float()
+        for name, p in model.named_parameters():
+            p.data.copy_(saved[name])
+            moments = {"exp_avg": saved[f"{name}.m"], "exp_avg_sq": saved[f"{name}.v"]}
+            optimizer.state[p] = {"step": step.clone(), **moments}
+    except (SafetensorError, KeyError, RuntimeError):  # no such file, other names, other shapes
+        raise UserError(f"--state {path}: not what training this model has left") from None
+    return int(step)
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[list]:
+    """Gathers Ctrl-C in a list that the block looks at; raises KeyboardInterrupt at its end if one came."""
+    interrupts = []
+    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False, log=None) -> bool:
+    """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
+    state and log: files or None, as --state and --log. -> whether it is done, before `minutes` ran out."""
+    device, cuda = next(model.parameters()).device, torch.cuda.is_available()
+    optimizer = make_optimizer(model, lr)
+    done = load_state(state, model, optimizer) if state and state.is_file() else 0
+    plan = [stage for stage in stages for _ in range(stage.steps)]
+    total, started, running = len(plan), time.time(), None
+    batches, order = TrainingBatches(hay, plan, seed), range(done, total)
+    batches = DataLoader(batches, None, sampler=order, num_workers=workers, pin_memory=cuda)
+    read = sum(stage.batch * stage.length for stage in plan[:done])
+    recent = []  # losses since the last line of the log
+    if log and not done:
+        log.write_text("tokens,loss\n")
+    loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
+    with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
+        for tokens, weights in batches if done < total else ():
+            warm, decay = min(1.0, (done + 1) / 200), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
+            for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
+                group["lr"] = lr if constant else lr * warm * decay
+            tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = loss_of(model, tokens, weights)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            done, read = done + 1, read + weights.numel()
+            recent.append(loss.detach())
+            running = recent[-1] if running is None else running.lerp(recent[-1], 0.02)
+            if done % 20 == 0 or done == total:
+                if log:
+                    with log.open("a") as file:
+                        file.write(f"{read},{torch.stack(recent).mean().item():.4f}\n")
+                recent.clear()
+            if done % 100 == 0 or done == total:
+                mean, shape = running.item(), f"{tokens.shape[0]}x{weights.shape[1]}"
+                line = f"step {done}/{total}  {shape}  loss {mean:.3f}  {time.time() - started:.0f} s"
+                print(line, file=sys.stderr, flush=True)
+                if not math.isfinite(mean):
+                    break
+            if interrupts or done < total and time.time() - started > 60 * minutes:
+                break
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise UserError(f"the weights are no numbers after step {done}; nothing is saved: lower --lr")
+        if state:
+            save_state(state, model, optimizer, done)
+    return done == total
+
+
+def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
+    """The file of a sentencepiece BPE with byte fallback and single digits, from about 14 MB a source."""
+    import sentencepiece
+
+    def lines() -> Iterator[str]:
+        for source in sources:
+            size = 0
+            for text in read_texts(text_files(source, held=False)):
+                for line in filter(str.strip, text.split("\n")):
+                    yield line[:4000]
+                size += len(text)
+                if size > 14e6:
+                    break
+
+    made = io.BytesIO()
+    pieces = {"vocab_size": vocab_size, "model_type": "bpe", "byte_fallback": True, "split_digits": True}
+    spaces = {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
+    text = {"normalization_rule_name": "identity", "character_coverage": 0.9995, "max_sentence_length": 16384}
+    settings = {**pieces, **spaces, **text, "minloglevel": 2}
+    try:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(), model_writer=made, **settings)
+    except RuntimeError as error:
+        if "Vocabulary size" not in str(error) and "sentences_.empty" not in str(error):
+            raise
+        raise UserError(f"too little text for a tokenizer of {vocab_size} pieces; give more --text") from None
+    return made.getvalue()
+
+
+def tokenize_files(files: list[Path], tokenizer, max_tokens: int, workers: int) -> np.ndarray:
+    """All texts as one array of token ids, each led by BOS; stops after max_tokens."""
+    global _encode
+    _encode = tokenizer.encode  # forked workers inherit it: tokenizers cannot be pickled
+    kind, arrays, total = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32, [], 0
+    quiet = (signal.SIGINT, signal.SIG_IGN)  # an interrupt ends the parent, which ends its workers
+    with get_context("fork").Pool(workers, signal.signal, quiet) as pool:
+        for ids in pool.imap(_encode_text, read_texts(files), chunksize=16):
+            arrays.append(np.array(ids, kind))
+            total += len(ids)
+            if total >= max_tokens:
+                break
+    if not arrays:
+        raise UserError("no text of at least 200 characters to train on; give more --text")
+    return np.concatenate(arrays)
+
+
+def _encode_text(text: str) -> list[int]:
+    return _encode(text)
+
+
+def text_share(text: str) -> tuple[Path, float]:
+    """PATH:SHARE, or PATH for a share of 1."""
+    path, share = text.rsplit(":", 1) if ":" in text[1:] else (text, "1")
+    try:
+        return Path(path), positive(share)
+    except (ValueError, argparse.ArgumentTypeError):
+        fault = "write PATH or PATH:SHARE, such as books:0.5, with a share above 0"
+        raise UserError(f"--text {text}: {fault}") from None
+
+
+def run_train(args: argparse.Namespace) -> None:
+    """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV.
+
+    A document is plain text, repeated random segments, or facts with questions. Stages follow one another.
+    With --state a later call goes on where this one stopped.
+
+        python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
+        python calibrate.py train --from FOLDER --out FOLDER-elitekv --text books --stages 4x8192x6000"""
+    if args.method and not args.source:
+        raise UserError("--method says what a checkpoint is uptrained for; give it with --from FOLDER")
+    stages = [Stage.parse(text) for text in args.stages]
+    paths, shares = zip(*map(text_share, args.text), strict=True)
+    device, _ = generate.device_and_dtype(args)
+    check_folder("--out", args.out)  # now, rather than after the training
+    check_file("--state", args.state)
+    check_file("--log", args.log)
+    files = [text_files(path, held=False) for path in paths]
+    if args.source:
+        model, tokenizer = uptraining_model(args, device)
+        check_batches(stages, model.config, device)
+    else:
+        check_batches(stages, NANO, device)
+        if not (args.out / "tokenizer.model").is_file():
+            pieces = train_tokenizer(paths, NANO.vocab_size)
+            with replacing(args.out, "tokenizer") as partial:
+                (partial / "tokenizer.model").write_bytes(pieces)
+        model, tokenizer = Llama(NANO), load_tokenizer(args.out)
+        initialise(model, args.seed)
+    started = time.time()
+    tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
+    print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
+    hay = Haystack(tokenizer, tokens, list(shares))
+    model = model.to(device)
+    lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
+    for path in filter(None, (args.state, args.log)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
+    done = train(model, hay, stages, lr, *loop)
+    if args.source:
+        save_uptrained(model, args.source, args.out)
+    else:
+        save_checkpoint(model, args.out)
+    for text, ids in zip(args.text, tokens, strict=True):
+        print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
+    print("finished" if done else "not finished: run the same command again with the same --state")
+
+
+def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Llama, object]:
+    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer."""
+    if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
+        raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
+    candidate = Candidate.parse(args.method or "elitekv")
+    if candidate.method != "elitekv":
+        raise UserError(f"--method {args.method}: only elitekv is uptrained; give elitekv:SETTING=VALUE,...")
+    model = model_file.load_model(args.source, device, torch.float32)
+    if model.config.qkv_bias or model.config.elitekv:
+        raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
+    artifact = load_artifact(args.source, "elitekv", model)
+    compress.elite_convert(model, settings_from("elitekv", candidate.options), artifact)
+    return model.requires_grad_(True), load_tokenizer(args.source)
+
+
+def save_checkpoint(model: Llama, folder: Path) -> None:
+    """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
+    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    with replacing(folder, "checkpoint") as partial:
+        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
+    """Writes a checkpoint that EliteKV alone can run, and its artifact with the elite pairs, A and B (bf16).
+    W_k and W_v become the expanded A B. Other files come from `source`; config.json says "elitekv": true."""
+    tensors, elite = compress.elite_artifact(model), [layer.attention for layer in model.layers]
+    with replacing(folder, "checkpoint") as partial:
+        for file in source.iterdir():
+            if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
+                shutil.copy(file, partial)
+        config = model_file.read_json(partial / "config.json") | {"elitekv": True}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for layer in model.layers:
+            layer.attention = compress.dense_attention(layer.attention)
+        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
+        metadata = {"method": "elitekv"} | compress.model_identity(model)
+        save_bf16(tensors, artifact_path(partial, "elitekv"), metadata)
+    for layer, attention in zip(model.layers, elite, strict=True):
+        layer.attention = attention
+
+
+def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, count: int) -> float:
+    """Perplexity of up to `count` spread windows of `length` tokens, BOS first, by full forward passes."""
+    length = min(length, len(ids))
+    available = len(ids) // length
+    starts = np.linspace(0, available - 1, min(count, available)).astype(int) * length
+    spread = [torch.tensor([bos_id, *ids[start : start + length].tolist()]) for start in starts]
+    return full_passes(model, spread)[1].item()
+
+
+# ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
+
+# Keys are "adjective noun"; variables and code words are names.
+ADJECTIVES = """
+amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
+hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
+small snowy tall warm white wild winding wooden
+""".split()
+NOUNS = """
+anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door drum
+feather field fire flower forest garden gate hammer harbor hill house island key lake lamp lantern letter
+meadow mirror mountain needle ocean orchard river road rope ship stone table tower tree valley wheel window
+""".split()
+NAMES = """
+bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper quartz
+raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
+juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
+""".split()
+ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2  # of the loss, where a token of plain text has 1
+KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
+
+
+@dataclass
+class Task:
+    """One question about facts that lie in a text, in this order: the prompt ends where the answer begins."""
+
+    facts: list[str]
+    question: str
+    answer: str
+    references: list[str]
+
+    def score(self, text: str) -> float:
+        """The share of the references that the answer names (RULER's string match)."""
+        return sum(r in text for r in self.references) / len(self.references)
+
+
+def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
+    """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
+    side = max(2, math.ceil(math.sqrt(1.5 * n)))
+    if side > (words := min(len(ADJECTIVES), len(NOUNS))):
+        raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
+    pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
+    return numbered(rng, rng.sample(pairs, n), each)
+
+
+def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
+    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
+
+
+def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
+    return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
+
+
+def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
+    """single (1 fact) and multikey (more): one number is asked for at a time."""
+    pairs = numbered_keys(rng, n_facts)
+    facts = number_facts(pairs)
+    ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
+    return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
+
+
+def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
+    """One key with several values, asked for all at once, in the order of the text."""
+    pairs = numbered_keys(rng, n_keys, n_values)
+    rng.shuffle(pairs)
+    facts = number_facts(pairs)
+    groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
+    ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
+    return [Task(facts, ask.format(key), f" {', '.join(ns)}.", ns) for key, ns in groups.items()]
+
+
+def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
+    """Several keys asked for in one question; the answer repeats each key."""
+    pairs = numbered_keys(rng, n_facts)
+    asked = rng.sample(pairs, n_asked)
+    question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
+    answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
+    return [Task(number_facts(pairs), question, answer, [f"{k} is {v}" for k, v in asked])]
+
+
+def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
+    """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
+    names = rng.sample(NAMES, n_chains * (n_hops + 1))
+    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
+    facts = []
+    for chain, value in chains:
+        facts += [f"\nStore {value} in {chain[0]}.\n"]
+        facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
+    rng.shuffle(facts)
+    ask = "Which variables hold {0}?\nAnswer: The variables that hold {0} are"
+    return [Task(facts, ask.format(value), f" {', '.join(chain)}.", chain) for chain, value in chains]
+
+
+def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
+    """Frequent words: three of nine code words are mentioned far more often; name them, most often first."""
+    words = rng.sample(NAMES, 9)
+    shares = [(0.34, 5), (0.24, 4), (0.17, 3), *[(0.25 / 6, 1)] * 6]  # and the least
+    counts = [max(least, round(n_mentions * share)) for share, least in shares]
+    facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
+    rng.shuffle(facts)
+    question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
+    return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
+
+
+def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
+    """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
+    room = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
+    if kind == "single":
+        return tasks_numbers(rng, 1, 1)
+    if kind == "multikey":
+        n = n_facts or rng.randint(2, max(2, min(32, room)))
+        return tasks_numbers(rng, n, 1 if n_facts else min(n, 8))
+    if kind == "multivalue":
+        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, room // 4))), 4)
+    if kind == "multiquery":
+        n = n_facts or rng.randint(4, max(4, min(16, room)))
+        return tasks_multiquery(rng, n, 4)
+    if kind == "variables":
+        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, room // 5))), 4)
+    return tasks_frequent(rng, n_tokens // 100)
+
+
+class Haystack:
+    """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
+
+    def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
+        self.tokenizer, self.tokens = tokenizer, tokens
+        self.shares = shares or [1 / len(tokens)] * len(tokens)
+        self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
+        # [V]: whether a fact may be laid before this token without cutting a word
+        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
+
+    def sample(self, rng: random.Random, n: int) -> np.ndarray:
+        """n consecutive tokens of a random place."""
+        source = rng.choices(self.tokens, self.shares)[0]
+        start = rng.randrange(max(1, len(source) - n))
+        return np.resize(source[start : start + n], n).astype(np.int32)
+
+    def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
+        """Pieces of a text of n tokens, the facts at random places in their order; odd pieces are facts."""
+        encoded = [self.encode(f) for f in facts]
+        plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
+        starts = np.flatnonzero(self.starts_word[plain])
+        starts = starts if len(starts) else np.zeros(1, np.int64)
+        where = [depth] if depth is not None else [rng.random() for _ in facts]
+        places = sorted(int(starts[int(w * len(starts))]) for w in where)
+        *parts, last = np.split(plain, places)
+        return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
+
+
+def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments,
+    50 % retrieval."""
+    draw = rng.random()
+    if draw < 0.5:
+        ids, weights = hay.sample(rng, n), np.ones(n, np.float32)
+    if 0.4 <= draw < 0.5:
+        longest = max(1, min(256, n // 4))
+        length = rng.randint(min(8, longest), longest)
+        segment = np.array([rng.randrange(3, len(hay.starts_word)) for _ in range(length)], np.int32)
+        places = range(0, max(1, n - length), length)
+        for i, place in enumerate(sorted(rng.sample(places, min(rng.randint(2, 3), len(places))))):
+            ids[place : place + length] = segment
+            weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
+    if draw >= 0.5:
+        pieces = retrieval_document(hay, rng, n)
+        ids = np.concatenate([p for p, _ in pieces])[-n:]
+        weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
+    ids[0] = hay.tokenizer.bos_id
+    return ids, weights
+
+
+def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[np.ndarray, float]]:
+    """Pieces of n tokens and their loss weights: a text with facts of one to three kinds, then questions."""
+    kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
+    tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
+    labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
+    rng.shuffle(labels)
+    queues = [iter(group[0].facts) for group in tasks]
+    facts = [next(queues[label]) for label in labels]
+    tail, questions = [], [task for group in tasks for task in group]
+    for task in rng.sample(questions, len(questions)):
+        tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
+        tail.append((hay.encode(task.answer + "\n"), ANSWER_WEIGHT))
+    room = n - sum(len(ids) for ids, _ in tail)
+    return [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, room))] + tail
+
+
+def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
+    """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
+    rng = random.Random(f"{kind}-{seed}")
+    task = make_tasks(kind, rng, n_tokens, n_facts)[0]
+    question = hay.encode(f"\nQuestion: {task.question}").tolist()
+    bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
+    pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
+    ids = [*bos, *np.concatenate(pieces).tolist(), *question]
+    if len(ids) > n_tokens:
+        fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
+        raise UserError(f"{fault}; ask for longer prompts, or for fewer facts where there is --facts")
+    return ids, task
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -1101,111 +1502,6 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
         print()
 
 
-# --------------------------------------------------------------------------------------------------- pictures
-
-
-def check_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("pictures need matplotlib: pip install matplotlib")
-
-
-@contextmanager
-def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Axes [rows, columns] to draw on; the PNG file is written when the block ends."""
-    from matplotlib.figure import Figure  # only now: nothing else needs it
-
-    figure = Figure(figsize=(6.5 * columns, 4.5 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.margins(0.15)
-    yield axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    print(path)
-
-
-def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) -> np.ndarray:
-    """One column of a CSV file, NaN for an empty cell. Raises UserError where it is missing or no number."""
-    try:
-        return np.array([kind(row[name] or "nan") for row in rows])
-    except KeyError:
-        raise UserError(f"{path}: it has no column {name!r}") from None
-    except ValueError:
-        raise UserError(f"{path}: the column {name!r} holds what is no number") from None
-
-
-def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
-    """Retrieval as a share of dense's, and KL, each against bytes per token and bytes read a step."""
-    names = csv_column(path, rows, "method", str).tolist()
-    costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
-    if "dense" not in names:
-        raise UserError(f"{path}: it has no row of dense")
-    tasks, texts = ([c for c in rows[0] if c.startswith(kinds)] for kinds in (KINDS, "kl "))
-    scores = [csv_column(path, rows, name) for name in tasks]
-    losses = [csv_column(path, rows, name) for name in texts]
-    shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
-    figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
-    means = {label: np.ma.masked_invalid(columns).mean(0) for label, columns in figures.items() if columns}
-    figures = {label: mean.filled(np.nan) for label, mean in means.items()}
-    if not figures:
-        raise UserError(f"{path}: it has no column of a task or of a KL")
-    label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}
-    with picture(png, len(figures), 2) as axes:
-        for line, (label, y) in zip(axes, figures.items(), strict=True):
-            for axis, (cost, x) in zip(line, costs.items(), strict=True):
-                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
-                for name, *point in zip(names, x, y, strict=True):
-                    if np.isfinite(point).all() and (point[1] > 0 or "KL" not in label):
-                        axis.plot(*point, "o", color="black" if name == "dense" else None)
-                        axis.annotate(name, point, **label_style)
-
-
-def plot_times(path: Path, rows: list[dict], png: Path) -> None:
-    """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
-    where a method falls below dense: cuDNN's attention (dense_us), or the method of that name beside ms."""
-    unit, of, dense = ("us", "layer", "dense (cuDNN)") if "us" in rows[0] else ("ms", "step", "dense")
-    if unit == "us":
-        csv_column(path, rows, "dense_us")  # refuses a table that lacks it
-        rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
-    kinds = {"model": str, "batch": str, "length": float, "method": str, unit: float}
-    columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
-    panels = {}
-    for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
-        panels.setdefault(f"{model}, {batch} rows", {}).setdefault(method, {})[length] = each
-    with picture(png, 1, len(panels)) as (axes,):
-        for axis, (title, times) in zip(axes, panels.items(), strict=True):
-            axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
-            logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
-            for method, (x, y) in logs.items():
-                style = {"color": "black", "linewidth": 3} if method == dense else {}
-                (line,) = axis.plot(np.exp(x), np.exp(y), marker=".", label=method, **style)
-                above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
-                (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
-                part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
-                where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
-                axis.plot(*where, "o", color=line.get_color())
-            axis.legend()
-
-
-def run_plot(args: argparse.Namespace) -> None:
-    """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
-
-    An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
-    and read/step. Times are those of kernels.py --table breakeven --csv, or the columns model, batch, length,
-    method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
-
-        python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
-    check_matplotlib()
-    check_folder("--out", args.out)
-    for path in args.csv:
-        rows = list(csv.DictReader(generate.read_text(path).splitlines()))
-        if not rows:
-            raise UserError(f"{path}: it has no rows")
-        plot = plot_times if rows[0].keys() & {"ms", "us"} else plot_quality
-        plot(path, rows, args.out / f"{path.stem}.png")
-
-
 # ------------------------------------------------------------------------------------- where the mass is lost
 
 
@@ -1244,7 +1540,7 @@ def run_overlap(args: argparse.Namespace) -> None:
         print(json.dumps(results))
 
 
-# ------------------------------------------------------------------------------------ Loki's masked prefill
+# -------------------------------------------------------------------------------------- Loki's masked prefill
 
 
 def masked_attention(q, k, v, queries: Tensor, keys: Tensor, share: float, rule: str) -> Tensor:
@@ -1324,7 +1620,7 @@ def run_masked(args: argparse.Namespace) -> None:
         print_json(rows=results)
 
 
-# ---------------------------------------------------------------------------- what EliteKV's two halves lose
+# ----------------------------------------------------------------------------- what EliteKV's two halves lose
 
 
 def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]]) -> dict[str, list[float]]:
@@ -1376,409 +1672,7 @@ def run_pairs(args: argparse.Namespace) -> None:
         print(json.dumps({"share": args.share, "rows": rows}))
 
 
-# --------------------------------------------------------------------------------------------------- training
-
-ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2
-
-
-def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments,
-    50 % retrieval."""
-    draw = rng.random()
-    if draw < 0.5:
-        ids, weights = hay.sample(rng, n), np.ones(n, np.float32)
-    if 0.4 <= draw < 0.5:
-        longest = max(1, min(256, n // 4))
-        length = rng.randint(min(8, longest), longest)
-        segment = np.array([rng.randrange(3, len(hay.starts_word)) for _ in range(length)], np.int32)
-        places = range(0, max(1, n - length), length)
-        for i, place in enumerate(sorted(rng.sample(places, min(rng.randint(2, 3), len(places))))):
-            ids[place : place + length] = segment
-            weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
-    if draw >= 0.5:
-        pieces = retrieval_document(hay, rng, n)
-        ids = np.concatenate([p for p, _ in pieces])[-n:]
-        weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
-    ids[0] = hay.tokenizer.bos_id
-    return ids, weights
-
-
-def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[np.ndarray, float]]:
-    """Pieces of n tokens and their loss weights: a text with facts of one to three kinds, then questions."""
-    kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
-    tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
-    labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
-    rng.shuffle(labels)
-    queues = [iter(group[0].facts) for group in tasks]
-    facts = [next(queues[label]) for label in labels]
-    tail, questions = [], [task for group in tasks for task in group]
-    for task in rng.sample(questions, len(questions)):
-        tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
-        tail.append((hay.encode(task.answer + "\n"), ANSWER_WEIGHT))
-    room = n - sum(len(ids) for ids, _ in tail)
-    return [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, room))] + tail
-
-
-@dataclass
-class Stage:
-    """steps batches of batch x length tokens."""
-
-    batch: int
-    length: int
-    steps: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Stage":
-        try:
-            return cls(*map(whole(1), text.split("x")))
-        except (TypeError, ValueError, argparse.ArgumentTypeError):
-            raise UserError(f"stage {text!r}: write BATCHxLENGTHxSTEPS, such as 64x2048x1000") from None
-
-
-class TrainingBatches(Dataset):
-    """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32 of plan[i], for any number of workers."""
-
-    def __init__(self, hay: Haystack, plan: list[Stage], seed: int):
-        self.hay, self.plan, self.seed = hay, plan, seed
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        rng, stage = random.Random(f"{self.seed}-{i}"), self.plan[i]
-        documents = [training_document(self.hay, rng, stage.length + 1) for _ in range(stage.batch)]
-        tokens, weights = (torch.from_numpy(np.stack(each)) for each in zip(*documents, strict=True))
-        return tokens.long(), weights[:, 1:].contiguous()
-
-
-def check_batches(stages: list[Stage], config: ModelConfig, device: torch.device) -> None:
-    """Raises UserError for a stage that the model has no positions for, or the memory no room."""
-    generate.check_capacity(max(stage.length for stage in stages), config, "--stages")
-    for stage in stages:
-        needed, what = stage.batch * stage.length * config.vocab_size * 4, "logits of {} x {} tokens"
-        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
-
-
-NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
-# Long documents come before the last stage: at the end, few and noisy, they undo what retrieval has learnt.
-NANO_STAGES = ("128x512x3000", "64x2048x2500", "4x32768x300", "16x8192x7000")
-
-
-def initialise(model: Llama, seed: int) -> None:
-    """Normal weights of deviation 0.02; those that write into the residual stream over sqrt(2 layers)."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.data.fill_(1.0)
-        else:
-            writes = name.endswith(("wo.weight", "w2.weight"))
-            scale = 0.02 / math.sqrt(2 * model.config.n_layers) if writes else 0.02
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-
-
-def weighted_loss(model: Llama, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Mean next-token cross entropy under `weights` [B, S]; tokens [B, S + 1]."""
-    logits = model.output(model(tokens[:, :-1]))
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-    return (loss * weights.flatten()).sum() / weights.sum()
-
-
-def save_checkpoint(model: Llama, folder: Path) -> None:
-    """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
-    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
-    with replacing(folder, "checkpoint") as partial:
-        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-@contextmanager
-def replacing(folder: Path, name: str) -> Iterator[Path]:
-    """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
-    It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
-    partial, is_new = folder / f"{name}.partial", not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    if partial.is_file():
-        partial.unlink()
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
-            file.replace(folder / file.name)
-        is_new = False
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # somebody else's file is there
-                folder.rmdir()
-
-
-def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes one safetensors file in the place of an old one."""
-    with replacing(path.parent, path.name) as partial:
-        save_tensors(tensors, partial / path.name, metadata)
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes a safetensors file that others can read; UserError where it cannot be."""
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
-        os.umask(mask := os.umask(0))  # the only way to read it
-        path.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
-    except SafetensorError as error:
-        raise UserError(f"{path}: cannot be written ({error})") from None
-
-
-def save_bf16(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """save_tensors with what is floating point in bf16."""
-    rounded = {name: t.detach().bfloat16() for name, t in tensors.items() if t.is_floating_point()}
-    save_tensors(tensors | rounded, path, metadata)
-
-
-def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
-    """AdamW with weight decay 0.1 on matrices and none on norms."""
-    matrices, norms = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    fused = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
-
-
-def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int) -> None:
-    """Weights, both moments and the number of steps done, in one safetensors file."""
-    tensors = {"step": torch.tensor(done)}
-    for name, p in model.named_parameters():
-        moments = optimizer.state[p]
-        tensors |= {name: p.data, f"{name}.m": moments["exp_avg"], f"{name}.v": moments["exp_avg_sq"]}
-    save_artifact(tensors, path, {"format": "pt"})
-
-
-def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
-    """Takes up what save_state left; returns the number of steps done."""
-    device = next(model.parameters()).device
-    try:
-        saved = load_file(path, device=str(device))
-        step = saved["step"].float()
-        for name, p in model.named_parameters():
-            p.data.copy_(saved[name])
-            moments = {"exp_avg": saved[f"{name}.m"], "exp_avg_sq": saved[f"{name}.v"]}
-            optimizer.state[p] = {"step": step.clone(), **moments}
-    except (SafetensorError, KeyError, RuntimeError):  # no such file, other names, other shapes
-        raise UserError(f"--state {path}: not what training this model has left") from None
-    return int(step)
-
-
-@contextmanager
-def deferred_interrupts() -> Iterator[list]:
-    """Gathers Ctrl-C in a list that the block looks at; raises KeyboardInterrupt at its end if one came."""
-    interrupts = []
-    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupts:
-        raise KeyboardInterrupt
-
-
-def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False, log=None) -> bool:
-    """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
-    state and log: files or None, as --state and --log. -> whether it is done, before `minutes` ran out."""
-    device, cuda = next(model.parameters()).device, torch.cuda.is_available()
-    optimizer = make_optimizer(model, lr)
-    done = load_state(state, model, optimizer) if state and state.is_file() else 0
-    plan = [stage for stage in stages for _ in range(stage.steps)]
-    total, started, running = len(plan), time.time(), None
-    batches, order = TrainingBatches(hay, plan, seed), range(done, total)
-    batches = DataLoader(batches, None, sampler=order, num_workers=workers, pin_memory=cuda)
-    read = sum(stage.batch * stage.length for stage in plan[:done])
-    recent = []  # losses since the last line of the log
-    if log and not done:
-        log.write_text("tokens,loss\n")
-    loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
-    with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
-        for tokens, weights in batches if done < total else ():
-            warm, decay = min(1.0, (done + 1) / 200), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
-            for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
-                group["lr"] = lr if constant else lr * warm * decay
-            tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of(model, tokens, weights)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            done, read = done + 1, read + weights.numel()
-            recent.append(loss.detach())
-            running = recent[-1] if running is None else running.lerp(recent[-1], 0.02)
-            if done % 20 == 0 or done == total:
-                if log:
-                    with log.open("a") as file:
-                        file.write(f"{read},{torch.stack(recent).mean().item():.4f}\n")
-                recent.clear()
-            if done % 100 == 0 or done == total:
-                mean, shape = running.item(), f"{tokens.shape[0]}x{weights.shape[1]}"
-                line = f"step {done}/{total}  {shape}  loss {mean:.3f}  {time.time() - started:.0f} s"
-                print(line, file=sys.stderr, flush=True)
-                if not math.isfinite(mean):
-                    break
-            if interrupts or done < total and time.time() - started > 60 * minutes:
-                break
-        if not all(p.isfinite().all() for p in model.parameters()):
-            raise UserError(f"the weights are no numbers after step {done}; nothing is saved: lower --lr")
-        if state:
-            save_state(state, model, optimizer, done)
-    return done == total
-
-
-def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
-    """The file of a sentencepiece BPE with byte fallback and single digits, from about 14 MB a source."""
-    import sentencepiece
-
-    def lines() -> Iterator[str]:
-        for source in sources:
-            size = 0
-            for text in read_texts(text_files(source, held=False)):
-                for line in filter(str.strip, text.split("\n")):
-                    yield line[:4000]
-                size += len(text)
-                if size > 14e6:
-                    break
-
-    made = io.BytesIO()
-    pieces = {"vocab_size": vocab_size, "model_type": "bpe", "byte_fallback": True, "split_digits": True}
-    spaces = {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
-    text = {"normalization_rule_name": "identity", "character_coverage": 0.9995, "max_sentence_length": 16384}
-    settings = {**pieces, **spaces, **text, "minloglevel": 2}
-    try:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(), model_writer=made, **settings)
-    except RuntimeError as error:
-        if "Vocabulary size" not in str(error) and "sentences_.empty" not in str(error):
-            raise
-        raise UserError(f"too little text for a tokenizer of {vocab_size} pieces; give more --text") from None
-    return made.getvalue()
-
-
-def tokenize_files(files: list[Path], tokenizer, max_tokens: int, workers: int) -> np.ndarray:
-    """All texts as one array of token ids, each led by BOS; stops after max_tokens."""
-    global _encode
-    _encode = tokenizer.encode  # forked workers inherit it: tokenizers cannot be pickled
-    kind, arrays, total = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32, [], 0
-    quiet = (signal.SIGINT, signal.SIG_IGN)  # an interrupt ends the parent, which ends its workers
-    with get_context("fork").Pool(workers, signal.signal, quiet) as pool:
-        for ids in pool.imap(_encode_text, read_texts(files), chunksize=16):
-            arrays.append(np.array(ids, kind))
-            total += len(ids)
-            if total >= max_tokens:
-                break
-    if not arrays:
-        raise UserError("no text of at least 200 characters to train on; give more --text")
-    return np.concatenate(arrays)
-
-
-def _encode_text(text: str) -> list[int]:
-    return _encode(text)
-
-
-def text_share(text: str) -> tuple[Path, float]:
-    """PATH:SHARE, or PATH for a share of 1."""
-    path, share = text.rsplit(":", 1) if ":" in text[1:] else (text, "1")
-    try:
-        return Path(path), positive(share)
-    except (ValueError, argparse.ArgumentTypeError):
-        fault = "write PATH or PATH:SHARE, such as books:0.5, with a share above 0"
-        raise UserError(f"--text {text}: {fault}") from None
-
-
-def run_train(args: argparse.Namespace) -> None:
-    """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV.
-
-    A document is plain text, repeated random segments, or facts with questions. Stages follow one another.
-    With --state a later call goes on where this one stopped.
-
-        python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
-        python calibrate.py train --from FOLDER --out FOLDER-elitekv --text books --stages 4x8192x6000"""
-    if args.method and not args.source:
-        raise UserError("--method says what a checkpoint is uptrained for; give it with --from FOLDER")
-    stages = [Stage.parse(text) for text in args.stages]
-    paths, shares = zip(*map(text_share, args.text), strict=True)
-    device, _ = generate.device_and_dtype(args)
-    check_folder("--out", args.out)  # now, rather than after the training
-    check_file("--state", args.state)
-    check_file("--log", args.log)
-    files = [text_files(path, held=False) for path in paths]
-    if args.source:
-        model, tokenizer = uptraining_model(args, device)
-        check_batches(stages, model.config, device)
-    else:
-        check_batches(stages, NANO, device)
-        if not (args.out / "tokenizer.model").is_file():
-            pieces = train_tokenizer(paths, NANO.vocab_size)
-            with replacing(args.out, "tokenizer") as partial:
-                (partial / "tokenizer.model").write_bytes(pieces)
-        model, tokenizer = Llama(NANO), load_tokenizer(args.out)
-        initialise(model, args.seed)
-    started = time.time()
-    tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
-    print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
-    hay = Haystack(tokenizer, tokens, list(shares))
-    model = model.to(device)
-    lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
-    for path in filter(None, (args.state, args.log)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
-    done = train(model, hay, stages, lr, *loop)
-    if args.source:
-        save_uptrained(model, args.source, args.out)
-    else:
-        save_checkpoint(model, args.out)
-    for text, ids in zip(args.text, tokens, strict=True):
-        print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
-    print("finished" if done else "not finished: run the same command again with the same --state")
-
-
-def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Llama, object]:
-    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer."""
-    if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
-        raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
-    candidate = Candidate.parse(args.method or "elitekv")
-    if candidate.method != "elitekv":
-        raise UserError(f"--method {args.method}: only elitekv is uptrained; give elitekv:SETTING=VALUE,...")
-    model = model_file.load_model(args.source, device, torch.float32)
-    if model.config.qkv_bias or model.config.elitekv:
-        raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
-    artifact = load_artifact(args.source, "elitekv", model)
-    compress.elite_convert(model, settings_from("elitekv", candidate.options), artifact)
-    return model.requires_grad_(True), load_tokenizer(args.source)
-
-
-@torch.no_grad()
-def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
-    """Writes a checkpoint that EliteKV alone can run, and its artifact with the elite pairs, A and B (bf16).
-    W_k and W_v become the expanded A B. Other files come from `source`; config.json says "elitekv": true."""
-    tensors, elite = compress.elite_artifact(model), [layer.attention for layer in model.layers]
-    with replacing(folder, "checkpoint") as partial:
-        for file in source.iterdir():
-            if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
-                shutil.copy(file, partial)
-        config = model_file.read_json(partial / "config.json") | {"elitekv": True}
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for layer in model.layers:
-            layer.attention = compress.dense_attention(layer.attention)
-        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
-        model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
-        metadata = {"method": "elitekv"} | compress.model_identity(model)
-        save_bf16(tensors, artifact_path(partial, "elitekv"), metadata)
-    for layer, attention in zip(model.layers, elite, strict=True):
-        layer.attention = attention
-
-
-def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, count: int) -> float:
-    """Perplexity of up to `count` spread windows of `length` tokens, BOS first, by full forward passes."""
-    length = min(length, len(ids))
-    available = len(ids) // length
-    starts = np.linspace(0, available - 1, min(count, available)).astype(int) * length
-    spread = [torch.tensor([bos_id, *ids[start : start + length].tolist()]) for start in starts]
-    return full_passes(model, spread)[1].item()
-
-
-# ------------------------------------------------------------------------------------------------- GGUF files
+# ----------------------------------------------------------------------------------- conversion of GGUF files
 # The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
@@ -2004,6 +1898,111 @@ def run_convert(args: argparse.Namespace) -> None:
         fit.run(fit)
     print(f"next: python calibrate.py {command} all")
     print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
+
+
+# --------------------------------------------------------------------------------------------------- pictures
+
+
+def check_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("pictures need matplotlib: pip install matplotlib")
+
+
+@contextmanager
+def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
+    """Axes [rows, columns] to draw on; the PNG file is written when the block ends."""
+    from matplotlib.figure import Figure  # only now: nothing else needs it
+
+    figure = Figure(figsize=(6.5 * columns, 4.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.margins(0.15)
+    yield axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(path)
+
+
+def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) -> np.ndarray:
+    """One column of a CSV file, NaN for an empty cell. Raises UserError where it is missing or no number."""
+    try:
+        return np.array([kind(row[name] or "nan") for row in rows])
+    except KeyError:
+        raise UserError(f"{path}: it has no column {name!r}") from None
+    except ValueError:
+        raise UserError(f"{path}: the column {name!r} holds what is no number") from None
+
+
+def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
+    """Retrieval as a share of dense's, and KL, each against bytes per token and bytes read a step."""
+    names = csv_column(path, rows, "method", str).tolist()
+    costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
+    if "dense" not in names:
+        raise UserError(f"{path}: it has no row of dense")
+    tasks, texts = ([c for c in rows[0] if c.startswith(kinds)] for kinds in (KINDS, "kl "))
+    scores = [csv_column(path, rows, name) for name in tasks]
+    losses = [csv_column(path, rows, name) for name in texts]
+    shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
+    figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
+    means = {label: np.ma.masked_invalid(columns).mean(0) for label, columns in figures.items() if columns}
+    figures = {label: mean.filled(np.nan) for label, mean in means.items()}
+    if not figures:
+        raise UserError(f"{path}: it has no column of a task or of a KL")
+    label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}
+    with picture(png, len(figures), 2) as axes:
+        for line, (label, y) in zip(axes, figures.items(), strict=True):
+            for axis, (cost, x) in zip(line, costs.items(), strict=True):
+                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
+                for name, *point in zip(names, x, y, strict=True):
+                    if np.isfinite(point).all() and (point[1] > 0 or "KL" not in label):
+                        axis.plot(*point, "o", color="black" if name == "dense" else None)
+                        axis.annotate(name, point, **label_style)
+
+
+def plot_times(path: Path, rows: list[dict], png: Path) -> None:
+    """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
+    where a method falls below dense: cuDNN's attention (dense_us), or the method of that name beside ms."""
+    unit, of, dense = ("us", "layer", "dense (cuDNN)") if "us" in rows[0] else ("ms", "step", "dense")
+    if unit == "us":
+        csv_column(path, rows, "dense_us")  # refuses a table that lacks it
+        rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
+    kinds = {"model": str, "batch": str, "length": float, "method": str, unit: float}
+    columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
+    panels = {}
+    for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
+        panels.setdefault(f"{model}, {batch} rows", {}).setdefault(method, {})[length] = each
+    with picture(png, 1, len(panels)) as (axes,):
+        for axis, (title, times) in zip(axes, panels.items(), strict=True):
+            axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
+            logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
+            for method, (x, y) in logs.items():
+                style = {"color": "black", "linewidth": 3} if method == dense else {}
+                (line,) = axis.plot(np.exp(x), np.exp(y), marker=".", label=method, **style)
+                above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
+                (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
+                part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
+                where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
+                axis.plot(*where, "o", color=line.get_color())
+            axis.legend()
+
+
+def run_plot(args: argparse.Namespace) -> None:
+    """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
+
+    An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
+    and read/step. Times are those of kernels.py --table breakeven --csv, or the columns model, batch, length,
+    method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
+
+        python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
+    check_matplotlib()
+    check_folder("--out", args.out)
+    for path in args.csv:
+        rows = list(csv.DictReader(generate.read_text(path).splitlines()))
+        if not rows:
+            raise UserError(f"{path}: it has no rows")
+        plot = plot_times if rows[0].keys() & {"ms", "us"} else plot_quality
+        plot(path, rows, args.out / f"{path.stem}.png")
 
 
 # ------------------------------------------------------------------------------------------- the command line

@@ -659,60 +659,31 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, action=action, help=about)
 
 
-def named(name: str) -> Callable:
-    """Names a reader of the command line, as argparse tells it where float() or int() fails."""
+def number(kind: type, *rules: tuple[Callable, str]) -> Callable[[str], float]:
+    """Reads a number of the command line. rules: what must hold of it, and what is said where it does not."""
 
-    def name_it(read: Callable) -> Callable:
-        read.__name__ = name
-        return read
-
-    return name_it
-
-
-@named("number")
-def finite(text: str) -> float:
-    """A number of the command line that is not nan or infinite."""
-    if not math.isfinite(value := float(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
-    return value
-
-
-@named("number")
-def positive(text: str) -> float:
-    """A number of the command line above 0."""
-    if (value := finite(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-@named("whole number")
-def integer(text: str) -> int:
-    """A whole number of the command line that fits 32 bits, of either sign."""
-    if abs(value := int(text)) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text} is too large a number")
-    return value
-
-
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The same, of at least `least` and at most `most`."""
-
-    @named("whole number")
-    def parse(text: str) -> int:
-        if (value := integer(text)) < least:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        if most and value > most:
-            raise argparse.ArgumentTypeError(f"{text} is more than {most}")
+    def read(text: str) -> float:
+        value = kind(text)
+        for holds, fault in rules:
+            if not holds(value):
+                raise argparse.ArgumentTypeError(f"{text} {fault}")
         return value
 
-    return parse
+    read.__name__ = "whole number" if kind is int else "number"  # argparse's word where kind(text) fails
+    return read
 
 
-@named("number")
-def fraction(text: str) -> float:
-    """A number of the command line in (0, 1]."""
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} does not lie in (0, 1]")
-    return value
+FINITE = (math.isfinite, "is not a finite number")
+FITS = (lambda value: abs(value) < 1 << 32, "is too large a number")
+finite, integer = number(float, FINITE), number(int, FITS)
+positive = number(float, FINITE, (lambda value: value > 0, "is not above 0"))
+fraction = number(float, (lambda value: 0 < value <= 1, "does not lie in (0, 1]"))
+
+
+def whole(least: int, most: int = 1 << 32) -> Callable[[str], int]:
+    """Reads a whole number of at least `least` and at most `most`."""
+    enough = (lambda value: value >= least, f"is not a whole number of at least {least}")
+    return number(int, FITS, enough, (lambda value: value <= most, f"is more than {most}"))
 
 
 def value_type(kind: type) -> Callable[[str], object]:
