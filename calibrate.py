@@ -159,36 +159,23 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
 
 
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes one safetensors file in the place of an old one."""
+    """Writes one safetensors file in the place of an old one; UserError where it cannot be."""
     with replacing(path.parent, path.name) as partial:
-        save_tensors(tensors, partial / path.name, metadata)
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes a safetensors file that others can read; UserError where it cannot be."""
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
+        made = partial / path.name
+        try:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, made, metadata)
+        except SafetensorError as error:
+            raise UserError(f"{path}: cannot be written ({error})") from None
         os.umask(mask := os.umask(0))  # the only way to read it
-        path.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
-    except SafetensorError as error:
-        raise UserError(f"{path}: cannot be written ({error})") from None
+        made.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
 
 
-def save_bf16(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """save_tensors with what is floating point in bf16."""
-    rounded = {name: t.detach().bfloat16() for name, t in tensors.items() if t.is_floating_point()}
-    save_tensors(tensors | rounded, path, metadata)
+def in_bf16(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, in bf16 what is floating point."""
+    return {name: t.detach().bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- fitting
-
-
-def forward_through(model: Llama, tokens: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]):
-    """Runs tokens [B, S] with attend(layer, q, k, v), before RoPE, as attention -> hidden [B, S, dim]."""
-    x = model.tok_embeddings(tokens)
-    for i, layer in enumerate(model.layers):
-        x = layer(x, partial(attend, i))
-    return model.norm(x)
 
 
 def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
@@ -201,7 +188,7 @@ def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Te
         see(i, q, k, v)
         return model_file.causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
 
-    forward_through(model, tokens, attend)
+    model(tokens, attend)
 
 
 @torch.inference_mode()
@@ -211,8 +198,7 @@ def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | No
     sums = torch.zeros(2, dtype=torch.float64)
     for window in windows:
         window = window.to(next(model.parameters()).device)
-        hidden = forward_through(model, window[None], attend) if attend else model(window[None])
-        logits = model.output(hidden[0, :-1]).float()
+        logits = model.output(model(window[None], attend)[0, :-1]).float()
         right = (logits.argmax(-1) == window[1:]).double().mean()
         sums += torch.stack((right, F.cross_entropy(logits, window[1:]).double())).cpu()
     right, loss = sums / len(windows)
@@ -558,7 +544,7 @@ def run_fit(args: argparse.Namespace) -> None:
         print(f"{path}: {about}; energy kept at {facts['energy']}")
 
 
-def run_ranks(args: argparse.Namespace) -> None:
+def run_ranks(args: argparse.Namespace) -> dict:
     """Rank of the keys before and after RoPE, a layer a line.
 
     It is the number of joint dims of all heads that hold --energy of the keys' energy: what SALS and the
@@ -577,14 +563,13 @@ def run_ranks(args: argparse.Namespace) -> None:
         print(f"layer {i:3}  before RoPE {pre:5} {'#' * max(1, 40 * pre // width)}")
         print(f"           after  RoPE {post:5} {'=' * max(1, 40 * post // width)}")
     print("mean       before {:.1f}, after {:.1f}".format(*(sum(r) / len(r) for r in ranks.values())))
-    if args.json:
-        print(json.dumps({"energy": args.energy, "width": width, **ranks}))
     if args.png:
         with picture(args.png, 1, 1) as ((axis,),):
             for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
                 axis.plot(ranks[name], marker="o", label=label)
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
             axis.legend()
+    return {"energy": args.energy, "width": width, **ranks}
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -871,7 +856,9 @@ def save_checkpoint(model: Llama, folder: Path) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
     config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     with replacing(folder, "checkpoint") as partial:
-        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        save_artifact(
+            in_bf16(model_file.weight_slots(model)), partial / "model.safetensors", {"format": "pt"}
+        )
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -888,10 +875,12 @@ def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for layer in model.layers:
             layer.attention = compress.dense_attention(layer.attention)
-        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
+        save_artifact(
+            in_bf16(model_file.weight_slots(model)), partial / "model.safetensors", {"format": "pt"}
+        )
         model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
         metadata = {"method": "elitekv"} | compress.model_identity(model)
-        save_bf16(tensors, artifact_path(partial, "elitekv"), metadata)
+        save_artifact(in_bf16(tensors), artifact_path(partial, "elitekv"), metadata)
     for layer, attention in zip(model.layers, elite, strict=True):
         layer.attention = attention
 
@@ -1031,8 +1020,7 @@ class Haystack:
     """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
 
     def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
-        self.tokenizer, self.tokens = tokenizer, tokens
-        self.shares = shares or [1 / len(tokens)] * len(tokens)
+        self.tokenizer, self.tokens, self.shares = tokenizer, tokens, shares
         self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
         # [V]: whether a fact may be laid before this token without cutting a word
         self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
@@ -1221,26 +1209,24 @@ class Candidate:
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
         """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
         would not fit the memory."""
-        fitted = METHODS[self.method].fitted
-        artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if fitted else {}
+        method = METHODS[self.method]
+        artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if method.fitted else {}
         shares = {"tokens": args.equal_tokens, "bytes": args.equal_bytes}
         shares = {name: share for name, share in shares.items() if share}
+
+        def costs(options: dict, capacity: int) -> dict[str, float]:
+            return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
+
         for capacity in sorted(rows):
             if capacity not in self.used:
-                self.used[capacity] = self.equalised(shares, model, artifact, capacity)
+                at_capacity = partial(costs, capacity=capacity)
+                options = equal_options(method.settings, self.options, shares, at_capacity, capacity)
+                paid = at_capacity(options)
+                self.over |= {name for name in shares if paid[name] > shares[name]}
+                self.used[capacity] = options
             settings = settings_from(self.method, self.used[capacity])
             generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
         return artifact
-
-    def equalised(self, shares: dict[str, float], model: Llama, artifact: dict, capacity: int) -> dict:
-        """The options at these shares of dense; notes in `over` where the method stays above."""
-
-        def costs(options: dict) -> dict[str, float]:
-            return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
-
-        options = equal_options(METHODS[self.method].settings, self.options, shares, costs, capacity)
-        self.over |= {name for name, paid in costs(options).items() if paid > shares.get(name, math.inf)}
-        return options
 
 
 def method_costs(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, float]:
@@ -1383,7 +1369,7 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
     return row
 
 
-def run_eval(args: argparse.Namespace) -> None:
+def run_eval(args: argparse.Namespace) -> dict:
     """Perplexity and retrieval, token by token through the cache: a row a method, dense in the same run.
 
     A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint. Perplexity: a text
@@ -1433,16 +1419,15 @@ def run_eval(args: argparse.Namespace) -> None:
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
         print_equal(args, candidates)
-    if args.json:
-        device = generate.device_name(torch.device(args.device))
-        print_json(seeds=f"0 to {args.samples - 1}", device=device, rows=results)
+    device = generate.device_name(torch.device(args.device))
+    return provenance() | {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
 
 
 def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], Haystack]:
     """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
     held = text_files(STDLIB, held=True)
     files = {"python": held}
-    for path in args.text:
+    for path in args.text or []:
         if path.stem in files:
             raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
         files[path.stem] = text_files(path)
@@ -1452,8 +1437,8 @@ def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], 
     return texts, Haystack(tokenizer, [hidden_in])
 
 
-def print_json(**facts) -> None:
-    print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__, **facts}))
+def provenance() -> dict:
+    return {"command": " ".join(sys.argv), "torch": torch.__version__}
 
 
 def eval_columns(rows: list[dict]) -> list[str]:
@@ -1515,7 +1500,7 @@ def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | Non
     return [cache.result().get("mass") for cache in engine.caches]
 
 
-def run_overlap(args: argparse.Namespace) -> None:
+def run_overlap(args: argparse.Namespace) -> dict:
     """Share of the attention mass that a method selects, a layer a number (SALS's overlap score).
 
     Each prompt is a retrieval task. Its last token is decoded through the method's cache: of its true
@@ -1536,8 +1521,7 @@ def run_overlap(args: argparse.Namespace) -> None:
     print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
     for text, scores in results.items():
         print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
-    if args.json:
-        print(json.dumps(results))
+    return results
 
 
 # -------------------------------------------------------------------------------------- Loki's masked prefill
@@ -1597,7 +1581,7 @@ def masked_perplexity(model: Llama, tokens: Tensor, share: float, rule: str, bas
     return full_passes(model, tokens, attend)[1].item()
 
 
-def run_masked(args: argparse.Namespace) -> None:
+def run_masked(args: argparse.Namespace) -> dict:
     """Perplexity under Loki's masked prefill: full forward passes, no cache.
 
     So the paper's released code evaluates: each row of the text attends its k best keys, by exact logits or
@@ -1616,8 +1600,7 @@ def run_masked(args: argparse.Namespace) -> None:
         results.append(row)
     print(f"perplexity of {len(tokens)} windows of {length} tokens, each row masked to its k best")
     print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
-    if args.json:
-        print_json(rows=results)
+    return provenance() | {"rows": results}
 
 
 # ----------------------------------------------------------------------------- what EliteKV's two halves lose
@@ -1639,7 +1622,7 @@ def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]
     return {name: [sum(r) / len(r) for r in sets] for name, sets in results.items()}
 
 
-def run_pairs(args: argparse.Namespace) -> None:
+def run_pairs(args: argparse.Namespace) -> dict:
     """What EliteKV loses by rotating few pairs, and by its latents.
 
     For each r: how far the logits move if only r pairs of a head rotate (RoPElite's, by contribution, spread
@@ -1668,8 +1651,7 @@ def run_pairs(args: argparse.Namespace) -> None:
     print(f"{tokens.numel()} tokens: distance of the logits to RoPE's (none rotated: 1), and share of the")
     print(f"weights' energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
     print_table(rows, [*distances, "d_ckv", "joint", "separate"])
-    if args.json:
-        print(json.dumps({"share": args.share, "rows": rows}))
+    return {"share": args.share, "rows": rows}
 
 
 # ----------------------------------------------------------------------------------- conversion of GGUF files
@@ -1848,18 +1830,11 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
         pieces = zip(tokens, ggml["scores"], types, strict=True)
         spaced = ggml.get("add_space_prefix", True)
         return files | {"tokenizer.model": model_file.sentencepiece_model(pieces, spaced)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
-    steps = [cut | {"pattern": {"Regex": pattern}} for pattern in splits] + [level]
-    words = {"vocab": {token: i for i, token in enumerate(tokens) if types[i] != 5}, "merges": ggml["merges"]}
-    files["tokenizer.json"] = {
-        "added_tokens": [{"id": i, **token} for i, token in added.items()],
-        "normalizer": {"type": "NFC"} if splits == [model_file.QWEN2_SPLIT] else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": level,
-        "model": {"type": "BPE", "ignore_merges": splits == [model_file.LLAMA3_SPLIT], **words},
-    }
-    return files
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] != 5}
+    made = model_file.byte_level_json(vocab, ggml["merges"], splits, nfc=splits == [model_file.QWEN2_SPLIT])
+    made["model"]["ignore_merges"] = splits == [model_file.LLAMA3_SPLIT]
+    made["added_tokens"] = [{"id": i, **token} for i, token in added.items()]
+    return files | {"tokenizer.json": made}
 
 
 def run_convert(args: argparse.Namespace) -> None:
@@ -2042,9 +2017,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command(run_eval, model, json_option)
     about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
     p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
-    p.add_argument(
-        "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
-    )
+    p.option("--text", Path, None, "more text for perplexity; repeat it", action="append")
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
@@ -2116,7 +2089,9 @@ def run() -> None:
     args = parse_args(sys.argv[1:])
     if ranks()[1] > 1 and args.run is not run_eval:
         raise UserError("of these commands only eval takes torchrun; start the others with python")
-    args.run(args)
+    figures = args.run(args)
+    if figures and args.json:
+        print(json.dumps(figures))
 
 
 def main() -> None:

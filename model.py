@@ -23,6 +23,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -421,12 +422,13 @@ class Llama(nn.Module):
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`."""
+    def forward(self, tokens: Tensor, attend: Callable | None = None) -> Tensor:
+        """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`.
+        attend(layer, q, k, v), of q, k and v before RoPE, takes the place of exact attention."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
         x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x, layer.attention.causal(cos, sin))
+        for i, layer in enumerate(self.layers):
+            x = layer(x, partial(attend, i) if attend else layer.attention.causal(cos, sin))
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
