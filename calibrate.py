@@ -828,10 +828,7 @@ def run_train(args: argparse.Namespace) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
     done = train(model, hay, stages, lr, *loop)
-    if args.source:
-        save_uptrained(model, args.source, args.out)
-    else:
-        save_checkpoint(model, args.out)
+    save_checkpoint(model, args.out, args.source)
     for text, ids in zip(args.text, tokens, strict=True):
         print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
     print("finished" if done else "not finished: run the same command again with the same --state")
@@ -852,36 +849,30 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
     return model.requires_grad_(True), load_tokenizer(args.source)
 
 
-def save_checkpoint(model: Llama, folder: Path) -> None:
-    """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
-    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
-    with replacing(folder, "checkpoint") as partial:
-        save_artifact(
-            in_bf16(model_file.weight_slots(model)), partial / "model.safetensors", {"format": "pt"}
-        )
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
 @torch.no_grad()
-def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
-    """Writes a checkpoint that EliteKV alone can run, and its artifact with the elite pairs, A and B (bf16).
-    W_k and W_v become the expanded A B. Other files come from `source`; config.json says "elitekv": true."""
-    tensors, elite = compress.elite_artifact(model), [layer.attention for layer in model.layers]
+def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> None:
+    """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download.
+    source: what the model, in EliteKV form, was uptrained from. Its other files are copied, W_k and W_v are
+    the expanded A B, and the artifact has the elite pairs, A and B: EliteKV alone can run the checkpoint."""
+    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    attentions = [layer.attention for layer in model.layers]
     with replacing(folder, "checkpoint") as partial:
-        for file in source.iterdir():
-            if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
-                shutil.copy(file, partial)
-        config = model_file.read_json(partial / "config.json") | {"elitekv": True}
+        if source:
+            for file in source.iterdir():
+                if file.suffix in (".json", ".model", ".txt", ".jinja") and ".index." not in file.name:
+                    shutil.copy(file, partial)
+            config = model_file.read_json(partial / "config.json") | {"elitekv": True}
+            artifact = compress.elite_artifact(model)
+            for layer in model.layers:
+                layer.attention = compress.dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for layer in model.layers:
-            layer.attention = compress.dense_attention(layer.attention)
-        save_artifact(
-            in_bf16(model_file.weight_slots(model)), partial / "model.safetensors", {"format": "pt"}
-        )
-        model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
-        metadata = {"method": "elitekv"} | compress.model_identity(model)
-        save_artifact(in_bf16(tensors), artifact_path(partial, "elitekv"), metadata)
-    for layer, attention in zip(model.layers, elite, strict=True):
+        weights = in_bf16(model_file.weight_slots(model))
+        save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
+        if source:
+            model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
+            metadata = {"method": "elitekv"} | compress.model_identity(model)
+            save_artifact(in_bf16(artifact), artifact_path(partial, "elitekv"), metadata)
+    for layer, attention in zip(model.layers, attentions, strict=True):
         layer.attention = attention
 
 

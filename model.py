@@ -1,4 +1,4 @@
-"""A Llama in one file: configuration, the network, checkpoints, tokenizers, chat prompts.
+"""A Llama in one file: configuration, the network, checkpoints, tokenizers.
 
 Layouts, used everywhere in this project:
     B    rows of a batch                  S    tokens of one row (prompt or cache)
@@ -999,72 +999,3 @@ def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bo
         return [ids[rank] for part in parts for rank in bpe.encode_ordinary(part)]
 
     return encode
-
-
-# ----------------------------------------------------------------------------------------------- chat prompts
-# Chat: the prompts that instruction-tuned models were trained on
-
-CHAT_MARKERS = {  # what gives a style away, in the model's own template or among its special tokens
-    "llama-3": "<|start_header_id|>",
-    "qwen": "<|im_start|>",
-    "phi-3": "<|end|>",
-    "llama-2": "<<SYS>>",
-    "mistral": "[INST]",
-}
-CHAT_TEMPLATES = {  # how a chat begins, a message, and an answer where it differs
-    "llama-3": ("<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"),
-    "qwen": ("", "<|im_start|>{role}\n{text}<|im_end|>\n"),
-    "phi-3": ("", "<|{role}|>\n{text}<|end|>\n"),
-    "llama-2": ("<s>", "[INST] {text} [/INST]", " {text} </s><s>"),
-    "mistral": ("<s>", "[INST] {text} [/INST]", " {text}</s>"),
-    "mistral's tokens": ("<s>", "[INST]{text}[/INST]", "{text}</s>"),  # the tokenizer adds the spaces
-}
-
-
-def chat_style(config: dict, tokenizer: Tokenizer) -> str:
-    """Guess a model's chat style; UserError if none fits. `config` is the contents of its config.json."""
-    evidence = tokenizer.chat_template or " ".join(tokenizer.special_tokens)
-    if not tokenizer.chat_template and config.get("model_type") == "mistral":
-        evidence += "[INST]"
-    # of other formats: Mistral Small 3, Phi-4
-    if not {"[SYSTEM_PROMPT]", "<|im_sep|>"} & tokenizer.special_tokens.keys():
-        for style, marker in CHAT_MARKERS.items():
-            if marker in evidence:
-                return style
-    styles = ", ".join(CHAT_MARKERS)
-    raise UserError(f"no chat style fits this model; name one, such as --chat llama-2, of {styles}")
-
-
-def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[Segment]:
-    """The prompt for the next answer, in segments, so that what a message says is never a special token.
-
-    messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
-    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?"""
-    if style not in CHAT_MARKERS:
-        raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_MARKERS)}")
-    roles = [message["role"] for message in messages]
-    has_system = roles[:1] == ["system"]
-    turns = roles[has_system:]
-    if turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
-        raise UserError("a chat is a system message or none, then user and assistant in turn, user last")
-    stripped = style in ("llama-2", "llama-3")
-    texts = [message["content"].strip() if stripped else message["content"] for message in messages]
-    tokens = tokens and style == "mistral"
-    opening, message, *answers = CHAT_TEMPLATES["mistral's tokens" if tokens else style]
-    if answers and has_system:  # goes with the first question, or with the last where there are tokens
-        roles, (system, *texts), place = turns, texts, -1 if tokens else 0
-        system = f"<<SYS>>\n{system}\n<</SYS>>" if style == "llama-2" else system
-        texts[place] = f"{system}\n\n{texts[place]}"
-
-    forms = {"assistant": answers[0]} if answers else {}
-    parts = [opening, *(forms.get(role, message).replace("{role}", role) for role in roles)]
-    parts += [] if answers else message.replace("{role}", "assistant").split("{text}")[:1]
-    marks = r"(<[^>]*>|\[/?INST\])" if tokens else r"(<[^>]*>)"
-    said = iter(texts)
-    pieces = enumerate(re.split(marks, "".join(parts)))
-    return [(re.sub("{text}", lambda _: next(said), piece), i % 2 == 1) for i, piece in pieces if piece]
-
-
-def encode_chat(tokenizer: Tokenizer, style: str, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of the prompt that `render_chat` makes, BOS included where the model wants it."""
-    return tokenizer.encode_segments(render_chat(style, messages, "[INST]" in tokenizer.special_tokens))
