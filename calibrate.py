@@ -77,12 +77,10 @@ def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
     random.Random(seed).shuffle(files)
     for file in files:
         text = file.read_text(encoding="utf-8", errors="ignore")
-        longest = max(map(len, text.split("\n")), default=0)
-        digest = zlib.crc32(text.encode())
-        if len(text) < 200 or digest in seen or (file.suffix == ".py" and longest > 2000):
-            continue
-        seen.add(digest)
-        yield text
+        longest, digest = max(map(len, text.split("\n"))), zlib.crc32(text.encode())
+        if len(text) >= 200 and digest not in seen and not (file.suffix == ".py" and longest > 2000):
+            seen.add(digest)
+            yield text
 
 
 def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
@@ -182,9 +180,8 @@ def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Te
     """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
-    cos, sin = rope_tables(model.config, tokens.shape[-1], tokens.device)
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         see(i, q, k, v)
         return model_file.causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
 
@@ -194,7 +191,7 @@ def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Te
 @torch.inference_mode()
 def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | None = None) -> Tensor:
     """The share of the next tokens that the model predicts right, and its perplexity, by one full forward
-    pass for each window [S]: [2], fp64. attend(layer, q, k, v) takes attention's place."""
+    pass for each window [S]: [2], fp64. attend: as in Llama.forward."""
     sums = torch.zeros(2, dtype=torch.float64)
     for window in windows:
         window = window.to(next(model.parameters()).device)
@@ -475,9 +472,8 @@ def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate:
     for kind, kept in fdc_kept(tensors, rate).items():
         basis = tensors[f"{kind}.basis"] * kept[:, :, None]
         projectors[kind] = (basis @ basis.transpose(-1, -2)).to(weight)  # [L, Hkv, D, D]
-    cos, sin = rope_tables(c, tokens.shape[1], weight.device)
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         grouped = q.unflatten(2, (c.n_kv_heads, -1)) @ projectors["qk"][i]  # [1, S, Hkv, G, D]
         k = torch.einsum("bshd,hde->bshe", k, projectors["qk"][i])
@@ -602,14 +598,6 @@ class TrainingBatches(Dataset):
         documents = [training_document(self.hay, rng, stage.length + 1) for _ in range(stage.batch)]
         tokens, weights = (torch.from_numpy(np.stack(each)) for each in zip(*documents, strict=True))
         return tokens.long(), weights[:, 1:].contiguous()
-
-
-def check_batches(stages: list[Stage], config: ModelConfig, device: torch.device) -> None:
-    """Raises UserError for a stage that the model has no positions for, or the memory no room."""
-    generate.check_capacity(max(stage.length for stage in stages), config, "--stages")
-    for stage in stages:
-        needed, what = stage.batch * stage.length * config.vocab_size * 4, "logits of {} x {} tokens"
-        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
 
 
 NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
@@ -807,16 +795,17 @@ def run_train(args: argparse.Namespace) -> None:
     check_file("--state", args.state)
     check_file("--log", args.log)
     files = [text_files(path, held=False) for path in paths]
-    if args.source:
-        model, tokenizer = uptraining_model(args, device)
-        check_batches(stages, model.config, device)
-    else:
-        check_batches(stages, NANO, device)
+    model, tokenizer = uptraining_model(args, device) if args.source else (Llama(NANO), None)
+    generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
+    for stage in stages:
+        needed, what = stage.batch * stage.length * model.config.vocab_size * 4, "logits of {} x {} tokens"
+        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
+    if not args.source:
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(paths, NANO.vocab_size)
             with replacing(args.out, "tokenizer") as partial:
                 (partial / "tokenizer.model").write_bytes(pieces)
-        model, tokenizer = Llama(NANO), load_tokenizer(args.out)
+        tokenizer = load_tokenizer(args.out)
         initialise(model, args.seed)
     started = time.time()
     tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
@@ -1038,7 +1027,11 @@ def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nda
     """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments,
     50 % retrieval."""
     draw = rng.random()
-    if draw < 0.5:
+    if draw >= 0.5:
+        pieces = retrieval_document(hay, rng, n)
+        ids = np.concatenate([p for p, _ in pieces])[-n:]
+        weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
+    else:
         ids, weights = hay.sample(rng, n), np.ones(n, np.float32)
     if 0.4 <= draw < 0.5:
         longest = max(1, min(256, n // 4))
@@ -1048,10 +1041,6 @@ def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nda
         for i, place in enumerate(sorted(rng.sample(places, min(rng.randint(2, 3), len(places))))):
             ids[place : place + length] = segment
             weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
-    if draw >= 0.5:
-        pieces = retrieval_document(hay, rng, n)
-        ids = np.concatenate([p for p, _ in pieces])[-n:]
-        weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
     ids[0] = hay.tokenizer.bos_id
     return ids, weights
 
@@ -1091,7 +1080,6 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
 
 class Watched:
     """A cache with the exact keys beside it: of the tokens that it should attend, how many does it attend?
-
     These are as many as it attends, of the largest attention weights: of a query head, or of the heads that
     share a selection together. Sinks and recent tokens count on both sides. sums: NAMES, each a mean over
     heads and rows, and 1, summed over steps (fp64, on the device: a CUDA graph adds to them)."""
@@ -1110,6 +1098,7 @@ class Watched:
         return getattr(self.cache, name)  # the ledger is the cache's own
 
     def prefill(self, row: int, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+        self.sums.zero_()  # forgets what a graph's warm-up saw
         if k.shape[-1] == self.keys.shape[-1]:  # EliteKV's keys are others, and it attends all
             self.keys[row, :, : len(k)] = self.cache.rope(k, slice(0, len(k))).transpose(0, 1)
         return self.cache.prefill(row, q, k, *rest)
@@ -1188,10 +1177,7 @@ class Candidate:
         method, room = METHODS[self.method], Room(model, rows, capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
         caches = [Watched(cache) for cache in caches] if watched else caches
-        engine = Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
-        for cache in caches if watched else []:
-            cache.sums.zero_()  # forgets what the graph's warm-up saw
-        return engine
+        return Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
 
     def load(self, args: argparse.Namespace) -> Llama:
         """The model, of the candidate's own folder where it names one."""
@@ -1221,16 +1207,14 @@ class Candidate:
 
 
 def method_costs(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, float]:
-    """Bytes per token by formula, and tokens attended, of a row of `capacity` tokens, as shares of dense."""
-    caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
-    budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
-    held, dense = sum(cache.formula() for cache in caches), len(caches) * compress.dense_bytes(caches[0].room)
-    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
+    """generate.cost_shares of a row of `capacity` tokens."""
+    return generate.cost_shares(
+        settings, generate.plan_caches(model, method, settings, artifact, 1, capacity)
+    )
 
 
 def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:
     """Options with each knob (compress.setting's `sets`) at the most that its share of dense allows.
-
     shares: of bytes, of tokens, or of both; costs(options) -> what these cost of each. Knobs of tokens come
     first, since attended tokens may take bytes too. A knob of which no value is allowed stays as it is."""
     knobs = dataclasses.fields(settings)
@@ -1274,7 +1258,6 @@ def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callabl
 @torch.inference_mode()
 def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar) -> tuple:
     """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
-
     tokens [B, prefix + n] -> perplexity over the n tokens, each row's mean KL (nats) of `reference` [n, B, V]
     to this cache's log-probabilities (0 without), and these (fp16, on the CPU)."""
     tokens = tokens.to(engine.room.device)
@@ -1369,9 +1352,8 @@ def run_eval(args: argparse.Namespace) -> dict:
 
         python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
         python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
-    if ranks()[0]:
-        args.csv = None  # rank 0 writes it
-    check_file("--csv", args.csv)  # now, rather than after the evaluation
+    table = None if ranks()[0] else args.csv  # rank 0 writes it
+    check_file("--csv", table)  # now, rather than after the evaluation
     if not args.samples and not args.perplexity_rows:
         raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
@@ -1404,8 +1386,8 @@ def run_eval(args: argparse.Namespace) -> dict:
         results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
         columns = eval_columns(results)
         bar.note(f"{candidate.label}: " + ", ".join(f"{c} {row[c]:.4g}" for c in columns[1:] if c in row))
-        if args.csv:
-            save_csv(args.csv, columns, results)
+        if table:
+            save_csv(table, columns, results)
     bar.close()
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
@@ -1520,7 +1502,6 @@ def run_overlap(args: argparse.Namespace) -> dict:
 
 def masked_attention(q, k, v, queries: Tensor, keys: Tensor, share: float, rule: str) -> Tensor:
     """Attention of every row of a text to the k best of its causal keys, by a mask, as Loki's code has it.
-
     q, v and k [B, S, H, D] after RoPE; queries and keys [B, S, H, d] score the tokens. rule: k is the same in
     all rows, k_f S ("final", the paper's), or row t has its own, k_f (t + 1), as in decoding ("per_row")."""
     length, n_kv_heads, out = q.shape[1], k.shape[2], []
@@ -1558,10 +1539,9 @@ def masked_perplexity(model: Llama, tokens: Tensor, share: float, rule: str, bas
     """Perplexity of tokens [N, S] by full forward passes under masked_attention.
     basis: P of every layer [L, Hkv, D, D], of which the leading d_f D components score; None: exact top-k."""
     c = model.config
-    cos, sin = rope_tables(c, tokens.shape[1], next(model.parameters()).device)
     width = max(1, round(d * c.head_dim))
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = queries, keys = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if basis is not None:
             p = basis[i, ..., :width].to(q)  # [Hkv, D, d]
@@ -1906,13 +1886,10 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
     costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
     if "dense" not in names:
         raise UserError(f"{path}: it has no row of dense")
-    tasks, texts = ([c for c in rows[0] if c.startswith(kinds)] for kinds in (KINDS, "kl "))
-    scores = [csv_column(path, rows, name) for name in tasks]
-    losses = [csv_column(path, rows, name) for name in texts]
+    scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (KINDS, "kl "))
     shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
     figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
-    means = {label: np.ma.masked_invalid(columns).mean(0) for label, columns in figures.items() if columns}
-    figures = {label: mean.filled(np.nan) for label, mean in means.items()}
+    figures = {y: np.ma.masked_invalid(each).mean(0).filled(np.nan) for y, each in figures.items() if each}
     if not figures:
         raise UserError(f"{path}: it has no column of a task or of a KL")
     label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}

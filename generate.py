@@ -289,7 +289,7 @@ CHAT_STYLES = {  # what gives a style away; how its chats begin, a message, and 
 
 
 def chat_style(config: dict, tokenizer: model_file.Tokenizer) -> str:
-    """The chat style of a model, by the contents of its config.json; UserError if none fits."""
+    """A guess at a model's chat style; UserError if none fits. config: the contents of its config.json."""
     evidence = tokenizer.chat_template or " ".join(tokenizer.special_tokens)
     if not tokenizer.chat_template and config.get("model_type") == "mistral":
         evidence += "[INST]"
@@ -389,20 +389,15 @@ def parse_prompt(prompt: str, tokenizer, config: ModelConfig, seed: int) -> list
 def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, config: ModelConfig) -> int:
     """The cache's capacity in tokens. Raises UserError where prompt and new tokens do not fit."""
     longest = max(map(len, prompts)) + extra
-    for ids in prompts:
-        bad = next((i for i in ids if not 0 <= i < config.vocab_size), None)
-        if bad is not None:
-            raise UserError(
-                f"token id {bad} is outside the model's vocabulary of {config.vocab_size}; "
-                "the tokenizer belongs to another model"
-            )
+    if outside := [i for ids in prompts for i in ids if not 0 <= i < config.vocab_size]:
+        fault = f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}"
+        raise UserError(f"{fault}; the tokenizer belongs to another model")
     if not capacity:
         check_capacity(longest, config)
         return longest
     if longest > capacity:
-        raise UserError(
-            f"prompt and new tokens need {longest} positions, the cache has {capacity}; raise --context"
-        )
+        need = f"prompt and new tokens need {longest} positions"
+        raise UserError(f"{need}, the cache has {capacity}; raise --context")
     check_capacity(capacity, config, "--context")
     return capacity
 
@@ -499,15 +494,23 @@ def prepare(
     return method, settings, Room(model, rows, capacity, args.kernels), artifact
 
 
+def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
+    """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
+    capacity, dense = caches[0].room.capacity, len(caches) * dense_bytes(caches[0].room)
+    budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
+    held = sum(cache.formula() for cache in caches)
+    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
+
+
 def idle_note(method: str, settings: object, caches: list[Cache]) -> str:
     """One line where a method's settings leave it nothing to do, else nothing."""
-    room, n = caches[0].room, len(caches)
-    if hasattr(settings, "budget") and sum(settings.budget(room.capacity)) >= room.capacity:
+    room, n, costs = caches[0].room, len(caches), cost_shares(settings, caches)
+    if hasattr(settings, "budget") and costs["tokens"] == 1:
         return f"the budget covers the context of {room.capacity} tokens: every token is attended"
     if hasattr(settings, "skip") and len(compress.skipped_layers(settings, n)) == n:
         return f"--skip {settings.skip} names all {n} layers: every token is attended"
-    held, read = sum(c.formula() for c in caches), sum(c.bytes_read(room.capacity) for c in caches)
-    if method != "dense" and min(held, read * room.rows) >= n * dense_bytes(room):
+    read = room.rows * sum(cache.bytes_read(room.capacity) for cache in caches)
+    if method != "dense" and costs["bytes"] >= 1 and read >= n * dense_bytes(room):
         return f"with these settings {method} keeps no fewer bytes than dense, and reads no fewer in a step"
     return ""
 
@@ -590,11 +593,11 @@ def report(
 ) -> dict:
     """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
     room, model = engine.room, engine.model
-    lengths = [len(p) + output.asked + len(t) for p, t in zip(prompts, output.token_ids, strict=True)]
+    rows = list(zip(prompts, output.token_ids, strict=True))
+    lengths = [len(p) + output.asked + len(t) for p, t in rows]
     read = sum(cache.bytes_read(n) for cache in engine.caches for n in lengths)
-    weights = sum(p.nbytes for p in model.parameters()) - (
-        0 if model.config.tied else model.tok_embeddings.weight.nbytes
-    )
+    weights = sum(p.nbytes for p in model.parameters())
+    weights -= 0 if model.config.tied else model.tok_embeddings.weight.nbytes
     per_step = output.decode_s / max(1, output.steps)
     rates = [rate for rate in (cache.miss_rate() for cache in engine.caches) if rate is not None]
     own = {
@@ -606,6 +609,7 @@ def report(
         "peak_memory_bytes": peak_memory(room.device),
     }
     each = gathered(own)
+    movable = output.steps and per_step * measure_bandwidth(room.device)  # after the peak was read
     return {
         "method": method,
         "settings": dataclasses.asdict(settings_from(method, options)),
@@ -615,10 +619,7 @@ def report(
         "prompt_tokens": [len(p) + output.asked for p in prompts],
         "new_tokens": [len(t) for t in output.token_ids],
         "token_ids": output.token_ids,
-        "text": [
-            tokenizer.decode(t, after=p) if tokenizer else ""
-            for p, t in zip(prompts, output.token_ids, strict=True)
-        ],
+        "text": [tokenizer.decode(t, after=p) if tokenizer else "" for p, t in rows],
         "prefill_s": round(output.prefill_s, 4),
         "first_token_s": round(output.first_token_s, 4),
         "decode_tokens_per_s": round(room.rows / per_step, 2) if output.steps else None,
@@ -626,9 +627,7 @@ def report(
         "ranks": each,
         "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
         "cache_tokens": room.rows * room.capacity,
-        "bandwidth_share": round((weights + read) / per_step / measure_bandwidth(room.device), 4)
-        if output.steps
-        else None,
+        "bandwidth_share": round((weights + read) / movable, 4) if movable else None,
         "capture_s": round(engine.capture_s, 3),
         "seed": args.seed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -643,11 +642,8 @@ def device_name(device: torch.device) -> str:
 def print_report(r: dict) -> None:
     tokens, rows = r["cache_tokens"], len(r["prompt_tokens"])
     measured, formula, dense = (r[f"cache_bytes_{kind}"] for kind in ("measured", "formula", "dense"))
-    share = (
-        ""
-        if r["bandwidth_share"] is None
-        else f", {r['bandwidth_share']:.1%} of the memory bandwidth measured"
-    )
+    share = r["bandwidth_share"]
+    share = "" if share is None else f", {share:.1%} of the memory bandwidth measured"
     each = round(dense / tokens)
     missed = "" if r["miss_rate"] is None else f"; {r['miss_rate']:.1%} of the selected rows come from there"
     most = {name: human(max(rank[name] for rank in r["ranks"])) for name in r["ranks"][0]}

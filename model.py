@@ -424,11 +424,11 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, attend: Callable | None = None) -> Tensor:
         """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`.
-        attend(layer, q, k, v), of q, k and v before RoPE, takes the place of exact attention."""
+        attend(layer, cos, sin, q, k, v), with q and k before RoPE, takes the place of exact attention."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
         x = self.tok_embeddings(tokens)
         for i, layer in enumerate(self.layers):
-            x = layer(x, partial(attend, i) if attend else layer.attention.causal(cos, sin))
+            x = layer(x, partial(attend, i, cos, sin) if attend else layer.attention.causal(cos, sin))
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
