@@ -118,6 +118,12 @@ def load_with_windows(args: argparse.Namespace, held: bool = False) -> tuple[Lla
     return model, windows(tokenizer, files, longest, args.windows)
 
 
+def require(package: str, what: str) -> None:
+    """Raises UserError where a package that only some commands need is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{what}: pip install {package}")
+
+
 def check_folder(option: str, folder: Path) -> Path:
     """The folder, or the nearest above it that there is. Raises UserError where no file could be written."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -190,8 +196,7 @@ def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Te
 
 @torch.inference_mode()
 def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | None = None) -> Tensor:
-    """The share of the next tokens that the model predicts right, and its perplexity, by one full forward
-    pass for each window [S]: [2], fp64. attend: as in Llama.forward."""
+    """Next-token accuracy and perplexity of windows [S] by full passes: fp64 [2]; attend: Llama.forward's."""
     sums = torch.zeros(2, dtype=torch.float64)
     for window in windows:
         window = window.to(next(model.parameters()).device)
@@ -238,18 +243,9 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
         observe(model, window[None].to(device), see)
         if i == 0:
             generate.synchronize(device)
-            announce(label, time.time() - started, len(tokens) - 1, held, device)
+            generate.announce(label, time.time() - started, len(tokens) - 1, held, device)
     n = tokens.numel()
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
-
-
-def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
-    """Says what a long pass will take, from its first window: `windows` more, `seconds` each. held: bytes of
-    the sums; since nothing else is kept, the peak so far is that of the pass."""
-    if (total := seconds * windows) > 10:
-        time_left = f"{windows} more windows at {seconds:.2f} s, about {total / 60:.1f} min"
-        memory = f"the sums take {human(held)}, peak memory {human(generate.peak_memory(device))}"
-        print(f"{label}: {time_left}; {memory}", file=sys.stderr, flush=True)
 
 
 Moments = dict[str, KeyMoments]
@@ -488,15 +484,14 @@ def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W on the text.
     With X^T X = L L^T and L^T W = U S R^T, the optimum A = L^-T U S, B = R^T has A = W R, and R holds the
     eigenvectors of W^T X^T X W: the Gram matrix of the head's keys (or values) themselves, less the bias."""
-    c = model.config
-    biases = [compress.kv_bias(layer.attention, c) for layer in model.layers]
+    biases = [compress.kv_bias(layer.attention, model.config) for layer in model.layers]
 
     def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
 
     values, basis = head_bases(model, tokens, "palu", keys_and_values)
     energy = values.square()
-    kept = energy[..., : c.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
+    kept = energy[..., : model.config.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
     k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
     return {"k.basis": k_basis, "v.basis": v_basis}, {"energy": f"50.0%: {kept:.4f}"}
 
@@ -536,8 +531,8 @@ def run_fit(args: argparse.Namespace) -> None:
             continue
         path = artifact_path(args.checkpoint, method)
         save_artifact(tensors, path, {"method": method} | compress.model_identity(model) | source | facts)
-        about = f"{human(path.stat().st_size)}, {tokens.numel()} tokens"
-        print(f"{path}: {about}; energy kept at {facts['energy']}")
+        size = human(path.stat().st_size)
+        print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
@@ -548,7 +543,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
 
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --png ranks.png"""
     if args.png:
-        check_matplotlib()
+        require("matplotlib", "pictures need matplotlib")
         check_file("--png", args.png)
     model, tokens = load_with_windows(args)
     moments = key_moments(model, tokens, "ranks")
@@ -628,8 +623,7 @@ def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
     """AdamW with weight decay 0.1 on matrices and none on norms."""
     matrices, norms = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    fused = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=next(model.parameters()).is_cuda)
 
 
 def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int) -> None:
@@ -643,9 +637,8 @@ def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int
 
 def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
     """Takes up what save_state left; returns the number of steps done."""
-    device = next(model.parameters()).device
     try:
-        saved = load_file(path, device=str(device))
+        saved = load_file(path, device=str(next(model.parameters()).device))
         step = saved["step"].float()
         for name, p in model.named_parameters():
             p.data.copy_(saved[name])
@@ -811,12 +804,11 @@ def run_train(args: argparse.Namespace) -> None:
     tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, list(shares))
-    model = model.to(device)
     lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
     for path in filter(None, (args.state, args.log)):
         path.parent.mkdir(parents=True, exist_ok=True)
     loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
-    done = train(model, hay, stages, lr, *loop)
+    done = train(model.to(device), hay, stages, lr, *loop)
     save_checkpoint(model, args.out, args.source)
     for text, ids in zip(args.text, tokens, strict=True):
         print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
@@ -1024,8 +1016,7 @@ class Haystack:
 
 
 def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments,
-    50 % retrieval."""
+    """n token ids (BOS first) and loss weights: 40 % plain text, 10 % repeated segments, 50 % retrieval."""
     draw = rng.random()
     if draw >= 0.5:
         pieces = retrieval_document(hay, rng, n)
@@ -1113,9 +1104,8 @@ class Watched:
         """Called by the cache's decode (Cache.attends)."""
         heads = (*index.shape[:-1], 1, 1)[:3]  # [B, Hkv or 1, G or 1]: the heads that select for themselves
         live, index = live.expand_as(index).reshape(*heads, -1), index.reshape(*heads, -1)
-        places = self.cache.room.positions
-        age = pos[:, None, None, None] - places  # [B, 1, 1, S]
-        chosen = torch.zeros(*heads, len(places), device=pos.device)
+        age = pos[:, None, None, None] - self.cache.room.positions  # [B, 1, 1, S]
+        chosen = torch.zeros(*heads, age.shape[-1], device=pos.device)
         chosen = chosen.scatter_add(-1, index.where(live, 0).long(), live.float()) > 0
         chosen = (chosen | (age < recent)) & (age >= 0)
         query = self.query.unflatten(1, (self.keys.shape[1], -1)).float()  # [B, Hkv, G, D]
@@ -1188,8 +1178,7 @@ class Candidate:
         would not fit the memory."""
         method = METHODS[self.method]
         artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if method.fitted else {}
-        shares = {"tokens": args.equal_tokens, "bytes": args.equal_bytes}
-        shares = {name: share for name, share in shares.items() if share}
+        shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}
 
         def costs(options: dict, capacity: int) -> dict[str, float]:
             return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
@@ -1217,8 +1206,7 @@ def equal_options(settings: type, options: dict, shares: dict, costs: Callable, 
     """Options with each knob (compress.setting's `sets`) at the most that its share of dense allows.
     shares: of bytes, of tokens, or of both; costs(options) -> what these cost of each. Knobs of tokens come
     first, since attended tokens may take bytes too. A knob of which no value is allowed stays as it is."""
-    knobs = dataclasses.fields(settings)
-    for knob in sorted(knobs, key=lambda f: "tokens" not in f.metadata["sets"]):
+    for knob in sorted(dataclasses.fields(settings), key=lambda f: "tokens" not in f.metadata["sets"]):
         limits = {name: shares[name] for name in knob.metadata["sets"].split() if name in shares}
         if limits and (best := dearest(knob, options, limits, costs, capacity)) is not None:
             options = options | {knob.name: best}
@@ -1398,15 +1386,14 @@ def run_eval(args: argparse.Namespace) -> dict:
 
 def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], Haystack]:
     """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
-    held = text_files(STDLIB, held=True)
-    files = {"python": held}
+    files = {"python": text_files(STDLIB, held=True)}
     for path in args.text or []:
         if path.stem in files:
             raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
         files[path.stem] = text_files(path)
     length, rows = args.prefix + args.continuation, args.perplexity_rows
     texts = {name: windows(tokenizer, own, length, rows) for name, own in files.items() if rows}
-    hidden_in = text_ids(tokenizer, text_files(args.haystack) if args.haystack else held, 1 << 19)
+    hidden_in = text_ids(tokenizer, text_files(args.haystack) if args.haystack else files["python"], 1 << 19)
     return texts, Haystack(tokenizer, [hidden_in])
 
 
@@ -1635,7 +1622,6 @@ GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: b
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [model_file.QWEN2_SPLIT]),
 }
 GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-PHI3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
 GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 GGUF_CONFIG = {  # names in config.json and in a GGUF file
     "hidden_size": "embedding_length",
@@ -1668,8 +1654,7 @@ def gguf_path(name: str) -> Path:
 
 def read_gguf(path: Path) -> tuple[dict, dict]:
     """Metadata and tensors (memory-mapped) of a GGUF file, by name. Raises UserError where it is damaged."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError("convert needs the gguf package: pip install gguf")
+    require("gguf", "convert needs the gguf package")
     from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 
     with model_file.checked(path, "truncated, or no GGUF file that the gguf package reads"):
@@ -1785,7 +1770,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
     for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
         if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces, as in llama.cpp
-            strips = meta["general.architecture"] == "phi3" and token not in PHI3_KEEPS
+            strips = meta["general.architecture"] == "phi3" and token not in ("<unk>", "<s>", "<|endoftext|>")
             added[i] = {"content": token, "special": type_ == 3, "rstrip": strips, **flags}
     ids = {name: ggml.get(f"{key}_token_id") for name, key in GGUF_IDS.items()}
     ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
@@ -1847,11 +1832,6 @@ def run_convert(args: argparse.Namespace) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- pictures
-
-
-def check_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("pictures need matplotlib: pip install matplotlib")
 
 
 @contextmanager
@@ -1938,7 +1918,7 @@ def run_plot(args: argparse.Namespace) -> None:
     method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
 
         python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
-    check_matplotlib()
+    require("matplotlib", "pictures need matplotlib")
     check_folder("--out", args.out)
     for path in args.csv:
         rows = list(csv.DictReader(generate.read_text(path).splitlines()))

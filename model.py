@@ -165,10 +165,9 @@ class ModelConfig:
         """Raises ValueError for a field of the wrong type or size, and for RoPE without finite angles."""
         for f in fields(self):
             value, limit = getattr(self, f.name), self.LARGEST << 5 * (f.name == "max_positions")
-            fits = isinstance(value, float | int if f.type is float else f.type)
-            if not fits or isinstance(value, bool) != (f.type is bool):
-                raise ValueError(f"{f.name} is {value!r}")
-            if f.type in (int, float, int | None) and value is not None and not 0 < value < math.inf:
+            typed = isinstance(value, float | int if f.type is float else f.type)
+            fits = typed and isinstance(value, bool) == (f.type is bool)
+            if not fits or type(value) in (int, float) and not 0 < value < math.inf:
                 raise ValueError(f"{f.name} is {value!r}")
             if f.type is int and value > limit:
                 raise ValueError(f"{f.name} is more than {limit}")
@@ -188,9 +187,8 @@ class ModelConfig:
 
         if n > 1 and self.elitekv:
             raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
-        if not fits(n):
+        if (most := next(m for m in range(n, 0, -1) if fits(m))) < n:
             shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
-            most = next(m for m in range(n, 0, -1) if fits(m))
             raise UserError(f"{n} ranks cannot evenly share {shapes}; use --nproc_per_node {most}")
         heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
         return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
@@ -500,10 +498,10 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(read_json(index)["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a shard lies outside of the folder")
-    for name in names:
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / name}: this shard of the checkpoint is missing; download it again")
-    return [folder / name for name in names]
+    files = [folder / name for name in names]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"{missing[0]}: this shard of the checkpoint is missing; download it again")
+    return files
 
 
 def weight_headers(files: list[Path]) -> dict[str, tuple[Path, list[int], str]]:
@@ -773,8 +771,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             merges = list(filter(None, lines[lines[0].startswith("#version") :]))  # others with # are merges
             splits = [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT]
             data = byte_level_json(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
-        is_json = path.suffix in (".json", ".txt")
-        tokenizer = load_tokenizer_json(data) if is_json else load_tokenizer_model(path.read_bytes())
+        is_model = path.name.startswith("tokenizer.model")
+        tokenizer = load_tokenizer_model(path.read_bytes()) if is_model else load_tokenizer_json(data)
         special = tokenizer.special_tokens
         for token in data.get("added_tokens") or []:
             tokenizer.add_token(token["id"], token)

@@ -5007,10 +5007,10 @@ def test_masked_prefill_equals_full_attention_exact_top_k_and_decoding():
 
 
 def test_a_long_fit_says_what_it_will_take(capsys):
-    calibrate.announce("fit", 1.2, 100, 536_870_912, CPU)
+    generate.announce("fit", 1.2, 100, 536_870_912, CPU)
     line = capsys.readouterr().err
     assert "100 more windows at 1.20 s, about 2.0 min; the sums take 536.9 MB" in line
-    calibrate.announce("fit", 0.01, 100, 100, CPU)
+    generate.announce("fit", 0.01, 100, 100, CPU)
     assert capsys.readouterr().err == ""
 
 
