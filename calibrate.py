@@ -46,7 +46,7 @@ from compress import METHODS, Cache, EliteSettings, Room, artifact_path, load_ar
 from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
 from model import Llama, ModelConfig, UserError, apply_rope, human, load_tokenizer, ranks, rope_tables
 
-# ------------------------------------------------------------------------------------------------- plain text
+# -------------------------------------------------------------------------------------------- texts and files
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 STDLIB = Path(sysconfig.get_path("stdlib"))  # the text that every machine has: the standard library's sources
@@ -71,236 +71,16 @@ def text_files(path: Path, held: bool | None = None) -> list[Path]:
     return files
 
 
-def check_folder(option: str, folder: Path) -> Path:
-    """The folder, or the nearest above it that there is. Raises UserError where no file could be written."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"{option}: no file can be written into {folder}")
-    return there
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """The same for one file, if there is to be one."""
-    if path and (path.is_dir() or path.exists() and not os.access(path, os.W_OK)):
-        raise UserError(f"{option} {path}: no file can be written there")
-    if path and not path.exists():
-        check_folder(option, path.parent)
-
-
-def read_texts(files: list[Path], seed: int = 0) -> Iterator[str]:
+def read_texts(files: list[Path]) -> Iterator[str]:
     """The files' texts in a seeded random order, without repeats and generated tables."""
     files, seen = list(files), set()
-    random.Random(seed).shuffle(files)
+    random.Random(0).shuffle(files)
     for file in files:
         text = file.read_text(encoding="utf-8", errors="ignore")
-        longest = max(map(len, text.split("\n")), default=0)
-        digest = zlib.crc32(text.encode())
-        if len(text) < 200 or digest in seen or (file.suffix == ".py" and longest > 2000):
-            continue
-        seen.add(digest)
-        yield text
-
-
-# ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
-
-# Keys are "adjective noun"; variables and code words are names.
-ADJECTIVES = """
-amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
-hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
-small snowy tall warm white wild winding wooden
-""".split()
-NOUNS = """
-anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door drum
-feather field fire flower forest garden gate hammer harbor hill house island key lake lamp lantern letter
-meadow mirror mountain needle ocean orchard river road rope ship stone table tower tree valley wheel window
-""".split()
-NAMES = """
-bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper quartz
-raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
-juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
-""".split()
-KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
-
-
-@dataclass
-class Task:
-    """One question about facts that lie in a text, in this order: the prompt ends where the answer begins."""
-
-    facts: list[str]
-    question: str
-    answer: str
-    references: list[str]
-
-    def score(self, text: str) -> float:
-        """The share of the references that the answer names (RULER's string match)."""
-        return sum(r in text for r in self.references) / len(self.references)
-
-
-def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
-    """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
-    side = max(2, math.ceil(math.sqrt(1.5 * n)))
-    if side > (words := min(len(ADJECTIVES), len(NOUNS))):
-        raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
-    pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
-    return numbered(rng, rng.sample(pairs, n), each)
-
-
-def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
-    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
-
-
-def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
-    return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
-
-
-def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
-    """single (1 fact) and multikey (more): one number is asked for at a time."""
-    pairs = numbered_keys(rng, n_facts)
-    facts = number_facts(pairs)
-    ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
-    return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
-
-
-def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
-    """One key with several values, asked for all at once, in the order of the text."""
-    pairs = numbered_keys(rng, n_keys, n_values)
-    rng.shuffle(pairs)
-    facts = number_facts(pairs)
-    groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
-    ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
-    return [Task(facts, ask.format(key), f" {', '.join(ns)}.", ns) for key, ns in groups.items()]
-
-
-def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
-    """Several keys asked for in one question; the answer repeats each key."""
-    pairs = numbered_keys(rng, n_facts)
-    asked = rng.sample(pairs, n_asked)
-    question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
-    answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
-    return [Task(number_facts(pairs), question, answer, [f"{k} is {v}" for k, v in asked])]
-
-
-def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
-    """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
-    names = rng.sample(NAMES, n_chains * (n_hops + 1))
-    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
-    facts = []
-    for chain, value in chains:
-        facts += [f"\nStore {value} in {chain[0]}.\n"]
-        facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
-    rng.shuffle(facts)
-    ask = "Which variables hold {0}?\nAnswer: The variables that hold {0} are"
-    return [Task(facts, ask.format(value), f" {', '.join(chain)}.", chain) for chain, value in chains]
-
-
-def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
-    """Frequent words: three of nine code words are mentioned far more often; name them, most often first."""
-    words = rng.sample(NAMES, 9)
-    shares = [(0.34, 5), (0.24, 4), (0.17, 3), *[(0.25 / 6, 1)] * 6]  # and the least
-    counts = [max(least, round(n_mentions * share)) for share, least in shares]
-    facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
-    rng.shuffle(facts)
-    question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
-    return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
-
-
-def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
-    """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
-    room = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
-    if kind == "single":
-        return tasks_numbers(rng, 1, 1)
-    if kind == "multikey":
-        n = n_facts or rng.randint(2, max(2, min(32, room)))
-        return tasks_numbers(rng, n, 1 if n_facts else min(n, 8))
-    if kind == "multivalue":
-        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, room // 4))), 4)
-    if kind == "multiquery":
-        n = n_facts or rng.randint(4, max(4, min(16, room)))
-        return tasks_multiquery(rng, n, 4)
-    if kind == "variables":
-        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, room // 5))), 4)
-    return tasks_frequent(rng, n_tokens // 100)
-
-
-class Haystack:
-    """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
-
-    def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
-        self.tokenizer, self.tokens = tokenizer, tokens
-        self.shares = shares or [1 / len(tokens)] * len(tokens)
-        self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
-        # [V]: whether a fact may be laid before this token without cutting a word
-        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
-
-    def sample(self, rng: random.Random, n: int) -> np.ndarray:
-        """n consecutive tokens of a random place."""
-        source = rng.choices(self.tokens, self.shares)[0]
-        start = rng.randrange(max(1, len(source) - n))
-        return np.resize(source[start : start + n], n).astype(np.int32)
-
-    def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
-        """Pieces of a text of n tokens, the facts at random places in their order; odd pieces are facts."""
-        encoded = [self.encode(f) for f in facts]
-        plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
-        starts = np.flatnonzero(self.starts_word[plain])
-        starts = starts if len(starts) else np.zeros(1, np.int64)
-        where = [depth] if depth is not None else [rng.random() for _ in facts]
-        places = sorted(int(starts[int(w * len(starts))]) for w in where)
-        *parts, last = np.split(plain, places)
-        return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
-
-
-def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
-    """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
-    rng = random.Random(f"{kind}-{seed}")
-    task = make_tasks(kind, rng, n_tokens, n_facts)[0]
-    question = hay.encode(f"\nQuestion: {task.question}").tolist()
-    bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
-    pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
-    ids = [*bos, *np.concatenate(pieces).tolist(), *question]
-    if len(ids) > n_tokens:
-        fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
-        raise UserError(f"{fault}; ask for longer prompts, or for fewer facts where there is --facts")
-    return ids, task
-
-
-# ----------------------------------------------------------------------------------------- fit and statistics
-
-
-def forward_through(model: Llama, tokens: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]):
-    """Runs tokens [B, S] with attend(layer, q, k, v), before RoPE, as attention -> hidden [B, S, dim]."""
-    x = model.tok_embeddings(tokens)
-    for i, layer in enumerate(model.layers):
-        x = layer(x, partial(attend, i))
-    return model.norm(x)
-
-
-def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
-    """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
-    if model.config.elitekv:
-        raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
-    cos, sin = rope_tables(model.config, tokens.shape[-1], tokens.device)
-
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        see(i, q, k, v)
-        return model_file.causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-
-    forward_through(model, tokens, attend)
-
-
-@torch.inference_mode()
-def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | None = None) -> Tensor:
-    """The share of the next tokens that the model predicts right, and its perplexity, by one full forward
-    pass for each window [S]: [2], fp64. attend(layer, q, k, v) takes attention's place."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    for window in windows:
-        window = window.to(next(model.parameters()).device)
-        hidden = forward_through(model, window[None], attend) if attend else model(window[None])
-        logits = model.output(hidden[0, :-1]).float()
-        right = (logits.argmax(-1) == window[1:]).double().mean()
-        sums += torch.stack((right, F.cross_entropy(logits, window[1:]).double())).cpu()
-    right, loss = sums / len(windows)
-    return torch.stack((right, loss.exp()))
+        longest, digest = max(map(len, text.split("\n"))), zlib.crc32(text.encode())
+        if len(text) >= 200 and digest not in seen and not (file.suffix == ".py" and longest > 2000):
+            seen.add(digest)
+            yield text
 
 
 def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
@@ -336,6 +116,95 @@ def load_with_windows(args: argparse.Namespace, held: bool = False) -> tuple[Lla
     files = text_files(args.text or STDLIB, None if args.text else held)
     longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
     return model, windows(tokenizer, files, longest, args.windows)
+
+
+def require(package: str, what: str) -> None:
+    """Raises UserError where a package that only some commands need is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{what}: pip install {package}")
+
+
+def check_folder(option: str, folder: Path) -> Path:
+    """The folder, or the nearest above it that there is. Raises UserError where no file could be written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"{option}: no file can be written into {folder}")
+    return there
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """The same for one file, if there is to be one."""
+    if path and (path.is_dir() or path.exists() and not os.access(path, os.W_OK)):
+        raise UserError(f"{option} {path}: no file can be written there")
+    if path and not path.exists():
+        check_folder(option, path.parent)
+
+
+@contextmanager
+def replacing(folder: Path, name: str) -> Iterator[Path]:
+    """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
+    It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
+    partial, is_new = folder / f"{name}.partial", not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if partial.is_file():
+        partial.unlink()
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(folder / file.name)
+        is_new = False
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # somebody else's file is there
+                folder.rmdir()
+
+
+def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes one safetensors file in the place of an old one; UserError where it cannot be."""
+    with replacing(path.parent, path.name) as partial:
+        made = partial / path.name
+        try:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, made, metadata)
+        except SafetensorError as error:
+            raise UserError(f"{path}: cannot be written ({error})") from None
+        os.umask(mask := os.umask(0))  # the only way to read it
+        made.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
+
+
+def in_bf16(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, in bf16 what is floating point."""
+    return {name: t.detach().bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- fitting
+
+
+def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
+    """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
+    if model.config.elitekv:
+        raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
+
+    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        see(i, q, k, v)
+        return model_file.causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+
+    model(tokens, attend)
+
+
+@torch.inference_mode()
+def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | None = None) -> Tensor:
+    """Next-token accuracy and perplexity of windows [S] by full passes: fp64 [2]; attend: Llama.forward's."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for window in windows:
+        window = window.to(next(model.parameters()).device)
+        logits = model.output(model(window[None], attend)[0, :-1]).float()
+        right = (logits.argmax(-1) == window[1:]).double().mean()
+        sums += torch.stack((right, F.cross_entropy(logits, window[1:]).double())).cpu()
+    right, loss = sums / len(windows)
+    return torch.stack((right, loss.exp()))
 
 
 @dataclass
@@ -374,18 +243,9 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
         observe(model, window[None].to(device), see)
         if i == 0:
             generate.synchronize(device)
-            announce(label, time.time() - started, len(tokens) - 1, held, device)
+            generate.announce(label, time.time() - started, len(tokens) - 1, held, device)
     n = tokens.numel()
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
-
-
-def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
-    """Says what a long pass will take, from its first window: `windows` more, `seconds` each. held: bytes of
-    the sums; since nothing else is kept, the peak so far is that of the pass."""
-    if (total := seconds * windows) > 10:
-        time_left = f"{windows} more windows at {seconds:.2f} s, about {total / 60:.1f} min"
-        memory = f"the sums take {human(held)}, peak memory {human(generate.peak_memory(device))}"
-        print(f"{label}: {time_left}; {memory}", file=sys.stderr, flush=True)
 
 
 Moments = dict[str, KeyMoments]
@@ -608,9 +468,8 @@ def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate:
     for kind, kept in fdc_kept(tensors, rate).items():
         basis = tensors[f"{kind}.basis"] * kept[:, :, None]
         projectors[kind] = (basis @ basis.transpose(-1, -2)).to(weight)  # [L, Hkv, D, D]
-    cos, sin = rope_tables(c, tokens.shape[1], weight.device)
 
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         grouped = q.unflatten(2, (c.n_kv_heads, -1)) @ projectors["qk"][i]  # [1, S, Hkv, G, D]
         k = torch.einsum("bshd,hde->bshe", k, projectors["qk"][i])
@@ -625,15 +484,14 @@ def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W on the text.
     With X^T X = L L^T and L^T W = U S R^T, the optimum A = L^-T U S, B = R^T has A = W R, and R holds the
     eigenvectors of W^T X^T X W: the Gram matrix of the head's keys (or values) themselves, less the bias."""
-    c = model.config
-    biases = [compress.kv_bias(layer.attention, c) for layer in model.layers]
+    biases = [compress.kv_bias(layer.attention, model.config) for layer in model.layers]
 
     def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
 
     values, basis = head_bases(model, tokens, "palu", keys_and_values)
     energy = values.square()
-    kept = energy[..., : c.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
+    kept = energy[..., : model.config.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
     k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
     return {"k.basis": k_basis, "v.basis": v_basis}, {"energy": f"50.0%: {kept:.4f}"}
 
@@ -673,11 +531,11 @@ def run_fit(args: argparse.Namespace) -> None:
             continue
         path = artifact_path(args.checkpoint, method)
         save_artifact(tensors, path, {"method": method} | compress.model_identity(model) | source | facts)
-        about = f"{human(path.stat().st_size)}, {tokens.numel()} tokens"
-        print(f"{path}: {about}; energy kept at {facts['energy']}")
+        size = human(path.stat().st_size)
+        print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
 
 
-def run_ranks(args: argparse.Namespace) -> None:
+def run_ranks(args: argparse.Namespace) -> dict:
     """Rank of the keys before and after RoPE, a layer a line.
 
     It is the number of joint dims of all heads that hold --energy of the keys' energy: what SALS and the
@@ -685,7 +543,7 @@ def run_ranks(args: argparse.Namespace) -> None:
 
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --png ranks.png"""
     if args.png:
-        check_matplotlib()
+        require("matplotlib", "pictures need matplotlib")
         check_file("--png", args.png)
     model, tokens = load_with_windows(args)
     moments = key_moments(model, tokens, "ranks")
@@ -696,727 +554,16 @@ def run_ranks(args: argparse.Namespace) -> None:
         print(f"layer {i:3}  before RoPE {pre:5} {'#' * max(1, 40 * pre // width)}")
         print(f"           after  RoPE {post:5} {'=' * max(1, 40 * post // width)}")
     print("mean       before {:.1f}, after {:.1f}".format(*(sum(r) / len(r) for r in ranks.values())))
-    if args.json:
-        print(json.dumps({"energy": args.energy, "width": width, **ranks}))
     if args.png:
         with picture(args.png, 1, 1) as ((axis,),):
             for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
                 axis.plot(ranks[name], marker="o", label=label)
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
             axis.legend()
-
-
-# ------------------------------------------------------------------------------------------------- evaluation
-
-
-class Watched:
-    """A cache with the exact keys beside it: of the tokens that it should attend, how many does it attend?
-
-    These are as many as it attends, of the largest attention weights: of a query head, or of the heads that
-    share a selection together. Sinks and recent tokens count on both sides. sums: NAMES, each a mean over
-    heads and rows, and 1, summed over steps (fp64, on the device: a CUDA graph adds to them)."""
-
-    NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a share of the length
-
-    def __init__(self, cache: Cache):
-        c, room = cache.config, cache.room
-        self.cache, self.keys = cache, cache.store(c.n_kv_heads, room.capacity, c.head_dim)
-        self.sums = torch.zeros(1 + len(self.NAMES), dtype=torch.float64, device=room.device)
-        for part in cache.modules():  # a cache may hold another one
-            if isinstance(part, Cache):
-                part.watch = self.see
-
-    def __getattr__(self, name: str):
-        return getattr(self.cache, name)  # the ledger is the cache's own
-
-    def prefill(self, row: int, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
-        if k.shape[-1] == self.keys.shape[-1]:  # EliteKV's keys are others, and it attends all
-            self.keys[row, :, : len(k)] = self.cache.rope(k, slice(0, len(k))).transpose(0, 1)
-        return self.cache.prefill(row, q, k, *rest)
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
-        if k.shape[-1] == self.keys.shape[-1]:
-            self.keys[self.cache.room.row_ids, :, pos] = self.cache.rope(k, pos)
-            self.query = self.cache.rope(q, pos)
-        return self.cache.decode(pos, q, k, *rest)
-
-    def see(self, pos: Tensor, index: Tensor, live: Tensor, recent: int) -> None:
-        """Called by the cache's decode (Cache.attends)."""
-        heads = (*index.shape[:-1], 1, 1)[:3]  # [B, Hkv or 1, G or 1]: the heads that select for themselves
-        live, index = live.expand_as(index).reshape(*heads, -1), index.reshape(*heads, -1)
-        places = self.cache.room.positions
-        age = pos[:, None, None, None] - places  # [B, 1, 1, S]
-        chosen = torch.zeros(*heads, len(places), device=pos.device)
-        chosen = chosen.scatter_add(-1, index.where(live, 0).long(), live.float()) > 0
-        chosen = (chosen | (age < recent)) & (age >= 0)
-        query = self.query.unflatten(1, (self.keys.shape[1], -1)).float()  # [B, Hkv, G, D]
-        logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5
-        weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)  # as logarithms: none becomes 0
-        mass = (weights.exp() * chosen).sum(-1).mean()
-        shared = [dim for dim in (1, 2) if heads[dim] == 1]  # these select by their weights together
-        scores = weights.logsumexp(shared, keepdim=True) if shared else weights
-        n = chosen.sum(-1)
-        least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
-        hits = (chosen & (scores >= least)).sum(-1)
-        # Loki's Figure 6 shows recall under the name of the Jaccard index.
-        means = [each.mean() for each in (n / (pos + 1)[:, None, None], hits / n, hits / (2 * n - hits))]
-        self.sums += torch.stack((*means, mass, torch.ones_like(mass)))
-
-    def result(self) -> dict[str, float]:
-        """Means over the steps; empty for a cache that attends all its tokens."""
-        *sums, steps = self.sums.tolist()
-        return {name: total / steps for name, total in zip(self.NAMES, sums, strict=True) if steps}
-
-
-ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
-BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
-
-
-@dataclass
-class Candidate:
-    """A method with its settings, written sals:rank=0.125,bits=2 on the command line; with @FOLDER after it,
-    of that checkpoint instead of --checkpoint."""
-
-    label: str
-    method: str
-    options: dict
-    folder: Path | None = None
-    used: dict[int, dict] = field(default_factory=dict)  # the options of each capacity, once equalised
-    over: set[str] = field(default_factory=set)  # costs that no setting brought down to their share
-
-    @classmethod
-    def parse(cls, text: str) -> "Candidate":
-        method_text, _, folder = text.partition("@")
-        method, _, rest = method_text.partition(":")
-        kinds = {f.name: f.type for f in dataclasses.fields(compress.method_named(method).settings)}
-        options = {}
-        for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
-            name, _, value = pair.partition("=")
-            kind = kinds.get(name, str)
-            try:
-                options[name] = BOOLEANS[value.lower()] if kind is bool else generate.value_type(kind)(value)
-            except (KeyError, ValueError, argparse.ArgumentTypeError):
-                wanted = f"{name}={kind.__name__.upper()}"
-                raise UserError(f"--method {text}: write {wanted}, not {pair}") from None
-        settings_from(method, options)
-        return cls(text, method, options, Path(folder) if folder else None)
-
-    def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched: bool = False) -> Engine:
-        """An engine over freshly loaded weights, since a method may change them; watched: by Watched."""
-        model = self.load(args)
-        artifact = self.check(args, model, {capacity: rows})
-        method, room = METHODS[self.method], Room(model, rows, capacity)
-        caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
-        caches = [Watched(cache) for cache in caches] if watched else caches
-        engine = Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
-        for cache in caches if watched else []:
-            cache.sums.zero_()  # forgets what the graph's warm-up saw
-        return engine
-
-    def load(self, args: argparse.Namespace) -> Llama:
-        """The model, of the candidate's own folder where it names one."""
-        return load(argparse.Namespace(**vars(args) | {"checkpoint": self.folder or args.checkpoint}))[0]
-
-    def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
-        """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
-        would not fit the memory."""
-        fitted = METHODS[self.method].fitted
-        artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if fitted else {}
-        shares = {"tokens": args.equal_tokens, "bytes": args.equal_bytes}
-        shares = {name: share for name, share in shares.items() if share}
-        for capacity in sorted(rows):
-            if capacity not in self.used:
-                self.used[capacity] = self.equalised(shares, model, artifact, capacity)
-            settings = settings_from(self.method, self.used[capacity])
-            generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
-        return artifact
-
-    def equalised(self, shares: dict[str, float], model: Llama, artifact: dict, capacity: int) -> dict:
-        """The options at these shares of dense; notes in `over` where the method stays above."""
-
-        def costs(options: dict) -> dict[str, float]:
-            return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
-
-        options = equal_options(METHODS[self.method].settings, self.options, shares, costs, capacity)
-        self.over |= {name for name, paid in costs(options).items() if paid > shares.get(name, math.inf)}
-        return options
-
-
-def method_costs(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, float]:
-    """Bytes per token by formula, and tokens attended, of a row of `capacity` tokens, as shares of dense."""
-    caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
-    budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
-    held, dense = sum(cache.formula() for cache in caches), len(caches) * compress.dense_bytes(caches[0].room)
-    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
-
-
-def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:
-    """Options with each knob (compress.setting's `sets`) at the most that its share of dense allows.
-
-    shares: of bytes, of tokens, or of both; costs(options) -> what these cost of each. Knobs of tokens come
-    first, since attended tokens may take bytes too. A knob of which no value is allowed stays as it is."""
-    knobs = dataclasses.fields(settings)
-    for knob in sorted(knobs, key=lambda f: "tokens" not in f.metadata["sets"]):
-        limits = {name: shares[name] for name in knob.metadata["sets"].split() if name in shares}
-        if limits and (best := dearest(knob, options, limits, costs, capacity)) is not None:
-            options = options | {knob.name: best}
-    return options
-
-
-def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callable, capacity: int):
-    """The value of a knob that costs most within all limits; None if none does, or all cost the same.
-    Shares lie in (0, 1], whole numbers in 1 .. capacity. Every round looks closer around the best one."""
-
-    def cost(value) -> float | None:
-        """The larger of the limited costs; None where one is above its limit."""
-        try:
-            paid = costs(options | {knob.name: value})
-        except UserError:  # not a value for this method and model
-            return None
-        return max(paid[n] for n in limits) if all(paid[n] <= limits[n] for n in limits) else None
-
-    top = capacity if knob.type is int else 1.0
-    tried = (*limits.values(), *(i / 8 for i in range(1, 9)), *(2.0**-i for i in range(4, 14)))
-    values = knob.metadata["choices"] or sorted({knob.type(top * x) for x in tried} - {0})
-    best = None
-    for _ in range(1 if knob.metadata["choices"] else 4):
-        allowed = [(paid, value) for value in values if (paid := cost(value)) is not None]
-        idle = len(allowed) == len(values) and len({paid for paid, _ in allowed}) == 1
-        if not allowed or idle:
-            return best
-        paid, best = max(allowed)
-        if paid == min(limits.values()):
-            break
-        i = values.index(best)
-        low, high = values[max(0, i - 1)], values[min(i + 1, len(values) - 1)]
-        values = sorted({knob.type(low + (high - low) * j / 8) for j in range(9)} | {best})
-    return best
-
-
-@torch.inference_mode()
-def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar) -> tuple:
-    """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
-
-    tokens [B, prefix + n] -> perplexity over the n tokens, each row's mean KL (nats) of `reference` [n, B, V]
-    to this cache's log-probabilities (0 without), and these (fp16, on the CPU)."""
-    tokens = tokens.to(engine.room.device)
-    engine.prefill(tokens[:, :prefix].tolist())
-    loss, kl, kept = 0.0, np.zeros(len(tokens)), []
-    for i in range(prefix, tokens.shape[1]):
-        log_p = engine.logits.float().log_softmax(-1)  # [B, V]
-        loss -= log_p.gather(1, tokens[:, i : i + 1]).mean().item()
-        if reference is not None:
-            dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
-            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu().numpy()
-        kept.append(log_p.half().cpu())
-        engine.tokens.copy_(tokens[:, i])
-        engine.step()
-        bar.tick()
-    n = tokens.shape[1] - prefix
-    return math.exp(loss / n), (kl / n).clip(0), torch.stack(kept)
-
-
-@torch.inference_mode()
-def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_facts, depths) -> list[float]:
-    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily.
-    depths: where the fact of each `single` lies, from 0 (the start) to 1; other kinds lie at random."""
-    places = zip(seeds, depths if kind == "single" else [None] * len(seeds), strict=True)
-    samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in places]
-    prompts, tasks = zip(*samples, strict=True)
-    engine.prefill(prompts)
-    room = max(len(hay.encode(task.answer)) for task in tasks) + 4
-    output = generate.decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]), stride=16)
-    return [t.score(hay.tokenizer.decode(ids)) for t, ids in zip(tasks, output.token_ids, strict=True)]
-
-
-def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
-    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`."""
-    row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
-    for name, tokens in texts.items():
-        engine = candidate.engine(args, len(tokens), capacity, watched=True)
-        ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
-        reference.setdefault(name, log_p)
-        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
-        row["errors"][f"kl {name}"] = standard_error(kl)
-        own = [result for cache in engine.caches if (result := cache.result())]
-        seen += itertools.chain(*model_file.gathered(own))
-    return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
-
-
-def standard_error(samples: np.ndarray) -> float:
-    """Of the mean of independent samples [n]; 0 for one."""
-    return float(samples.std(ddof=1) / math.sqrt(len(samples))) if len(samples) > 1 else 0.0
-
-
-def ledger(engine: Engine, length: int) -> dict:
-    """Measured bytes per token on the device and, where a method uses it, in host memory; and bytes that a
-    step reads from a row of `length` tokens; of all ranks together."""
-    tokens = engine.room.rows * engine.room.capacity
-    own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
-    measured, read, host = map(sum, zip(*itertools.chain(*model_file.gathered(own)), strict=True))
-    row = {"bytes/token": measured / tokens, "read/step": read}
-    return row | ({"host/token": host / tokens} if host else {})
-
-
-def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
-    """The ledger (of the last length), and per cent right for each length and task. In the JSON only: the
-    score of `single` for each fifth of the depth ("depth LENGTH"), and standard errors ("errors")."""
-    row = {"errors": {}}
-    for length in args.lengths:
-        engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM)
-        rows = engine.room.rows
-        row |= ledger(engine, length)
-        for kind in args.tasks:
-            scores = []
-            for first in range(0, args.samples, rows):
-                seeds = [min(first + i, args.samples - 1) for i in range(rows)]  # the last may repeat
-                depths = [(seed + 0.5) / args.samples for seed in seeds]
-                scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
-                bar.tick(min(rows, args.samples - first))
-            scores = np.array(scores[: args.samples])
-            row[f"{kind} {length}"] = 100 * float(scores.mean())
-            row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
-            if kind == "single":
-                fifths = (part for part in np.array_split(scores, 5) if len(part))
-                row[f"depth {length}"] = [100 * float(part.mean()) for part in fifths]
-    return row
-
-
-def run_eval(args: argparse.Namespace) -> None:
-    """Perplexity and retrieval, token by token through the cache: a row a method, dense in the same run.
-
-    A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint. Perplexity: a text
-    is prefilled, and its continuation is decoded and scored. Retrieval: facts lie in a long text, and a
-    question follows (after RULER). --equal_bytes and --equal_tokens choose the settings that compare fairly.
-
-        python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
-        python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
-    if ranks()[0]:
-        args.csv = None  # rank 0 writes it
-    check_file("--csv", args.csv)  # now, rather than after the evaluation
-    if not args.samples and not args.perplexity_rows:
-        raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
-    candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
-    uptrained = ModelConfig.from_folder(args.checkpoint).elitekv  # such a checkpoint has no dense form
-    if candidates[0].method != "dense" and not uptrained:
-        candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
-    tokenizer = load_tokenizer(args.checkpoint)
-    texts, hay = eval_texts(args, tokenizer)
-
-    batch, length = min(args.rows, args.samples), args.prefix + args.continuation
-    capacities = {n + ANSWER_ROOM: batch for n in args.lengths if batch}  # and their rows
-    for tokens in texts.values():
-        capacities[length] = max(len(tokens), capacities.get(length, 0))
-    for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
-        group = list(group)
-        model = group[0].load(args)  # planning leaves it as it is
-        generate.check_capacity(max(capacities), model.config, "--prefix, --continuation or --lengths")
-        for candidate in group:
-            candidate.check(args, model, capacities)
-    del model
-    for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
-        eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
-    prompts = len(args.lengths) * len(args.tasks) * args.samples
-    bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
-    results, reference = [], {}
-    for candidate in candidates:
-        row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-        tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
-        row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
-        results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
-        columns = eval_columns(results)
-        bar.note(f"{candidate.label}: " + ", ".join(f"{c} {row[c]:.4g}" for c in columns[1:] if c in row))
-        if args.csv:
-            save_csv(args.csv, columns, results)
-    bar.close()
-    print_table(results, columns[1:])
-    if args.equal_bytes or args.equal_tokens:
-        print_equal(args, candidates)
-    if args.json:
-        device = generate.device_name(torch.device(args.device))
-        print_json(seeds=f"0 to {args.samples - 1}", device=device, rows=results)
-
-
-def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], Haystack]:
-    """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
-    held = text_files(STDLIB, held=True)
-    files = {"python": held}
-    for path in args.text:
-        if path.stem in files:
-            raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
-        files[path.stem] = text_files(path)
-    length, rows = args.prefix + args.continuation, args.perplexity_rows
-    texts = {name: windows(tokenizer, own, length, rows) for name, own in files.items() if rows}
-    hidden_in = text_ids(tokenizer, text_files(args.haystack) if args.haystack else held, 1 << 19)
-    return texts, Haystack(tokenizer, [hidden_in])
-
-
-def print_json(**facts) -> None:
-    print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__, **facts}))
-
-
-def eval_columns(rows: list[dict]) -> list[str]:
-    """The columns that any of the rows has."""
-    leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
-    named = {key for row in rows for key, value in row.items() if not isinstance(value, (dict, list))}
-    return [key for key in dict.fromkeys((*leading, *rows[0])) if key in named]
-
-
-def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
-    """The table so far, in the place of an older one."""
-    table = io.StringIO(newline="")
-    writer = csv.DictWriter(table, columns, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    if path.exists() and not path.is_file():  # a pipe or a device
-        path.write_text(table.getvalue(), newline="")
-        return
-    path = path.resolve()  # what a link points to
-    with replacing(path.parent, path.name) as partial:
-        (partial / path.name).write_text(table.getvalue(), newline="")
-
-
-def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
-    """What --equal_bytes and --equal_tokens made of each method, for each capacity of a cache."""
-    shares = f"bytes {args.equal_bytes or '-'}, tokens {args.equal_tokens or '-'}"
-    print(f"at most this share of dense: {shares}; * where no setting gets there")
-    for candidate in candidates:
-        for capacity, options in candidate.used.items():
-            chosen = ", ".join(f"{k}={v}" for k, v in options.items() if candidate.options.get(k) != v)
-            above = f" (above it in {' and '.join(sorted(candidate.over))})" if candidate.over else ""
-            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}{above}")
-    print()
-
-
-def print_table(rows: list[dict], columns: list[str]) -> None:
-    """A plain table, one line a row, eight columns at a time; "-" where a row has no such figure."""
-    names = [row["method"] + (" *" if row.get("over") else "") for row in rows]
-    width = max(map(len, names))
-    for start in range(0, len(columns), 8):
-        part = columns[start : start + 8]
-        print(f"{'':{width}}  " + "  ".join(f"{c:>15}" for c in part))
-        for name, row in zip(names, rows, strict=True):
-            cells = (f"{row[c]:15.4g}" if c in row else f"{'-':>15}" for c in part)
-            print(f"{name:{width}}  " + "  ".join(cells))
-        print()
-
-
-# --------------------------------------------------------------------------------------------------- pictures
-
-
-def check_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("pictures need matplotlib: pip install matplotlib")
-
-
-@contextmanager
-def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Axes [rows, columns] to draw on; the PNG file is written when the block ends."""
-    from matplotlib.figure import Figure  # only now: nothing else needs it
-
-    figure = Figure(figsize=(6.5 * columns, 4.5 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.margins(0.15)
-    yield axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    print(path)
-
-
-def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) -> np.ndarray:
-    """One column of a CSV file, NaN for an empty cell. Raises UserError where it is missing or no number."""
-    try:
-        return np.array([kind(row[name] or "nan") for row in rows])
-    except KeyError:
-        raise UserError(f"{path}: it has no column {name!r}") from None
-    except ValueError:
-        raise UserError(f"{path}: the column {name!r} holds what is no number") from None
-
-
-def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
-    """Retrieval as a share of dense's, and KL, each against bytes per token and bytes read a step."""
-    names = csv_column(path, rows, "method", str).tolist()
-    costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
-    if "dense" not in names:
-        raise UserError(f"{path}: it has no row of dense")
-    tasks, texts = ([c for c in rows[0] if c.startswith(kinds)] for kinds in (KINDS, "kl "))
-    scores = [csv_column(path, rows, name) for name in tasks]
-    losses = [csv_column(path, rows, name) for name in texts]
-    shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
-    figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
-    means = {label: np.ma.masked_invalid(columns).mean(0) for label, columns in figures.items() if columns}
-    figures = {label: mean.filled(np.nan) for label, mean in means.items()}
-    if not figures:
-        raise UserError(f"{path}: it has no column of a task or of a KL")
-    label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}
-    with picture(png, len(figures), 2) as axes:
-        for line, (label, y) in zip(axes, figures.items(), strict=True):
-            for axis, (cost, x) in zip(line, costs.items(), strict=True):
-                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
-                for name, *point in zip(names, x, y, strict=True):
-                    if np.isfinite(point).all() and (point[1] > 0 or "KL" not in label):
-                        axis.plot(*point, "o", color="black" if name == "dense" else None)
-                        axis.annotate(name, point, **label_style)
-
-
-def plot_times(path: Path, rows: list[dict], png: Path) -> None:
-    """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
-    where a method falls below dense: cuDNN's attention (dense_us), or the method of that name beside ms."""
-    unit, of, dense = ("us", "layer", "dense (cuDNN)") if "us" in rows[0] else ("ms", "step", "dense")
-    if unit == "us":
-        csv_column(path, rows, "dense_us")  # refuses a table that lacks it
-        rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
-    kinds = {"model": str, "batch": str, "length": float, "method": str, unit: float}
-    columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
-    panels = {}
-    for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
-        panels.setdefault(f"{model}, {batch} rows", {}).setdefault(method, {})[length] = each
-    with picture(png, 1, len(panels)) as (axes,):
-        for axis, (title, times) in zip(axes, panels.items(), strict=True):
-            axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
-            logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
-            for method, (x, y) in logs.items():
-                style = {"color": "black", "linewidth": 3} if method == dense else {}
-                (line,) = axis.plot(np.exp(x), np.exp(y), marker=".", label=method, **style)
-                above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
-                (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
-                part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
-                where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
-                axis.plot(*where, "o", color=line.get_color())
-            axis.legend()
-
-
-def run_plot(args: argparse.Namespace) -> None:
-    """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
-
-    An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
-    and read/step. Times are those of kernels.py --table breakeven --csv, or the columns model, batch, length,
-    method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
-
-        python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
-    check_matplotlib()
-    check_folder("--out", args.out)
-    for path in args.csv:
-        rows = list(csv.DictReader(generate.read_text(path).splitlines()))
-        if not rows:
-            raise UserError(f"{path}: it has no rows")
-        plot = plot_times if rows[0].keys() & {"ms", "us"} else plot_quality
-        plot(path, rows, args.out / f"{path.stem}.png")
-
-
-# ------------------------------------------------------------------------------------- where the mass is lost
-
-
-@torch.inference_mode()
-def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | None]:
-    """OS of every layer (SALS sec. 3.2): the share of the last token's true attention mass that it attends, a
-    mean over heads and prompts (of one length). None for a layer that attends all its tokens."""
-    engine.prefill([prompt[:-1] for prompt in prompts])
-    engine.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
-    engine.step()
-    return [cache.result().get("mass") for cache in engine.caches]
-
-
-def run_overlap(args: argparse.Namespace) -> None:
-    """Share of the attention mass that a method selects, a layer a number (SALS's overlap score).
-
-    Each prompt is a retrieval task. Its last token is decoded through the method's cache: of its true
-    attention, how much lies on the tokens that the cache attends?
-
-        python calibrate.py overlap --method sals --method loki --length 4096"""
-    generate.check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
-    tokenizer = load_tokenizer(args.checkpoint)
-    hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19)])
-    results, prompts = {}, []
-    for candidate in map(Candidate.parse, args.method or ["sals"]):
-        engine = candidate.engine(args, args.samples, args.length, watched=True)
-        prompts = prompts or [eval_sample(hay, args.task, i, args.length)[0] for i in range(args.samples)]
-        results[candidate.label] = overlap_scores(engine, prompts)
-        if not any(results[candidate.label]):
-            fault = f"it attends all {args.length} tokens; give one that selects"
-            raise UserError(f"--method {candidate.label}: {fault}")
-    print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
-    for text, scores in results.items():
-        print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
-    if args.json:
-        print(json.dumps(results))
-
-
-# ------------------------------------------------------------------------------------ Loki's masked prefill
-
-
-def masked_attention(q, k, v, queries: Tensor, keys: Tensor, share: float, rule: str) -> Tensor:
-    """Attention of every row of a text to the k best of its causal keys, by a mask, as Loki's code has it.
-
-    q, v and k [B, S, H, D] after RoPE; queries and keys [B, S, H, d] score the tokens. rule: k is the same in
-    all rows, k_f S ("final", the paper's), or row t has its own, k_f (t + 1), as in decoding ("per_row")."""
-    length, n_kv_heads, out = q.shape[1], k.shape[2], []
-    k, v, keys = (x.transpose(1, 2)[:, :, None] for x in (k, v, keys))  # [B, Hkv, 1, S, D]
-    for rows in torch.arange(length, device=q.device).split(256):  # [256, S] logits a head at a time
-        part, scoring = (x[:, rows].unflatten(2, (n_kv_heads, -1)) for x in (q, queries))
-        part, scoring = (x.permute(0, 2, 3, 1, 4) for x in (part, scoring))  # [B, Hkv, G, rows, D]
-        later = torch.arange(length, device=q.device) > rows[:, None]  # [rows, S]
-        scores = (scoring @ keys.transpose(-1, -2)).float().masked_fill(later, -torch.inf)
-        count = rows_count(share, length, rule, rows)
-        index = scores.topk(int(count.max()), dim=-1).indices
-        best = torch.arange(index.shape[-1], device=q.device) < count[:, None]
-        kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, best.expand_as(index))
-        logits = (part @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-        weights = logits.masked_fill(~kept | later, -torch.inf).softmax(-1).to(v.dtype)
-        out.append((weights @ v).permute(0, 3, 1, 2, 4).flatten(2, 3))
-    return torch.cat(out, 1)
-
-
-def rows_count(share: float, length: int, rule: str, rows: Tensor) -> Tensor:
-    """k of each row: floor(k_f S) or floor(k_f (t + 1)), at least 1."""
-    total = torch.full_like(rows, length) if rule == "final" else rows + 1
-    return (share * total).long().clamp(min=1)
-
-
-def kept_shares(share: float, length: int, rule: str) -> tuple[float, float]:
-    """Of the causal keys, what the k best are: mean over rows, and of all pairs of query and key.
-    For "final" and long texts k_f (1 + ln(1 / k_f)) and 2 k_f - k_f^2: the first k rows attend to all."""
-    rows = torch.arange(length)
-    kept = torch.minimum(rows_count(share, length, rule, rows), rows + 1).double()
-    return (kept / (rows + 1)).mean().item(), (kept.sum() / (rows + 1).sum()).item()
-
-
-def masked_perplexity(model: Llama, tokens: Tensor, share: float, rule: str, basis, d: float) -> float:
-    """Perplexity of tokens [N, S] by full forward passes under masked_attention.
-    basis: P of every layer [L, Hkv, D, D], of which the leading d_f D components score; None: exact top-k."""
-    c = model.config
-    cos, sin = rope_tables(c, tokens.shape[1], next(model.parameters()).device)
-    width = max(1, round(d * c.head_dim))
-
-    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = queries, keys = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if basis is not None:
-            p = basis[i, ..., :width].to(q)  # [Hkv, D, d]
-            queries = (q.unflatten(2, (c.n_kv_heads, -1)) @ p).flatten(2, 3)
-            keys = (k[..., None, :] @ p)[..., 0, :]
-        return masked_attention(q, k, v, queries, keys, share, rule)
-
-    return full_passes(model, tokens, attend)[1].item()
-
-
-def run_masked(args: argparse.Namespace) -> None:
-    """Perplexity under Loki's masked prefill: full forward passes, no cache.
-
-    So the paper's released code evaluates: each row of the text attends its k best keys, by exact logits or
-    by d principal components. k is a share of the final length for all rows, or of each row's own length.
-
-        python calibrate.py masked --k 0.25 --d 0.5 0.25"""
-    model, tokens = load_with_windows(args, held=True)
-    artifact = load_artifact(args.checkpoint, "loki", model)
-    basis, length = artifact[f"{compress.loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
-    perplexity = partial(masked_perplexity, model, tokens)
-    results = [{"method": "dense", "exact": perplexity(1.0, "final", None, 1.0)}]
-    for rule, share in tracked("masked", [*itertools.product(("final", "per_row"), args.k)]):
-        row = {"method": f"k={share:g} {rule}", "exact": perplexity(share, rule, None, 1.0)}
-        row |= {f"d={d:g}": perplexity(share, rule, basis, d) for d in args.d}
-        row["kept rows"], row["kept pairs"] = kept_shares(share, length, rule)
-        results.append(row)
-    print(f"perplexity of {len(tokens)} windows of {length} tokens, each row masked to its k best")
-    print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
-    if args.json:
-        print_json(rows=results)
-
-
-# ---------------------------------------------------------------------------- what EliteKV's two halves lose
-
-
-def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]]) -> dict[str, list[float]]:
-    """How far the logits of tokens [N, S] lie from RoPE's when only some pairs, orders[name] [L, Hkv, r] for
-    each r, rotate: mean absolute difference over that of no pair rotated, a mean over layers and heads."""
-    results = {name: [[] for _ in sets] for name, sets in orders.items()}
-
-    def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
-        total = deltas.sum(0)
-        for name, sets in orders.items():
-            for result, pairs in zip(results[name], sets, strict=True):
-                rest = total - deltas[pairs[i, h].to(deltas.device)].sum(0)
-                result.append((rest.abs().mean() / total.abs().mean()).item())
-
-    see_deltas(model, tokens, see)
-    return {name: [sum(r) / len(r) for r in sets] for name, sets in results.items()}
-
-
-def run_pairs(args: argparse.Namespace) -> None:
-    """What EliteKV loses by rotating few pairs, and by its latents.
-
-    For each r: how far the logits move if only r pairs of a head rotate (RoPElite's, by contribution, spread
-    evenly), and the share of the weights' energy that one latent of K and V loses, or one of each.
-
-        python calibrate.py pairs --r 4 8 16 --share 0.25"""
-    model, tokens = load_with_windows(args, held=True)
-    if model.config.elitekv:
-        raise UserError("this checkpoint was uptrained for EliteKV; give the one it was made of")
-    c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
-    if not all(1 <= r <= c.head_dim // 2 for r in args.r):
-        raise UserError(f"--r: a head has 1 to {c.head_dim // 2} pairs")
-    orders = {name: [artifact[name][..., :r] for r in args.r] for name in ("elite", "contribution")}
-    uniform = [compress.uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
-    orders["uniform"] = [pairs.expand(c.n_layers, c.n_kv_heads, -1) for pairs in uniform]
-    distances = elite_distances(model, tokens, orders)
-    rows = []
-    for i, r in enumerate(args.r):
-        row = {"method": f"r {r}"} | {name: d[i] for name, d in distances.items()}
-        row["d_ckv"] = round(args.share * 2 * c.kv_dim) - 2 * r * c.n_kv_heads
-        if 1 <= row["d_ckv"] <= min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
-            for lrd in ("joint", "separate"):
-                settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
-                row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1]
-        rows.append(row)
-    print(f"{tokens.numel()} tokens: distance of the logits to RoPE's (none rotated: 1), and share of the")
-    print(f"weights' energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
-    print_table(rows, [*distances, "d_ckv", "joint", "separate"])
-    if args.json:
-        print(json.dumps({"share": args.share, "rows": rows}))
+    return {"energy": args.energy, "width": width, **ranks}
 
 
 # --------------------------------------------------------------------------------------------------- training
-
-ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2
-
-
-def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """n token ids (BOS first) and the loss weight of each: 40 % plain text, 10 % repeated random segments,
-    50 % retrieval."""
-    draw = rng.random()
-    if draw < 0.5:
-        ids, weights = hay.sample(rng, n), np.ones(n, np.float32)
-    if 0.4 <= draw < 0.5:
-        longest = max(1, min(256, n // 4))
-        length = rng.randint(min(8, longest), longest)
-        segment = np.array([rng.randrange(3, len(hay.starts_word)) for _ in range(length)], np.int32)
-        places = range(0, max(1, n - length), length)
-        for i, place in enumerate(sorted(rng.sample(places, min(rng.randint(2, 3), len(places))))):
-            ids[place : place + length] = segment
-            weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
-    if draw >= 0.5:
-        pieces = retrieval_document(hay, rng, n)
-        ids = np.concatenate([p for p, _ in pieces])[-n:]
-        weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
-    ids[0] = hay.tokenizer.bos_id
-    return ids, weights
-
-
-def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[np.ndarray, float]]:
-    """Pieces of n tokens and their loss weights: a text with facts of one to three kinds, then questions."""
-    kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
-    tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
-    labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
-    rng.shuffle(labels)
-    queues = [iter(group[0].facts) for group in tasks]
-    facts = [next(queues[label]) for label in labels]
-    tail, questions = [], [task for group in tasks for task in group]
-    for task in rng.sample(questions, len(questions)):
-        tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
-        tail.append((hay.encode(task.answer + "\n"), ANSWER_WEIGHT))
-    room = n - sum(len(ids) for ids, _ in tail)
-    return [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, room))] + tail
 
 
 @dataclass
@@ -1438,7 +585,7 @@ class Stage:
 class TrainingBatches(Dataset):
     """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32 of plan[i], for any number of workers."""
 
-    def __init__(self, hay: Haystack, plan: list[Stage], seed: int):
+    def __init__(self, hay: "Haystack", plan: list[Stage], seed: int):
         self.hay, self.plan, self.seed = hay, plan, seed
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
@@ -1446,14 +593,6 @@ class TrainingBatches(Dataset):
         documents = [training_document(self.hay, rng, stage.length + 1) for _ in range(stage.batch)]
         tokens, weights = (torch.from_numpy(np.stack(each)) for each in zip(*documents, strict=True))
         return tokens.long(), weights[:, 1:].contiguous()
-
-
-def check_batches(stages: list[Stage], config: ModelConfig, device: torch.device) -> None:
-    """Raises UserError for a stage that the model has no positions for, or the memory no room."""
-    generate.check_capacity(max(stage.length for stage in stages), config, "--stages")
-    for stage in stages:
-        needed, what = stage.batch * stage.length * config.vocab_size * 4, "logits of {} x {} tokens"
-        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
 
 
 NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
@@ -1480,64 +619,11 @@ def weighted_loss(model: Llama, tokens: Tensor, weights: Tensor) -> Tensor:
     return (loss * weights.flatten()).sum() / weights.sum()
 
 
-def save_checkpoint(model: Llama, folder: Path) -> None:
-    """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download."""
-    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
-    with replacing(folder, "checkpoint") as partial:
-        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-@contextmanager
-def replacing(folder: Path, name: str) -> Iterator[Path]:
-    """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
-    It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
-    partial, is_new = folder / f"{name}.partial", not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    if partial.is_file():
-        partial.unlink()
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
-            file.replace(folder / file.name)
-        is_new = False
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # somebody else's file is there
-                folder.rmdir()
-
-
-def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes one safetensors file in the place of an old one."""
-    with replacing(path.parent, path.name) as partial:
-        save_tensors(tensors, partial / path.name, metadata)
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes a safetensors file that others can read; UserError where it cannot be."""
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
-        os.umask(mask := os.umask(0))  # the only way to read it
-        path.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
-    except SafetensorError as error:
-        raise UserError(f"{path}: cannot be written ({error})") from None
-
-
-def save_bf16(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """save_tensors with what is floating point in bf16."""
-    rounded = {name: t.detach().bfloat16() for name, t in tensors.items() if t.is_floating_point()}
-    save_tensors(tensors | rounded, path, metadata)
-
-
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
     """AdamW with weight decay 0.1 on matrices and none on norms."""
     matrices, norms = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    fused = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=next(model.parameters()).is_cuda)
 
 
 def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int) -> None:
@@ -1551,9 +637,8 @@ def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int
 
 def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
     """Takes up what save_state left; returns the number of steps done."""
-    device = next(model.parameters()).device
     try:
-        saved = load_file(path, device=str(device))
+        saved = load_file(path, device=str(next(model.parameters()).device))
         step = saved["step"].float()
         for name, p in model.named_parameters():
             p.data.copy_(saved[name])
@@ -1703,31 +788,28 @@ def run_train(args: argparse.Namespace) -> None:
     check_file("--state", args.state)
     check_file("--log", args.log)
     files = [text_files(path, held=False) for path in paths]
-    if args.source:
-        model, tokenizer = uptraining_model(args, device)
-        check_batches(stages, model.config, device)
-    else:
-        check_batches(stages, NANO, device)
+    model, tokenizer = uptraining_model(args, device) if args.source else (Llama(NANO), None)
+    generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
+    for stage in stages:
+        needed, what = stage.batch * stage.length * model.config.vocab_size * 4, "logits of {} x {} tokens"
+        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
+    if not args.source:
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(paths, NANO.vocab_size)
             with replacing(args.out, "tokenizer") as partial:
                 (partial / "tokenizer.model").write_bytes(pieces)
-        model, tokenizer = Llama(NANO), load_tokenizer(args.out)
+        tokenizer = load_tokenizer(args.out)
         initialise(model, args.seed)
     started = time.time()
     tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, list(shares))
-    model = model.to(device)
     lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
     for path in filter(None, (args.state, args.log)):
         path.parent.mkdir(parents=True, exist_ok=True)
     loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
-    done = train(model, hay, stages, lr, *loop)
-    if args.source:
-        save_uptrained(model, args.source, args.out)
-    else:
-        save_checkpoint(model, args.out)
+    done = train(model.to(device), hay, stages, lr, *loop)
+    save_checkpoint(model, args.out, args.source)
     for text, ids in zip(args.text, tokens, strict=True):
         print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
     print("finished" if done else "not finished: run the same command again with the same --state")
@@ -1749,23 +831,29 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
 
 
 @torch.no_grad()
-def save_uptrained(model: Llama, source: Path, folder: Path) -> None:
-    """Writes a checkpoint that EliteKV alone can run, and its artifact with the elite pairs, A and B (bf16).
-    W_k and W_v become the expanded A B. Other files come from `source`; config.json says "elitekv": true."""
-    tensors, elite = compress.elite_artifact(model), [layer.attention for layer in model.layers]
+def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> None:
+    """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download.
+    source: what the model, in EliteKV form, was uptrained from. Its other files are copied, W_k and W_v are
+    the expanded A B, and the artifact has the elite pairs, A and B: EliteKV alone can run the checkpoint."""
+    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    attentions = [layer.attention for layer in model.layers]
     with replacing(folder, "checkpoint") as partial:
-        for file in source.iterdir():
-            if file.suffix in (".json", ".model", ".txt", ".jinja") and not file.name.endswith(".index.json"):
-                shutil.copy(file, partial)
-        config = model_file.read_json(partial / "config.json") | {"elitekv": True}
+        if source:
+            for file in source.iterdir():
+                if file.suffix in (".json", ".model", ".txt", ".jinja") and ".index." not in file.name:
+                    shutil.copy(file, partial)
+            config = model_file.read_json(partial / "config.json") | {"elitekv": True}
+            artifact = compress.elite_artifact(model)
+            for layer in model.layers:
+                layer.attention = compress.dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for layer in model.layers:
-            layer.attention = compress.dense_attention(layer.attention)
-        save_bf16(model_file.weight_slots(model), partial / "model.safetensors", {"format": "pt"})
-        model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
-        metadata = {"method": "elitekv"} | compress.model_identity(model)
-        save_bf16(tensors, artifact_path(partial, "elitekv"), metadata)
-    for layer, attention in zip(model.layers, elite, strict=True):
+        weights = in_bf16(model_file.weight_slots(model))
+        save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
+        if source:
+            model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
+            metadata = {"method": "elitekv"} | compress.model_identity(model)
+            save_artifact(in_bf16(artifact), artifact_path(partial, "elitekv"), metadata)
+    for layer, attention in zip(model.layers, attentions, strict=True):
         layer.attention = attention
 
 
@@ -1778,7 +866,753 @@ def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, cou
     return full_passes(model, spread)[1].item()
 
 
-# ------------------------------------------------------------------------------------------------- GGUF files
+# ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
+
+# Keys are "adjective noun"; variables and code words are names.
+ADJECTIVES = """
+amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
+hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
+small snowy tall warm white wild winding wooden
+""".split()
+NOUNS = """
+anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door drum
+feather field fire flower forest garden gate hammer harbor hill house island key lake lamp lantern letter
+meadow mirror mountain needle ocean orchard river road rope ship stone table tower tree valley wheel window
+""".split()
+NAMES = """
+bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper quartz
+raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
+juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
+""".split()
+ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2  # of the loss, where a token of plain text has 1
+KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
+
+
+@dataclass
+class Task:
+    """One question about facts that lie in a text, in this order: the prompt ends where the answer begins."""
+
+    facts: list[str]
+    question: str
+    answer: str
+    references: list[str]
+
+    def score(self, text: str) -> float:
+        """The share of the references that the answer names (RULER's string match)."""
+        return sum(r in text for r in self.references) / len(self.references)
+
+
+def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
+    """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
+    side = max(2, math.ceil(math.sqrt(1.5 * n)))
+    if side > (words := min(len(ADJECTIVES), len(NOUNS))):
+        raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
+    pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
+    return numbered(rng, rng.sample(pairs, n), each)
+
+
+def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
+    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
+
+
+def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
+    return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
+
+
+def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
+    """single (1 fact) and multikey (more): one number is asked for at a time."""
+    pairs = numbered_keys(rng, n_facts)
+    facts = number_facts(pairs)
+    ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
+    return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
+
+
+def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
+    """One key with several values, asked for all at once, in the order of the text."""
+    pairs = numbered_keys(rng, n_keys, n_values)
+    rng.shuffle(pairs)
+    facts = number_facts(pairs)
+    groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
+    ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
+    return [Task(facts, ask.format(key), f" {', '.join(ns)}.", ns) for key, ns in groups.items()]
+
+
+def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
+    """Several keys asked for in one question; the answer repeats each key."""
+    pairs = numbered_keys(rng, n_facts)
+    asked = rng.sample(pairs, n_asked)
+    question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
+    answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
+    return [Task(number_facts(pairs), question, answer, [f"{k} is {v}" for k, v in asked])]
+
+
+def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
+    """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
+    names = rng.sample(NAMES, n_chains * (n_hops + 1))
+    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
+    facts = []
+    for chain, value in chains:
+        facts += [f"\nStore {value} in {chain[0]}.\n"]
+        facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
+    rng.shuffle(facts)
+    ask = "Which variables hold {0}?\nAnswer: The variables that hold {0} are"
+    return [Task(facts, ask.format(value), f" {', '.join(chain)}.", chain) for chain, value in chains]
+
+
+def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
+    """Frequent words: three of nine code words are mentioned far more often; name them, most often first."""
+    words = rng.sample(NAMES, 9)
+    shares = [(0.34, 5), (0.24, 4), (0.17, 3), *[(0.25 / 6, 1)] * 6]  # and the least
+    counts = [max(least, round(n_mentions * share)) for share, least in shares]
+    facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
+    rng.shuffle(facts)
+    question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
+    return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
+
+
+def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
+    """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
+    room = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
+    if kind == "single":
+        return tasks_numbers(rng, 1, 1)
+    if kind == "multikey":
+        n = n_facts or rng.randint(2, max(2, min(32, room)))
+        return tasks_numbers(rng, n, 1 if n_facts else min(n, 8))
+    if kind == "multivalue":
+        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, room // 4))), 4)
+    if kind == "multiquery":
+        n = n_facts or rng.randint(4, max(4, min(16, room)))
+        return tasks_multiquery(rng, n, 4)
+    if kind == "variables":
+        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, room // 5))), 4)
+    return tasks_frequent(rng, n_tokens // 100)
+
+
+class Haystack:
+    """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
+
+    def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
+        self.tokenizer, self.tokens, self.shares = tokenizer, tokens, shares
+        self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
+        # [V]: whether a fact may be laid before this token without cutting a word
+        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
+
+    def sample(self, rng: random.Random, n: int) -> np.ndarray:
+        """n consecutive tokens of a random place."""
+        source = rng.choices(self.tokens, self.shares)[0]
+        start = rng.randrange(max(1, len(source) - n))
+        return np.resize(source[start : start + n], n).astype(np.int32)
+
+    def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
+        """Pieces of a text of n tokens, the facts at random places in their order; odd pieces are facts."""
+        encoded = [self.encode(f) for f in facts]
+        plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
+        starts = np.flatnonzero(self.starts_word[plain])
+        starts = starts if len(starts) else np.zeros(1, np.int64)
+        where = [depth] if depth is not None else [rng.random() for _ in facts]
+        places = sorted(int(starts[int(w * len(starts))]) for w in where)
+        *parts, last = np.split(plain, places)
+        return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
+
+
+def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """n token ids (BOS first) and loss weights: 40 % plain text, 10 % repeated segments, 50 % retrieval."""
+    draw = rng.random()
+    if draw >= 0.5:
+        pieces = retrieval_document(hay, rng, n)
+        ids = np.concatenate([p for p, _ in pieces])[-n:]
+        weights = np.concatenate([np.full(len(p), w, np.float32) for p, w in pieces])[-n:]
+    else:
+        ids, weights = hay.sample(rng, n), np.ones(n, np.float32)
+    if 0.4 <= draw < 0.5:
+        longest = max(1, min(256, n // 4))
+        length = rng.randint(min(8, longest), longest)
+        segment = np.array([rng.randrange(3, len(hay.starts_word)) for _ in range(length)], np.int32)
+        places = range(0, max(1, n - length), length)
+        for i, place in enumerate(sorted(rng.sample(places, min(rng.randint(2, 3), len(places))))):
+            ids[place : place + length] = segment
+            weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
+    ids[0] = hay.tokenizer.bos_id
+    return ids, weights
+
+
+def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[np.ndarray, float]]:
+    """Pieces of n tokens and their loss weights: a text with facts of one to three kinds, then questions."""
+    kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
+    tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
+    labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
+    rng.shuffle(labels)
+    queues = [iter(group[0].facts) for group in tasks]
+    facts = [next(queues[label]) for label in labels]
+    tail, questions = [], [task for group in tasks for task in group]
+    for task in rng.sample(questions, len(questions)):
+        tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
+        tail.append((hay.encode(task.answer + "\n"), ANSWER_WEIGHT))
+    room = n - sum(len(ids) for ids, _ in tail)
+    return [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, room))] + tail
+
+
+def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
+    """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
+    rng = random.Random(f"{kind}-{seed}")
+    task = make_tasks(kind, rng, n_tokens, n_facts)[0]
+    question = hay.encode(f"\nQuestion: {task.question}").tolist()
+    bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
+    pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
+    ids = [*bos, *np.concatenate(pieces).tolist(), *question]
+    if len(ids) > n_tokens:
+        fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
+        raise UserError(f"{fault}; ask for longer prompts, or for fewer facts where there is --facts")
+    return ids, task
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+class Watched:
+    """A cache with the exact keys beside it: of the tokens that it should attend, how many does it attend?
+    These are as many as it attends, of the largest attention weights: of a query head, or of the heads that
+    share a selection together. Sinks and recent tokens count on both sides. sums: NAMES, each a mean over
+    heads and rows, and 1, summed over steps (fp64, on the device: a CUDA graph adds to them)."""
+
+    NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a share of the length
+
+    def __init__(self, cache: Cache):
+        c, room = cache.config, cache.room
+        self.cache, self.keys = cache, cache.store(c.n_kv_heads, room.capacity, c.head_dim)
+        self.sums = torch.zeros(1 + len(self.NAMES), dtype=torch.float64, device=room.device)
+        for part in cache.modules():  # a cache may hold another one
+            if isinstance(part, Cache):
+                part.watch = self.see
+
+    def __getattr__(self, name: str):
+        return getattr(self.cache, name)  # the ledger is the cache's own
+
+    def prefill(self, row: int, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+        self.sums.zero_()  # forgets what a graph's warm-up saw
+        if k.shape[-1] == self.keys.shape[-1]:  # EliteKV's keys are others, and it attends all
+            self.keys[row, :, : len(k)] = self.cache.rope(k, slice(0, len(k))).transpose(0, 1)
+        return self.cache.prefill(row, q, k, *rest)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+        if k.shape[-1] == self.keys.shape[-1]:
+            self.keys[self.cache.room.row_ids, :, pos] = self.cache.rope(k, pos)
+            self.query = self.cache.rope(q, pos)
+        return self.cache.decode(pos, q, k, *rest)
+
+    def see(self, pos: Tensor, index: Tensor, live: Tensor, recent: int) -> None:
+        """Called by the cache's decode (Cache.attends)."""
+        heads = (*index.shape[:-1], 1, 1)[:3]  # [B, Hkv or 1, G or 1]: the heads that select for themselves
+        live, index = live.expand_as(index).reshape(*heads, -1), index.reshape(*heads, -1)
+        age = pos[:, None, None, None] - self.cache.room.positions  # [B, 1, 1, S]
+        chosen = torch.zeros(*heads, age.shape[-1], device=pos.device)
+        chosen = chosen.scatter_add(-1, index.where(live, 0).long(), live.float()) > 0
+        chosen = (chosen | (age < recent)) & (age >= 0)
+        query = self.query.unflatten(1, (self.keys.shape[1], -1)).float()  # [B, Hkv, G, D]
+        logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5
+        weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)  # as logarithms: none becomes 0
+        mass = (weights.exp() * chosen).sum(-1).mean()
+        shared = [dim for dim in (1, 2) if heads[dim] == 1]  # these select by their weights together
+        scores = weights.logsumexp(shared, keepdim=True) if shared else weights
+        n = chosen.sum(-1)
+        least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
+        hits = (chosen & (scores >= least)).sum(-1)
+        # Loki's Figure 6 shows recall under the name of the Jaccard index.
+        means = [each.mean() for each in (n / (pos + 1)[:, None, None], hits / n, hits / (2 * n - hits))]
+        self.sums += torch.stack((*means, mass, torch.ones_like(mass)))
+
+    def result(self) -> dict[str, float]:
+        """Means over the steps; empty for a cache that attends all its tokens."""
+        *sums, steps = self.sums.tolist()
+        return {name: total / steps for name, total in zip(self.NAMES, sums, strict=True) if steps}
+
+
+ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
+BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+
+
+@dataclass
+class Candidate:
+    """A method with its settings, written sals:rank=0.125,bits=2 on the command line; with @FOLDER after it,
+    of that checkpoint instead of --checkpoint."""
+
+    label: str
+    method: str
+    options: dict
+    folder: Path | None = None
+    used: dict[int, dict] = field(default_factory=dict)  # the options of each capacity, once equalised
+    over: set[str] = field(default_factory=set)  # costs that no setting brought down to their share
+
+    @classmethod
+    def parse(cls, text: str) -> "Candidate":
+        method_text, _, folder = text.partition("@")
+        method, _, rest = method_text.partition(":")
+        kinds = {f.name: f.type for f in dataclasses.fields(compress.method_named(method).settings)}
+        options = {}
+        for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
+            name, _, value = pair.partition("=")
+            kind = kinds.get(name, str)
+            try:
+                options[name] = BOOLEANS[value.lower()] if kind is bool else generate.value_type(kind)(value)
+            except (KeyError, ValueError, argparse.ArgumentTypeError):
+                wanted = f"{name}={kind.__name__.upper()}"
+                raise UserError(f"--method {text}: write {wanted}, not {pair}") from None
+        settings_from(method, options)
+        return cls(text, method, options, Path(folder) if folder else None)
+
+    def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched: bool = False) -> Engine:
+        """An engine over freshly loaded weights, since a method may change them; watched: by Watched."""
+        model = self.load(args)
+        artifact = self.check(args, model, {capacity: rows})
+        method, room = METHODS[self.method], Room(model, rows, capacity)
+        caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
+        caches = [Watched(cache) for cache in caches] if watched else caches
+        return Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
+
+    def load(self, args: argparse.Namespace) -> Llama:
+        """The model, of the candidate's own folder where it names one."""
+        return load(argparse.Namespace(**vars(args) | {"checkpoint": self.folder or args.checkpoint}))[0]
+
+    def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
+        """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
+        would not fit the memory."""
+        method = METHODS[self.method]
+        artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if method.fitted else {}
+        shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}
+
+        def costs(options: dict, capacity: int) -> dict[str, float]:
+            return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
+
+        for capacity in sorted(rows):
+            if capacity not in self.used:
+                at_capacity = partial(costs, capacity=capacity)
+                options = equal_options(method.settings, self.options, shares, at_capacity, capacity)
+                paid = at_capacity(options)
+                self.over |= {name for name in shares if paid[name] > shares[name]}
+                self.used[capacity] = options
+            settings = settings_from(self.method, self.used[capacity])
+            generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
+        return artifact
+
+
+def method_costs(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, float]:
+    """generate.cost_shares of a row of `capacity` tokens."""
+    return generate.cost_shares(
+        settings, generate.plan_caches(model, method, settings, artifact, 1, capacity)
+    )
+
+
+def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:
+    """Options with each knob (compress.setting's `sets`) at the most that its share of dense allows.
+    shares: of bytes, of tokens, or of both; costs(options) -> what these cost of each. Knobs of tokens come
+    first, since attended tokens may take bytes too. A knob of which no value is allowed stays as it is."""
+    for knob in sorted(dataclasses.fields(settings), key=lambda f: "tokens" not in f.metadata["sets"]):
+        limits = {name: shares[name] for name in knob.metadata["sets"].split() if name in shares}
+        if limits and (best := dearest(knob, options, limits, costs, capacity)) is not None:
+            options = options | {knob.name: best}
+    return options
+
+
+def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callable, capacity: int):
+    """The value of a knob that costs most within all limits; None if none does, or all cost the same.
+    Shares lie in (0, 1], whole numbers in 1 .. capacity. Every round looks closer around the best one."""
+
+    def cost(value) -> float | None:
+        """The larger of the limited costs; None where one is above its limit."""
+        try:
+            paid = costs(options | {knob.name: value})
+        except UserError:  # not a value for this method and model
+            return None
+        return max(paid[n] for n in limits) if all(paid[n] <= limits[n] for n in limits) else None
+
+    top = capacity if knob.type is int else 1.0
+    tried = (*limits.values(), *(i / 8 for i in range(1, 9)), *(2.0**-i for i in range(4, 14)))
+    values = knob.metadata["choices"] or sorted({knob.type(top * x) for x in tried} - {0})
+    best = None
+    for _ in range(1 if knob.metadata["choices"] else 4):
+        allowed = [(paid, value) for value in values if (paid := cost(value)) is not None]
+        idle = len(allowed) == len(values) and len({paid for paid, _ in allowed}) == 1
+        if not allowed or idle:
+            return best
+        paid, best = max(allowed)
+        if paid == min(limits.values()):
+            break
+        i = values.index(best)
+        low, high = values[max(0, i - 1)], values[min(i + 1, len(values) - 1)]
+        values = sorted({knob.type(low + (high - low) * j / 8) for j in range(9)} | {best})
+    return best
+
+
+@torch.inference_mode()
+def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar) -> tuple:
+    """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
+    tokens [B, prefix + n] -> perplexity over the n tokens, each row's mean KL (nats) of `reference` [n, B, V]
+    to this cache's log-probabilities (0 without), and these (fp16, on the CPU)."""
+    tokens = tokens.to(engine.room.device)
+    engine.prefill(tokens[:, :prefix].tolist())
+    loss, kl, kept = 0.0, np.zeros(len(tokens)), []
+    for i in range(prefix, tokens.shape[1]):
+        log_p = engine.logits.float().log_softmax(-1)  # [B, V]
+        loss -= log_p.gather(1, tokens[:, i : i + 1]).mean().item()
+        if reference is not None:
+            dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
+            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu().numpy()
+        kept.append(log_p.half().cpu())
+        engine.tokens.copy_(tokens[:, i])
+        engine.step()
+        bar.tick()
+    n = tokens.shape[1] - prefix
+    return math.exp(loss / n), (kl / n).clip(0), torch.stack(kept)
+
+
+@torch.inference_mode()
+def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_facts, depths) -> list[float]:
+    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily.
+    depths: where the fact of each `single` lies, from 0 (the start) to 1; other kinds lie at random."""
+    places = zip(seeds, depths if kind == "single" else [None] * len(seeds), strict=True)
+    samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in places]
+    prompts, tasks = zip(*samples, strict=True)
+    engine.prefill(prompts)
+    room = max(len(hay.encode(task.answer)) for task in tasks) + 4
+    output = generate.decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]), stride=16)
+    return [t.score(hay.tokenizer.decode(ids)) for t, ids in zip(tasks, output.token_ids, strict=True)]
+
+
+def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
+    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`."""
+    row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
+    for name, tokens in texts.items():
+        engine = candidate.engine(args, len(tokens), capacity, watched=True)
+        ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
+        reference.setdefault(name, log_p)
+        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
+        row["errors"][f"kl {name}"] = standard_error(kl)
+        own = [result for cache in engine.caches if (result := cache.result())]
+        seen += itertools.chain(*model_file.gathered(own))
+    return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
+
+
+def standard_error(samples: np.ndarray) -> float:
+    """Of the mean of independent samples [n]; 0 for one."""
+    return float(samples.std(ddof=1) / math.sqrt(len(samples))) if len(samples) > 1 else 0.0
+
+
+def ledger(engine: Engine, length: int) -> dict:
+    """Measured bytes per token on the device and, where a method uses it, in host memory; and bytes that a
+    step reads from a row of `length` tokens; of all ranks together."""
+    tokens = engine.room.rows * engine.room.capacity
+    own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
+    measured, read, host = map(sum, zip(*itertools.chain(*model_file.gathered(own)), strict=True))
+    row = {"bytes/token": measured / tokens, "read/step": read}
+    return row | ({"host/token": host / tokens} if host else {})
+
+
+def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
+    """The ledger (of the last length), and per cent right for each length and task. In the JSON only: the
+    score of `single` for each fifth of the depth ("depth LENGTH"), and standard errors ("errors")."""
+    row = {"errors": {}}
+    for length in args.lengths:
+        engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM)
+        rows = engine.room.rows
+        row |= ledger(engine, length)
+        for kind in args.tasks:
+            scores = []
+            for first in range(0, args.samples, rows):
+                seeds = [min(first + i, args.samples - 1) for i in range(rows)]  # the last may repeat
+                depths = [(seed + 0.5) / args.samples for seed in seeds]
+                scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
+                bar.tick(min(rows, args.samples - first))
+            scores = np.array(scores[: args.samples])
+            row[f"{kind} {length}"] = 100 * float(scores.mean())
+            row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
+            if kind == "single":
+                fifths = (part for part in np.array_split(scores, 5) if len(part))
+                row[f"depth {length}"] = [100 * float(part.mean()) for part in fifths]
+    return row
+
+
+def run_eval(args: argparse.Namespace) -> dict:
+    """Perplexity and retrieval, token by token through the cache: a row a method, dense in the same run.
+
+    A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint. Perplexity: a text
+    is prefilled, and its continuation is decoded and scored. Retrieval: facts lie in a long text, and a
+    question follows (after RULER). --equal_bytes and --equal_tokens choose the settings that compare fairly.
+
+        python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
+        python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
+    table = None if ranks()[0] else args.csv  # rank 0 writes it
+    check_file("--csv", table)  # now, rather than after the evaluation
+    if not args.samples and not args.perplexity_rows:
+        raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
+    candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
+    uptrained = ModelConfig.from_folder(args.checkpoint).elitekv  # such a checkpoint has no dense form
+    if candidates[0].method != "dense" and not uptrained:
+        candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
+    tokenizer = load_tokenizer(args.checkpoint)
+    texts, hay = eval_texts(args, tokenizer)
+
+    batch, length = min(args.rows, args.samples), args.prefix + args.continuation
+    capacities = {n + ANSWER_ROOM: batch for n in args.lengths if batch}  # and their rows
+    for tokens in texts.values():
+        capacities[length] = max(len(tokens), capacities.get(length, 0))
+    for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
+        group = list(group)
+        model = group[0].load(args)  # planning leaves it as it is
+        generate.check_capacity(max(capacities), model.config, "--prefix, --continuation or --lengths")
+        for candidate in group:
+            candidate.check(args, model, capacities)
+    del model
+    for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
+        eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
+    prompts = len(args.lengths) * len(args.tasks) * args.samples
+    bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
+    results, reference = [], {}
+    for candidate in candidates:
+        row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
+        tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
+        row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
+        results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
+        columns = eval_columns(results)
+        bar.note(f"{candidate.label}: " + ", ".join(f"{c} {row[c]:.4g}" for c in columns[1:] if c in row))
+        if table:
+            save_csv(table, columns, results)
+    bar.close()
+    print_table(results, columns[1:])
+    if args.equal_bytes or args.equal_tokens:
+        print_equal(args, candidates)
+    device = generate.device_name(torch.device(args.device))
+    return provenance() | {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
+
+
+def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], Haystack]:
+    """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
+    files = {"python": text_files(STDLIB, held=True)}
+    for path in args.text or []:
+        if path.stem in files:
+            raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
+        files[path.stem] = text_files(path)
+    length, rows = args.prefix + args.continuation, args.perplexity_rows
+    texts = {name: windows(tokenizer, own, length, rows) for name, own in files.items() if rows}
+    hidden_in = text_ids(tokenizer, text_files(args.haystack) if args.haystack else files["python"], 1 << 19)
+    return texts, Haystack(tokenizer, [hidden_in])
+
+
+def provenance() -> dict:
+    return {"command": " ".join(sys.argv), "torch": torch.__version__}
+
+
+def eval_columns(rows: list[dict]) -> list[str]:
+    """The columns that any of the rows has."""
+    leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
+    named = {key for row in rows for key, value in row.items() if not isinstance(value, (dict, list))}
+    return [key for key in dict.fromkeys((*leading, *rows[0])) if key in named]
+
+
+def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
+    """The table so far, in the place of an older one."""
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, columns, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(table.getvalue(), newline="")
+        return
+    path = path.resolve()  # what a link points to
+    with replacing(path.parent, path.name) as partial:
+        (partial / path.name).write_text(table.getvalue(), newline="")
+
+
+def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
+    """What --equal_bytes and --equal_tokens made of each method, for each capacity of a cache."""
+    shares = f"bytes {args.equal_bytes or '-'}, tokens {args.equal_tokens or '-'}"
+    print(f"at most this share of dense: {shares}; * where no setting gets there")
+    for candidate in candidates:
+        for capacity, options in candidate.used.items():
+            chosen = ", ".join(f"{k}={v}" for k, v in options.items() if candidate.options.get(k) != v)
+            above = f" (above it in {' and '.join(sorted(candidate.over))})" if candidate.over else ""
+            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}{above}")
+    print()
+
+
+def print_table(rows: list[dict], columns: list[str]) -> None:
+    """A plain table, one line a row, eight columns at a time; "-" where a row has no such figure."""
+    names = [row["method"] + (" *" if row.get("over") else "") for row in rows]
+    width = max(map(len, names))
+    for start in range(0, len(columns), 8):
+        part = columns[start : start + 8]
+        print(f"{'':{width}}  " + "  ".join(f"{c:>15}" for c in part))
+        for name, row in zip(names, rows, strict=True):
+            cells = (f"{row[c]:15.4g}" if c in row else f"{'-':>15}" for c in part)
+            print(f"{name:{width}}  " + "  ".join(cells))
+        print()
+
+
+# ------------------------------------------------------------------------------------- where the mass is lost
+
+
+@torch.inference_mode()
+def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | None]:
+    """OS of every layer (SALS sec. 3.2): the share of the last token's true attention mass that it attends, a
+    mean over heads and prompts (of one length). None for a layer that attends all its tokens."""
+    engine.prefill([prompt[:-1] for prompt in prompts])
+    engine.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
+    engine.step()
+    return [cache.result().get("mass") for cache in engine.caches]
+
+
+def run_overlap(args: argparse.Namespace) -> dict:
+    """Share of the attention mass that a method selects, a layer a number (SALS's overlap score).
+
+    Each prompt is a retrieval task. Its last token is decoded through the method's cache: of its true
+    attention, how much lies on the tokens that the cache attends?
+
+        python calibrate.py overlap --method sals --method loki --length 4096"""
+    generate.check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
+    tokenizer = load_tokenizer(args.checkpoint)
+    hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19)])
+    results, prompts = {}, []
+    for candidate in map(Candidate.parse, args.method or ["sals"]):
+        engine = candidate.engine(args, args.samples, args.length, watched=True)
+        prompts = prompts or [eval_sample(hay, args.task, i, args.length)[0] for i in range(args.samples)]
+        results[candidate.label] = overlap_scores(engine, prompts)
+        if not any(results[candidate.label]):
+            fault = f"it attends all {args.length} tokens; give one that selects"
+            raise UserError(f"--method {candidate.label}: {fault}")
+    print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
+    for text, scores in results.items():
+        print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
+    return results
+
+
+# -------------------------------------------------------------------------------------- Loki's masked prefill
+
+
+def masked_attention(q, k, v, queries: Tensor, keys: Tensor, share: float, rule: str) -> Tensor:
+    """Attention of every row of a text to the k best of its causal keys, by a mask, as Loki's code has it.
+    q, v and k [B, S, H, D] after RoPE; queries and keys [B, S, H, d] score the tokens. rule: k is the same in
+    all rows, k_f S ("final", the paper's), or row t has its own, k_f (t + 1), as in decoding ("per_row")."""
+    length, n_kv_heads, out = q.shape[1], k.shape[2], []
+    k, v, keys = (x.transpose(1, 2)[:, :, None] for x in (k, v, keys))  # [B, Hkv, 1, S, D]
+    for rows in torch.arange(length, device=q.device).split(256):  # [256, S] logits a head at a time
+        part, scoring = (x[:, rows].unflatten(2, (n_kv_heads, -1)) for x in (q, queries))
+        part, scoring = (x.permute(0, 2, 3, 1, 4) for x in (part, scoring))  # [B, Hkv, G, rows, D]
+        later = torch.arange(length, device=q.device) > rows[:, None]  # [rows, S]
+        scores = (scoring @ keys.transpose(-1, -2)).float().masked_fill(later, -torch.inf)
+        count = rows_count(share, length, rule, rows)
+        index = scores.topk(int(count.max()), dim=-1).indices
+        best = torch.arange(index.shape[-1], device=q.device) < count[:, None]
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, best.expand_as(index))
+        logits = (part @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+        weights = logits.masked_fill(~kept | later, -torch.inf).softmax(-1).to(v.dtype)
+        out.append((weights @ v).permute(0, 3, 1, 2, 4).flatten(2, 3))
+    return torch.cat(out, 1)
+
+
+def rows_count(share: float, length: int, rule: str, rows: Tensor) -> Tensor:
+    """k of each row: floor(k_f S) or floor(k_f (t + 1)), at least 1."""
+    total = torch.full_like(rows, length) if rule == "final" else rows + 1
+    return (share * total).long().clamp(min=1)
+
+
+def kept_shares(share: float, length: int, rule: str) -> tuple[float, float]:
+    """Of the causal keys, what the k best are: mean over rows, and of all pairs of query and key.
+    For "final" and long texts k_f (1 + ln(1 / k_f)) and 2 k_f - k_f^2: the first k rows attend to all."""
+    rows = torch.arange(length)
+    kept = torch.minimum(rows_count(share, length, rule, rows), rows + 1).double()
+    return (kept / (rows + 1)).mean().item(), (kept.sum() / (rows + 1).sum()).item()
+
+
+def masked_perplexity(model: Llama, tokens: Tensor, share: float, rule: str, basis, d: float) -> float:
+    """Perplexity of tokens [N, S] by full forward passes under masked_attention.
+    basis: P of every layer [L, Hkv, D, D], of which the leading d_f D components score; None: exact top-k."""
+    c = model.config
+    width = max(1, round(d * c.head_dim))
+
+    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = queries, keys = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if basis is not None:
+            p = basis[i, ..., :width].to(q)  # [Hkv, D, d]
+            queries = (q.unflatten(2, (c.n_kv_heads, -1)) @ p).flatten(2, 3)
+            keys = (k[..., None, :] @ p)[..., 0, :]
+        return masked_attention(q, k, v, queries, keys, share, rule)
+
+    return full_passes(model, tokens, attend)[1].item()
+
+
+def run_masked(args: argparse.Namespace) -> dict:
+    """Perplexity under Loki's masked prefill: full forward passes, no cache.
+
+    So the paper's released code evaluates: each row of the text attends its k best keys, by exact logits or
+    by d principal components. k is a share of the final length for all rows, or of each row's own length.
+
+        python calibrate.py masked --k 0.25 --d 0.5 0.25"""
+    model, tokens = load_with_windows(args, held=True)
+    artifact = load_artifact(args.checkpoint, "loki", model)
+    basis, length = artifact[f"{compress.loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
+    perplexity = partial(masked_perplexity, model, tokens)
+    results = [{"method": "dense", "exact": perplexity(1.0, "final", None, 1.0)}]
+    for rule, share in tracked("masked", [*itertools.product(("final", "per_row"), args.k)]):
+        row = {"method": f"k={share:g} {rule}", "exact": perplexity(share, rule, None, 1.0)}
+        row |= {f"d={d:g}": perplexity(share, rule, basis, d) for d in args.d}
+        row["kept rows"], row["kept pairs"] = kept_shares(share, length, rule)
+        results.append(row)
+    print(f"perplexity of {len(tokens)} windows of {length} tokens, each row masked to its k best")
+    print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
+    return provenance() | {"rows": results}
+
+
+# ----------------------------------------------------------------------------- what EliteKV's two halves lose
+
+
+def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    """How far the logits of tokens [N, S] lie from RoPE's when only some pairs, orders[name] [L, Hkv, r] for
+    each r, rotate: mean absolute difference over that of no pair rotated, a mean over layers and heads."""
+    results = {name: [[] for _ in sets] for name, sets in orders.items()}
+
+    def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
+        total = deltas.sum(0)
+        for name, sets in orders.items():
+            for result, pairs in zip(results[name], sets, strict=True):
+                rest = total - deltas[pairs[i, h].to(deltas.device)].sum(0)
+                result.append((rest.abs().mean() / total.abs().mean()).item())
+
+    see_deltas(model, tokens, see)
+    return {name: [sum(r) / len(r) for r in sets] for name, sets in results.items()}
+
+
+def run_pairs(args: argparse.Namespace) -> dict:
+    """What EliteKV loses by rotating few pairs, and by its latents.
+
+    For each r: how far the logits move if only r pairs of a head rotate (RoPElite's, by contribution, spread
+    evenly), and the share of the weights' energy that one latent of K and V loses, or one of each.
+
+        python calibrate.py pairs --r 4 8 16 --share 0.25"""
+    model, tokens = load_with_windows(args, held=True)
+    if model.config.elitekv:
+        raise UserError("this checkpoint was uptrained for EliteKV; give the one it was made of")
+    c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
+    if not all(1 <= r <= c.head_dim // 2 for r in args.r):
+        raise UserError(f"--r: a head has 1 to {c.head_dim // 2} pairs")
+    orders = {name: [artifact[name][..., :r] for r in args.r] for name in ("elite", "contribution")}
+    uniform = [compress.uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
+    orders["uniform"] = [pairs.expand(c.n_layers, c.n_kv_heads, -1) for pairs in uniform]
+    distances = elite_distances(model, tokens, orders)
+    rows = []
+    for i, r in enumerate(args.r):
+        row = {"method": f"r {r}"} | {name: d[i] for name, d in distances.items()}
+        row["d_ckv"] = round(args.share * 2 * c.kv_dim) - 2 * r * c.n_kv_heads
+        if 1 <= row["d_ckv"] <= min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
+            for lrd in ("joint", "separate"):
+                settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
+                row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1]
+        rows.append(row)
+    print(f"{tokens.numel()} tokens: distance of the logits to RoPE's (none rotated: 1), and share of the")
+    print(f"weights' energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
+    print_table(rows, [*distances, "d_ckv", "joint", "separate"])
+    return {"share": args.share, "rows": rows}
+
+
+# ----------------------------------------------------------------------------------- conversion of GGUF files
 # The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
@@ -1788,7 +1622,6 @@ GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: b
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [model_file.QWEN2_SPLIT]),
 }
 GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-PHI3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")
 GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 GGUF_CONFIG = {  # names in config.json and in a GGUF file
     "hidden_size": "embedding_length",
@@ -1821,8 +1654,7 @@ def gguf_path(name: str) -> Path:
 
 def read_gguf(path: Path) -> tuple[dict, dict]:
     """Metadata and tensors (memory-mapped) of a GGUF file, by name. Raises UserError where it is damaged."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError("convert needs the gguf package: pip install gguf")
+    require("gguf", "convert needs the gguf package")
     from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 
     with model_file.checked(path, "truncated, or no GGUF file that the gguf package reads"):
@@ -1938,7 +1770,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
     for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
         if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces, as in llama.cpp
-            strips = meta["general.architecture"] == "phi3" and token not in PHI3_KEEPS
+            strips = meta["general.architecture"] == "phi3" and token not in ("<unk>", "<s>", "<|endoftext|>")
             added[i] = {"content": token, "special": type_ == 3, "rstrip": strips, **flags}
     ids = {name: ggml.get(f"{key}_token_id") for name, key in GGUF_IDS.items()}
     ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
@@ -1954,18 +1786,11 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
         pieces = zip(tokens, ggml["scores"], types, strict=True)
         spaced = ggml.get("add_space_prefix", True)
         return files | {"tokenizer.model": model_file.sentencepiece_model(pieces, spaced)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
-    steps = [cut | {"pattern": {"Regex": pattern}} for pattern in splits] + [level]
-    words = {"vocab": {token: i for i, token in enumerate(tokens) if types[i] != 5}, "merges": ggml["merges"]}
-    files["tokenizer.json"] = {
-        "added_tokens": [{"id": i, **token} for i, token in added.items()],
-        "normalizer": {"type": "NFC"} if splits == [model_file.QWEN2_SPLIT] else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": level,
-        "model": {"type": "BPE", "ignore_merges": splits == [model_file.LLAMA3_SPLIT], **words},
-    }
-    return files
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] != 5}
+    made = model_file.byte_level_json(vocab, ggml["merges"], splits, nfc=splits == [model_file.QWEN2_SPLIT])
+    made["model"]["ignore_merges"] = splits == [model_file.LLAMA3_SPLIT]
+    made["added_tokens"] = [{"id": i, **token} for i, token in added.items()]
+    return files | {"tokenizer.json": made}
 
 
 def run_convert(args: argparse.Namespace) -> None:
@@ -2006,6 +1831,103 @@ def run_convert(args: argparse.Namespace) -> None:
     print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
 
 
+# --------------------------------------------------------------------------------------------------- pictures
+
+
+@contextmanager
+def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
+    """Axes [rows, columns] to draw on; the PNG file is written when the block ends."""
+    from matplotlib.figure import Figure  # only now: nothing else needs it
+
+    figure = Figure(figsize=(6.5 * columns, 4.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.margins(0.15)
+    yield axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(path)
+
+
+def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) -> np.ndarray:
+    """One column of a CSV file, NaN for an empty cell. Raises UserError where it is missing or no number."""
+    try:
+        return np.array([kind(row[name] or "nan") for row in rows])
+    except KeyError:
+        raise UserError(f"{path}: it has no column {name!r}") from None
+    except ValueError:
+        raise UserError(f"{path}: the column {name!r} holds what is no number") from None
+
+
+def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
+    """Retrieval as a share of dense's, and KL, each against bytes per token and bytes read a step."""
+    names = csv_column(path, rows, "method", str).tolist()
+    costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
+    if "dense" not in names:
+        raise UserError(f"{path}: it has no row of dense")
+    scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (KINDS, "kl "))
+    shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
+    figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
+    figures = {y: np.ma.masked_invalid(each).mean(0).filled(np.nan) for y, each in figures.items() if each}
+    if not figures:
+        raise UserError(f"{path}: it has no column of a task or of a KL")
+    label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}
+    with picture(png, len(figures), 2) as axes:
+        for line, (label, y) in zip(axes, figures.items(), strict=True):
+            for axis, (cost, x) in zip(line, costs.items(), strict=True):
+                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
+                for name, *point in zip(names, x, y, strict=True):
+                    if np.isfinite(point).all() and (point[1] > 0 or "KL" not in label):
+                        axis.plot(*point, "o", color="black" if name == "dense" else None)
+                        axis.annotate(name, point, **label_style)
+
+
+def plot_times(path: Path, rows: list[dict], png: Path) -> None:
+    """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
+    where a method falls below dense: cuDNN's attention (dense_us), or the method of that name beside ms."""
+    unit, of, dense = ("us", "layer", "dense (cuDNN)") if "us" in rows[0] else ("ms", "step", "dense")
+    if unit == "us":
+        csv_column(path, rows, "dense_us")  # refuses a table that lacks it
+        rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
+    kinds = {"model": str, "batch": str, "length": float, "method": str, unit: float}
+    columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
+    panels = {}
+    for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
+        panels.setdefault(f"{model}, {batch} rows", {}).setdefault(method, {})[length] = each
+    with picture(png, 1, len(panels)) as (axes,):
+        for axis, (title, times) in zip(axes, panels.items(), strict=True):
+            axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
+            logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
+            for method, (x, y) in logs.items():
+                style = {"color": "black", "linewidth": 3} if method == dense else {}
+                (line,) = axis.plot(np.exp(x), np.exp(y), marker=".", label=method, **style)
+                above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
+                (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
+                part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
+                where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
+                axis.plot(*where, "o", color=line.get_color())
+            axis.legend()
+
+
+def run_plot(args: argparse.Namespace) -> None:
+    """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
+
+    An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
+    and read/step. Times are those of kernels.py --table breakeven --csv, or the columns model, batch, length,
+    method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
+
+        python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
+    require("matplotlib", "pictures need matplotlib")
+    check_folder("--out", args.out)
+    for path in args.csv:
+        rows = list(csv.DictReader(generate.read_text(path).splitlines()))
+        if not rows:
+            raise UserError(f"{path}: it has no rows")
+        plot = plot_times if rows[0].keys() & {"ms", "us"} else plot_quality
+        plot(path, rows, args.out / f"{path.stem}.png")
+
+
 # ------------------------------------------------------------------------------------------- the command line
 
 
@@ -2043,9 +1965,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command(run_eval, model, json_option)
     about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
     p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
-    p.add_argument(
-        "--text", type=Path, action="append", default=[], help="more text for perplexity; repeat it"
-    )
+    p.option("--text", Path, None, "more text for perplexity; repeat it", action="append")
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
@@ -2117,7 +2037,9 @@ def run() -> None:
     args = parse_args(sys.argv[1:])
     if ranks()[1] > 1 and args.run is not run_eval:
         raise UserError("of these commands only eval takes torchrun; start the others with python")
-    args.run(args)
+    figures = args.run(args)
+    if figures and args.json:
+        print(json.dumps(figures))
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -30,36 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from compress import (
-    METHODS,
-    Cache,
-    Room,
-    dense_bytes,
-    load_artifact,
-    method_named,
-    random_artifact,
-    settings_from,
-    skipped_layers,
-)
-from model import (
-    CHAT_MARKERS,
-    SHAPES,
-    Llama,
-    ModelConfig,
-    StreamDecoder,
-    UserError,
-    chat_style,
-    decode_first,
-    decode_layer,
-    encode_chat,
-    free_memory,
-    gathered,
-    human,
-    load_model,
-    load_tokenizer,
-    random_model,
-    ranks,
-)
+import compress
+import model as model_file
+from compress import METHODS, Cache, Room, dense_bytes, load_artifact, method_named, settings_from
+from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gathered, human, ranks
 
 try:
     import resource
@@ -83,19 +58,13 @@ class Progress:
         self.done += n
         now = time.time()
         # On a terminal the bar moves in place; in a log file a line every ten seconds is enough.
-        if (
-            self is Progress.outer
-            and now - self.started > 2
-            and now - self.shown > (0.1 if sys.stderr.isatty() else 10)
-        ):
+        start, end, pause = ("\r", "  ", 0.1) if sys.stderr.isatty() else ("", "\n", 10)
+        if self is Progress.outer and now - self.started > 2 and now - self.shown > pause:
             self.shown = now
-            filled = 30 * self.done // self.total
             left = (now - self.started) / self.done * (self.total - self.done)
-            bar = "#" * filled + "." * (30 - filled)
-            line = f"{self.label} [{bar}] {self.done}/{self.total}, {left:.0f} s left"
-            print(f"\r{line}  " if sys.stderr.isatty() else line, end="", file=sys.stderr, flush=True)
-            if not sys.stderr.isatty():
-                print(file=sys.stderr)
+            bar = ("#" * (30 * self.done // self.total)).ljust(30, ".")
+            line = f"{start}{self.label} [{bar}] {self.done}/{self.total}, {left:.0f} s left"
+            print(line, end=end, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """A line of text above the bar."""
@@ -119,6 +88,15 @@ def tracked(label: str, items: Collection) -> Iterator:
         yield item
         bar.tick()
     bar.close()
+
+
+def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
+    """Says what a long pass will take, from its first window: `windows` more, `seconds` each. held: bytes of
+    the sums; since nothing else is kept, the peak so far is that of the pass."""
+    if (total := seconds * windows) > 10:
+        time_left = f"{windows} more windows at {seconds:.2f} s, about {total / 60:.1f} min"
+        memory = f"the sums take {human(held)}, peak memory {human(peak_memory(device))}"
+        print(f"{label}: {time_left}; {memory}", file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -194,8 +172,8 @@ class Engine:
         started = time.time()
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         # The last is of a kind of its own: it ends in the logits.
-        self.layer = torch.compile(decode_layer, dynamic=False) if compiled else decode_layer
-        self.first = torch.compile(decode_first, dynamic=False) if compiled else decode_first
+        steps = (model_file.decode_first, model_file.decode_layer)
+        self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]
         if compiled and sampling.temperature == 0:  # else the seed's random numbers would be others
             self.sampling = torch.compile(greedy, dynamic=False)
         if compiled:
@@ -212,8 +190,7 @@ class Engine:
 
     def _step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
-        steps = (self.first, self.layer)
-        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, *steps))
+        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, *self.steps))
         self._sample()
         self.pos += 1
 
@@ -305,6 +282,72 @@ def decode_rows(
     return output
 
 
+# ----------------------------------------------------------------------------------------------- chat prompts
+
+CHAT_STYLES = {  # what gives a style away; how its chats begin, a message, and an answer where it differs
+    "llama-3": (
+        "<|start_header_id|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>",
+    ),
+    "qwen": ("<|im_start|>", "", "<|im_start|>{role}\n{text}<|im_end|>\n"),
+    "phi-3": ("<|end|>", "", "<|{role}|>\n{text}<|end|>\n"),
+    "llama-2": ("<<SYS>>", "<s>", "[INST] {text} [/INST]", " {text} </s><s>"),
+    "mistral": ("[INST]", "<s>", "[INST] {text} [/INST]", " {text}</s>"),
+}
+
+
+def chat_style(config: dict, tokenizer: model_file.Tokenizer) -> str:
+    """A guess at a model's chat style; UserError if none fits. config: the contents of its config.json."""
+    evidence = tokenizer.chat_template or " ".join(tokenizer.special_tokens)
+    if not tokenizer.chat_template and config.get("model_type") == "mistral":
+        evidence += "[INST]"
+    # of other formats: Mistral Small 3, Phi-4
+    if not {"[SYSTEM_PROMPT]", "<|im_sep|>"} & tokenizer.special_tokens.keys():
+        for style, (marker, *_) in CHAT_STYLES.items():
+            if marker in evidence:
+                return style
+    styles = ", ".join(CHAT_STYLES)
+    raise UserError(f"no chat style fits this model; name one, such as --chat llama-2, of {styles}")
+
+
+def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[model_file.Segment]:
+    """The prompt for the next answer, in segments, so that what a message says is never a special token.
+
+    messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
+    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?"""
+    if style not in CHAT_STYLES:
+        raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_STYLES)}")
+    roles = [message["role"] for message in messages]
+    has_system = roles[:1] == ["system"]
+    turns = roles[has_system:]
+    if turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+        raise UserError("a chat is a system message or none, then user and assistant in turn, user last")
+    stripped = style in ("llama-2", "llama-3")
+    texts = [message["content"].strip() if stripped else message["content"] for message in messages]
+    _, opening, message, *answers = CHAT_STYLES[style]
+    tokens = tokens and style == "mistral"
+    if tokens:  # the tokenizer puts the spaces between them
+        message, answers = "[INST]{text}[/INST]", ["{text}</s>"]
+    if answers and has_system:  # goes with the first question, or with the last where there are tokens
+        roles, (system, *texts), place = turns, texts, -1 if tokens else 0
+        system = f"<<SYS>>\n{system}\n<</SYS>>" if style == "llama-2" else system
+        texts[place] = f"{system}\n\n{texts[place]}"
+
+    forms = {"assistant": answers[0]} if answers else {}
+    parts = [opening, *(forms.get(role, message).replace("{role}", role) for role in roles)]
+    parts += [] if answers else message.replace("{role}", "assistant").split("{text}")[:1]
+    marks = r"(<[^>]*>|\[/?INST\])" if tokens else r"(<[^>]*>)"
+    said = iter(texts)
+    pieces = enumerate(re.split(marks, "".join(parts)))
+    return [(re.sub("{text}", lambda _: next(said), piece), i % 2 == 1) for i, piece in pieces if piece]
+
+
+def encode_chat(tokenizer: model_file.Tokenizer, style: str, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of the prompt that `render_chat` makes, BOS included where the model wants it."""
+    return tokenizer.encode_segments(render_chat(style, messages, "[INST]" in tokenizer.special_tokens))
+
+
 # ------------------------------------------------------------------------------------------- the command line
 
 
@@ -355,20 +398,15 @@ def parse_prompt(prompt: str, tokenizer, config: ModelConfig, seed: int) -> list
 def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, config: ModelConfig) -> int:
     """The cache's capacity in tokens. Raises UserError where prompt and new tokens do not fit."""
     longest = max(map(len, prompts)) + extra
-    for ids in prompts:
-        bad = next((i for i in ids if not 0 <= i < config.vocab_size), None)
-        if bad is not None:
-            raise UserError(
-                f"token id {bad} is outside the model's vocabulary of {config.vocab_size}; "
-                "the tokenizer belongs to another model"
-            )
+    if outside := [i for ids in prompts for i in ids if not 0 <= i < config.vocab_size]:
+        fault = f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}"
+        raise UserError(f"{fault}; the tokenizer belongs to another model")
     if not capacity:
         check_capacity(longest, config)
         return longest
     if longest > capacity:
-        raise UserError(
-            f"prompt and new tokens need {longest} positions, the cache has {capacity}; raise --context"
-        )
+        need = f"prompt and new tokens need {longest} positions"
+        raise UserError(f"{need}, the cache has {capacity}; raise --context")
     check_capacity(capacity, config, "--context")
     return capacity
 
@@ -392,9 +430,9 @@ def load(args: argparse.Namespace, needs_tokenizer: bool = True) -> tuple[Llama,
     if not args.checkpoint.is_dir():
         fault = "a file of another format" if args.checkpoint.is_file() else "there is no such folder"
         raise UserError(f"{args.checkpoint}: {fault}; give a Hugging Face checkpoint folder")
-    model = load_model(args.checkpoint, device, dtype)
+    model = model_file.load_model(args.checkpoint, device, dtype)
     try:
-        return model, load_tokenizer(args.checkpoint)
+        return model, model_file.load_tokenizer(args.checkpoint)
     except UserError:
         if needs_tokenizer:
             raise
@@ -424,7 +462,7 @@ def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[st
     if not METHODS[method].fitted:
         return {}
     if args.random_weights:
-        return random_artifact(method, model.config)
+        return compress.random_artifact(method, model.config)
     return load_artifact(args.checkpoint, method, model)
 
 
@@ -465,15 +503,23 @@ def prepare(
     return method, settings, Room(model, rows, capacity, args.kernels), artifact
 
 
+def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
+    """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
+    capacity, dense = caches[0].room.capacity, len(caches) * dense_bytes(caches[0].room)
+    budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
+    held = sum(cache.formula() for cache in caches)
+    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
+
+
 def idle_note(method: str, settings: object, caches: list[Cache]) -> str:
     """One line where a method's settings leave it nothing to do, else nothing."""
-    room, n = caches[0].room, len(caches)
-    if hasattr(settings, "budget") and sum(settings.budget(room.capacity)) >= room.capacity:
+    room, n, costs = caches[0].room, len(caches), cost_shares(settings, caches)
+    if hasattr(settings, "budget") and costs["tokens"] == 1:
         return f"the budget covers the context of {room.capacity} tokens: every token is attended"
-    if hasattr(settings, "skip") and len(skipped_layers(settings, n)) == n:
+    if hasattr(settings, "skip") and len(compress.skipped_layers(settings, n)) == n:
         return f"--skip {settings.skip} names all {n} layers: every token is attended"
-    held, read = sum(c.formula() for c in caches), sum(c.bytes_read(room.capacity) for c in caches)
-    if method != "dense" and min(held, read * room.rows) >= n * dense_bytes(room):
+    read = room.rows * sum(cache.bytes_read(room.capacity) for cache in caches)
+    if method != "dense" and costs["bytes"] >= 1 and read >= n * dense_bytes(room):
         return f"with these settings {method} keeps no fewer bytes than dense, and reads no fewer in a step"
     return ""
 
@@ -556,11 +602,11 @@ def report(
 ) -> dict:
     """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
     room, model = engine.room, engine.model
-    lengths = [len(p) + output.asked + len(t) for p, t in zip(prompts, output.token_ids, strict=True)]
+    rows = list(zip(prompts, output.token_ids, strict=True))
+    lengths = [len(p) + output.asked + len(t) for p, t in rows]
     read = sum(cache.bytes_read(n) for cache in engine.caches for n in lengths)
-    weights = sum(p.nbytes for p in model.parameters()) - (
-        0 if model.config.tied else model.tok_embeddings.weight.nbytes
-    )
+    weights = sum(p.nbytes for p in model.parameters())
+    weights -= 0 if model.config.tied else model.tok_embeddings.weight.nbytes
     per_step = output.decode_s / max(1, output.steps)
     rates = [rate for rate in (cache.miss_rate() for cache in engine.caches) if rate is not None]
     own = {
@@ -572,6 +618,7 @@ def report(
         "peak_memory_bytes": peak_memory(room.device),
     }
     each = gathered(own)
+    movable = output.steps and per_step * measure_bandwidth(room.device)  # after the peak was read
     return {
         "method": method,
         "settings": dataclasses.asdict(settings_from(method, options)),
@@ -581,10 +628,7 @@ def report(
         "prompt_tokens": [len(p) + output.asked for p in prompts],
         "new_tokens": [len(t) for t in output.token_ids],
         "token_ids": output.token_ids,
-        "text": [
-            tokenizer.decode(t, after=p) if tokenizer else ""
-            for p, t in zip(prompts, output.token_ids, strict=True)
-        ],
+        "text": [tokenizer.decode(t, after=p) if tokenizer else "" for p, t in rows],
         "prefill_s": round(output.prefill_s, 4),
         "first_token_s": round(output.first_token_s, 4),
         "decode_tokens_per_s": round(room.rows / per_step, 2) if output.steps else None,
@@ -592,9 +636,7 @@ def report(
         "ranks": each,
         "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
         "cache_tokens": room.rows * room.capacity,
-        "bandwidth_share": round((weights + read) / per_step / measure_bandwidth(room.device), 4)
-        if output.steps
-        else None,
+        "bandwidth_share": round((weights + read) / movable, 4) if movable else None,
         "capture_s": round(engine.capture_s, 3),
         "seed": args.seed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -602,21 +644,15 @@ def report(
 
 
 def device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu ({torch.get_num_threads()} threads)"
-    )
+    is_cpu = device.type == "cpu"
+    return f"cpu ({torch.get_num_threads()} threads)" if is_cpu else torch.cuda.get_device_name(device)
 
 
 def print_report(r: dict) -> None:
     tokens, rows = r["cache_tokens"], len(r["prompt_tokens"])
     measured, formula, dense = (r[f"cache_bytes_{kind}"] for kind in ("measured", "formula", "dense"))
-    share = (
-        ""
-        if r["bandwidth_share"] is None
-        else f", {r['bandwidth_share']:.1%} of the memory bandwidth measured"
-    )
+    share = r["bandwidth_share"]
+    share = "" if share is None else f", {share:.1%} of the memory bandwidth measured"
     each = round(dense / tokens)
     missed = "" if r["miss_rate"] is None else f"; {r['miss_rate']:.1%} of the selected rows come from there"
     most = {name: human(max(rank[name] for rank in r["ranks"])) for name in r["ranks"][0]}
@@ -659,60 +695,31 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, action=action, help=about)
 
 
-def named(name: str) -> Callable:
-    """Names a reader of the command line, as argparse tells it where float() or int() fails."""
+def number(kind: type, *rules: tuple[Callable, str]) -> Callable[[str], float]:
+    """Reads a number of the command line. rules: what must hold of it, and what is said where it does not."""
 
-    def name_it(read: Callable) -> Callable:
-        read.__name__ = name
-        return read
-
-    return name_it
-
-
-@named("number")
-def finite(text: str) -> float:
-    """A number of the command line that is not nan or infinite."""
-    if not math.isfinite(value := float(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
-    return value
-
-
-@named("number")
-def positive(text: str) -> float:
-    """A number of the command line above 0."""
-    if (value := finite(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-@named("whole number")
-def integer(text: str) -> int:
-    """A whole number of the command line that fits 32 bits, of either sign."""
-    if abs(value := int(text)) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text} is too large a number")
-    return value
-
-
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The same, of at least `least` and at most `most`."""
-
-    @named("whole number")
-    def parse(text: str) -> int:
-        if (value := integer(text)) < least:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        if most and value > most:
-            raise argparse.ArgumentTypeError(f"{text} is more than {most}")
+    def read(text: str) -> float:
+        value = kind(text)
+        for holds, fault in rules:
+            if not holds(value):
+                raise argparse.ArgumentTypeError(f"{text} {fault}")
         return value
 
-    return parse
+    read.__name__ = "whole number" if kind is int else "number"  # argparse's word where kind(text) fails
+    return read
 
 
-@named("number")
-def fraction(text: str) -> float:
-    """A number of the command line in (0, 1]."""
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} does not lie in (0, 1]")
-    return value
+FINITE = (math.isfinite, "is not a finite number")
+FITS = (lambda value: abs(value) < 1 << 32, "is too large a number")
+finite, integer = number(float, FINITE), number(int, FITS)
+positive = number(float, FINITE, (lambda value: value > 0, "is not above 0"))
+fraction = number(float, (lambda value: 0 < value <= 1, "does not lie in (0, 1]"))
+
+
+def whole(least: int, most: int = 1 << 32) -> Callable[[str], int]:
+    """Reads a whole number of at least `least` and at most `most`."""
+    enough = (lambda value: value >= least, f"is not a whole number of at least {least}")
+    return number(int, FITS, enough, (lambda value: value <= most, f"is more than {most}"))
 
 
 def value_type(kind: type) -> Callable[[str], object]:
@@ -763,8 +770,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=f"{title}\n\nmethods:\n{about}", epilog=epilog)
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
     add_model_options(parser)
-    about = f"random weights of a published shape, to measure speed: {', '.join(SHAPES)}"
-    parser.option("--random_weights", str, None, about, metavar="SHAPE", choices=list(SHAPES))
+    about = f"random weights of a published shape, to measure speed: {', '.join(model_file.SHAPES)}"
+    parser.option("--random_weights", str, None, about, metavar="SHAPE", choices=list(model_file.SHAPES))
     parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
     about = (
@@ -789,7 +796,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.flag("--kernels", about, argparse.BooleanOptionalAction)
     parser.flag("--interactive", "read one turn a line from the terminal")
     about = "wrap prompts as the model's chats are; auto: as its own template tells"
-    parser.option("--chat", str, None, about, nargs="?", const="auto", choices=("auto", *CHAT_MARKERS))
+    parser.option("--chat", str, None, about, nargs="?", const="auto", choices=("auto", *CHAT_STYLES))
     # The method decides which settings exist, so it is read first.
     early = Parser(add_help=False)
     early.add_argument("--method", default="dense")
@@ -797,20 +804,25 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(f"{unknown[0]} is neither an option nor a setting of {args.method}; see --help")
-    if args.temperature < 0:
-        raise UserError("--temperature must be at least 0")
-    if args.random_weights and asks_for_text(args):
-        raise UserError("random weights have no tokenizer for --chat, --stop, --ask or --interactive")
-    if args.random_weights and not random_ids(args):
-        raise UserError("random weights have no tokenizer and no demo; give --prompt INTEGER")
-    if args.random_weights and args.checkpoint != NANO:
-        raise UserError("--random_weights stands in for a --checkpoint; give one of them")
-    if args.interactive and (args.prompt or args.ask or args.stop or args.batch_size or args.json):
-        raise UserError("--interactive takes no --prompt, --ask, --stop, --batch_size or --json")
-    if args.chat and not (args.interactive or args.prompt):
-        raise UserError("--chat needs a --prompt, or --interactive")
-    if args.chat and args.ask:
-        raise UserError("--ask is fed as it stands; ask in a --chat by --interactive")
+    made, texts = args.random_weights, asks_for_text(args)
+    batch = args.prompt or args.ask or args.stop or args.batch_size or args.json
+    for wrong, fault in (
+        (args.temperature < 0, "--temperature must be at least 0"),
+        (made and texts, "random weights have no tokenizer for --chat, --stop, --ask or --interactive"),
+        (
+            made and not random_ids(args),
+            "random weights have no tokenizer and no demo; give --prompt INTEGER",
+        ),
+        (made and args.checkpoint != NANO, "--random_weights stands in for a --checkpoint; give one of them"),
+        (
+            args.interactive and batch,
+            "--interactive takes no --prompt, --ask, --stop, --batch_size or --json",
+        ),
+        (args.chat and not (args.interactive or args.prompt), "--chat needs a --prompt, or --interactive"),
+        (args.chat and args.ask, "--ask is fed as it stands; ask in a --chat by --interactive"),
+    ):
+        if wrong:
+            raise UserError(fault)
     for text in (*(args.ask or ()), args.stop):
         if text is not None and not valid_text(lambda text=text: text, "--ask or --stop"):
             raise UserError("--ask and --stop need a text that is not empty")
@@ -877,7 +889,8 @@ def print_answers(asks: list[str], answers: list[str], method: str, dense: list[
 
 def run_generate(args: argparse.Namespace) -> None:
     if args.random_weights:
-        model, tokenizer = random_model(args.random_weights, *device_and_dtype(args), args.seed), None
+        tokenizer = None
+        model = model_file.random_model(args.random_weights, *device_and_dtype(args), args.seed)
     else:
         model, tokenizer = load(args, needs_tokenizer=asks_for_text(args) or not random_ids(args))
     if args.interactive:

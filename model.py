@@ -1,4 +1,4 @@
-"""A Llama in one file: configuration, the network, checkpoints, tokenizers, chat prompts.
+"""A Llama in one file: configuration, the network, checkpoints, tokenizers.
 
 Layouts, used everywhere in this project:
     B    rows of a batch                  S    tokens of one row (prompt or cache)
@@ -23,6 +23,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -164,10 +165,9 @@ class ModelConfig:
         """Raises ValueError for a field of the wrong type or size, and for RoPE without finite angles."""
         for f in fields(self):
             value, limit = getattr(self, f.name), self.LARGEST << 5 * (f.name == "max_positions")
-            fits = isinstance(value, float | int if f.type is float else f.type)
-            if not fits or isinstance(value, bool) != (f.type is bool):
-                raise ValueError(f"{f.name} is {value!r}")
-            if f.type in (int, float, int | None) and value is not None and not 0 < value < math.inf:
+            typed = isinstance(value, float | int if f.type is float else f.type)
+            fits = typed and isinstance(value, bool) == (f.type is bool)
+            if not fits or type(value) in (int, float) and not 0 < value < math.inf:
                 raise ValueError(f"{f.name} is {value!r}")
             if f.type is int and value > limit:
                 raise ValueError(f"{f.name} is more than {limit}")
@@ -187,9 +187,8 @@ class ModelConfig:
 
         if n > 1 and self.elitekv:
             raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
-        if not fits(n):
+        if (most := next(m for m in range(n, 0, -1) if fits(m))) < n:
             shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
-            most = next(m for m in range(n, 0, -1) if fits(m))
             raise UserError(f"{n} ranks cannot evenly share {shapes}; use --nproc_per_node {most}")
         heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
         return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
@@ -421,12 +420,13 @@ class Llama(nn.Module):
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`."""
+    def forward(self, tokens: Tensor, attend: Callable | None = None) -> Tensor:
+        """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`.
+        attend(layer, cos, sin, q, k, v), with q and k before RoPE, takes the place of exact attention."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
         x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x, layer.attention.causal(cos, sin))
+        for i, layer in enumerate(self.layers):
+            x = layer(x, partial(attend, i, cos, sin) if attend else layer.attention.causal(cos, sin))
         return self.norm(x)
 
     def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
@@ -498,10 +498,10 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(read_json(index)["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a shard lies outside of the folder")
-    for name in names:
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / name}: this shard of the checkpoint is missing; download it again")
-    return [folder / name for name in names]
+    files = [folder / name for name in names]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"{missing[0]}: this shard of the checkpoint is missing; download it again")
+    return files
 
 
 def weight_headers(files: list[Path]) -> dict[str, tuple[Path, list[int], str]]:
@@ -765,12 +765,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
     with checked(path := folder / names[0]):
         data = read_json(path) if path.name == "tokenizer.json" else {}
-        if path.name == "tokenizer.json":
-            tokenizer = load_tokenizer_json(data)
-        elif path.name == "merges.txt":
-            tokenizer = load_vocab_and_merges(folder, is_gpt2="GPT2" in str(settings.get("tokenizer_class")))
-        else:
-            tokenizer = load_tokenizer_model(path.read_bytes())
+        if path.name == "merges.txt":  # of GPT-2 and Qwen2
+            is_gpt2 = "GPT2" in str(settings.get("tokenizer_class"))
+            lines = path.read_text(encoding="utf-8").split("\n")
+            merges = list(filter(None, lines[lines[0].startswith("#version") :]))  # others with # are merges
+            splits = [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT]
+            data = byte_level_json(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
+        is_model = path.name.startswith("tokenizer.model")
+        tokenizer = load_tokenizer_model(path.read_bytes()) if is_model else load_tokenizer_json(data)
         special = tokenizer.special_tokens
         for token in data.get("added_tokens") or []:
             tokenizer.add_token(token["id"], token)
@@ -865,7 +867,7 @@ def load_tokenizer_json(data: dict) -> Tokenizer:
 
 
 def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) -> Tokenizer:
-    """A tokenizer.json's byte-level BPE; UserError for a step that is not supported."""
+    """A byte-level BPE in GPT-2's notation; UserError for a step that is not supported."""
     patterns = []
     for step in splits:
         if step["type"] == "ByteLevel":
@@ -879,8 +881,37 @@ def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) ->
     kinds = [step["type"] for step in normalizers]
     if set(kinds) - {"NFC"}:
         raise UserError(f"tokenizer.json: the normalizer {', '.join(kinds)} is not supported")
-    unknown = model["vocab"].get(model.get("unk_token"))
-    return load_bpe(model["vocab"], model["merges"], patterns or [r"[\s\S]+"], bool(kinds), unknown)
+    # GPT-2 writes every byte as a printable character
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    byte_of = {chr(byte): byte for byte in plain}
+    byte_of |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*plain}))}
+    vocab = model["vocab"]
+    pieces = [b""] * (max(map(token_id, vocab.values())) + 1)
+    for word, i in vocab.items():
+        if byte_of.keys() >= set(word):  # all but special tokens
+            pieces[i] = bytes(byte_of[c] for c in word)
+    # tiktoken merges in the order of rank, and ids need not follow the order of the merges
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    words = dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])
+    ranks = {bytes(byte_of[c] for c in word): rank for rank, word in enumerate(words)}
+    # SmolLM2's vocabulary has only the bytes of its training text; Hugging Face leaves the others out
+    unknown = vocab.get(model.get("unk_token"))
+    known = {c: unknown for c, byte in byte_of.items() if not 32 <= byte < 127} | vocab
+    ids = [known[word] for word in words]
+    return Tokenizer(bpe_encoder(ranks, ids, patterns or [r"[\s\S]+"], bool(kinds)), pieces, {})
+
+
+def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -> dict:
+    """A byte-level BPE as a tokenizer.json has it; patterns: what cuts the text, one after another."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [cut | {"pattern": {"Regex": pattern}} for pattern in patterns] + [level]
+    return {
+        "normalizer": {"type": "NFC"} if nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
 
 
 def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: bool = False) -> bytes:
@@ -938,36 +969,6 @@ def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     return replace(tokenizer, bos_id=None, add_bos=False, drop_space=prefix)
 
 
-def load_vocab_and_merges(folder: Path, is_gpt2: bool) -> Tokenizer:
-    """The files of GPT-2 and Qwen2."""
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    merges = [line for line in lines[lines[0].startswith("#version") :] if line]  # others with # are merges
-    splits = [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT]
-    return load_bpe(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
-
-
-def load_bpe(vocab: dict, merges: list, patterns: list[str], nfc: bool, unknown=None) -> Tokenizer:
-    """A byte-level BPE in GPT-2's notation; merges: "a b" or [a, b]; nfc: compose characters first.
-
-    unknown: the id of bytes that the vocabulary lacks; None leaves them out, as Hugging Face does."""
-    # GPT-2 writes every byte as a printable character
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    byte_of = {chr(byte): byte for byte in plain}
-    byte_of |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*plain}))}
-    pieces = [b""] * (max(map(token_id, vocab.values())) + 1)
-    for word, i in vocab.items():
-        if byte_of.keys() >= set(word):  # all but special tokens
-            pieces[i] = bytes(byte_of[c] for c in word)
-    # tiktoken merges in the order of rank, and ids need not follow the order of the merges
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-    words = dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])
-    ranks = {bytes(byte_of[c] for c in word): rank for rank, word in enumerate(words)}
-    # SmolLM2's vocabulary has only the bytes of its training text
-    known = {c: unknown for c, byte in byte_of.items() if not 32 <= byte < 127} | vocab
-    ids = [known[word] for word in words]
-    return Tokenizer(bpe_encoder(ranks, ids, patterns, nfc), pieces, {})
-
-
 def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bool = False) -> Callable:
     """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank.
 
@@ -996,80 +997,3 @@ def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bo
         return [ids[rank] for part in parts for rank in bpe.encode_ordinary(part)]
 
     return encode
-
-
-# ----------------------------------------------------------------------------------------------- chat prompts
-# Chat: the prompts that instruction-tuned models were trained on
-
-CHAT_MARKERS = {  # what gives a style away, in the model's own template or among its special tokens
-    "llama-3": "<|start_header_id|>",
-    "qwen": "<|im_start|>",
-    "phi-3": "<|end|>",
-    "llama-2": "<<SYS>>",
-    "mistral": "[INST]",
-}
-CHAT_MESSAGES = {  # how a message starts and ends, in the styles that mark each message
-    "llama-3": (["<|start_header_id|>", "{role}", "<|end_header_id|>", "\n\n{content}"], ["<|eot_id|>"]),
-    "qwen": (["<|im_start|>", "{role}\n{content}"], ["<|im_end|>", "\n"]),
-    "phi-3": (["<|{role}|>", "\n{content}"], ["<|end|>", "\n"]),
-}
-
-
-def chat_style(config: dict, tokenizer: Tokenizer) -> str:
-    """Guess a model's chat style; UserError if none fits. `config` is the contents of its config.json."""
-    evidence = tokenizer.chat_template or " ".join(tokenizer.special_tokens)
-    if not tokenizer.chat_template and config.get("model_type") == "mistral":
-        evidence += "[INST]"
-    # of other formats: Mistral Small 3, Phi-4
-    if not {"[SYSTEM_PROMPT]", "<|im_sep|>"} & tokenizer.special_tokens.keys():
-        for style, marker in CHAT_MARKERS.items():
-            if marker in evidence:
-                return style
-    styles = ", ".join(CHAT_MARKERS)
-    raise UserError(f"no chat style fits this model; name one, such as --chat llama-2, of {styles}")
-
-
-def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[Segment]:
-    """The prompt for the next answer, in segments, so that what a message says is never a special token.
-
-    messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
-    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?"""
-    if style not in CHAT_MARKERS:
-        raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_MARKERS)}")
-    has_system = [message["role"] for message in messages[:1]] == ["system"]
-    roles = [message["role"] for message in messages[has_system:]]
-    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
-        raise UserError("a chat is a system message or none, then user and assistant in turn, user last")
-    if style in ("llama-2", "llama-3"):
-        messages = [message | {"content": message["content"].strip()} for message in messages]
-
-    if style in CHAT_MESSAGES:
-        start, end = CHAT_MESSAGES[style]
-        segments = [("<|begin_of_text|>", True)] if style == "llama-3" else []
-        for message in [*messages, {"role": "assistant", "content": ""}]:
-            segments += [(part.format(**message), part.startswith("<|")) for part in start + end]
-        return segments[: -len(end)]
-
-    is_llama = style == "llama-2"
-    texts = [message["content"] for message in messages]
-    tokens = tokens and not is_llama
-    if has_system and tokens:  # goes with the last question, and no other
-        texts = [*texts[1:-1], f"{texts[0]}\n\n{texts[-1]}"]
-    elif has_system:
-        system = f"<<SYS>>\n{texts[0]}\n<</SYS>>" if is_llama else texts[0]
-        texts = [f"{system}\n\n{texts[1]}", *texts[2:]]
-    segments = [("<s>", True)]
-    if tokens:  # the spaces between them are those that the tokenizer puts before each text
-        for user, answer in zip(texts[::2], [*texts[1::2], None], strict=True):
-            segments += [("[INST]", True), (user, False), ("[/INST]", True)]
-            segments += [] if answer is None else [(answer, False), ("</s>", True)]
-        return segments
-    for user, answer in zip(texts[::2], texts[1::2], strict=False):
-        segments += [(f"[INST] {user} [/INST] {answer}" + " " * is_llama, False), ("</s>", True)]
-        segments += [("<s>", True)] * is_llama  # Llama 2 makes every turn a sequence of its own
-    return [*segments, (f"[INST] {texts[-1]} [/INST]", False)]
-
-
-def encode_chat(tokenizer: Tokenizer, style: str, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of the prompt that `render_chat` makes, BOS included where the model wants it."""
-    return tokenizer.encode_segments(render_chat(style, messages, "[INST]" in tokenizer.special_tokens))
