@@ -59,11 +59,11 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
     """The module kernels.py, on Hopper GPUs hopper.py in its place, or None for plain PyTorch. wanted None:
     where they run, which is on CUDA with triton and head dims of at least 16 (a tensor core's tile). Raises
     UserError if wanted elsewhere."""
+    fits = importlib.util.find_spec("triton") is not None and config.head_dim >= 16
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
-    found = importlib.util.find_spec("triton") is not None
-    if wanted and not (found and config.head_dim >= 16 and (device.type == "cuda" or interpreted)):
+    if wanted and not (fits and (device.type == "cuda" or interpreted)):
         raise UserError("the kernels need CUDA, triton and a head dim of at least 16; use --no-kernels")
-    if wanted is False or not (found and config.head_dim >= 16 and (wanted or device.type == "cuda")):
+    if not (wanted or wanted is None and fits and device.type == "cuda"):
         return None
     import kernels  # only now: it imports triton
 
@@ -105,15 +105,11 @@ class Room:
     def select(
         self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
     ) -> Tensor:
-        """`select`, in its Triton kernel where there are kernels and it is faster than topk: the one way in
-        which methods select."""
+        """`select`, in its kernel where that is faster than topk: the one way in which methods select."""
         if not (self.kernels and y) or self.kernels.select_passes(scores.shape[-1], y):
             return select(scores, pos, x, y, z, wanted)
         heads = scores.shape[1:-1].numel()
-        pos, wanted = (
-            t if t is None else t.int()[:, None].expand(-1, heads).flatten().contiguous()
-            for t in (pos, wanted)
-        )
+        pos, wanted = (t if t is None else t.int().repeat_interleave(heads) for t in (pos, wanted))
         index = self.kernels.select(scores.flatten(0, -2), pos, x, y, z, wanted)  # [B * heads, x + y]
         return index.unflatten(0, scores.shape[:-1])
 
@@ -148,8 +144,9 @@ class Room:
             index = index if index is None else index.int().contiguous()
             stores = (keys.kind, keys.stores(), values.stores(), values.bits)
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, [], scale)
-        if index is None and isinstance(keys, Plain) and isinstance(values, Plain):
-            live = keys.written(pos) if live is None else live
+        if index is None and keys.kind == "plain" and values.bits == 16:
+            if live is None:
+                live = torch.arange(keys.rows.shape[2], device=pos.device) <= pos[:, None]
             return attend(q, keys.rows, values.rows, live, scale)
         if index is None:  # no key and no value is decoded: its codes are multiplied
             logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
@@ -173,13 +170,6 @@ class Room:
         weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
         return weigh(weights, v).flatten(1, 2)
 
-    def paired_basis(self, basis: Tensor, bias: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Of RebuiltKeys, as the kernels take them; None where there are none."""
-        if not self.kernels:
-            return None
-        pair, heads = self.kernels.interleave_rope, len(basis)
-        return pair(basis.flatten(0, 1), heads), pair(bias.float().flatten()[:, None], heads)
-
     def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
         """Attention of one query a row over rows that all heads share, as in MLA's absorbed decode.
 
@@ -192,7 +182,7 @@ class Room:
 
 
 class Cache(nn.Module):
-    """The base of all caches: RoPE at given positions, zeroed storage, the ledger, and `attends`."""
+    """The base of all caches: zeroed storage, exact attention in a prompt, the ledger, and `attends`."""
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
 
@@ -202,15 +192,22 @@ class Cache(nn.Module):
         super().__init__()
         if room.config.elitekv and not self.elite_rope:
             raise UserError(ONLY_ELITEKV)
-        self.room, self.config = room, room.config
+        self.room, self.config, self.rope = room, room.config, room.rope
 
     def store(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         # Zeroed, since a masked weight of 0 times a stray NaN would still be NaN.
         return torch.zeros(self.room.rows, *shape, dtype=dtype or self.room.dtype, device=self.room.device)
 
-    def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
-        return self.room.rope(x, positions)
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        """A whole prompt, attended exactly: what is stored of it does not change what it gives."""
+        span = slice(0, len(q))
+        q, rotated = self.rope(q, span), self.rope(k, span)
+        self.write_prompt(row, q, rotated, v, k, *folded)
+        return causal_attention(q, rotated, v)
+
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
+        """Stores a prompt in a row: q, k after RoPE, v, and `raw`, k before RoPE."""
+        raise NotImplementedError
 
     def attends(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
         """Decode says here which tokens it attends if these are not all: one line in a method that selects.
@@ -224,9 +221,17 @@ class Cache(nn.Module):
         """Bytes of the live storage: all rows at full capacity."""
         return sum(b.untyped_storage().nbytes() for b in self.buffers())
 
+    def token_bytes(self) -> int:
+        """Bytes of one token, for a method all of whose tokens cost the same and are read at each step."""
+        raise NotImplementedError
+
     def formula(self) -> int:
         """Bytes that the method's formula gives for these rows and capacity; tests hold measured() to it."""
-        raise NotImplementedError
+        return self.room.rows * self.room.capacity * self.token_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        """Bytes that one decode step must read from this layer's cache for one row of `length` tokens."""
+        return length * self.token_bytes()
 
     def host_bytes(self) -> int:
         """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
@@ -235,10 +240,6 @@ class Cache(nn.Module):
     def miss_rate(self) -> float | None:
         """Rows that a mixed cache had to fetch from host memory, as a share of those selected."""
         return None
-
-    def bytes_read(self, length: int) -> int:
-        """Bytes that one decode step must read from this layer's cache for one row of `length` tokens."""
-        raise NotImplementedError
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
@@ -332,15 +333,14 @@ def weigh(w: Tensor, codes: Tensor) -> Tensor:
 
     Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
     multiplied, which stays a matrix product."""
-    floats, fused, in_rows = codes.is_floating_point(), fuses(codes), codes.stride(-2) == 1
-    if floats and not (fused and w.shape[-2] == 1):
-        return w.to(codes.dtype) @ codes
+    floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
+    if not fuses(codes) or floats and w.shape[-2] > 1:
+        return w.to(codes.dtype) @ codes if floats else w @ codes.to(w.dtype)
     if floats and not (in_rows and w.shape[-1] >= 16):
         return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
     if in_rows:  # in the order in which they lie
-        rows = codes.mT
-        return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fused else w @ rows.to(w.dtype).mT
-    return (w[..., None] * codes[..., None, :, :]).sum(-2) if fused else w @ codes.to(w.dtype)
+        return (w[..., None, :] * codes.mT[..., None, :, :]).sum(-1)
+    return (w[..., None] * codes[..., None, :, :]).sum(-2)
 
 
 @dataclass
@@ -361,10 +361,6 @@ class Plain:
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         """Of all tokens up to pos, or of index [B, Hkv, n] -> [B, Hkv, n, width]."""
         return self.rows if index is None else gather_rows(self.rows, index)
-
-    def written(self, pos: Tensor) -> Tensor:
-        """Which of the tokens lie up to pos, [B, S]."""
-        return torch.arange(self.rows.shape[2], device=pos.device) <= pos[:, None]
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         """weights [B, Hkv, G, S] fp32 times the values of all tokens -> [B, Hkv, G, width]. Of keys, which
@@ -424,28 +420,29 @@ class CodedValues:
 
 
 @dataclass
-class RebuiltKeys:
-    """Keys RoPE(latent basis^T + bias): latents [B, Hkv, S, r], basis [Hkv, D, r], bias [Hkv, D]. A store."""
+class RebuiltKeys(Plain):
+    """Keys RoPE(latent basis^T + bias): rows [B, Hkv, S, r], basis [Hkv, D, r], bias [Hkv, D]. A store."""
 
     room: Room
-    latents: Tensor
     basis: Tensor
     bias: Tensor
-    paired: tuple[Tensor, Tensor] | None = None  # basis and bias as the kernels take them: paired_basis
     kind = "latents"
 
+    def __post_init__(self):
+        if kernels := self.room.kernels:  # what they take
+            weights = (self.basis.flatten(0, 1), self.bias.float().flatten()[:, None])
+            self.paired = [kernels.interleave_rope(x, len(self.basis)) for x in weights]
+
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        """Of all tokens, or of index [B, Hkv, n] -> [B, Hkv, n, D]."""
-        latents = self.latents if index is None else gather_rows(self.latents, index)
-        where = slice(0, latents.shape[2]) if index is None else index
-        return self.room.rope_one(latents @ self.basis.mT + self.bias[:, None], where)
+        keys = super().read(pos, index) @ self.basis.mT + self.bias[:, None]
+        return self.room.rope_one(keys, slice(0, keys.shape[2]) if index is None else index)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return q @ self.read(pos).mT
 
     def stores(self) -> list[Tensor | None]:
         basis, bias = self.paired
-        return [self.latents, None, basis, None, bias, self.room.rope_pairs]
+        return [self.rows, None, basis, None, bias, self.room.rope_pairs]
 
 
 def window_slot(position: Tensor, x: int, z: int) -> Tensor:
@@ -453,10 +450,30 @@ def window_slot(position: Tensor, x: int, z: int) -> Tensor:
     return torch.where(position < x, position, x + (position - x) % z)
 
 
+def window_places(places: Tensor, x: int, z: int) -> Tensor:
+    """Those of a prompt's positions, places [S], that such a window holds at its end."""
+    return torch.cat((places[:x], places[max(x, len(places) - z) :]))
+
+
 def ring_positions(pos: Tensor, z: int) -> Tensor:
     """The position in each of a ring's z slots once pos [B] is written: in slot s the latest that is s modulo
     z. [B, z], negative where still empty."""
     return pos[:, None] - (pos[:, None] - torch.arange(z, device=pos.device)) % z
+
+
+@dataclass
+class Window(Plain):
+    """The x first and z last tokens alone, as they are. A store."""
+
+    x: int
+    z: int
+
+    def write_prompt(self, row: int, x: Tensor) -> None:
+        kept = window_places(torch.arange(len(x), device=x.device), self.x, self.z)
+        self.rows[row, :, window_slot(kept, self.x, self.z)] = x[kept].transpose(0, 1)
+
+    def write(self, pos: Tensor, x: Tensor) -> None:
+        super().write(window_slot(pos, self.x, self.z), x)
 
 
 def share_rank(share: float, width: int) -> int:
@@ -508,13 +525,10 @@ class DenseCache(Cache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        span = slice(0, q.shape[0])
-        q, k = self.rope(q, span), self.rope(k, span)
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         self.keys.write_prompt(row, self.stored(k))
         self.values.write_prompt(row, v)
         self.note_prompt(row, k, q[-1:])
-        return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q, k = self.stored(self.rope(q, pos)), self.stored(self.rope(k, pos))
@@ -544,7 +558,7 @@ class DenseCache(Cache):
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
         if self.bits < 16:
-            return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values))
+            return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values, length))
         return self.bytes_of(keys, values)
 
 
@@ -553,29 +567,18 @@ def dense_bytes(room: Room) -> int:
     return room.rows * room.capacity * 2 * room.config.kv_dim * room.dtype.itemsize
 
 
-class EvenCache(Cache):
-    """The base of the caches in which each token costs the same bytes, and a step reads them all."""
+def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Cache]]:
+    """The `build` of a method whose layers are alike, but for those of --skip, which are dense.
 
-    def token_bytes(self) -> int:
-        """Bytes of one token of this layer."""
-        raise NotImplementedError
-
-    def formula(self) -> int:
-        return self.room.rows * self.room.capacity * self.token_bytes()
-
-    def bytes_read(self, length: int) -> int:
-        return length * self.token_bytes()
-
-
-def each_layer(make: Callable[[Room, object], Cache]) -> Callable[..., list[Cache]]:
-    """The `build` of a method whose layers are alike, but for those of --skip, which are dense."""
+    make gets a layer's part of each of these tensors of the artifact."""
 
     def build(model: Llama, settings: object, room: Room, artifact: Artifact) -> list[Cache]:
-        n = len(model.layers)
-        skipped = skipped_layers(settings, n) if hasattr(settings, "skip") else ()
-        return [
-            DenseCache(room, settings.kv_bits) if i in skipped else make(room, settings) for i in range(n)
-        ]
+        def cache(i: int) -> Cache:
+            skips = hasattr(settings, "skip") and i in skipped_layers(settings, len(model.layers))
+            parts = (artifact[name][i] for name in names)
+            return DenseCache(room, settings.kv_bits) if skips else make(room, settings, *parts)
+
+        return [cache(i) for i in range(len(model.layers))]
 
     return build
 
@@ -635,53 +638,60 @@ def check_groups(bits: int, head_dim: int) -> None:
         )
 
 
-class Values(nn.Module):
-    """V of every token, quantised per token in groups of channels; bits = 16 keeps the model's dtype.
-
-    heads_first: stored as [B, Hkv, tokens, ...], not as [B, tokens, Hkv, ...]."""
-
-    def __init__(self, cache: Cache, tokens: int, bits: int, heads_first: bool = False):
-        super().__init__()
-        c = cache.config
-        self.bits, self.group, self.dtype = bits, min(32, c.head_dim), cache.room.dtype
-        self.heads_first = heads_first
-        self.row_bytes = c.kv_dim * self.dtype.itemsize  # of one token
-        rows = (c.n_kv_heads, tokens) if heads_first else (tokens, c.n_kv_heads)
-        if bits == 16:
-            self.register_buffer("plain", cache.store(*rows, c.head_dim))
-        else:
-            self.row_bytes = c.kv_dim * bits // 8 + c.kv_dim // self.group * 4
-            self.register_buffer("codes", cache.store(*rows, c.head_dim * bits // 8, dtype=torch.uint8))
-            groups = c.head_dim // self.group
-            self.register_buffer("low_scale", cache.store(*rows, groups, 2, dtype=torch.float16))
-
-    def write(self, where: tuple, v: Tensor) -> None:
-        """Stores v [..., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
-        if self.bits == 16:
-            self.plain[where] = v
-        else:
-            self.codes[where], self.low_scale[where] = quantize(v, self.bits, self.group)
-
-    def read(self, where: tuple) -> Tensor:
-        """V [..., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
-        if self.bits == 16:
-            return self.plain[where]
-        return dequantize(self.codes[where], self.low_scale[where], self.bits, self.group, self.dtype)
-
-    def stores(self) -> tuple[Tensor, Tensor | None]:
-        """What the kernels take: codes with (minimum, scale), or plain V and None."""
-        return (self.plain, None) if self.bits == 16 else (self.codes, self.low_scale)
-
-    def by_head(self) -> Plain | CodedValues:
-        """As a store, [B, Hkv, tokens, ...]."""
-        rows, low_scale = (x if x is None or self.heads_first else x.transpose(1, 2) for x in self.stores())
-        return Plain(rows) if self.bits == 16 else CodedValues(rows, low_scale, self.bits)
-
-
 def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
     """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
     scale = x.float().abs().amax(dims, keepdim=True) / 127
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
+
+
+class Rows(nn.Module):
+    """Numbers of tokens [B, *places, width]: in the model's dtype at 16 bits, else in codes of `quantize` in
+    groups of 32 (or of all), or if symmetric in those of quantize_int8."""
+
+    def __init__(self, cache: Cache, places: tuple[int, ...], width: int, bits: int, symmetric: bool = False):
+        super().__init__()
+        self.bits, self.symmetric, self.group, self.dtype = bits, symmetric, min(32, width), cache.room.dtype
+        if bits == 16:
+            rows, scale = cache.store(*places, width), None
+        elif symmetric:
+            rows, scale = (
+                cache.store(*places, width, dtype=torch.int8),
+                cache.store(*places, dtype=torch.float32),
+            )
+        else:
+            rows = cache.store(*places, width * bits // 8, dtype=torch.uint8)
+            scale = cache.store(*places, width // self.group, 2, dtype=torch.float16)  # (minimum, scale)
+        self.register_buffer("rows", rows)
+        self.register_buffer("scale", scale)
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        """Stores x [..., width] at index `where` of [B, *places]."""
+        if self.bits == 16:
+            self.rows[where] = x
+        elif self.symmetric:
+            self.rows[where], scale = quantize_int8(x)
+            self.scale[where] = scale[..., 0]
+        else:
+            self.rows[where], self.scale[where] = quantize(x, self.bits, self.group)
+
+    def read(self, where: tuple) -> Tensor:
+        """The numbers [..., width] at index `where` of [B, *places]."""
+        rows = self.rows[where]
+        if self.bits == 16:
+            return rows
+        if self.symmetric:
+            return (rows.to(self.dtype) * self.scale[where][..., None]).to(self.dtype)
+        return dequantize(rows, self.scale[where], self.bits, self.group, self.dtype)
+
+    def stores(self) -> tuple[Tensor, Tensor | None]:
+        """What the kernels take: rows or codes, and their scales or None."""
+        return self.rows, self.scale
+
+    def bytes_of(self, width: int) -> int:
+        """Bytes of so many numbers of one token: of one row if symmetric, else of all its rows."""
+        if self.bits == 16:
+            return width * self.dtype.itemsize
+        return width + 4 if self.symmetric else width * self.bits // 8 + width // self.group * 4
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -691,9 +701,7 @@ def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Ten
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(
-        0.5, "d_r: rank of the key latent, a share of Hkv*D (paper: 1/4, 1/8)", sets="bytes"
-    )
+    rank: float = setting(0.5, "d_r: rank of the latent, a share of Hkv*D (paper: 1/4, 1/8)", sets="bytes")
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
     latent_bits: int = setting(8, "bits of a latent's number: 8 (ours), or 16, the model's dtype", (8, 16))
     bits: int = setting(4, "bits of a value code; 2 goes with half the default rank", (2, 4, 8, 16))
@@ -706,15 +714,9 @@ class SalsSettings:
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
-        "int8",
-        "how those layers are stored: int8, with V in 4 bits or more (ours); latent, compressed; dense",
-        ("int8", "latent", "dense"),
+        "int8", "their form: int8, V in 4 bits or more (ours); latent; or dense", ("int8", "latent", "dense")
     )
-    window: str = setting(
-        "exact",
-        "x sinks and z recent tokens with exact K and V, or the paper's z at half (rank 1/2, 8-bit V)",
-        ("exact", "half"),
-    )
+    window: str = setting("exact", "x + z exact, or z at rank 1/2 and 8-bit V (paper)", ("exact", "half"))
     fold: bool = setting(True, "fold U_r into the projection weights (not possible with q/k norms)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
@@ -770,37 +772,6 @@ def quantize_basis(up: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     return codes.flatten(0, 2), scale.expand(-1, 2, -1, -1).reshape(-1, 1)
 
 
-class Latents(nn.Module):
-    """The key latent of every token, in the model's dtype, or as int8 codes with one fp32 scale a token."""
-
-    def __init__(self, cache: Cache, tokens: int, r: int, bits: int):
-        super().__init__()
-        self.dtype = cache.room.dtype
-        int8 = bits == 8
-        self.register_buffer("rows", cache.store(tokens, r, dtype=torch.int8 if int8 else self.dtype))
-        self.register_buffer("scale", cache.store(tokens, dtype=torch.float32) if int8 else None)
-
-    def write(self, where: tuple, x: Tensor) -> None:
-        """Stores x [..., r] at index `where` of [B, tokens]."""
-        if self.scale is None:
-            self.rows[where] = x
-        else:
-            self.rows[where], scale = quantize_int8(x)
-            self.scale[where] = scale[..., 0]
-
-    def read(self, where: tuple) -> Tensor:
-        """The latents at index `where` of [B, tokens]."""
-        rows = self.rows[where].to(self.dtype)
-        return rows if self.scale is None else (rows * self.scale[where][..., None]).to(self.dtype)
-
-    def stores(self) -> tuple[Tensor, Tensor | None]:
-        return self.rows, self.scale
-
-    def token_bytes(self, dims: int) -> int:
-        """Bytes of the leading dims of one token's latent."""
-        return dims * self.rows.element_size() + (0 if self.scale is None else 4)
-
-
 def mean_rotations(room: Room, block: int) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
     to a key of which only the block is known."""
@@ -853,45 +824,36 @@ class SalsCache(Cache):
 
     Every token is written to the latent and value stores at once; the window holds its tokens exactly (or at
     rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token, and
-    have no sinks in their window, nor has the paper's half of a window. maps: of latent_maps; half_maps: of
-    sals_maps at rank Hkv*D/2, for --window half; rotations: mean_rotations of each `block`, or None and 0."""
+    have no sinks in their window, nor has the paper's half of a window. maps: of latent_maps; half: of
+    sals_maps at rank Hkv*D/2, for --window half; blocks: tokens of a block and mean_rotations, if any."""
 
     def __init__(
-        self,
-        room: Room,
-        settings: SalsSettings,
-        sparse: bool,
-        maps: tuple[Tensor, Tensor],
-        half_maps: tuple[Tensor, Tensor] | None = None,
-        block: int = 0,
-        rotations: tuple[Tensor, Tensor] | None = None,
+        self, room: Room, settings: SalsSettings, sparse: bool, maps: tuple, half: tuple = (), blocks=()
     ):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
         self.x, self.y, self.z = settings.budget(room.capacity)
-        self.r = share_rank(settings.rank, c.kv_dim)
-        self.r_score = sals_score_rank(settings, c)
-        self.block, self.rotations = block, rotations
+        self.r, self.r_score = share_rank(settings.rank, c.kv_dim), sals_score_rank(settings, c)
+        self.block, *self.rotations = blocks or (0,)
         # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
         # rotated lack. cos at position 0 equals the factor.
-        factor = 1.0 if rotations else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
+        factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
         self.logit_scale = c.head_dim**-0.5 * factor**2
         down, up = maps
         self.up = up.to(room.device, room.dtype)  # weights, not cache
         self.down = self.up if down is up else down.to(room.device, room.dtype)  # None once W_K has it
-        self.latents = Latents(self, room.capacity, self.r, settings.latent_bits)
-        self.values = Values(self, room.capacity, settings.bits)
+        self.latents = Rows(self, (room.capacity,), self.r, settings.latent_bits, symmetric=True)
+        self.values = Rows(self, (room.capacity, c.n_kv_heads), c.head_dim, settings.bits)
         self.half = settings.window == "half"
         self.exact_sinks = self.x if sparse and not self.half else 0
-        tokens = self.exact_sinks + self.z
+        window = (self.exact_sinks + self.z, c.n_kv_heads)
+        self.window_values = Rows(self, window, c.head_dim, 8 if self.half else 16)
         if self.half:
-            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in half_maps)
-            self.register_buffer("window_latent", self.store(tokens, c.kv_dim // 2))
-            self.window_values = Values(self, tokens, 8)
+            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in half)
+            self.window_keys = Rows(self, window[:1], c.kv_dim // 2, 16)
         else:
-            self.register_buffer("window_k", self.store(tokens, c.n_kv_heads, c.head_dim))
-            self.window_values = Values(self, tokens, 16)
-        whole = self.y > 0 and c.head_dim % 16 == block % 16 == 0  # what the kernels take
+            self.window_keys = Rows(self, window, c.head_dim, 16)
+        whole = self.y > 0 and c.head_dim % 16 == self.block % 16 == 0  # what the kernels take
         self.kernels = room.kernels if whole and not self.half else None
         if self.kernels:
             basis, self.basis_scale = self.up, None
@@ -900,24 +862,16 @@ class SalsCache(Cache):
                 self.basis_scale = room.kernels.interleave_rope(pair_scale, c.n_kv_heads)
             self.paired_basis = room.kernels.interleave_rope(basis, c.n_kv_heads)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length = q.shape[0]
-        rotated = self.rope(k, slice(0, length))
-        self.latents.write((row, slice(0, length)), folded[0] if folded else k.flatten(1) @ self.down)
-        self.values.write((row, slice(0, length)), v)
-        places = self.room.positions[:length]
-        kept = places[(places < self.exact_sinks) | (places >= length - self.z)]
-        self.write_window((row, self.slot(kept)), k[kept], rotated[kept], v[kept])
-        return causal_attention(self.rope(q, slice(0, length)), rotated, v)
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
+        where = (row, slice(0, len(q)))
+        self.latents.write(where, folded[0] if folded else raw.flatten(1) @ self.down)
+        self.values.write(where, v)
+        kept = window_places(self.room.positions[: len(q)], self.exact_sinks, self.z)
+        self.write_window(row, kept, raw[kept], k[kept], v[kept])
 
-    def slot(self, position: Tensor) -> Tensor:
-        return window_slot(position, self.exact_sinks, self.z)
-
-    def write_window(self, where: tuple, k: Tensor, rotated: Tensor, v: Tensor) -> None:
-        if self.half:
-            self.window_latent[where] = k.flatten(-2) @ self.half_down
-        else:
-            self.window_k[where] = rotated
+    def write_window(self, row: int | Tensor, pos: Tensor, raw: Tensor, k: Tensor, v: Tensor) -> None:
+        where = (row, window_slot(pos, self.exact_sinks, self.z))
+        self.window_keys.write(where, raw.flatten(-2) @ self.half_down if self.half else k)
         self.window_values.write(where, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
@@ -933,13 +887,13 @@ class SalsCache(Cache):
     def append(self, pos: Tensor, new: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores one token a row, of latent new [B, r], and gives q after RoPE."""
         if self.kernels:
-            stores = (*self.latents.stores(), *self.values.stores(), self.window_k, self.window_values.plain)
-            settings = (self.settings.bits, self.exact_sinks)
-            return self.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *settings)
-        where = (self.room.row_ids, pos)
-        self.latents.write(where, new)
-        self.values.write(where, v)
-        self.write_window((where[0], self.slot(pos)), k, self.rope(k, pos), v)
+            stores = (*self.latents.stores(), *self.values.stores())
+            window = (self.window_keys.rows, self.window_values.rows, self.settings.bits, self.exact_sinks)
+            return self.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *window)
+        rows = self.room.row_ids
+        self.latents.write((rows, pos), new)
+        self.values.write((rows, pos), v)
+        self.write_window(rows, pos, k, self.rope(k, pos), v)
         return self.rope(q, pos)
 
     def scores(self, pos: Tensor, queries: Tensor) -> Tensor:
@@ -962,7 +916,7 @@ class SalsCache(Cache):
             )
             keys = [*latents, self.paired_basis, self.basis_scale, None, self.room.rope_pairs]
             values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
-            window, scale = [self.window_k, self.window_values.plain], self.config.head_dim**-0.5
+            window, scale = [self.window_keys.rows, self.window_values.rows], self.config.head_dim**-0.5
             given = (keys, values, self.settings.bits, pos, index, window, scale)
             return self.kernels.attend(q, "latents", *given)
         if index is None:
@@ -992,21 +946,22 @@ class SalsCache(Cache):
 
     def read_window(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K, V [B, window, Hkv, D] of the window and which slots hold a token: they fill from the left."""
-        v = self.window_values.read((slice(None),))
-        live = torch.arange(v.shape[1], device=pos.device) <= pos[:, None]
-        if not self.half:
-            return self.window_k, v, live
-        k = (self.window_latent @ self.half_up.T).unflatten(-1, (self.config.n_kv_heads, -1))
-        return self.rope(k, ring_positions(pos, self.z).clamp(min=0)), v, live
+        k, v = (store.read((slice(None),)) for store in (self.window_keys, self.window_values))
+        if self.half:
+            k = (k @ self.half_up.T).unflatten(-1, (self.config.n_kv_heads, -1))
+            k = self.rope(k, ring_positions(pos, self.z).clamp(min=0))
+        return k, v, torch.arange(v.shape[1], device=pos.device) <= pos[:, None]
 
     def token_bytes(self) -> int:
         """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
-        return self.latents.token_bytes(self.r) + self.values.row_bytes
+        return self.latents.bytes_of(self.r) + self.values.bytes_of(self.config.kv_dim)
 
     def window_bytes(self) -> int:
         """Bytes of one token of the window."""
-        width = self.config.kv_dim // 2 if self.half else self.config.kv_dim
-        return width * self.room.dtype.itemsize + self.window_values.row_bytes
+        width = self.config.kv_dim
+        return self.window_keys.bytes_of(width // 2 if self.half else width) + self.window_values.bytes_of(
+            width
+        )
 
     def formula(self) -> int:
         window = (self.exact_sinks + self.z) * self.window_bytes()
@@ -1019,41 +974,38 @@ class SalsCache(Cache):
             return (length - recent) * self.token_bytes() + recent * self.window_bytes()
         chosen = min(self.x + self.y, length - recent)
         exact = min(self.exact_sinks, chosen)
-        scored = length * self.latents.token_bytes(self.r_score)
+        scored = length * self.latents.bytes_of(self.r_score)
         return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
 
 
-class Int8Cache(EvenCache):
+class Int8Cache(Cache):
     """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes (ours): for layers
     that attend all, where a dense cache is many bytes and rebuilding every key many FLOPs."""
 
     def __init__(self, room: Room, bits: int):
         super().__init__(room)
-        heads, tokens = room.config.n_kv_heads, room.capacity
-        self.register_buffer("k", self.store(heads, tokens, room.config.head_dim, dtype=torch.int8))
-        self.register_buffer("k_scale", self.store(heads, tokens, dtype=torch.float32))
-        self.values = Values(self, tokens, bits, heads_first=True)
+        places, width = (room.config.n_kv_heads, room.capacity), room.config.head_dim
+        self.keys = Rows(self, places, width, 8, symmetric=True)
+        self.values = Rows(self, places, width, bits)
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         """Stores k and v [..., D] at index `where` of [B, Hkv, tokens]."""
-        self.k[where], scale = quantize_int8(k)
-        self.k_scale[where] = scale[..., 0]
+        self.keys.write(where, k)
         self.values.write(where, v)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        span = slice(0, q.shape[0])
-        q, k = self.rope(q, span), self.rope(k, span)
-        self.write((row, slice(None), span), k.transpose(0, 1), v.transpose(0, 1))
-        return causal_attention(q, k, v)
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        self.write((row, slice(None), slice(0, len(q))), k.transpose(0, 1), v.transpose(0, 1))
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
-        keys = Int8Keys(self.k, self.k_scale)
-        return self.room.attend(self.rope(q, pos), keys, self.values.by_head(), pos)
+        rows, low_scale = self.values.stores()
+        values = Plain(rows) if low_scale is None else CodedValues(rows, low_scale, self.values.bits)
+        return self.room.attend(self.rope(q, pos), Int8Keys(*self.keys.stores()), values, pos)
 
     def token_bytes(self) -> int:
         """Codes and scales of K, codes and (minimum, scale) of V."""
-        return self.config.kv_dim + 4 * self.config.n_kv_heads + self.values.row_bytes
+        c = self.config
+        return c.n_kv_heads * self.keys.bytes_of(c.head_dim) + self.values.bytes_of(c.kv_dim)
 
 
 def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
@@ -1095,7 +1047,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
     if settings.window == "half":
         check_groups(8, c.head_dim)
     block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
-    rotations = mean_rotations(room, block) if block else None
+    blocks = (block, *mean_rotations(room, block)) if block else ()
     half = c.kv_dim // 2 if settings.window == "half" else 0
     need = max(half, share_rank(settings.rank, c.kv_dim))
 
@@ -1111,9 +1063,9 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
             fault = f"rank {need} is more than the {basis.shape[1]} directions in the artifact"
             raise UserError(f"{fault}; run calibrate.py fit with --max_rank {need / c.kv_dim:g}")
         maps, half_maps = latent_maps(settings, c, basis, scale), sals_maps(basis, scale, half)
-        made = SalsCache(room, settings, i not in skipped, maps, half_maps, block, rotations)
+        made = SalsCache(room, settings, i not in skipped, maps, half_maps, blocks)
         if settings.fold and not c.qk_norm:
-            by_sum = settings.score == "sum" and not rotations  # RoPE comes between W_q and U
+            by_sum = settings.score == "sum" and not block  # RoPE comes between W_q and U
             sals_fold(attention, c, *maps, made.r_score if by_sum and made.sparse else None)
             made.down = None
         return made
@@ -1310,7 +1262,7 @@ def dense_attention(elite: EliteAttention) -> Attention:
     return attention
 
 
-class EliteCache(EvenCache):
+class EliteCache(Cache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
     Decode absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query
@@ -1558,7 +1510,7 @@ class LrqkSettings:
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting(
         "optimal",
-        "how a new token is projected: closed-form basis, Alg. 1's basis, or the paper's Alg. 2 (its gauge)",
+        "project tokens by a closed form, Alg. 1's basis, or Alg. 2",
         ("optimal", "frozen", "paper"),
     )
     init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
@@ -1789,10 +1741,8 @@ class LrqkCache(Cache):
         self.register_buffer("counts", self.store(2, dtype=torch.int64))  # rows selected, rows missed
         self.fetch = room.kernels.fetch_rows if room.kernels else fetch_rows
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length = q.shape[0]
-        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
-        w_q, w_k = self.factorise(row, q, k)
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        length, (w_q, w_k) = len(q), self.factorise(row, q, k)
         places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
         heads_k, heads_v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
         self.k[row, :, places], self.v[row, :, places] = heads_k, heads_v
@@ -1805,7 +1755,6 @@ class LrqkCache(Cache):
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
         self.load(slice(row, row + 1), torch.full((1,), length - 1, device=q.device), q_hat)
         self.counts[row] = 0
-        return causal_attention(q, k, v)
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """W_Q, W_K [Hkv, D, r] fp32 from the prompt's q [S, Hq, D], k [S, Hkv, D]; stores the row's bases."""
@@ -1929,29 +1878,14 @@ class StreamingCache(DenseCache):
     the place within the cache, to go on beyond the trained length.)"""
 
     def __init__(self, room: Room, settings: StreamingSettings):
-        x, w = settings.budget(room.capacity)
-        super().__init__(room, tokens=x + w)
-        self.x, self.w = x, w
+        self.x, self.w = settings.budget(room.capacity)
+        super().__init__(room, tokens=self.x + self.w)
+        self.keys, self.values = (Window(rows, self.x, self.w) for rows in (self.k, self.v))
 
-    def slot(self, position: Tensor) -> Tensor:
-        return window_slot(position, self.x, self.w)
-
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length = q.shape[0]
-        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
-        places = self.room.positions[:length]
-        kept = places[(places < self.x) | (places >= length - self.w)]
-        self.k[row, :, self.slot(kept)] = k[kept].transpose(0, 1)
-        self.v[row, :, self.slot(kept)] = v[kept].transpose(0, 1)
-        return causal_attention(q, k, v)
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows, slot = self.room.row_ids, self.slot(pos)
-        self.k[rows, :, slot], self.v[rows, :, slot] = self.rope(k, pos), v
+    def select(self, pos: Tensor, q: Tensor) -> None:
+        """All slots: they fill from the left, so that those up to pos hold a token."""
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
-        # Slots fill from the left: those up to pos hold a token.
-        return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return min(length, self.tokens), min(length, self.tokens)
@@ -2079,9 +2013,8 @@ class H2oCache(DenseCache):
             logits = (logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)
         return logits.softmax(-1)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length, c = q.shape[0], self.config
-        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        length, c = len(q), self.config
         places, heads = self.room.positions[:length], k.transpose(0, 1)  # heads [Hkv, S, D]
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ heads[:, None].transpose(-1, -2)).float() * c.head_dim**-0.5  # [Hkv, G, W, S]
@@ -2096,7 +2029,6 @@ class H2oCache(DenseCache):
         self.position[row], self.position[row, :, :n] = -1, kept.int()
         self.attention[row], self.attention[row, :, :n] = 0, attention.gather(1, kept)
         self.prompt[row] = length
-        return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rows, heads = self.room.row_ids[:, None], torch.arange(self.config.n_kv_heads, device=pos.device)
@@ -2205,6 +2137,14 @@ class DoubleSparseSettings(TopKSettings):
     every: int = setting(1, "HShare (ICLR 2025): steps for which a selection is used")
     share_heads: int = setting(0, "HShare: KV heads that use the selection of another one, by their overlap")
 
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        x, y, z = super().budget(capacity)
+        if not 0 < self.channels <= 1:
+            raise UserError(f"--channels {self.channels:g}: r_c / D must lie in (0, 1]")
+        if self.every < 1 or (self.every > y + 1 and x + y + z < capacity):
+            raise UserError(f"--every {self.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
+        return x, y, z
+
 
 def share_map(overlap: Tensor, merged: int) -> Tensor:
     """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i.
@@ -2229,9 +2169,11 @@ class DoubleSparseCache(SelectiveCache):
     def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
         x, y, z = settings.budget(room.capacity)
         super().__init__(room, x + y + z, settings.kv_bits)
-        c, self.x, self.z = room.config, x, z
-        selects = self.count < room.capacity
-        self.every, self.share_heads = (settings.every, settings.share_heads) if selects else (1, 0)
+        c, self.x, self.z, merged = room.config, x, z, settings.share_heads
+        if not 0 <= merged < c.n_kv_heads:
+            most = c.n_kv_heads - 1
+            raise UserError(f"--share_heads {merged}: of {most + 1} KV heads, 0 to {most} can be merged")
+        self.every, self.share_heads = (settings.every, merged) if self.count < room.capacity else (1, 0)
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
         self.r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(self.r).indices.to(room.device)  # [Hkv, r_c]
@@ -2297,26 +2239,6 @@ class DoubleSparseCache(SelectiveCache):
         return length * heads * self.r * self.room.dtype.itemsize // self.every
 
 
-def build_doublesparse(
-    model: Llama, settings: DoubleSparseSettings, room: Room, artifact: Artifact
-) -> list[Cache]:
-    heads, (x, y, z) = model.config.n_kv_heads, settings.budget(room.capacity)
-    if not 0 < settings.channels <= 1:
-        raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
-    if not 0 <= settings.share_heads < heads:
-        merged = settings.share_heads
-        raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-    if settings.every < 1 or (settings.every > y + 1 and x + y + z < room.capacity):
-        raise UserError(f"--every {settings.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
-    skipped = skipped_layers(settings, len(model.layers))
-    return [
-        DenseCache(room, settings.kv_bits)
-        if i in skipped
-        else DoubleSparseCache(room, settings, artifact["importance"][i])
-        for i in range(len(model.layers))
-    ]
-
-
 def doublesparse_tensors(c: ModelConfig) -> Stored:
     return {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)}
 
@@ -2332,55 +2254,82 @@ class KiviSettings:
     residual: int = setting(128, "R: last tokens that stay exact")
 
 
-class PackedKeys(nn.Module):
-    """Keys in codes, quantised per channel in groups of 32 tokens. A store.
+class Packed(nn.Module):
+    """Keys or values in codes. A store. Those from position `first(pos)` on are exact, in a ring of R.
 
-    They wait in a ring until R of them are there. width: numbers of a key."""
+    tokens: how many have codes; coded_bytes: of one of them, of all heads."""
+
+    def __init__(self, cache: DenseCache, bits: int, R: int, width: int):
+        super().__init__()
+        self.room, self.bits, self.R, heads = cache.room, bits, R, cache.config.n_kv_heads
+        self.register_buffer("ring", cache.store(R, heads, width))
+        self.exact_bytes = heads * width * self.room.dtype.itemsize
+
+    def write_prompt(self, row: int, x: Tensor) -> None:
+        exact = torch.arange(max(0, self.first(len(x) - 1)), len(x), device=x.device)
+        self.ring[row, exact % self.R] = x[exact]
+
+    def write(self, pos: Tensor, x: Tensor) -> None:
+        self.ring[self.room.row_ids, pos % self.R] = x
+
+    def exact(self, pos: Tensor) -> Tensor:
+        """Which tokens are in the ring, [B, S]."""
+        return self.room.positions >= self.first(pos)[:, None]
+
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        ring = self.ring[:, self.room.positions % self.R].transpose(1, 2)  # [B, Hkv, S, width]
+        x = torch.where(self.exact(pos)[:, None, :, None], ring, self.decoded())
+        return x if index is None else gather_rows(x, index)
+
+    def formula(self) -> int:
+        return self.room.rows * round(self.tokens * self.coded_bytes + self.R * self.exact_bytes)
+
+    def bytes_of(self, n: float, length: int) -> float:
+        """Bytes of n tokens of a row of `length`; those in the ring are taken to be among them."""
+        exact = min(n, length - max(0, self.first(length - 1)))
+        return exact * self.exact_bytes + (n - exact) * self.coded_bytes
+
+
+class PackedKeys(Packed):
+    """Keys quantised per channel in groups of 32 tokens. They wait in the ring until R of them are there."""
 
     kind = "channels"
 
-    def __init__(self, cache: "DenseCache", bits: int, residual: int):
-        super().__init__()
-        self.room, self.bits, self.width = cache.room, bits, cache.width
+    def __init__(self, cache: DenseCache, bits: int, residual: int):
+        capacity, heads, width = cache.room.capacity, cache.config.n_kv_heads, cache.width
         if residual < 32 or residual % 32:
             raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
-        if self.width * bits % 8:
-            raise UserError(f"keys of {self.width} numbers do not fill bytes with {bits} bits each")
-        capacity, heads = cache.room.capacity, cache.config.n_kv_heads
-        self.R = min(residual, -(-capacity // 32) * 32)
-        self.groups = -(-capacity // self.R) * self.R // 32
-        codes, pairs = (self.groups * 32, self.width * bits // 8), (self.groups, self.width, 2)
-        self.register_buffer("codes", cache.store(heads, *codes, dtype=torch.uint8))
-        self.register_buffer("low_scale", cache.store(heads, *pairs, dtype=torch.float16))
-        self.register_buffer("ring", cache.store(self.R, heads, self.width))
+        if width * bits % 8:
+            raise UserError(f"keys of {width} numbers do not fill bytes with {bits} bits each")
+        super().__init__(cache, bits, min(residual, -(-capacity // 32) * 32), width)
+        self.tokens = -(-capacity // self.R) * self.R
+        self.coded_bytes = heads * width * (bits + 1) / 8  # codes, and a share of their (minimum, scale)
+        self.register_buffer("codes", cache.store(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
+        groups = cache.store(heads, self.tokens // 32, width, 2, dtype=torch.float16)
+        self.register_buffer("low_scale", groups)
+
+    def first(self, pos: Tensor | int) -> Tensor | int:
+        return pos // self.R * self.R
 
     def write_prompt(self, row: int, x: Tensor) -> None:
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
         self.codes[row, :, :full], self.low_scale[row, :, : full // 32] = codes, low_scale
-        waiting = torch.arange(full, len(x), device=x.device)
-        self.ring[row, waiting % self.R] = x[waiting]
+        super().write_prompt(row, x)
 
     def write(self, pos: Tensor, x: Tensor) -> None:
-        rows, first = self.room.row_ids[:, None], (pos // self.R * self.R)[:, None]
-        self.ring[self.room.row_ids, pos % self.R] = x
+        super().write(pos, x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
         codes, low_scale = quantize(self.ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        rows, first = self.room.row_ids[:, None], self.first(pos)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
         self.codes[rows, :, tokens] = codes.transpose(1, 2)
         self.low_scale[rows, :, groups] = low_scale.transpose(1, 2)
 
-    def exact(self, pos: Tensor, places: Tensor) -> Tensor:
-        """Which of the places, with rows first, wait in the ring."""
-        return places >= (pos // self.R * self.R).view(-1, *[1] * (places.ndim - 1))
-
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+    def decoded(self) -> Tensor:
         k = dequantize(self.codes, self.low_scale, self.bits, 32, self.room.dtype, -2)
-        places = self.room.positions
-        k, exact = k[:, :, : len(places)], self.exact(pos, places[None])[:, None, :, None]
-        k = torch.where(exact, self.ring[:, places % self.R].transpose(1, 2), k)
-        return k if index is None else gather_rows(k, index)
+        return k[:, :, : self.room.capacity]
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
@@ -2392,73 +2341,48 @@ class PackedKeys(nn.Module):
         coded = sum(weigh(x, plane).float() for x, plane in zip(parts, planes, strict=True))
         coded = coded + q[:, :, None].float() @ low[..., None]  # [B, Hkv, n, G, 32]
         coded = coded.transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
-        places = self.room.positions
         exact = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
-        waits = self.exact(pos, places[None, None, None])
-        return torch.where(waits, exact[..., places % self.R], coded[..., : len(places)])
+        places = self.room.positions
+        return torch.where(
+            self.exact(pos)[:, None, None], exact[..., places % self.R], coded[..., : len(places)]
+        )
 
     def stores(self) -> list[Tensor]:
         return [self.codes, self.low_scale, self.ring]
 
-    def key_bytes(self) -> float:
-        """Bytes of one quantised key of all heads: codes, and its share of its group's (minimum, scale)."""
-        return self.room.config.n_kv_heads * self.width * (self.bits + 1) / 8
 
-    def formula(self) -> int:
-        ring = self.R * self.room.config.n_kv_heads * self.width * self.room.dtype.itemsize
-        return self.room.rows * (round(self.groups * 32 * self.key_bytes()) + ring)
+class PackedValues(Packed):
+    """Values quantised per token in groups of 32 channels; the last R are exact."""
 
-    def bytes_of(self, keys: float, length: int) -> float:
-        """Bytes of so many keys of a row of `length` tokens; those in the ring are taken to be among them."""
-        exact = min(keys, (length - 1) % self.R + 1)
-        whole = self.room.config.n_kv_heads * self.width * self.room.dtype.itemsize
-        return exact * whole + (keys - exact) * self.key_bytes()
+    def __init__(self, cache: DenseCache, bits: int, R: int):
+        c, tokens = cache.config, cache.room.capacity
+        super().__init__(cache, bits, R, c.head_dim)
+        self.tokens, self.packed = tokens, Rows(cache, (tokens, c.n_kv_heads), c.head_dim, bits)
+        self.coded_bytes = self.packed.bytes_of(c.kv_dim)
 
-
-class PackedValues(nn.Module):
-    """Values in codes, quantised per token in groups of 32 channels; the last R are exact. A store."""
-
-    def __init__(self, cache: "DenseCache", bits: int, R: int):
-        super().__init__()
-        self.room, self.bits, c = cache.room, bits, cache.config
-        self.packed, self.R = Values(cache, cache.room.capacity, bits), R
-        self.register_buffer("ring", cache.store(self.R, c.n_kv_heads, c.head_dim))
+    def first(self, pos: Tensor | int) -> Tensor | int:
+        return pos - self.R + 1
 
     def write_prompt(self, row: int, x: Tensor) -> None:
         self.packed.write((row, slice(0, len(x))), x)
-        last = torch.arange(max(0, len(x) - self.R), len(x), device=x.device)
-        self.ring[row, last % self.R] = x[last]
+        super().write_prompt(row, x)
 
     def write(self, pos: Tensor, x: Tensor) -> None:
-        rows = self.room.row_ids
-        self.packed.write((rows, pos), x)
-        self.ring[rows, pos % self.R] = x
+        self.packed.write((self.room.row_ids, pos), x)
+        super().write(pos, x)
 
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        places = self.room.positions
-        exact = (places > pos[:, None] - self.R)[..., None, None]
-        decoded = self.packed.read((slice(None),))  # [B, tokens, Hkv, D]
-        v = torch.where(exact, self.ring[:, places % self.R], decoded).transpose(1, 2)
-        return v if index is None else gather_rows(v, index)
+    def decoded(self) -> Tensor:
+        return self.packed.read((slice(None),)).transpose(1, 2)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        exact = self.room.positions > pos[:, None, None, None] - self.R
         position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
         recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
         recent = recent.masked_fill(position < 0, 0).to(self.ring.dtype) @ self.ring.transpose(1, 2)
-        return self.packed.by_head().mix(weights.masked_fill(exact, 0), pos) + recent
+        coded = CodedValues(*self.stores()[:2], self.bits)
+        return coded.mix(weights.masked_fill(self.exact(pos)[:, None, None], 0), pos) + recent
 
     def stores(self) -> list[Tensor]:
         return [*(x.transpose(1, 2) for x in self.packed.stores()), self.ring]
-
-    def formula(self) -> int:
-        ring = self.R * self.room.config.kv_dim * self.room.dtype.itemsize
-        return self.room.rows * (self.room.capacity * self.packed.row_bytes + ring)
-
-    def bytes_of(self, values: float) -> float:
-        exact = min(values, self.R)
-        whole = self.room.config.kv_dim * self.room.dtype.itemsize
-        return exact * whole + (values - exact) * self.packed.row_bytes
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -2528,14 +2452,13 @@ class ShadowKvCache(Cache):
         """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
         return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=chunks.device)).flatten(-2)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length, flat = q.shape[0], k.flatten(1)
-        rotated = self.rope(k, slice(0, length))
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
+        length, flat = len(q), raw.flatten(1)
         gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
         self.basis[row] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
         self.latent[row, :length] = flat @ self.basis[row]
         whole = length // self.chunk
-        chunks = rotated[: whole * self.chunk].unflatten(0, (whole, self.chunk)).float()
+        chunks = k[: whole * self.chunk].unflatten(0, (whole, self.chunk)).float()
         landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[row, :, :whole] = landmark.transpose(0, 1).to(k.dtype)
         likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
@@ -2544,14 +2467,11 @@ class ShadowKvCache(Cache):
         ids = candidates.topk(n, largest=False).indices  # [Hkv, n]
         self.outlier[row], self.outlier[row, :, :n] = -1, ids.int()
         index, n = self.tokens_of(ids)[None], n * self.chunk
-        self.outlier_k[row, :, :n] = gather_rows(rotated.transpose(0, 1)[None], index)[0]
-        self.outlier_v[row, :, :n] = gather_rows(v.transpose(0, 1)[None], index)[0]
-        last = torch.arange(max(0, length - self.z), length, device=q.device)
-        self.ring_k[row, :, last % self.z] = rotated[last].transpose(0, 1)
-        self.ring_v[row, :, last % self.z] = v[last].transpose(0, 1)
         places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
         self.host_v[row, :, places] = v.transpose(0, 1)
-        return causal_attention(self.rope(q, slice(0, length)), rotated, v)
+        for x, outliers, ring in ((k, self.outlier_k, self.ring_k), (v, self.outlier_v, self.ring_v)):
+            outliers[row, :, :n] = gather_rows(x.transpose(0, 1)[None], index)[0]
+            Window(ring, 0, self.z).write_prompt(row, x)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rows = self.room.row_ids
@@ -2680,7 +2600,7 @@ def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> No
         linear.out_features, linear.in_features = linear.weight.shape
 
 
-class FdcCache(EvenCache):
+class FdcCache(Cache):
     """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
 
     One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
@@ -2836,16 +2756,15 @@ def equal_stretches(
     lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width).
     Blocks of `block` tokens stay whole: one belongs to the worker in whose stretch it begins."""
     total, begin = sum(-(-length // block) for length in lengths) * sum(costs), 0
-    plan = [{} for _ in range(workers)]  # of each worker (row, head) -> where its blocks begin
+    plan = [[] for _ in range(workers)]
     for row, head in itertools.product(range(len(lengths)), range(len(costs))):
-        for first in range(0, lengths[row], block):
-            worker = ((begin + 1) * workers - 1) // total
-            plan[worker].setdefault((row, head), []).append(first)
+        for block_first in range(0, lengths[row], block):
+            own = plan[((begin + 1) * workers - 1) // total]
+            goes_on = own and own[-1][:2] == (row, head)
+            first = own.pop()[2] if goes_on else block_first
+            own.append((row, head, first, min(block_first + block, lengths[row])))
             begin += costs[head]
-    return [
-        [(row, head, own[0], min(own[-1] + block, lengths[row])) for (row, head), own in stretches.items()]
-        for stretches in plan
-    ]
+    return plan
 
 
 # ------------------------------------------------------------------------------------------------------- Palu
@@ -2858,7 +2777,7 @@ class PaluSettings:
     keep: float = setting(0.5, "rank of each head's K and V, a share of D", sets="bytes")
 
 
-class PaluCache(EvenCache):
+class PaluCache(Cache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
 
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
@@ -2867,12 +2786,11 @@ class PaluCache(EvenCache):
 
     def __init__(self, room: Room, basis: Tensor, v_rank: int, bias: Tensor):
         super().__init__(room)
-        heads, self.basis, self.bias = len(basis), basis.to(room.device, room.dtype), bias
-        self.register_buffer("k_latent", self.store(heads, room.capacity, basis.shape[2]))
-        self.register_buffer("v_latent", self.store(heads, room.capacity, v_rank))
-        self.latents, self.values = Plain(self.k_latent), Plain(self.v_latent)
-        paired = room.paired_basis(self.basis, bias)
-        self.keys = RebuiltKeys(room, self.k_latent, self.basis, bias, paired)
+        self.basis, self.bias = basis.to(room.device, room.dtype), bias
+        self.register_buffer("k_latent", self.store(len(basis), room.capacity, basis.shape[2]))
+        self.register_buffer("v_latent", self.store(len(basis), room.capacity, v_rank))
+        self.keys = RebuiltKeys(self.k_latent, room, self.basis, bias)
+        self.values = Plain(self.v_latent)
 
     def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What is stored, [..., Hkv, rank], of k [..., Hkv, D] before RoPE and folded v [..., Hkv v_rank]."""
@@ -2881,7 +2799,7 @@ class PaluCache(EvenCache):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         k, v = self.compress(k, latent)
-        self.latents.write_prompt(row, k)
+        self.keys.write_prompt(row, k)
         self.values.write_prompt(row, v)
         span, (rank, width) = slice(0, len(q)), (v.shape[-1], q.shape[-1])
         rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
@@ -2890,7 +2808,7 @@ class PaluCache(EvenCache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         k, v = self.compress(k, latent)
-        self.latents.write(pos, k)
+        self.keys.write(pos, k)
         self.values.write(pos, v)
         return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
 
@@ -3050,7 +2968,10 @@ METHODS = {
     "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
     "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
     "doublesparse": Method(
-        DoubleSparseSettings, build_doublesparse, "top-k, scored on a few channels", doublesparse_tensors
+        DoubleSparseSettings,
+        each_layer(DoubleSparseCache, "importance"),
+        "top-k, scored on a few channels",
+        doublesparse_tensors,
     ),
     "kivi": Method(
         KiviSettings,
