@@ -57,8 +57,7 @@ def kv_bits_setting():
 
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
     """The module kernels.py, on Hopper GPUs hopper.py in its place, or None for plain PyTorch. wanted None:
-    where they run, which is on CUDA with triton and head dims of at least 16 (a tensor core's tile). Raises
-    UserError if wanted elsewhere."""
+    where they run, on CUDA with triton and head dims of at least 16 (a tensor core's tile), or UserError."""
     fits = importlib.util.find_spec("triton") is not None and config.head_dim >= 16
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
     if wanted and not (fits and (device.type == "cuda" or interpreted)):
@@ -102,9 +101,7 @@ class Room:
         """The same of x [..., D], of one head each."""
         return self.rope(x[..., None, :], positions)[..., 0, :]
 
-    def select(
-        self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
-    ) -> Tensor:
+    def select(self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted=None) -> Tensor:
         """`select`, in its kernel where that is faster than topk: the one way in which methods select."""
         if not (self.kernels and y) or self.kernels.select_passes(scores.shape[-1], y):
             return select(scores, pos, x, y, z, wanted)
@@ -113,30 +110,33 @@ class Room:
         index = self.kernels.select(scores.flatten(0, -2), pos, x, y, z, wanted)  # [B * heads, x + y]
         return index.unflatten(0, scores.shape[:-1])
 
-    def scores(self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, scale: float | None = None) -> Tensor:
+    def best(self, scores: Tensor, pos: Tensor, budget: tuple, wanted: Tensor | None = None) -> Tensor:
+        """What `select` gives for a budget (x, y, z), and the z recent tokens: index [B, ..., x + y + z]."""
+        index = self.select(scores, pos, *budget, wanted)
+        recent = pos.view(-1, *[1] * (index.ndim - 1)) - self.positions[: budget[2]]  # [B, 1, ..., z]
+        return torch.cat((index, recent.expand(*index.shape[:-1], -1)), -1)
+
+    def scores(self, q: Tensor, rows: Tensor, pos: Tensor, rule: str) -> Tensor:
         """Scores of the tokens up to pos, from what is stored of them: the one way in which methods score.
 
-        q [B, Hkv, G, d]; rows [B, Hkv, S, n], of which the d leading numbers count; scale of the logits, else
-        that of the head dim. rule each: a score a query, its logit -> [B, Hkv, G, S]; largest: group_scores
-        -> [B, Hkv, S]. fp32, -inf beyond pos."""
-        scale = self.config.head_dim**-0.5 if scale is None else scale
+        q [B, Hq, d]; rows [B, Hkv, S, n], of which the d leading numbers count. rule each: a score a query,
+        its logit -> [B, Hkv, G, S]; largest: group_scores -> [B, Hkv, S]. fp32, -inf beyond pos."""
+        q, scale = q.unflatten(1, (rows.shape[1], -1)).to(rows.dtype), self.config.head_dim**-0.5
         if self.kernels:
-            scores = self.kernels.scores(q.to(rows.dtype).contiguous(), rows, None, pos.int(), scale, rule)
+            scores = self.kernels.scores(q.contiguous(), rows, None, pos.int(), scale, rule)
             return scores.view(*q.shape[:3], -1) if rule == "each" else scores
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
-        logits = weigh(q.to(rows.dtype), rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
+        logits = weigh(q, rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
         if rule == "largest":
             return group_scores(logits, live)
         return logits.masked_fill(~live[:, None, None], -torch.inf)
 
-    def attend(
-        self, q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None, live: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, live=None) -> Tensor:
         """Attention of one query a row over stored tokens: the one way in which methods attend.
 
         q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores (Plain and those like it).
-        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; or live [B, Hkv, S]: which
-        of all count; without both all up to pos."""
+        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; live [B, Hkv, S]: which of
+        all do; neither: all up to pos."""
         scale = self.config.head_dim**-0.5
         if self.kernels and self.config.head_dim % 16 == 0:
             if live is not None:
@@ -156,10 +156,8 @@ class Room:
             mixed = values.mix(weights, pos) / weights.sum(-1, keepdim=True)
             return mixed.to(q.dtype).flatten(1, 2)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
-        k, v = (
-            store.read(pos, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
-            for store in (keys, values)
-        )
+        flat, sizes = chosen.flatten(2), chosen.shape[2:]
+        k, v = (x.read(pos, flat).unflatten(2, sizes).flatten(1, 2) for x in (keys, values))
         return attend(q, k, v, index >= 0, scale)
 
     def attend_logits(self, logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
@@ -185,7 +183,6 @@ class Cache(nn.Module):
     """The base of all caches: zeroed storage, exact attention in a prompt, the ledger, and `attends`."""
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
-
     elite_rope = False  # rotates only a head's elite pairs, as a checkpoint uptrained for EliteKV must be
 
     def __init__(self, room: Room):
@@ -199,15 +196,12 @@ class Cache(nn.Module):
         return torch.zeros(self.room.rows, *shape, dtype=dtype or self.room.dtype, device=self.room.device)
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        """A whole prompt, attended exactly: what is stored of it does not change what it gives."""
+        """A whole prompt, attended exactly. What the method keeps of it, write_prompt(row, q, k, v, raw,
+        *folded) stores: q and k after RoPE, raw: k before."""
         span = slice(0, len(q))
         q, rotated = self.rope(q, span), self.rope(k, span)
         self.write_prompt(row, q, rotated, v, k, *folded)
         return causal_attention(q, rotated, v)
-
-    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
-        """Stores a prompt in a row: q, k after RoPE, v, and `raw`, k before RoPE."""
-        raise NotImplementedError
 
     def attends(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
         """Decode says here which tokens it attends if these are not all: one line in a method that selects.
@@ -270,15 +264,6 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         live = live & (places[: index.shape[-1]] < wanted.view(rows))
     sinks = places[:x].where(places[:x] <= last, -1).expand(*index.shape[:-1], -1)
     return torch.cat((sinks, index.where(live, -1)), -1).int()
-
-
-def best_tokens(
-    room: Room, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
-) -> Tensor:
-    """What `select` gives, and the z recent ones: index [B, ..., x + y + z], negative where none."""
-    index = room.select(scores, pos, x, y, z, wanted)
-    recent = pos.view(-1, *[1] * (index.ndim - 1)) - room.positions[:z]  # [B, 1, ..., z]
-    return torch.cat((index, recent.expand(*index.shape[:-1], z)), -1)
 
 
 def token_count(k: float, length: int) -> int:
@@ -345,7 +330,9 @@ def weigh(w: Tensor, codes: Tensor) -> Tensor:
 
 @dataclass
 class Plain:
-    """Keys or values [B, Hkv, S, width] as they are. A store: what Room.attend reads."""
+    """Keys or values [B, Hkv, S, width] as they are. A store: what Room.attend reads.
+
+    Keys in another form give logits(q, pos): q [B, Hkv, G, D] times all of them -> [B, Hkv, G, S]."""
 
     rows: Tensor
     kind, bits = "plain", 16
@@ -363,9 +350,7 @@ class Plain:
         return self.rows if index is None else gather_rows(self.rows, index)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        """weights [B, Hkv, G, S] fp32 times the values of all tokens -> [B, Hkv, G, width]. Of keys, which
-        are codes or latents, the other stores give `logits`: q [B, Hkv, G, D] times all keys -> [B, Hkv, G,
-        S]."""
+        """weights [B, Hkv, G, S] fp32 times the values of all tokens -> [B, Hkv, G, width]."""
         return weigh(weights, self.rows)
 
     def stores(self) -> list[Tensor | None]:
@@ -391,8 +376,7 @@ class Int8Keys:
 
 @dataclass
 class CodedValues:
-    """Values in codes [B, Hkv, S, D * bits / 8] with (minimum, scale) of groups [B, Hkv, S, n, 2] (quantize).
-    A store."""
+    """Values in codes [B, Hkv, S, D * bits / 8] with groups' (minimum, scale) [B, Hkv, S, n, 2]. A store."""
 
     codes: Tensor
     low_scale: Tensor
@@ -508,7 +492,6 @@ class DenseCache(Cache):
             self.register_buffer("v", self.store(c.n_kv_heads, self.tokens, c.head_dim))
             self.keys, self.values = Plain(self.k), Plain(self.v)
         else:
-            check_groups(bits, c.head_dim)
             self.keys = PackedKeys(self, bits, residual)
             self.values = PackedValues(self, bits, self.keys.R)
 
@@ -553,7 +536,7 @@ class DenseCache(Cache):
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Rows of K and of V that one decode step must read, a KV head."""
-        return length, length
+        return min(length, self.tokens), min(length, self.tokens)
 
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
@@ -630,14 +613,6 @@ def dequantize(
     return (grouped * scale + low).flatten(dim - 1, dim).to(dtype)
 
 
-def check_groups(bits: int, head_dim: int) -> None:
-    """Raises UserError for a head that groups of 32 channels (or of all, in a narrow head) do not fill."""
-    if bits < 16 and (head_dim % min(32, head_dim) or head_dim * bits % 8):
-        raise UserError(
-            f"{bits}-bit values need a head dim that groups of 32 channels divide, not {head_dim}"
-        )
-
-
 def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
     """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
     scale = x.float().abs().amax(dims, keepdim=True) / 127
@@ -654,10 +629,11 @@ class Rows(nn.Module):
         if bits == 16:
             rows, scale = cache.store(*places, width), None
         elif symmetric:
-            rows, scale = (
-                cache.store(*places, width, dtype=torch.int8),
-                cache.store(*places, dtype=torch.float32),
-            )
+            rows = cache.store(*places, width, dtype=torch.int8)
+            scale = cache.store(*places, dtype=torch.float32)
+        elif width % self.group or width * bits % 8:
+            groups = "a head dim that groups of 32 channels divide"
+            raise UserError(f"{bits}-bit values need {groups}, not {width}")
         else:
             rows = cache.store(*places, width * bits // 8, dtype=torch.uint8)
             scale = cache.store(*places, width // self.group, 2, dtype=torch.float16)  # (minimum, scale)
@@ -790,13 +766,7 @@ def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor
 
 
 def sals_scores(
-    queries: Tensor,
-    latent: Tensor,
-    live: Tensor,
-    rule: str,
-    scale: float,
-    block: int = 0,
-    token_scale: Tensor | None = None,
+    queries: Tensor, latent: Tensor, live: Tensor, rule: str, scale: float, block: int = 0, token_scale=None
 ) -> Tensor:
     """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
 
@@ -1014,9 +984,7 @@ def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
     return max(1, round(settings.score_rank * share_rank(settings.rank, config.kv_dim)))
 
 
-def sals_fold(
-    attention: Attention, config: ModelConfig, down: Tensor, up: Tensor, r_score: int | None
-) -> None:
+def sals_fold(attention: Attention, c: ModelConfig, down: Tensor, up: Tensor, r_score: int | None) -> None:
     """Appends W_k U_r, and for the sum rule (sum over each group of W_q) U_r*, to the rows of wqkv.
 
     Exact, since everything up to the latent is linear; biases fold the same way. down, up: of latent_maps."""
@@ -1025,7 +993,7 @@ def sals_fold(
         q, k, _ = parameter.float().split(attention.widths)
         rows = [down.T @ k]
         if r_score:
-            summed = q.unflatten(0, (config.n_kv_heads, config.group, -1)).sum(1).flatten(0, 1)
+            summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
             rows.append(up[:, :r_score].T @ summed)
         stacked = torch.cat((parameter, *(r.to(parameter.dtype) for r in rows)))
         setattr(linear, name, nn.Parameter(stacked, False))
@@ -1043,9 +1011,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
         )
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
-    check_groups(settings.bits, c.head_dim)
-    if settings.window == "half":
-        check_groups(8, c.head_dim)
+
     block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
     blocks = (block, *mean_rotations(room, block)) if block else ()
     half = c.kv_dim // 2 if settings.window == "half" else 0
@@ -1393,8 +1359,7 @@ def random_elitekv(c: ModelConfig) -> Artifact:
     a, n = random_basis(c.dim, d_ckv), c.n_kv_heads * (2 * c.head_dim - 2 * r)
     b = 0.02 * torch.randn(d_ckv, n, generator=torch.Generator().manual_seed(0))
     made = {f"{i}.{name}": x for i in range(c.n_layers) for name, x in (("A", a), ("B", b))}
-    sizes = {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
-    return made | sizes | {"elite": order, "contribution": order}
+    return made | {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv), "elite": order, "contribution": order}
 
 
 # ------------------------------------------------------------------------------------------------------- Loki
@@ -1430,8 +1395,7 @@ class LokiCache(DenseCache):
     def __init__(self, room: Room, settings: LokiSettings, basis: Tensor, d: int):
         # Components that are cached: the scale of their logits stays that of the full head dim.
         super().__init__(room, settings.kv_bits, width=d if settings.reduced else 0)
-        self.settings, self.d = settings, d
-        self.x, self.y, self.z = settings.budget(room.capacity)
+        self.settings, self.d, self.budget = settings, d, settings.budget(room.capacity)
         self.basis = basis.to(room.device, room.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
 
     def stored(self, x: Tensor) -> Tensor:
@@ -1447,12 +1411,11 @@ class LokiCache(DenseCache):
         if self.settings.reduced:
             return None
         rule = {"query": "each", "group": "largest"}[self.settings.share]
-        leading = q[..., : self.d].unflatten(1, (self.config.n_kv_heads, -1))
-        scores = self.room.scores(leading, self.keys.read(pos), pos, rule)
-        wanted, forced = None, self.x + self.z
+        scores = self.room.scores(q[..., : self.d], self.keys.read(pos), pos, rule)
+        wanted, forced = None, self.budget[0] + self.budget[2]
         if self.settings.k <= 1:  # a share of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
-        return best_tokens(self.room, scores, pos, self.x, self.y, self.z, wanted)
+        return self.room.best(scores, pos, self.budget, wanted)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
@@ -1587,9 +1550,7 @@ def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tu
     return w_q, w_k
 
 
-def lrqk_balance(
-    w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, rank: int
-) -> tuple[Tensor, Tensor]:
+def lrqk_balance(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
     """The best rank-r part of A_Q A_K^T, with A_Q^T A_Q = A_K^T A_K diagonal: W_Q, W_K [Hkv, D, r].
 
     A_Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of A_Q A_K^T is that of the small L_Q^T L_K. From
@@ -1598,10 +1559,10 @@ def lrqk_balance(
     grams = (w_q.mT @ gram_q @ w_q, w_k.mT @ gram_k @ w_k)
     l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in grams)
     u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
-    root = s[..., None, :rank].sqrt()
+    root = s[..., None, :r].sqrt()
     return (
-        w_q @ torch.linalg.solve_triangular(l_q.mT, u[..., :rank] * root, upper=True),
-        w_k @ torch.linalg.solve_triangular(l_k.mT, vt.mT[..., :rank] * root, upper=True),
+        w_q @ torch.linalg.solve_triangular(l_q.mT, u[..., :r] * root, upper=True),
+        w_k @ torch.linalg.solve_triangular(l_k.mT, vt.mT[..., :r] * root, upper=True),
     )
 
 
@@ -1621,8 +1582,7 @@ def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
 def lrqk_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
     """B after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11).
 
-    B [..., r, D], x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced exactly, by the least
-    change of B."""
+    B [..., r, D], x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
     residual = x_hat @ b - x
     gradient = x_hat.mT @ residual
     moved = x_hat @ gradient
@@ -1653,8 +1613,7 @@ def lrqk_refit(
 def lrqk_resolve(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Finds a hot slot for each selected token: hits stay, misses take the slots unused for the longest time.
-    Updates the tables in place.
+    """A hot slot for each selected token: hits stay, misses take the slots unused the longest. In place.
 
     index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot;
     slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp
@@ -1747,9 +1706,8 @@ class LrqkCache(Cache):
         heads_k, heads_v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
         self.k[row, :, places], self.v[row, :, places] = heads_k, heads_v
         self.a_k[row, :, :length] = (heads_k.float() @ w_k).to(self.a_k.dtype)
-        last = places[-self.z :]
-        ring = self.slots + last % self.z
-        self.hot_k[row, :, ring], self.hot_v[row, :, ring] = heads_k[:, last], heads_v[:, last]
+        for x, hot in ((k, self.hot_k), (v, self.hot_v)):
+            Window(hot[:, :, self.slots :], 0, self.z).write_prompt(row, x)
         # The hot slots start with what the last token of the prompt selects.
         self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
@@ -1816,7 +1774,7 @@ class LrqkCache(Cache):
 
     def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
-        scores = self.room.scores(q_hat, self.a_k[rows], pos - self.z, "largest")
+        scores = self.room.scores(q_hat.flatten(1, 2), self.a_k[rows], pos - self.z, "largest")
         index = self.room.select(scores, pos, 0, self.chosen, self.z)
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
@@ -1887,9 +1845,6 @@ class StreamingCache(DenseCache):
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
 
-    def tokens_read(self, length: int) -> tuple[float, float]:
-        return min(length, self.tokens), min(length, self.tokens)
-
 
 # ------------------------------------------------- exact top-k, and what the rows that select have in common
 
@@ -1924,22 +1879,16 @@ class TopKSettings:
 
 
 class SelectiveCache(DenseCache):
-    """A full cache of which each step attends `count` tokens a KV head, those that `choose` names."""
+    """A full cache of which each step attends `count` tokens a KV head: those that choose(pos, q) names, of
+    q [B, Hq, D] after RoPE, [B, Hkv, n], negative for none."""
 
-    def __init__(self, room: Room, count: int, bits: int):
-        super().__init__(room, bits)
-        self.count = count
+    def __init__(self, room: Room, settings: object):
+        super().__init__(room, settings.kv_bits)
+        self.budget = settings.budget(room.capacity)
+        self.count = sum(self.budget)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         return self.choose(pos, q) if self.count < self.room.capacity else None
-
-    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
-        """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none."""
-        raise NotImplementedError
-
-    def scores(self, pos: Tensor, q: Tensor, rows: Tensor) -> Tensor:
-        """group_scores [B, Hkv, N] of q [B, Hq, d] and rows [B, Hkv, N, d] of tokens or pages."""
-        return self.room.scores(q.unflatten(1, (rows.shape[1], -1)), rows, pos, "largest")
 
     def index_read(self, length: int) -> int:
         """Bytes beside K and V that selection reads, where there is anything to select."""
@@ -1953,14 +1902,8 @@ class SelectiveCache(DenseCache):
 
 
 class TopKCache(SelectiveCache):
-    def __init__(self, room: Room, settings: TopKSettings):
-        x, y, z = settings.budget(room.capacity)
-        super().__init__(room, x + y + z, settings.kv_bits)
-        self.x, self.y, self.z = x, y, z
-
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
-        scores = self.scores(pos, q, self.keys.read(pos))
-        return best_tokens(self.room, scores, pos, self.x, self.y, self.z)
+        return self.room.best(self.room.scores(q, self.keys.read(pos), pos, "largest"), pos, self.budget)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return length, min(length, self.count)
@@ -2042,7 +1985,7 @@ class H2oCache(DenseCache):
         live = self.position >= 0
         self.attends(pos, self.position, live)
         every = torch.full_like(pos, self.tokens - 1)
-        logits = self.room.scores(q.unflatten(1, (len(heads), -1)), self.k, every, "each")  # [B, Hkv, G, C]
+        logits = self.room.scores(q, self.k, every, "each")  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
         self.attention += self.weights(logits, step, first).sum(2)
@@ -2053,8 +1996,7 @@ class H2oCache(DenseCache):
         return super().formula() + self.room.rows * (self.tokens * self.config.n_kv_heads * 8 + 4)
 
     def bytes_read(self, length: int) -> int:
-        stored = min(length, self.tokens)
-        return self.bytes_of(stored, stored) + stored * self.config.n_kv_heads * 8
+        return super().bytes_read(length) + min(length, self.tokens) * self.config.n_kv_heads * 8
 
 
 def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: Artifact) -> list[Cache]:
@@ -2092,7 +2034,7 @@ class QuestCache(SelectiveCache):
     """K and V in full, and for each page the largest and the least key of every channel, after RoPE."""
 
     def __init__(self, room: Room, settings: QuestSettings):
-        super().__init__(room, *settings.budget(room.capacity), settings.kv_bits)
+        super().__init__(room, settings)
         c, self.page = room.config, min(settings.page, room.capacity)
         self.pages = -(-room.capacity // self.page)
         self.register_buffer("bounds", self.store(c.n_kv_heads, self.pages, 2 * c.head_dim))
@@ -2112,9 +2054,10 @@ class QuestCache(SelectiveCache):
 
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
-        scores = self.scores(last, page_queries(q), self.bounds)
-        # [B, Hkv, n], the last one forced.
-        pages = best_tokens(self.room, scores, last, 0, self.count // self.page - 1, 1)
+        scores = self.room.scores(page_queries(q), self.bounds, last, "largest")
+        pages = self.room.best(
+            scores, last, (0, self.count // self.page - 1, 1)
+        )  # [B, Hkv, n], with the last
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
         return index.where(index <= pos[:, None, None], -1)
 
@@ -2167,13 +2110,13 @@ class DoubleSparseCache(SelectiveCache):
     heads use another head's, by a map made at the end of the prompt."""
 
     def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
-        x, y, z = settings.budget(room.capacity)
-        super().__init__(room, x + y + z, settings.kv_bits)
-        c, self.x, self.z, merged = room.config, x, z, settings.share_heads
+        super().__init__(room, settings)
+        c, merged = room.config, settings.share_heads
         if not 0 <= merged < c.n_kv_heads:
             most = c.n_kv_heads - 1
             raise UserError(f"--share_heads {merged}: of {most + 1} KV heads, 0 to {most} can be merged")
         self.every, self.share_heads = (settings.every, merged) if self.count < room.capacity else (1, 0)
+        self.forced = self.budget[0] + self.budget[2]  # sinks and recent tokens
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
         self.r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(self.r).indices.to(room.device)  # [Hkv, r_c]
@@ -2195,7 +2138,7 @@ class DoubleSparseCache(SelectiveCache):
             self.since[row] = -self.every  # the first step selects
         if self.share_heads:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
-            pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.x + self.z + 1, len(k) // 2)
+            pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.forced + 1, len(k) // 2)
             index = self.best(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)
@@ -2206,8 +2149,8 @@ class DoubleSparseCache(SelectiveCache):
 
     def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores = self.scores(pos, self.labels(q), label)
-        return best_tokens(self.room, scores, pos, self.x, count - self.x - self.z, self.z)
+        scores, (x, _, z) = self.room.scores(self.labels(q), label, pos, "largest"), self.budget
+        return self.room.best(scores, pos, (x, count - self.forced, z))
 
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         index = self.best(pos, q, self.label, self.held_count)
@@ -2237,10 +2180,6 @@ class DoubleSparseCache(SelectiveCache):
         """The labels of the heads that select, in one of `every` steps."""
         heads = self.config.n_kv_heads - self.share_heads
         return length * heads * self.r * self.room.dtype.itemsize // self.every
-
-
-def doublesparse_tensors(c: ModelConfig) -> Stored:
-    return {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)}
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI
@@ -2498,10 +2437,9 @@ class ShadowKvCache(Cache):
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
-        ids, heads = torch.arange(self.chunks, device=pos.device), self.config.n_kv_heads
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
-        scores = self.room.scores(q.unflatten(1, (heads, -1)), self.landmark, whole, "largest")
-        outlier = (self.outlier[..., None] == ids).any(2)
+        scores = self.room.scores(q, self.landmark, whole, "largest")
+        outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
         scores = scores.masked_fill(outlier, -torch.inf)
         last = self.local(pos) - 1  # the newest chunk that is not recent
         index = self.tokens_of(self.room.select(scores, last, 0, self.selected // self.chunk, 0))
@@ -2747,9 +2685,7 @@ def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) 
     return [blocks + [pieces[i] for i in chosen] for blocks, chosen in zip(plan, tasks, strict=True)]
 
 
-def equal_stretches(
-    lengths: list[int], costs: list[int], workers: int, block: int
-) -> list[list[tuple[int, int, int, int]]]:
+def equal_stretches(lengths: list[int], costs: list[int], workers: int, block: int) -> list[list[tuple]]:
     """Decode, ours (kernels.fdc_attend): every worker takes an equal stretch of all heads of all rows, laid
     end to end -> (row, head, first token, last + 1) of each worker.
 
@@ -2829,10 +2765,6 @@ def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: Artif
         fold_values(layer.attention, c, list(v))
         caches.append(PaluCache(room, k, rank, bias))
     return caches
-
-
-def palu_tensors(c: ModelConfig) -> Stored:
-    return head_bases(c, ("k", "v"))
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts
@@ -2940,38 +2872,28 @@ class Method:
 
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda room, _: DenseCache(room)), "the full cache"),
-    "sals": Method(
-        SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors
-    ),
+    "sals": Method(SalsSettings, build_sals, "sparse attention in a joint latent of the keys", sals_tensors),
     "elitekv": Method(
         EliteSettings,
         build_elitekv,
-        "a few rotated pairs a head and one latent of K and V",
+        "a few rotated pairs, a latent of the rest",
         elite_tensors,
         random_elitekv,
     ),
-    "loki": Method(
-        LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", loki_tensors
-    ),
+    "loki": Method(LokiSettings, build_loki, "top-k attention, scored on principal components", loki_tensors),
     "lrqk": Method(LrqkSettings, build_lrqk, "top-k attention by low-rank proxies; K and V in host memory"),
     "fdc": Method(
-        FdcSettings,
-        build_fdc,
-        "attention on compressed vectors, each head at its own rank",
-        fdc_tensors,
-        random_fdc,
+        FdcSettings, build_fdc, "compressed vectors, each head at its own rank", fdc_tensors, random_fdc
     ),
     "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
-    "topk": Method(
-        TopKSettings, each_layer(TopKCache), "exact top-k attention: the oracle of all selections"
-    ),
+    "topk": Method(TopKSettings, each_layer(TopKCache), "exact top-k attention, the oracle of selections"),
     "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
     "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
     "doublesparse": Method(
         DoubleSparseSettings,
         each_layer(DoubleSparseCache, "importance"),
         "top-k, scored on a few channels",
-        doublesparse_tensors,
+        lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
     ),
     "kivi": Method(
         KiviSettings,
@@ -2979,7 +2901,9 @@ METHODS = {
         "keys quantised per channel, values per token",
     ),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),
-    "palu": Method(PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", palu_tensors),
+    "palu": Method(
+        PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", lambda c: head_bases(c, "kv")
+    ),
 }
 
 
