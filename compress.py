@@ -16,7 +16,7 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,8 +56,8 @@ def kv_bits_setting():
 
 
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
-    """The module kernels.py, on Hopper GPUs hopper.py in its place, or None for plain PyTorch. wanted None:
-    where they run, on CUDA with triton and head dims of at least 16 (a tensor core's tile), or UserError."""
+    """The module kernels.py, on Hopper hopper.py, or None for plain PyTorch. wanted None: where they run,
+    on CUDA, with triton, for head dims from 16 up (a tensor core's tile). UserError if wanted elsewhere."""
     fits = importlib.util.find_spec("triton") is not None and config.head_dim >= 16
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
     if wanted and not (fits and (device.type == "cuda" or interpreted)):
@@ -165,8 +165,7 @@ class Room:
         if self.kernels:
             return self.kernels.attend_logits(logits, v, pos.int())
         live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
-        weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
-        return weigh(weights, v).flatten(1, 2)
+        return weigh(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
 
     def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
         """Attention of one query a row over rows that all heads share, as in MLA's absorbed decode.
@@ -175,8 +174,7 @@ class Room:
         scale = self.config.head_dim**-0.5
         if self.kernels:
             return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, scale)
-        live = self.positions <= pos[:, None]
-        return attend(q, rows[:, None], rows[:, None, :, :width], live, scale)
+        return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], scale)
 
 
 class Cache(nn.Module):
@@ -276,6 +274,14 @@ def kept_tokens(keep: float, capacity: int) -> int:
     if keep <= 0:
         raise UserError(f"--keep {keep:g}: give a share of the context, up to 1, or a number of tokens")
     return token_count(keep, capacity)
+
+
+def left_to_select(keep: float, total: int, capacity: int, x: int, z: int) -> int:
+    """y: what a budget `keep`, of `total` tokens, leaves beside x sinks and z recent ones."""
+    if total < x + z:
+        fewer = f"fewer than {x} sinks and {z} recent tokens"
+        raise UserError(f"--keep {keep:g} of {capacity} tokens is {fewer}")
+    return total - x - z
 
 
 def within(capacity: int, *parts: int) -> tuple[int, ...]:
@@ -597,9 +603,7 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
     codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
     planes = codes.flatten(dim - 1, dim).to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
-    packed = planes[..., 0, :].clone()
-    for i in range(1, 8 // bits):
-        packed |= planes[..., i, :] << (i * bits)
+    packed = sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
     return packed, torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
@@ -699,11 +703,7 @@ class SalsSettings:
         """(x, y, z) in tokens for a cache of this capacity."""
         x, y, z = self.sinks, self.critical, self.recent
         if self.keep:
-            y = round(self.keep * capacity) - x - z
-            if y < 0:
-                raise UserError(
-                    f"--keep {self.keep} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
-                )
+            y = left_to_select(self.keep, round(self.keep * capacity), capacity, x, z)
         z, y, x = within(capacity, z, y, x)
         return x, y, z
 
@@ -717,17 +717,15 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tens
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
-def latent_maps(
-    settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def latent_maps(settings: SalsSettings, c: ModelConfig, basis: Tensor, scale: Tensor | None) -> list[Tensor]:
     """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, `up` as its codes hold it."""
-    r = share_rank(settings.rank, config.kv_dim)
+    r = share_rank(settings.rank, c.kv_dim)
     down, up = sals_maps(basis.float(), scale, r)
     if settings.latent_bits == 16:
-        return down, up
-    turn = latent_turn(sals_score_rank(settings, config), r).to(basis.device)
-    codes, pair_scale = quantize_basis(up @ turn, config)
-    return down @ turn, codes * pair_scale
+        return [down, up]
+    turn = latent_turn(sals_score_rank(settings, c), r).to(basis.device)
+    codes, pair_scale = quantize_basis(up @ turn, c)
+    return [down @ turn, codes * pair_scale]
 
 
 @functools.lru_cache
@@ -929,9 +927,8 @@ class SalsCache(Cache):
     def window_bytes(self) -> int:
         """Bytes of one token of the window."""
         width = self.config.kv_dim
-        return self.window_keys.bytes_of(width // 2 if self.half else width) + self.window_values.bytes_of(
-            width
-        )
+        keys = self.window_keys.bytes_of(width // 2 if self.half else width)
+        return keys + self.window_values.bytes_of(width)
 
     def formula(self) -> int:
         window = (self.exact_sinks + self.z) * self.window_bytes()
@@ -1011,7 +1008,6 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
         )
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
-
     block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
     blocks = (block, *mean_rotations(room, block)) if block else ()
     half = c.kv_dim // 2 if settings.window == "half" else 0
@@ -1309,11 +1305,9 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> 
     if not 1 <= d_ckv <= most:
         raise UserError(f"--d_ckv {d_ckv}: with r = {r} the latent can have 1 to {most} dims")
     same = (r, d_ckv, settings.lrd) == (int(artifact["r"]), int(artifact["d_ckv"]), "joint")
+    uniform = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)  # [Hkv, D/2]
     for i, layer in enumerate(model.layers):
-        if settings.pairs == "uniform":
-            order = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)
-        else:
-            order = artifact[settings.pairs][i]  # [Hkv, D/2]
+        order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
 
         def factors(k: Tensor, v: Tensor, i: int = i) -> tuple[Tensor, Tensor]:
             if not (same and f"{i}.A" in artifact):
@@ -1450,7 +1444,7 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: Artif
     return [LokiCache(room, settings, artifact[f"{kind}.basis"][i], d) for i, d in enumerate(ranks)]
 
 
-def head_bases(c: ModelConfig, kinds: tuple[str, ...], values: str = "") -> Stored:
+def head_bases(c: ModelConfig, kinds: Sequence[str], values: str = "") -> Stored:
     """For each kind the bases of all KV heads, and the `values` by which their columns are sorted."""
     heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
     made = {f"{kind}.basis": (*heads, c.head_dim) for kind in kinds}
@@ -1524,9 +1518,8 @@ def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tenso
     top: each its own r columns of largest sum; topcol: the same for both. randn: a normal W, not a normal A
     as in the paper, which no W gives."""
     if init == "randn":
-        generator = torch.Generator().manual_seed(0)
-        shape = (2, *sum_q.shape, rank)
-        return tuple(torch.randn(shape, generator=generator, dtype=sum_q.dtype).to(sum_q.device))
+        seeded = torch.Generator().manual_seed(0)
+        return tuple(torch.randn(2, *sum_q.shape, rank, generator=seeded, dtype=sum_q.dtype).to(sum_q.device))
     sums = (sum_q + sum_k,) * 2 if init == "topcol" else (sum_q, sum_k)
     eye = torch.eye(sum_q.shape[-1], dtype=sum_q.dtype, device=sum_q.device)
     return tuple(eye[s.topk(rank).indices].mT for s in sums)
@@ -1613,7 +1606,7 @@ def lrqk_refit(
 def lrqk_resolve(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A hot slot for each selected token: hits stay, misses take the slots unused the longest. In place.
+    """Gives each selected token a hot slot, in the tables: hits stay, misses take those unused the longest.
 
     index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot;
     slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp
@@ -1677,9 +1670,8 @@ class LrqkCache(Cache):
         self.chosen, self.z = settings.budget(room.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
-        self.slots = self.chosen
-        if self.reuse:
-            self.slots = min(round(settings.slots * self.chosen), room.capacity - self.z)
+        most = round(min(settings.slots * self.chosen, room.capacity - self.z))
+        self.slots = most if self.reuse else self.chosen
         rows = (c.n_kv_heads, room.capacity, c.head_dim)
         if settings.kv_device == "cuda":
             self.register_buffer("k", self.store(*rows))
@@ -1871,11 +1863,7 @@ class TopKSettings:
             raise UserError("--sinks must be at least 0 and --recent at least 1")
         if total == capacity:
             return 0, total, 0
-        if total < x + z:
-            raise UserError(
-                f"--keep {self.keep:g} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
-            )
-        return x, total - x - z, z
+        return x, left_to_select(self.keep, total, capacity, x, z), z
 
 
 class SelectiveCache(DenseCache):
