@@ -822,8 +822,8 @@ class SalsCache(Cache):
         else:
             self.window_keys = Rows(self, window, c.head_dim, 16)
         whole = self.y > 0 and c.head_dim % 16 == self.block % 16 == 0  # what the kernels take
-        self.kernels = room.kernels if whole and not self.half else None
-        if self.kernels:
+        self.fused = room.kernels is not None and whole and not self.half
+        if self.fused:
             basis, self.basis_scale = self.up, None
             if settings.latent_bits == 8:
                 basis, pair_scale = quantize_basis(up.to(room.device), c)  # the codes that `up` was made of
@@ -854,10 +854,10 @@ class SalsCache(Cache):
 
     def append(self, pos: Tensor, new: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores one token a row, of latent new [B, r], and gives q after RoPE."""
-        if self.kernels:
+        if self.fused:
             stores = (*self.latents.stores(), *self.values.stores())
             window = (self.window_keys.rows, self.window_values.rows, self.settings.bits, self.exact_sinks)
-            return self.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *window)
+            return self.room.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *window)
         rows = self.room.row_ids
         self.latents.write((rows, pos), new)
         self.values.write((rows, pos), v)
@@ -867,17 +867,17 @@ class SalsCache(Cache):
     def scores(self, pos: Tensor, queries: Tensor) -> Tensor:
         """One score a token, [B, S]."""
         rule, scale, (latents, token_scale) = self.settings.score, self.logit_scale, self.latents.stores()
-        if self.kernels:
+        if self.fused:
             rule, scale = ("each", 1.0) if rule == "sum" else (rule, scale)  # of one query for all heads
             latents, token_scale = (x if x is None else x[:, None] for x in (latents, token_scale))
-            queries = queries.unsqueeze(-3)
-            return self.kernels.scores(queries, latents, token_scale, pos, scale, rule, self.block)[:, 0]
+            given = (queries.unsqueeze(-3), latents, token_scale, pos, scale, rule, self.block)
+            return self.room.kernels.scores(*given)[:, 0]
         latents, live = latents[..., : self.r_score], self.room.positions <= pos[:, None]
         return sals_scores(queries, latents, live, rule, scale, self.block, token_scale)
 
     def attend(self, pos: Tensor, q: Tensor, index: Tensor | None) -> Tensor:
         """Attention of q [B, Hq, D] after RoPE over the window and index [B, n], -1 for none; None: all."""
-        if self.kernels:
+        if self.fused:
             latents = (
                 x if x is None else x[:, None].expand(-1, self.config.n_kv_heads, *x.shape[1:])
                 for x in self.latents.stores()
@@ -886,7 +886,7 @@ class SalsCache(Cache):
             values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
             window, scale = [self.window_keys.rows, self.window_values.rows], self.config.head_dim**-0.5
             given = (keys, values, self.settings.bits, pos, index, window, scale)
-            return self.kernels.attend(q, "latents", *given)
+            return self.room.kernels.attend(q, "latents", *given)
         if index is None:
             index = self.room.positions.expand(len(pos), -1)
             live = index <= pos[:, None] - self.z
