@@ -955,16 +955,15 @@ class Int8Cache(Cache):
         self.keys = Rows(self, places, width, 8, symmetric=True)
         self.values = Rows(self, places, width, bits)
 
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        """Stores k and v [..., D] at index `where` of [B, Hkv, tokens]."""
-        self.keys.write(where, k)
-        self.values.write(where, v)
-
     def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        self.write((row, slice(None), slice(0, len(q))), k.transpose(0, 1), v.transpose(0, 1))
+        where = (row, slice(None), slice(0, len(q)))
+        self.keys.write(where, k.transpose(0, 1))
+        self.values.write(where, v.transpose(0, 1))
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
+        where = (self.room.row_ids, slice(None), pos)
+        self.keys.write(where, self.rope(k, pos))
+        self.values.write(where, v)
         rows, low_scale = self.values.stores()
         values = Plain(rows) if low_scale is None else CodedValues(rows, low_scale, self.values.bits)
         return self.room.attend(self.rope(q, pos), Int8Keys(*self.keys.stores()), values, pos)
@@ -1003,9 +1002,7 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
     if min(settings.sinks, settings.critical) < 0 or settings.recent < 1 or not 0 <= settings.keep <= 1:
-        raise UserError(
-            "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
-        )
+        raise UserError("the budget needs sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1")
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
@@ -1036,9 +1033,8 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
 
 
 def sals_tensors(c: ModelConfig) -> Stored:
-    metrics = ("query", "key")
-    bases = (f"{i}.{metric}_basis" for i in range(c.n_layers) for metric in metrics)
-    rows = ("scale", *(f"{metric}_eigenvalues" for metric in metrics))
+    bases = (f"{i}.{metric}_basis" for i in range(c.n_layers) for metric in ("query", "key"))
+    rows = ("scale", "query_eigenvalues", "key_eigenvalues")
     return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
@@ -1291,13 +1287,9 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> 
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
     if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
-        raise UserError(
-            "elitekv cannot take a RoPE that scales q and k (yarn): un-rotated pairs would not be"
-        )
+        raise UserError("elitekv cannot take a RoPE that scales q, k (yarn): un-rotated pairs would not be")
     if c.elitekv and settings != EliteSettings():
-        raise UserError(
-            "this checkpoint was uptrained: its r, d_ckv, pairs and lrd are fixed; leave them out"
-        )
+        raise UserError("this checkpoint was uptrained: its r, d_ckv, pairs, lrd are fixed; leave them out")
     r, d_ckv = settings.r or int(artifact["r"]), settings.d_ckv or int(artifact["d_ckv"])
     if not 1 <= r <= c.head_dim // 2:
         raise UserError(f"--r {r}: a head has 1 to {c.head_dim // 2} pairs")
