@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,11 +68,8 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
     import kernels  # only now: it imports triton
 
     if kernels.nvidia_generation(device) == 9:
-        try:
-            import hopper
-        except ImportError:  # the file is optional, and triton may have no Gluon
-            return kernels
-        return hopper
+        with suppress(ImportError):  # the file is optional, and triton may have no Gluon
+            import hopper as kernels
     return kernels
 
 
@@ -1458,9 +1456,7 @@ class LrqkSettings:
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting(
-        "optimal",
-        "project tokens by a closed form, Alg. 1's basis, or Alg. 2",
-        ("optimal", "frozen", "paper"),
+        "optimal", "tokens are projected by a closed form, Alg. 1 or Alg. 2", ("optimal", "frozen", "paper")
     )
     init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
