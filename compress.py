@@ -702,8 +702,7 @@ class SalsSettings:
         x, y, z = self.sinks, self.critical, self.recent
         if self.keep:
             y = left_to_select(self.keep, round(self.keep * capacity), capacity, x, z)
-        z, y, x = within(capacity, z, y, x)
-        return x, y, z
+        return within(capacity, z, y, x)[::-1]
 
 
 def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
@@ -1468,8 +1467,7 @@ class LrqkSettings:
             raise UserError("--k must be at least 0 and --recent at least 1")
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
-        recent, k = within(capacity, self.recent, self.k)
-        return k, recent
+        return within(capacity, self.recent, self.k)[::-1]
 
 
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
@@ -1807,8 +1805,7 @@ class StreamingSettings:
         """(x, w) in tokens for a cache of this capacity."""
         if self.sinks < 0 or self.recent < 1:
             raise UserError("--sinks must be at least 0 and --recent at least 1")
-        w, x = within(capacity, self.recent, self.sinks)
-        return x, w
+        return within(capacity, self.recent, self.sinks)[::-1]
 
 
 class StreamingCache(DenseCache):
@@ -2087,21 +2084,20 @@ class DoubleSparseCache(SelectiveCache):
 
     def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
         super().__init__(room, settings)
-        c, merged = room.config, settings.share_heads
-        if not 0 <= merged < c.n_kv_heads:
-            most = c.n_kv_heads - 1
-            raise UserError(f"--share_heads {merged}: of {most + 1} KV heads, 0 to {most} can be merged")
+        heads, merged = room.config.n_kv_heads, settings.share_heads
+        if not 0 <= merged < heads:
+            raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
         self.every, self.share_heads = (settings.every, merged) if self.count < room.capacity else (1, 0)
         self.forced = self.budget[0] + self.budget[2]  # sinks and recent tokens
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.r = max(1, round(settings.channels * c.head_dim))
+        self.r = max(1, round(settings.channels * room.config.head_dim))
         self.channels = importance.topk(self.r).indices.to(room.device)  # [Hkv, r_c]
-        self.register_buffer("label", self.store(c.n_kv_heads, room.capacity, self.r))
+        self.register_buffer("label", self.store(heads, room.capacity, self.r))
         if self.every > 1:
-            self.register_buffer("held", self.store(c.n_kv_heads, self.held_count, dtype=torch.int32))
+            self.register_buffer("held", self.store(heads, self.held_count, dtype=torch.int32))
             self.register_buffer("since", self.store(dtype=torch.int32) - self.every)
         if self.share_heads:
-            self.register_buffer("head", self.store(c.n_kv_heads, dtype=torch.int32))
+            self.register_buffer("head", self.store(heads, dtype=torch.int32))
 
     def labels(self, x: Tensor) -> Tensor:
         """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
