@@ -540,7 +540,7 @@ class DenseCache(Cache):
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Rows of K and of V that one decode step must read, a KV head."""
-        return min(length, self.tokens), min(length, self.tokens)
+        return length, length
 
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
@@ -1822,6 +1822,9 @@ class StreamingCache(DenseCache):
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
 
+    def tokens_read(self, length: int) -> tuple[float, float]:
+        return min(length, self.tokens), min(length, self.tokens)
+
 
 # ------------------------------------------------- exact top-k, and what the rows that select have in common
 
@@ -1969,7 +1972,8 @@ class H2oCache(DenseCache):
         return super().formula() + self.room.rows * (self.tokens * self.config.n_kv_heads * 8 + 4)
 
     def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + min(length, self.tokens) * self.config.n_kv_heads * 8
+        stored = min(length, self.tokens)
+        return super().bytes_read(stored) + stored * self.config.n_kv_heads * 8
 
 
 def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: Artifact) -> list[Cache]:
