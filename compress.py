@@ -1709,8 +1709,7 @@ class LrqkCache(Cache):
         return w_q.float().to(q.device), w_k.float().to(q.device)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows = self.room.row_ids
-        k = self.rope(k, pos)
+        rows, k = self.room.row_ids, self.rope(k, pos)
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
         self.a_k[rows, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
@@ -1950,11 +1949,10 @@ class H2oCache(DenseCache):
         self.prompt[row] = length
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows, heads = self.room.row_ids[:, None], torch.arange(self.config.n_kv_heads, device=pos.device)
         q, now = self.rope(q, pos), pos[:, None, None]
         cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
         victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
-        where = (rows, heads, victim)
+        where = (self.room.row_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim)
         self.k[where], self.v[where] = self.rope(k, pos), v
         self.position[where] = pos[:, None]
         self.attention.scatter_(2, victim[..., None], 0.0)
@@ -2401,11 +2399,10 @@ class ShadowKvCache(Cache):
 
         index, live = self.select(pos, q)
         k_chosen, v_chosen = self.reconstruct(index)
-        position = ring_positions(pos, self.z)
-        ring = position >= (self.local(pos) * self.chunk)[:, None]
+        near = ring_positions(pos, self.z)[:, None].expand(-1, live.shape[1], -1)  # [B, Hkv, z]
+        ring = near >= (self.local(pos) * self.chunk)[:, None, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
-        lives = torch.cat((kept, live, ring[:, None].expand(-1, live.shape[1], -1)), -1)
-        near = position[:, None].expand(-1, live.shape[1], -1)
+        lives = torch.cat((kept, live, ring), -1)
         self.attends(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
         k_all = torch.cat((self.outlier_k, k_chosen, self.ring_k), 2)
         v_all = torch.cat((self.outlier_v, v_chosen, self.ring_v), 2)
@@ -2554,15 +2551,14 @@ class FdcCache(Cache):
         values, q, k = latent.split(self.v_ranks, -1), self.compress(q, span), self.compress(k, span)
         for h, (k_store, v_store) in enumerate(self.heads()):
             k_store[row, span], v_store[row, span] = k[:, h, 0, : self.k_ranks[h]], values[h]
-        # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing,
-        # and heads of one width go together.
+        # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing
+        # (of those beyond d_qk some are cut off), and heads of one width go together.
         widths = [-(-max(ranks) // 32) * 32 for ranks in zip(self.k_ranks, self.v_ranks, strict=True)]
         outputs = {}
         for width in set(widths):
             members = [h for h, w in enumerate(widths) if w == width]
-            parts = [x[:, members].flatten(1, 2) for x in (q, k)]  # [S, n G or n, max d_qk]
+            parts = [F.pad(x[:, members].flatten(1, 2), (0, width - x.shape[-1])) for x in (q, k)]
             v = torch.stack([F.pad(values[h], (0, width - self.v_ranks[h])) for h in members], 1)
-            parts = [F.pad(x, (0, width - x.shape[-1])) for x in parts]  # or cut, where there are only zeros
             output = causal_attention(*parts, v, self.scale).unflatten(1, (len(members), -1))
             outputs |= {h: output[:, i, :, : self.v_ranks[h]].flatten(1) for i, h in enumerate(members)}
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
@@ -2797,8 +2793,7 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
     sizes = zip(tensor.shape, shape, strict=False)
     if tensor.ndim != len(shape) or any(wanted not in (None, size) for size, wanted in sizes):
         return f"is {list(tensor.shape)}, not [{', '.join(str(size or 'any') for size in shape)}]"
-    ints = (torch.int32, torch.int64)
-    if not (tensor.is_floating_point() if kind is float else tensor.dtype in ints):
+    if not (tensor.is_floating_point() if kind is float else tensor.dtype in (torch.int32, torch.int64)):
         return f"holds {str(tensor.dtype).removeprefix('torch.')} numbers"
     if kind is float and not tensor.isfinite().all():
         return "is not finite"
