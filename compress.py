@@ -16,7 +16,8 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,23 +57,19 @@ def kv_bits_setting():
 
 
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
-    """The module kernels.py, on Hopper GPUs hopper.py in its place, or None for plain PyTorch. wanted None:
-    where they run, which is on CUDA with triton and head dims of at least 16 (a tensor core's tile). Raises
-    UserError if wanted elsewhere."""
+    """The module kernels.py, on Hopper hopper.py, or None for plain PyTorch. wanted None: where they run,
+    on CUDA, with triton, for head dims from 16 up (a tensor core's tile). UserError if wanted elsewhere."""
+    fits = importlib.util.find_spec("triton") is not None and config.head_dim >= 16
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
-    found = importlib.util.find_spec("triton") is not None
-    if wanted and not (found and config.head_dim >= 16 and (device.type == "cuda" or interpreted)):
+    if wanted and not (fits and (device.type == "cuda" or interpreted)):
         raise UserError("the kernels need CUDA, triton and a head dim of at least 16; use --no-kernels")
-    if wanted is False or not (found and config.head_dim >= 16 and (wanted or device.type == "cuda")):
+    if not (wanted or wanted is None and fits and device.type == "cuda"):
         return None
     import kernels  # only now: it imports triton
 
     if kernels.nvidia_generation(device) == 9:
-        try:
-            import hopper
-        except ImportError:  # the file is optional, and triton may have no Gluon
-            return kernels
-        return hopper
+        with suppress(ImportError):  # the file is optional, and triton may have no Gluon
+            import hopper as kernels
     return kernels
 
 
@@ -102,45 +99,42 @@ class Room:
         """The same of x [..., D], of one head each."""
         return self.rope(x[..., None, :], positions)[..., 0, :]
 
-    def select(
-        self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
-    ) -> Tensor:
-        """`select`, in its Triton kernel where there are kernels and it is faster than topk: the one way in
-        which methods select."""
+    def select(self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted=None) -> Tensor:
+        """`select`, in its kernel where that is faster than topk: the one way in which methods select."""
         if not (self.kernels and y) or self.kernels.select_passes(scores.shape[-1], y):
             return select(scores, pos, x, y, z, wanted)
         heads = scores.shape[1:-1].numel()
-        pos, wanted = (
-            t if t is None else t.int()[:, None].expand(-1, heads).flatten().contiguous()
-            for t in (pos, wanted)
-        )
+        pos, wanted = (t if t is None else t.int().repeat_interleave(heads) for t in (pos, wanted))
         index = self.kernels.select(scores.flatten(0, -2), pos, x, y, z, wanted)  # [B * heads, x + y]
         return index.unflatten(0, scores.shape[:-1])
 
-    def scores(self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, scale: float | None = None) -> Tensor:
+    def best(self, scores: Tensor, pos: Tensor, budget: tuple, wanted: Tensor | None = None) -> Tensor:
+        """What `select` gives for a budget (x, y, z), and the z recent tokens: index [B, ..., x + y + z]."""
+        index = self.select(scores, pos, *budget, wanted)
+        recent = pos.view(-1, *[1] * (index.ndim - 1)) - self.positions[: budget[2]]  # [B, 1, ..., z]
+        return torch.cat((index, recent.expand(*index.shape[:-1], -1)), -1)
+
+    def scores(self, q: Tensor, rows: Tensor, pos: Tensor, rule: str) -> Tensor:
         """Scores of the tokens up to pos, from what is stored of them: the one way in which methods score.
 
-        q [B, Hkv, G, d]; rows [B, Hkv, S, n], of which the d leading numbers count; scale of the logits, else
-        that of the head dim. rule each: a score a query, its logit -> [B, Hkv, G, S]; largest: group_scores
-        -> [B, Hkv, S]. fp32, -inf beyond pos."""
-        scale = self.config.head_dim**-0.5 if scale is None else scale
+        q [B, Hq, d]; rows [B, Hkv, S, n], of which the d leading numbers count. rule each: a score a query,
+        its logit -> [B, Hkv, G, S]; largest: group_scores -> [B, Hkv, S]. fp32, -inf beyond pos."""
+        q, scale = q.unflatten(1, (rows.shape[1], -1)).to(rows.dtype), self.config.head_dim**-0.5
         if self.kernels:
-            scores = self.kernels.scores(q.to(rows.dtype).contiguous(), rows, None, pos.int(), scale, rule)
+            scores = self.kernels.scores(q.contiguous(), rows, None, pos.int(), scale, rule)
             return scores.view(*q.shape[:3], -1) if rule == "each" else scores
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
-        logits = weigh(q.to(rows.dtype), rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
+        logits = weigh(q, rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
         if rule == "largest":
             return group_scores(logits, live)
         return logits.masked_fill(~live[:, None, None], -torch.inf)
 
-    def attend(
-        self, q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None, live: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, live=None) -> Tensor:
         """Attention of one query a row over stored tokens: the one way in which methods attend.
 
         q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores (Plain and those like it).
-        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; or live [B, Hkv, S]: which
-        of all count; without both all up to pos."""
+        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; live [B, Hkv, S]: which of
+        all do; neither: all up to pos."""
         scale = self.config.head_dim**-0.5
         if self.kernels and self.config.head_dim % 16 == 0:
             if live is not None:
@@ -148,8 +142,9 @@ class Room:
             index = index if index is None else index.int().contiguous()
             stores = (keys.kind, keys.stores(), values.stores(), values.bits)
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, [], scale)
-        if index is None and isinstance(keys, Plain) and isinstance(values, Plain):
-            live = keys.written(pos) if live is None else live
+        if index is None and keys.kind == "plain" and values.bits == 16:
+            if live is None:
+                live = torch.arange(keys.rows.shape[2], device=pos.device) <= pos[:, None]
             return attend(q, keys.rows, values.rows, live, scale)
         if index is None:  # no key and no value is decoded: its codes are multiplied
             logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
@@ -159,10 +154,8 @@ class Room:
             mixed = values.mix(weights, pos) / weights.sum(-1, keepdim=True)
             return mixed.to(q.dtype).flatten(1, 2)
         chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
-        k, v = (
-            store.read(pos, chosen.flatten(2)).unflatten(2, chosen.shape[2:]).flatten(1, 2)
-            for store in (keys, values)
-        )
+        flat, sizes = chosen.flatten(2), chosen.shape[2:]
+        k, v = (x.read(pos, flat).unflatten(2, sizes).flatten(1, 2) for x in (keys, values))
         return attend(q, k, v, index >= 0, scale)
 
     def attend_logits(self, logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
@@ -170,15 +163,7 @@ class Room:
         if self.kernels:
             return self.kernels.attend_logits(logits, v, pos.int())
         live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
-        weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
-        return weigh(weights, v).flatten(1, 2)
-
-    def paired_basis(self, basis: Tensor, bias: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Of RebuiltKeys, as the kernels take them; None where there are none."""
-        if not self.kernels:
-            return None
-        pair, heads = self.kernels.interleave_rope, len(basis)
-        return pair(basis.flatten(0, 1), heads), pair(bias.float().flatten()[:, None], heads)
+        return weigh(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
 
     def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
         """Attention of one query a row over rows that all heads share, as in MLA's absorbed decode.
@@ -187,30 +172,32 @@ class Room:
         scale = self.config.head_dim**-0.5
         if self.kernels:
             return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, scale)
-        live = self.positions <= pos[:, None]
-        return attend(q, rows[:, None], rows[:, None, :, :width], live, scale)
+        return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], scale)
 
 
 class Cache(nn.Module):
-    """The base of all caches: RoPE at given positions, zeroed storage, the ledger, and `attends`."""
+    """The base of all caches: zeroed storage, exact attention in a prompt, the ledger, and `attends`."""
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
-
     elite_rope = False  # rotates only a head's elite pairs, as a checkpoint uptrained for EliteKV must be
 
     def __init__(self, room: Room):
         super().__init__()
         if room.config.elitekv and not self.elite_rope:
             raise UserError(ONLY_ELITEKV)
-        self.room, self.config = room, room.config
+        self.room, self.config, self.rope = room, room.config, room.rope
 
     def store(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         # Zeroed, since a masked weight of 0 times a stray NaN would still be NaN.
         return torch.zeros(self.room.rows, *shape, dtype=dtype or self.room.dtype, device=self.room.device)
 
-    def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
-        return self.room.rope(x, positions)
+    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        """A whole prompt, attended exactly. What the method keeps of it, write_prompt(row, q, k, v, raw,
+        *folded) stores: q and k after RoPE, raw: k before."""
+        span = slice(0, len(q))
+        q, rotated = self.rope(q, span), self.rope(k, span)
+        self.write_prompt(row, q, rotated, v, k, *folded)
+        return causal_attention(q, rotated, v)
 
     def attends(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
         """Decode says here which tokens it attends if these are not all: one line in a method that selects.
@@ -224,9 +211,17 @@ class Cache(nn.Module):
         """Bytes of the live storage: all rows at full capacity."""
         return sum(b.untyped_storage().nbytes() for b in self.buffers())
 
+    def token_bytes(self) -> int:
+        """Bytes of one token, for a method all of whose tokens cost the same and are read at each step."""
+        raise NotImplementedError
+
     def formula(self) -> int:
         """Bytes that the method's formula gives for these rows and capacity; tests hold measured() to it."""
-        raise NotImplementedError
+        return self.room.rows * self.room.capacity * self.token_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        """Bytes that one decode step must read from this layer's cache for one row of `length` tokens."""
+        return length * self.token_bytes()
 
     def host_bytes(self) -> int:
         """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
@@ -235,10 +230,6 @@ class Cache(nn.Module):
     def miss_rate(self) -> float | None:
         """Rows that a mixed cache had to fetch from host memory, as a share of those selected."""
         return None
-
-    def bytes_read(self, length: int) -> int:
-        """Bytes that one decode step must read from this layer's cache for one row of `length` tokens."""
-        raise NotImplementedError
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
@@ -271,15 +262,6 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     return torch.cat((sinks, index.where(live, -1)), -1).int()
 
 
-def best_tokens(
-    room: Room, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
-) -> Tensor:
-    """What `select` gives, and the z recent ones: index [B, ..., x + y + z], negative where none."""
-    index = room.select(scores, pos, x, y, z, wanted)
-    recent = pos.view(-1, *[1] * (index.ndim - 1)) - room.positions[:z]  # [B, 1, ..., z]
-    return torch.cat((index, recent.expand(*index.shape[:-1], z)), -1)
-
-
 def token_count(k: float, length: int) -> int:
     """Tokens attended out of `length`: floor(k * length) but at least 1, or the count k."""
     return max(1, min(length, int(k * length) if k <= 1 else int(k)))
@@ -290,6 +272,14 @@ def kept_tokens(keep: float, capacity: int) -> int:
     if keep <= 0:
         raise UserError(f"--keep {keep:g}: give a share of the context, up to 1, or a number of tokens")
     return token_count(keep, capacity)
+
+
+def left_to_select(keep: float, total: int, capacity: int, x: int, z: int) -> int:
+    """y: what a budget `keep`, of `total` tokens, leaves beside x sinks and z recent ones."""
+    if total < x + z:
+        fewer = f"fewer than {x} sinks and {z} recent tokens"
+        raise UserError(f"--keep {keep:g} of {capacity} tokens is {fewer}")
+    return total - x - z
 
 
 def within(capacity: int, *parts: int) -> tuple[int, ...]:
@@ -332,20 +322,21 @@ def weigh(w: Tensor, codes: Tensor) -> Tensor:
 
     Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
     multiplied, which stays a matrix product."""
-    floats, fused, in_rows = codes.is_floating_point(), fuses(codes), codes.stride(-2) == 1
-    if floats and not (fused and w.shape[-2] == 1):
-        return w.to(codes.dtype) @ codes
+    floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
+    if not fuses(codes) or floats and w.shape[-2] > 1:
+        return w.to(codes.dtype) @ codes if floats else w @ codes.to(w.dtype)
     if floats and not (in_rows and w.shape[-1] >= 16):
         return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
     if in_rows:  # in the order in which they lie
-        rows = codes.mT
-        return (w[..., None, :] * rows[..., None, :, :]).sum(-1) if fused else w @ rows.to(w.dtype).mT
-    return (w[..., None] * codes[..., None, :, :]).sum(-2) if fused else w @ codes.to(w.dtype)
+        return (w[..., None, :] * codes.mT[..., None, :, :]).sum(-1)
+    return (w[..., None] * codes[..., None, :, :]).sum(-2)
 
 
 @dataclass
 class Plain:
-    """Keys or values [B, Hkv, S, width] as they are. A store: what Room.attend reads."""
+    """Keys or values [B, Hkv, S, width] as they are. A store: what Room.attend reads.
+
+    Keys in another form give logits(q, pos): q [B, Hkv, G, D] times all of them -> [B, Hkv, G, S]."""
 
     rows: Tensor
     kind, bits = "plain", 16
@@ -362,14 +353,8 @@ class Plain:
         """Of all tokens up to pos, or of index [B, Hkv, n] -> [B, Hkv, n, width]."""
         return self.rows if index is None else gather_rows(self.rows, index)
 
-    def written(self, pos: Tensor) -> Tensor:
-        """Which of the tokens lie up to pos, [B, S]."""
-        return torch.arange(self.rows.shape[2], device=pos.device) <= pos[:, None]
-
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        """weights [B, Hkv, G, S] fp32 times the values of all tokens -> [B, Hkv, G, width]. Of keys, which
-        are codes or latents, the other stores give `logits`: q [B, Hkv, G, D] times all keys -> [B, Hkv, G,
-        S]."""
+        """weights [B, Hkv, G, S] fp32 times the values of all tokens -> [B, Hkv, G, width]."""
         return weigh(weights, self.rows)
 
     def stores(self) -> list[Tensor | None]:
@@ -395,8 +380,7 @@ class Int8Keys:
 
 @dataclass
 class CodedValues:
-    """Values in codes [B, Hkv, S, D * bits / 8] with (minimum, scale) of groups [B, Hkv, S, n, 2] (quantize).
-    A store."""
+    """Values in codes [B, Hkv, S, D * bits / 8] with groups' (minimum, scale) [B, Hkv, S, n, 2]. A store."""
 
     codes: Tensor
     low_scale: Tensor
@@ -424,28 +408,29 @@ class CodedValues:
 
 
 @dataclass
-class RebuiltKeys:
-    """Keys RoPE(latent basis^T + bias): latents [B, Hkv, S, r], basis [Hkv, D, r], bias [Hkv, D]. A store."""
+class RebuiltKeys(Plain):
+    """Keys RoPE(latent basis^T + bias): rows [B, Hkv, S, r], basis [Hkv, D, r], bias [Hkv, D]. A store."""
 
     room: Room
-    latents: Tensor
     basis: Tensor
     bias: Tensor
-    paired: tuple[Tensor, Tensor] | None = None  # basis and bias as the kernels take them: paired_basis
     kind = "latents"
 
+    def __post_init__(self):
+        if kernels := self.room.kernels:  # what they take
+            weights = (self.basis.flatten(0, 1), self.bias.float().flatten()[:, None])
+            self.paired = [kernels.interleave_rope(x, len(self.basis)) for x in weights]
+
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        """Of all tokens, or of index [B, Hkv, n] -> [B, Hkv, n, D]."""
-        latents = self.latents if index is None else gather_rows(self.latents, index)
-        where = slice(0, latents.shape[2]) if index is None else index
-        return self.room.rope_one(latents @ self.basis.mT + self.bias[:, None], where)
+        keys = super().read(pos, index) @ self.basis.mT + self.bias[:, None]
+        return self.room.rope_one(keys, slice(0, keys.shape[2]) if index is None else index)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return q @ self.read(pos).mT
 
     def stores(self) -> list[Tensor | None]:
         basis, bias = self.paired
-        return [self.latents, None, basis, None, bias, self.room.rope_pairs]
+        return [self.rows, None, basis, None, bias, self.room.rope_pairs]
 
 
 def window_slot(position: Tensor, x: int, z: int) -> Tensor:
@@ -453,10 +438,30 @@ def window_slot(position: Tensor, x: int, z: int) -> Tensor:
     return torch.where(position < x, position, x + (position - x) % z)
 
 
+def window_places(places: Tensor, x: int, z: int) -> Tensor:
+    """Those of a prompt's positions, places [S], that such a window holds at its end."""
+    return torch.cat((places[:x], places[max(x, len(places) - z) :]))
+
+
 def ring_positions(pos: Tensor, z: int) -> Tensor:
     """The position in each of a ring's z slots once pos [B] is written: in slot s the latest that is s modulo
     z. [B, z], negative where still empty."""
     return pos[:, None] - (pos[:, None] - torch.arange(z, device=pos.device)) % z
+
+
+@dataclass
+class Window(Plain):
+    """The x first and z last tokens alone, as they are. A store."""
+
+    x: int
+    z: int
+
+    def write_prompt(self, row: int, x: Tensor) -> None:
+        kept = window_places(torch.arange(len(x), device=x.device), self.x, self.z)
+        self.rows[row, :, window_slot(kept, self.x, self.z)] = x[kept].transpose(0, 1)
+
+    def write(self, pos: Tensor, x: Tensor) -> None:
+        super().write(window_slot(pos, self.x, self.z), x)
 
 
 def share_rank(share: float, width: int) -> int:
@@ -491,7 +496,6 @@ class DenseCache(Cache):
             self.register_buffer("v", self.store(c.n_kv_heads, self.tokens, c.head_dim))
             self.keys, self.values = Plain(self.k), Plain(self.v)
         else:
-            check_groups(bits, c.head_dim)
             self.keys = PackedKeys(self, bits, residual)
             self.values = PackedValues(self, bits, self.keys.R)
 
@@ -508,13 +512,10 @@ class DenseCache(Cache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        span = slice(0, q.shape[0])
-        q, k = self.rope(q, span), self.rope(k, span)
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         self.keys.write_prompt(row, self.stored(k))
         self.values.write_prompt(row, v)
         self.note_prompt(row, k, q[-1:])
-        return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q, k = self.stored(self.rope(q, pos)), self.stored(self.rope(k, pos))
@@ -544,7 +545,7 @@ class DenseCache(Cache):
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
         if self.bits < 16:
-            return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values))
+            return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values, length))
         return self.bytes_of(keys, values)
 
 
@@ -553,29 +554,18 @@ def dense_bytes(room: Room) -> int:
     return room.rows * room.capacity * 2 * room.config.kv_dim * room.dtype.itemsize
 
 
-class EvenCache(Cache):
-    """The base of the caches in which each token costs the same bytes, and a step reads them all."""
+def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Cache]]:
+    """The `build` of a method whose layers are alike, but for those of --skip, which are dense.
 
-    def token_bytes(self) -> int:
-        """Bytes of one token of this layer."""
-        raise NotImplementedError
-
-    def formula(self) -> int:
-        return self.room.rows * self.room.capacity * self.token_bytes()
-
-    def bytes_read(self, length: int) -> int:
-        return length * self.token_bytes()
-
-
-def each_layer(make: Callable[[Room, object], Cache]) -> Callable[..., list[Cache]]:
-    """The `build` of a method whose layers are alike, but for those of --skip, which are dense."""
+    make gets a layer's part of each of these tensors of the artifact."""
 
     def build(model: Llama, settings: object, room: Room, artifact: Artifact) -> list[Cache]:
-        n = len(model.layers)
-        skipped = skipped_layers(settings, n) if hasattr(settings, "skip") else ()
-        return [
-            DenseCache(room, settings.kv_bits) if i in skipped else make(room, settings) for i in range(n)
-        ]
+        def cache(i: int) -> Cache:
+            skips = hasattr(settings, "skip") and i in skipped_layers(settings, len(model.layers))
+            parts = (artifact[name][i] for name in names)
+            return DenseCache(room, settings.kv_bits) if skips else make(room, settings, *parts)
+
+        return [cache(i) for i in range(len(model.layers))]
 
     return build
 
@@ -611,9 +601,7 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
     codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
     planes = codes.flatten(dim - 1, dim).to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
-    packed = planes[..., 0, :].clone()
-    for i in range(1, 8 // bits):
-        packed |= planes[..., i, :] << (i * bits)
+    packed = sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
     return packed, torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
@@ -627,61 +615,61 @@ def dequantize(
     return (grouped * scale + low).flatten(dim - 1, dim).to(dtype)
 
 
-def check_groups(bits: int, head_dim: int) -> None:
-    """Raises UserError for a head that groups of 32 channels (or of all, in a narrow head) do not fill."""
-    if bits < 16 and (head_dim % min(32, head_dim) or head_dim * bits % 8):
-        raise UserError(
-            f"{bits}-bit values need a head dim that groups of 32 channels divide, not {head_dim}"
-        )
-
-
-class Values(nn.Module):
-    """V of every token, quantised per token in groups of channels; bits = 16 keeps the model's dtype.
-
-    heads_first: stored as [B, Hkv, tokens, ...], not as [B, tokens, Hkv, ...]."""
-
-    def __init__(self, cache: Cache, tokens: int, bits: int, heads_first: bool = False):
-        super().__init__()
-        c = cache.config
-        self.bits, self.group, self.dtype = bits, min(32, c.head_dim), cache.room.dtype
-        self.heads_first = heads_first
-        self.row_bytes = c.kv_dim * self.dtype.itemsize  # of one token
-        rows = (c.n_kv_heads, tokens) if heads_first else (tokens, c.n_kv_heads)
-        if bits == 16:
-            self.register_buffer("plain", cache.store(*rows, c.head_dim))
-        else:
-            self.row_bytes = c.kv_dim * bits // 8 + c.kv_dim // self.group * 4
-            self.register_buffer("codes", cache.store(*rows, c.head_dim * bits // 8, dtype=torch.uint8))
-            groups = c.head_dim // self.group
-            self.register_buffer("low_scale", cache.store(*rows, groups, 2, dtype=torch.float16))
-
-    def write(self, where: tuple, v: Tensor) -> None:
-        """Stores v [..., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
-        if self.bits == 16:
-            self.plain[where] = v
-        else:
-            self.codes[where], self.low_scale[where] = quantize(v, self.bits, self.group)
-
-    def read(self, where: tuple) -> Tensor:
-        """V [..., D] at index `where` of [B, tokens, Hkv], or of [B, Hkv, tokens]."""
-        if self.bits == 16:
-            return self.plain[where]
-        return dequantize(self.codes[where], self.low_scale[where], self.bits, self.group, self.dtype)
-
-    def stores(self) -> tuple[Tensor, Tensor | None]:
-        """What the kernels take: codes with (minimum, scale), or plain V and None."""
-        return (self.plain, None) if self.bits == 16 else (self.codes, self.low_scale)
-
-    def by_head(self) -> Plain | CodedValues:
-        """As a store, [B, Hkv, tokens, ...]."""
-        rows, low_scale = (x if x is None or self.heads_first else x.transpose(1, 2) for x in self.stores())
-        return Plain(rows) if self.bits == 16 else CodedValues(rows, low_scale, self.bits)
-
-
 def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
     """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
     scale = x.float().abs().amax(dims, keepdim=True) / 127
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
+
+
+class Rows(nn.Module):
+    """Numbers of tokens [B, *places, width]: in the model's dtype at 16 bits, else in codes of `quantize` in
+    groups of 32 (or of all), or if symmetric in those of quantize_int8."""
+
+    def __init__(self, cache: Cache, places: tuple[int, ...], width: int, bits: int, symmetric: bool = False):
+        super().__init__()
+        self.bits, self.symmetric, self.group, self.dtype = bits, symmetric, min(32, width), cache.room.dtype
+        if bits == 16:
+            rows, scale = cache.store(*places, width), None
+        elif symmetric:
+            rows = cache.store(*places, width, dtype=torch.int8)
+            scale = cache.store(*places, dtype=torch.float32)
+        elif width % self.group or width * bits % 8:
+            groups = "a head dim that groups of 32 channels divide"
+            raise UserError(f"{bits}-bit values need {groups}, not {width}")
+        else:
+            rows = cache.store(*places, width * bits // 8, dtype=torch.uint8)
+            scale = cache.store(*places, width // self.group, 2, dtype=torch.float16)  # (minimum, scale)
+        self.register_buffer("rows", rows)
+        self.register_buffer("scale", scale)
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        """Stores x [..., width] at index `where` of [B, *places]."""
+        if self.bits == 16:
+            self.rows[where] = x
+        elif self.symmetric:
+            self.rows[where], scale = quantize_int8(x)
+            self.scale[where] = scale[..., 0]
+        else:
+            self.rows[where], self.scale[where] = quantize(x, self.bits, self.group)
+
+    def read(self, where: tuple) -> Tensor:
+        """The numbers [..., width] at index `where` of [B, *places]."""
+        rows = self.rows[where]
+        if self.bits == 16:
+            return rows
+        if self.symmetric:
+            return (rows.to(self.dtype) * self.scale[where][..., None]).to(self.dtype)
+        return dequantize(rows, self.scale[where], self.bits, self.group, self.dtype)
+
+    def stores(self) -> tuple[Tensor, Tensor | None]:
+        """What the kernels take: rows or codes, and their scales or None."""
+        return self.rows, self.scale
+
+    def bytes_of(self, width: int) -> int:
+        """Bytes of so many numbers of one token: of one row if symmetric, else of all its rows."""
+        if self.bits == 16:
+            return width * self.dtype.itemsize
+        return width + 4 if self.symmetric else width * self.bits // 8 + width // self.group * 4
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -691,9 +679,7 @@ def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Ten
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(
-        0.5, "d_r: rank of the key latent, a share of Hkv*D (paper: 1/4, 1/8)", sets="bytes"
-    )
+    rank: float = setting(0.5, "d_r: rank of the latent, a share of Hkv*D (paper: 1/4, 1/8)", sets="bytes")
     score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
     latent_bits: int = setting(8, "bits of a latent's number: 8 (ours), or 16, the model's dtype", (8, 16))
     bits: int = setting(4, "bits of a value code; 2 goes with half the default rank", (2, 4, 8, 16))
@@ -706,28 +692,17 @@ class SalsSettings:
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
-        "int8",
-        "how those layers are stored: int8, with V in 4 bits or more (ours); latent, compressed; dense",
-        ("int8", "latent", "dense"),
+        "int8", "their form: int8, V in 4 bits or more (ours); latent; or dense", ("int8", "latent", "dense")
     )
-    window: str = setting(
-        "exact",
-        "x sinks and z recent tokens with exact K and V, or the paper's z at half (rank 1/2, 8-bit V)",
-        ("exact", "half"),
-    )
+    window: str = setting("exact", "x + z exact, or z at rank 1/2 and 8-bit V (paper)", ("exact", "half"))
     fold: bool = setting(True, "fold U_r into the projection weights (not possible with q/k norms)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens for a cache of this capacity."""
         x, y, z = self.sinks, self.critical, self.recent
         if self.keep:
-            y = round(self.keep * capacity) - x - z
-            if y < 0:
-                raise UserError(
-                    f"--keep {self.keep} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
-                )
-        z, y, x = within(capacity, z, y, x)
-        return x, y, z
+            y = left_to_select(self.keep, round(self.keep * capacity), capacity, x, z)
+        return within(capacity, z, y, x)[::-1]
 
 
 def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
@@ -739,17 +714,15 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tens
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
-def latent_maps(
-    settings: SalsSettings, config: ModelConfig, basis: Tensor, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def latent_maps(settings: SalsSettings, c: ModelConfig, basis: Tensor, scale: Tensor | None) -> list[Tensor]:
     """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, `up` as its codes hold it."""
-    r = share_rank(settings.rank, config.kv_dim)
+    r = share_rank(settings.rank, c.kv_dim)
     down, up = sals_maps(basis.float(), scale, r)
     if settings.latent_bits == 16:
-        return down, up
-    turn = latent_turn(sals_score_rank(settings, config), r).to(basis.device)
-    codes, pair_scale = quantize_basis(up @ turn, config)
-    return down @ turn, codes * pair_scale
+        return [down, up]
+    turn = latent_turn(sals_score_rank(settings, c), r).to(basis.device)
+    codes, pair_scale = quantize_basis(up @ turn, c)
+    return [down @ turn, codes * pair_scale]
 
 
 @functools.lru_cache
@@ -770,37 +743,6 @@ def quantize_basis(up: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     return codes.flatten(0, 2), scale.expand(-1, 2, -1, -1).reshape(-1, 1)
 
 
-class Latents(nn.Module):
-    """The key latent of every token, in the model's dtype, or as int8 codes with one fp32 scale a token."""
-
-    def __init__(self, cache: Cache, tokens: int, r: int, bits: int):
-        super().__init__()
-        self.dtype = cache.room.dtype
-        int8 = bits == 8
-        self.register_buffer("rows", cache.store(tokens, r, dtype=torch.int8 if int8 else self.dtype))
-        self.register_buffer("scale", cache.store(tokens, dtype=torch.float32) if int8 else None)
-
-    def write(self, where: tuple, x: Tensor) -> None:
-        """Stores x [..., r] at index `where` of [B, tokens]."""
-        if self.scale is None:
-            self.rows[where] = x
-        else:
-            self.rows[where], scale = quantize_int8(x)
-            self.scale[where] = scale[..., 0]
-
-    def read(self, where: tuple) -> Tensor:
-        """The latents at index `where` of [B, tokens]."""
-        rows = self.rows[where].to(self.dtype)
-        return rows if self.scale is None else (rows * self.scale[where][..., None]).to(self.dtype)
-
-    def stores(self) -> tuple[Tensor, Tensor | None]:
-        return self.rows, self.scale
-
-    def token_bytes(self, dims: int) -> int:
-        """Bytes of the leading dims of one token's latent."""
-        return dims * self.rows.element_size() + (0 if self.scale is None else 4)
-
-
 def mean_rotations(room: Room, block: int) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
     to a key of which only the block is known."""
@@ -819,13 +761,7 @@ def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor
 
 
 def sals_scores(
-    queries: Tensor,
-    latent: Tensor,
-    live: Tensor,
-    rule: str,
-    scale: float,
-    block: int = 0,
-    token_scale: Tensor | None = None,
+    queries: Tensor, latent: Tensor, live: Tensor, rule: str, scale: float, block: int = 0, token_scale=None
 ) -> Tensor:
     """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
 
@@ -853,71 +789,54 @@ class SalsCache(Cache):
 
     Every token is written to the latent and value stores at once; the window holds its tokens exactly (or at
     rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token, and
-    have no sinks in their window, nor has the paper's half of a window. maps: of latent_maps; half_maps: of
-    sals_maps at rank Hkv*D/2, for --window half; rotations: mean_rotations of each `block`, or None and 0."""
+    have no sinks in their window, nor has the paper's half of a window. maps: of latent_maps; half: of
+    sals_maps at rank Hkv*D/2, for --window half; blocks: tokens of a block and mean_rotations, if any."""
 
     def __init__(
-        self,
-        room: Room,
-        settings: SalsSettings,
-        sparse: bool,
-        maps: tuple[Tensor, Tensor],
-        half_maps: tuple[Tensor, Tensor] | None = None,
-        block: int = 0,
-        rotations: tuple[Tensor, Tensor] | None = None,
+        self, room: Room, settings: SalsSettings, sparse: bool, maps: tuple, half: tuple = (), blocks=()
     ):
         super().__init__(room)
         c, self.settings, self.sparse = room.config, settings, sparse
         self.x, self.y, self.z = settings.budget(room.capacity)
-        self.r = share_rank(settings.rank, c.kv_dim)
-        self.r_score = sals_score_rank(settings, c)
-        self.block, self.rotations = block, rotations
+        self.r, self.r_score = share_rank(settings.rank, c.kv_dim), sals_score_rank(settings, c)
+        self.block, *self.rotations = blocks or (0,)
         # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
         # rotated lack. cos at position 0 equals the factor.
-        factor = 1.0 if rotations else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
+        factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
         self.logit_scale = c.head_dim**-0.5 * factor**2
         down, up = maps
         self.up = up.to(room.device, room.dtype)  # weights, not cache
         self.down = self.up if down is up else down.to(room.device, room.dtype)  # None once W_K has it
-        self.latents = Latents(self, room.capacity, self.r, settings.latent_bits)
-        self.values = Values(self, room.capacity, settings.bits)
+        self.latents = Rows(self, (room.capacity,), self.r, settings.latent_bits, symmetric=True)
+        self.values = Rows(self, (room.capacity, c.n_kv_heads), c.head_dim, settings.bits)
         self.half = settings.window == "half"
         self.exact_sinks = self.x if sparse and not self.half else 0
-        tokens = self.exact_sinks + self.z
+        window = (self.exact_sinks + self.z, c.n_kv_heads)
+        self.window_values = Rows(self, window, c.head_dim, 8 if self.half else 16)
         if self.half:
-            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in half_maps)
-            self.register_buffer("window_latent", self.store(tokens, c.kv_dim // 2))
-            self.window_values = Values(self, tokens, 8)
+            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in half)
+            self.window_keys = Rows(self, window[:1], c.kv_dim // 2, 16)
         else:
-            self.register_buffer("window_k", self.store(tokens, c.n_kv_heads, c.head_dim))
-            self.window_values = Values(self, tokens, 16)
-        whole = self.y > 0 and c.head_dim % 16 == block % 16 == 0  # what the kernels take
-        self.kernels = room.kernels if whole and not self.half else None
-        if self.kernels:
+            self.window_keys = Rows(self, window, c.head_dim, 16)
+        whole = self.y > 0 and c.head_dim % 16 == self.block % 16 == 0  # what the kernels take
+        self.fused = room.kernels is not None and whole and not self.half
+        if self.fused:
             basis, self.basis_scale = self.up, None
             if settings.latent_bits == 8:
                 basis, pair_scale = quantize_basis(up.to(room.device), c)  # the codes that `up` was made of
                 self.basis_scale = room.kernels.interleave_rope(pair_scale, c.n_kv_heads)
             self.paired_basis = room.kernels.interleave_rope(basis, c.n_kv_heads)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length = q.shape[0]
-        rotated = self.rope(k, slice(0, length))
-        self.latents.write((row, slice(0, length)), folded[0] if folded else k.flatten(1) @ self.down)
-        self.values.write((row, slice(0, length)), v)
-        places = self.room.positions[:length]
-        kept = places[(places < self.exact_sinks) | (places >= length - self.z)]
-        self.write_window((row, self.slot(kept)), k[kept], rotated[kept], v[kept])
-        return causal_attention(self.rope(q, slice(0, length)), rotated, v)
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
+        where = (row, slice(0, len(q)))
+        self.latents.write(where, folded[0] if folded else raw.flatten(1) @ self.down)
+        self.values.write(where, v)
+        kept = window_places(self.room.positions[: len(q)], self.exact_sinks, self.z)
+        self.write_window(row, kept, raw[kept], k[kept], v[kept])
 
-    def slot(self, position: Tensor) -> Tensor:
-        return window_slot(position, self.exact_sinks, self.z)
-
-    def write_window(self, where: tuple, k: Tensor, rotated: Tensor, v: Tensor) -> None:
-        if self.half:
-            self.window_latent[where] = k.flatten(-2) @ self.half_down
-        else:
-            self.window_k[where] = rotated
+    def write_window(self, row: int | Tensor, pos: Tensor, raw: Tensor, k: Tensor, v: Tensor) -> None:
+        where = (row, window_slot(pos, self.exact_sinks, self.z))
+        self.window_keys.write(where, raw.flatten(-2) @ self.half_down if self.half else k)
         self.window_values.write(where, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
@@ -932,39 +851,39 @@ class SalsCache(Cache):
 
     def append(self, pos: Tensor, new: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores one token a row, of latent new [B, r], and gives q after RoPE."""
-        if self.kernels:
-            stores = (*self.latents.stores(), *self.values.stores(), self.window_k, self.window_values.plain)
-            settings = (self.settings.bits, self.exact_sinks)
-            return self.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *settings)
-        where = (self.room.row_ids, pos)
-        self.latents.write(where, new)
-        self.values.write(where, v)
-        self.write_window((where[0], self.slot(pos)), k, self.rope(k, pos), v)
+        if self.fused:
+            stores = (*self.latents.stores(), *self.values.stores())
+            window = (self.window_keys.rows, self.window_values.rows, self.settings.bits, self.exact_sinks)
+            return self.room.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *window)
+        rows = self.room.row_ids
+        self.latents.write((rows, pos), new)
+        self.values.write((rows, pos), v)
+        self.write_window(rows, pos, k, self.rope(k, pos), v)
         return self.rope(q, pos)
 
     def scores(self, pos: Tensor, queries: Tensor) -> Tensor:
         """One score a token, [B, S]."""
         rule, scale, (latents, token_scale) = self.settings.score, self.logit_scale, self.latents.stores()
-        if self.kernels:
+        if self.fused:
             rule, scale = ("each", 1.0) if rule == "sum" else (rule, scale)  # of one query for all heads
             latents, token_scale = (x if x is None else x[:, None] for x in (latents, token_scale))
-            queries = queries.unsqueeze(-3)
-            return self.kernels.scores(queries, latents, token_scale, pos, scale, rule, self.block)[:, 0]
+            given = (queries.unsqueeze(-3), latents, token_scale, pos, scale, rule, self.block)
+            return self.room.kernels.scores(*given)[:, 0]
         latents, live = latents[..., : self.r_score], self.room.positions <= pos[:, None]
         return sals_scores(queries, latents, live, rule, scale, self.block, token_scale)
 
     def attend(self, pos: Tensor, q: Tensor, index: Tensor | None) -> Tensor:
         """Attention of q [B, Hq, D] after RoPE over the window and index [B, n], -1 for none; None: all."""
-        if self.kernels:
+        if self.fused:
             latents = (
                 x if x is None else x[:, None].expand(-1, self.config.n_kv_heads, *x.shape[1:])
                 for x in self.latents.stores()
             )
             keys = [*latents, self.paired_basis, self.basis_scale, None, self.room.rope_pairs]
             values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
-            window, scale = [self.window_k, self.window_values.plain], self.config.head_dim**-0.5
+            window, scale = [self.window_keys.rows, self.window_values.rows], self.config.head_dim**-0.5
             given = (keys, values, self.settings.bits, pos, index, window, scale)
-            return self.kernels.attend(q, "latents", *given)
+            return self.room.kernels.attend(q, "latents", *given)
         if index is None:
             index = self.room.positions.expand(len(pos), -1)
             live = index <= pos[:, None] - self.z
@@ -992,21 +911,21 @@ class SalsCache(Cache):
 
     def read_window(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K, V [B, window, Hkv, D] of the window and which slots hold a token: they fill from the left."""
-        v = self.window_values.read((slice(None),))
-        live = torch.arange(v.shape[1], device=pos.device) <= pos[:, None]
-        if not self.half:
-            return self.window_k, v, live
-        k = (self.window_latent @ self.half_up.T).unflatten(-1, (self.config.n_kv_heads, -1))
-        return self.rope(k, ring_positions(pos, self.z).clamp(min=0)), v, live
+        k, v = (store.read((slice(None),)) for store in (self.window_keys, self.window_values))
+        if self.half:
+            k = (k @ self.half_up.T).unflatten(-1, (self.config.n_kv_heads, -1))
+            k = self.rope(k, ring_positions(pos, self.z).clamp(min=0))
+        return k, v, torch.arange(v.shape[1], device=pos.device) <= pos[:, None]
 
     def token_bytes(self) -> int:
         """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
-        return self.latents.token_bytes(self.r) + self.values.row_bytes
+        return self.latents.bytes_of(self.r) + self.values.bytes_of(self.config.kv_dim)
 
     def window_bytes(self) -> int:
         """Bytes of one token of the window."""
-        width = self.config.kv_dim // 2 if self.half else self.config.kv_dim
-        return width * self.room.dtype.itemsize + self.window_values.row_bytes
+        width = self.config.kv_dim
+        keys = self.window_keys.bytes_of(width // 2 if self.half else width)
+        return keys + self.window_values.bytes_of(width)
 
     def formula(self) -> int:
         window = (self.exact_sinks + self.z) * self.window_bytes()
@@ -1019,41 +938,37 @@ class SalsCache(Cache):
             return (length - recent) * self.token_bytes() + recent * self.window_bytes()
         chosen = min(self.x + self.y, length - recent)
         exact = min(self.exact_sinks, chosen)
-        scored = length * self.latents.token_bytes(self.r_score)
+        scored = length * self.latents.bytes_of(self.r_score)
         return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
 
 
-class Int8Cache(EvenCache):
+class Int8Cache(Cache):
     """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes (ours): for layers
     that attend all, where a dense cache is many bytes and rebuilding every key many FLOPs."""
 
     def __init__(self, room: Room, bits: int):
         super().__init__(room)
-        heads, tokens = room.config.n_kv_heads, room.capacity
-        self.register_buffer("k", self.store(heads, tokens, room.config.head_dim, dtype=torch.int8))
-        self.register_buffer("k_scale", self.store(heads, tokens, dtype=torch.float32))
-        self.values = Values(self, tokens, bits, heads_first=True)
+        places, width = (room.config.n_kv_heads, room.capacity), room.config.head_dim
+        self.keys = Rows(self, places, width, 8, symmetric=True)
+        self.values = Rows(self, places, width, bits)
 
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        """Stores k and v [..., D] at index `where` of [B, Hkv, tokens]."""
-        self.k[where], scale = quantize_int8(k)
-        self.k_scale[where] = scale[..., 0]
-        self.values.write(where, v)
-
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        span = slice(0, q.shape[0])
-        q, k = self.rope(q, span), self.rope(k, span)
-        self.write((row, slice(None), span), k.transpose(0, 1), v.transpose(0, 1))
-        return causal_attention(q, k, v)
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        where = (row, slice(None), slice(0, len(q)))
+        self.keys.write(where, k.transpose(0, 1))
+        self.values.write(where, v.transpose(0, 1))
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        self.write((self.room.row_ids, slice(None), pos), self.rope(k, pos), v)
-        keys = Int8Keys(self.k, self.k_scale)
-        return self.room.attend(self.rope(q, pos), keys, self.values.by_head(), pos)
+        where = (self.room.row_ids, slice(None), pos)
+        self.keys.write(where, self.rope(k, pos))
+        self.values.write(where, v)
+        rows, low_scale = self.values.stores()
+        values = Plain(rows) if low_scale is None else CodedValues(rows, low_scale, self.values.bits)
+        return self.room.attend(self.rope(q, pos), Int8Keys(*self.keys.stores()), values, pos)
 
     def token_bytes(self) -> int:
         """Codes and scales of K, codes and (minimum, scale) of V."""
-        return self.config.kv_dim + 4 * self.config.n_kv_heads + self.values.row_bytes
+        c = self.config
+        return c.n_kv_heads * self.keys.bytes_of(c.head_dim) + self.values.bytes_of(c.kv_dim)
 
 
 def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
@@ -1062,9 +977,7 @@ def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
     return max(1, round(settings.score_rank * share_rank(settings.rank, config.kv_dim)))
 
 
-def sals_fold(
-    attention: Attention, config: ModelConfig, down: Tensor, up: Tensor, r_score: int | None
-) -> None:
+def sals_fold(attention: Attention, c: ModelConfig, down: Tensor, up: Tensor, r_score: int | None) -> None:
     """Appends W_k U_r, and for the sum rule (sum over each group of W_q) U_r*, to the rows of wqkv.
 
     Exact, since everything up to the latent is linear; biases fold the same way. down, up: of latent_maps."""
@@ -1073,7 +986,7 @@ def sals_fold(
         q, k, _ = parameter.float().split(attention.widths)
         rows = [down.T @ k]
         if r_score:
-            summed = q.unflatten(0, (config.n_kv_heads, config.group, -1)).sum(1).flatten(0, 1)
+            summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
             rows.append(up[:, :r_score].T @ summed)
         stacked = torch.cat((parameter, *(r.to(parameter.dtype) for r in rows)))
         setattr(linear, name, nn.Parameter(stacked, False))
@@ -1086,16 +999,11 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
     if min(settings.sinks, settings.critical) < 0 or settings.recent < 1 or not 0 <= settings.keep <= 1:
-        raise UserError(
-            "the budget must have sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1"
-        )
+        raise UserError("the budget needs sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1")
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
-    check_groups(settings.bits, c.head_dim)
-    if settings.window == "half":
-        check_groups(8, c.head_dim)
     block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
-    rotations = mean_rotations(room, block) if block else None
+    blocks = (block, *mean_rotations(room, block)) if block else ()
     half = c.kv_dim // 2 if settings.window == "half" else 0
     need = max(half, share_rank(settings.rank, c.kv_dim))
 
@@ -1111,9 +1019,9 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
             fault = f"rank {need} is more than the {basis.shape[1]} directions in the artifact"
             raise UserError(f"{fault}; run calibrate.py fit with --max_rank {need / c.kv_dim:g}")
         maps, half_maps = latent_maps(settings, c, basis, scale), sals_maps(basis, scale, half)
-        made = SalsCache(room, settings, i not in skipped, maps, half_maps, block, rotations)
+        made = SalsCache(room, settings, i not in skipped, maps, half_maps, blocks)
         if settings.fold and not c.qk_norm:
-            by_sum = settings.score == "sum" and not rotations  # RoPE comes between W_q and U
+            by_sum = settings.score == "sum" and not block  # RoPE comes between W_q and U
             sals_fold(attention, c, *maps, made.r_score if by_sum and made.sparse else None)
             made.down = None
         return made
@@ -1122,9 +1030,8 @@ def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artif
 
 
 def sals_tensors(c: ModelConfig) -> Stored:
-    metrics = ("query", "key")
-    bases = (f"{i}.{metric}_basis" for i in range(c.n_layers) for metric in metrics)
-    rows = ("scale", *(f"{metric}_eigenvalues" for metric in metrics))
+    bases = (f"{i}.{metric}_basis" for i in range(c.n_layers) for metric in ("query", "key"))
+    rows = ("scale", "query_eigenvalues", "key_eigenvalues")
     return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
@@ -1310,7 +1217,7 @@ def dense_attention(elite: EliteAttention) -> Attention:
     return attention
 
 
-class EliteCache(EvenCache):
+class EliteCache(Cache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
     Decode absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query
@@ -1377,13 +1284,9 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> 
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
     if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
-        raise UserError(
-            "elitekv cannot take a RoPE that scales q and k (yarn): un-rotated pairs would not be"
-        )
+        raise UserError("elitekv cannot take a RoPE that scales q, k (yarn): un-rotated pairs would not be")
     if c.elitekv and settings != EliteSettings():
-        raise UserError(
-            "this checkpoint was uptrained: its r, d_ckv, pairs and lrd are fixed; leave them out"
-        )
+        raise UserError("this checkpoint was uptrained: its r, d_ckv, pairs, lrd are fixed; leave them out")
     r, d_ckv = settings.r or int(artifact["r"]), settings.d_ckv or int(artifact["d_ckv"])
     if not 1 <= r <= c.head_dim // 2:
         raise UserError(f"--r {r}: a head has 1 to {c.head_dim // 2} pairs")
@@ -1391,11 +1294,9 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> 
     if not 1 <= d_ckv <= most:
         raise UserError(f"--d_ckv {d_ckv}: with r = {r} the latent can have 1 to {most} dims")
     same = (r, d_ckv, settings.lrd) == (int(artifact["r"]), int(artifact["d_ckv"]), "joint")
+    uniform = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)  # [Hkv, D/2]
     for i, layer in enumerate(model.layers):
-        if settings.pairs == "uniform":
-            order = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)
-        else:
-            order = artifact[settings.pairs][i]  # [Hkv, D/2]
+        order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
 
         def factors(k: Tensor, v: Tensor, i: int = i) -> tuple[Tensor, Tensor]:
             if not (same and f"{i}.A" in artifact):
@@ -1441,8 +1342,7 @@ def random_elitekv(c: ModelConfig) -> Artifact:
     a, n = random_basis(c.dim, d_ckv), c.n_kv_heads * (2 * c.head_dim - 2 * r)
     b = 0.02 * torch.randn(d_ckv, n, generator=torch.Generator().manual_seed(0))
     made = {f"{i}.{name}": x for i in range(c.n_layers) for name, x in (("A", a), ("B", b))}
-    sizes = {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
-    return made | sizes | {"elite": order, "contribution": order}
+    return made | {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv), "elite": order, "contribution": order}
 
 
 # ------------------------------------------------------------------------------------------------------- Loki
@@ -1478,8 +1378,7 @@ class LokiCache(DenseCache):
     def __init__(self, room: Room, settings: LokiSettings, basis: Tensor, d: int):
         # Components that are cached: the scale of their logits stays that of the full head dim.
         super().__init__(room, settings.kv_bits, width=d if settings.reduced else 0)
-        self.settings, self.d = settings, d
-        self.x, self.y, self.z = settings.budget(room.capacity)
+        self.settings, self.d, self.budget = settings, d, settings.budget(room.capacity)
         self.basis = basis.to(room.device, room.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
 
     def stored(self, x: Tensor) -> Tensor:
@@ -1495,12 +1394,11 @@ class LokiCache(DenseCache):
         if self.settings.reduced:
             return None
         rule = {"query": "each", "group": "largest"}[self.settings.share]
-        leading = q[..., : self.d].unflatten(1, (self.config.n_kv_heads, -1))
-        scores = self.room.scores(leading, self.keys.read(pos), pos, rule)
-        wanted, forced = None, self.x + self.z
+        scores = self.room.scores(q[..., : self.d], self.keys.read(pos), pos, rule)
+        wanted, forced = None, self.budget[0] + self.budget[2]
         if self.settings.k <= 1:  # a share of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
-        return best_tokens(self.room, scores, pos, self.x, self.y, self.z, wanted)
+        return self.room.best(scores, pos, self.budget, wanted)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
@@ -1535,7 +1433,7 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: Artif
     return [LokiCache(room, settings, artifact[f"{kind}.basis"][i], d) for i, d in enumerate(ranks)]
 
 
-def head_bases(c: ModelConfig, kinds: tuple[str, ...], values: str = "") -> Stored:
+def head_bases(c: ModelConfig, kinds: Sequence[str], values: str = "") -> Stored:
     """For each kind the bases of all KV heads, and the `values` by which their columns are sorted."""
     heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
     made = {f"{kind}.basis": (*heads, c.head_dim) for kind in kinds}
@@ -1557,9 +1455,7 @@ class LrqkSettings:
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting(
-        "optimal",
-        "how a new token is projected: closed-form basis, Alg. 1's basis, or the paper's Alg. 2 (its gauge)",
-        ("optimal", "frozen", "paper"),
+        "optimal", "tokens are projected by a closed form, Alg. 1 or Alg. 2", ("optimal", "frozen", "paper")
     )
     init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
@@ -1571,8 +1467,7 @@ class LrqkSettings:
             raise UserError("--k must be at least 0 and --recent at least 1")
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
-        recent, k = within(capacity, self.recent, self.k)
-        return k, recent
+        return within(capacity, self.recent, self.k)[::-1]
 
 
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
@@ -1609,9 +1504,8 @@ def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tenso
     top: each its own r columns of largest sum; topcol: the same for both. randn: a normal W, not a normal A
     as in the paper, which no W gives."""
     if init == "randn":
-        generator = torch.Generator().manual_seed(0)
-        shape = (2, *sum_q.shape, rank)
-        return tuple(torch.randn(shape, generator=generator, dtype=sum_q.dtype).to(sum_q.device))
+        seeded = torch.Generator().manual_seed(0)
+        return tuple(torch.randn(2, *sum_q.shape, rank, generator=seeded, dtype=sum_q.dtype).to(sum_q.device))
     sums = (sum_q + sum_k,) * 2 if init == "topcol" else (sum_q, sum_k)
     eye = torch.eye(sum_q.shape[-1], dtype=sum_q.dtype, device=sum_q.device)
     return tuple(eye[s.topk(rank).indices].mT for s in sums)
@@ -1635,9 +1529,7 @@ def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tu
     return w_q, w_k
 
 
-def lrqk_balance(
-    w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, rank: int
-) -> tuple[Tensor, Tensor]:
+def lrqk_balance(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
     """The best rank-r part of A_Q A_K^T, with A_Q^T A_Q = A_K^T A_K diagonal: W_Q, W_K [Hkv, D, r].
 
     A_Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of A_Q A_K^T is that of the small L_Q^T L_K. From
@@ -1646,10 +1538,10 @@ def lrqk_balance(
     grams = (w_q.mT @ gram_q @ w_q, w_k.mT @ gram_k @ w_k)
     l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in grams)
     u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
-    root = s[..., None, :rank].sqrt()
+    root = s[..., None, :r].sqrt()
     return (
-        w_q @ torch.linalg.solve_triangular(l_q.mT, u[..., :rank] * root, upper=True),
-        w_k @ torch.linalg.solve_triangular(l_k.mT, vt.mT[..., :rank] * root, upper=True),
+        w_q @ torch.linalg.solve_triangular(l_q.mT, u[..., :r] * root, upper=True),
+        w_k @ torch.linalg.solve_triangular(l_k.mT, vt.mT[..., :r] * root, upper=True),
     )
 
 
@@ -1669,8 +1561,7 @@ def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
 def lrqk_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
     """B after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11).
 
-    B [..., r, D], x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced exactly, by the least
-    change of B."""
+    B [..., r, D], x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
     residual = x_hat @ b - x
     gradient = x_hat.mT @ residual
     moved = x_hat @ gradient
@@ -1701,8 +1592,7 @@ def lrqk_refit(
 def lrqk_resolve(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Finds a hot slot for each selected token: hits stay, misses take the slots unused for the longest time.
-    Updates the tables in place.
+    """Gives each selected token a hot slot, in the tables: hits stay, misses take those unused the longest.
 
     index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot;
     slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp
@@ -1766,9 +1656,8 @@ class LrqkCache(Cache):
         self.chosen, self.z = settings.budget(room.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
-        self.slots = self.chosen
-        if self.reuse:
-            self.slots = min(round(settings.slots * self.chosen), room.capacity - self.z)
+        most = round(min(settings.slots * self.chosen, room.capacity - self.z))
+        self.slots = most if self.reuse else self.chosen
         rows = (c.n_kv_heads, room.capacity, c.head_dim)
         if settings.kv_device == "cuda":
             self.register_buffer("k", self.store(*rows))
@@ -1789,23 +1678,19 @@ class LrqkCache(Cache):
         self.register_buffer("counts", self.store(2, dtype=torch.int64))  # rows selected, rows missed
         self.fetch = room.kernels.fetch_rows if room.kernels else fetch_rows
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length = q.shape[0]
-        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
-        w_q, w_k = self.factorise(row, q, k)
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        length, (w_q, w_k) = len(q), self.factorise(row, q, k)
         places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
         heads_k, heads_v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
         self.k[row, :, places], self.v[row, :, places] = heads_k, heads_v
         self.a_k[row, :, :length] = (heads_k.float() @ w_k).to(self.a_k.dtype)
-        last = places[-self.z :]
-        ring = self.slots + last % self.z
-        self.hot_k[row, :, ring], self.hot_v[row, :, ring] = heads_k[:, last], heads_v[:, last]
+        for x, hot in ((k, self.hot_k), (v, self.hot_v)):
+            Window(hot[:, :, self.slots :], 0, self.z).write_prompt(row, x)
         # The hot slots start with what the last token of the prompt selects.
         self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
         self.load(slice(row, row + 1), torch.full((1,), length - 1, device=q.device), q_hat)
         self.counts[row] = 0
-        return causal_attention(q, k, v)
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """W_Q, W_K [Hkv, D, r] fp32 from the prompt's q [S, Hq, D], k [S, Hkv, D]; stores the row's bases."""
@@ -1824,8 +1709,7 @@ class LrqkCache(Cache):
         return w_q.float().to(q.device), w_k.float().to(q.device)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows = self.room.row_ids
-        k = self.rope(k, pos)
+        rows, k = self.room.row_ids, self.rope(k, pos)
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
         self.a_k[rows, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
@@ -1867,7 +1751,7 @@ class LrqkCache(Cache):
 
     def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
-        scores = self.room.scores(q_hat, self.a_k[rows], pos - self.z, "largest")
+        scores = self.room.scores(q_hat.flatten(1, 2), self.a_k[rows], pos - self.z, "largest")
         index = self.room.select(scores, pos, 0, self.chosen, self.z)
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
@@ -1920,8 +1804,7 @@ class StreamingSettings:
         """(x, w) in tokens for a cache of this capacity."""
         if self.sinks < 0 or self.recent < 1:
             raise UserError("--sinks must be at least 0 and --recent at least 1")
-        w, x = within(capacity, self.recent, self.sinks)
-        return x, w
+        return within(capacity, self.recent, self.sinks)[::-1]
 
 
 class StreamingCache(DenseCache):
@@ -1929,29 +1812,14 @@ class StreamingCache(DenseCache):
     the place within the cache, to go on beyond the trained length.)"""
 
     def __init__(self, room: Room, settings: StreamingSettings):
-        x, w = settings.budget(room.capacity)
-        super().__init__(room, tokens=x + w)
-        self.x, self.w = x, w
+        self.x, self.w = settings.budget(room.capacity)
+        super().__init__(room, tokens=self.x + self.w)
+        self.keys, self.values = (Window(rows, self.x, self.w) for rows in (self.k, self.v))
 
-    def slot(self, position: Tensor) -> Tensor:
-        return window_slot(position, self.x, self.w)
-
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length = q.shape[0]
-        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
-        places = self.room.positions[:length]
-        kept = places[(places < self.x) | (places >= length - self.w)]
-        self.k[row, :, self.slot(kept)] = k[kept].transpose(0, 1)
-        self.v[row, :, self.slot(kept)] = v[kept].transpose(0, 1)
-        return causal_attention(q, k, v)
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows, slot = self.room.row_ids, self.slot(pos)
-        self.k[rows, :, slot], self.v[rows, :, slot] = self.rope(k, pos), v
+    def select(self, pos: Tensor, q: Tensor) -> None:
+        """All slots: they fill from the left, so that those up to pos hold a token."""
         sinks = self.room.positions[: self.x].expand(len(pos), -1)
         self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
-        # Slots fill from the left: those up to pos hold a token.
-        return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return min(length, self.tokens), min(length, self.tokens)
@@ -1982,30 +1850,20 @@ class TopKSettings:
             raise UserError("--sinks must be at least 0 and --recent at least 1")
         if total == capacity:
             return 0, total, 0
-        if total < x + z:
-            raise UserError(
-                f"--keep {self.keep:g} of {capacity} tokens is fewer than {x} sinks and {z} recent tokens"
-            )
-        return x, total - x - z, z
+        return x, left_to_select(self.keep, total, capacity, x, z), z
 
 
 class SelectiveCache(DenseCache):
-    """A full cache of which each step attends `count` tokens a KV head, those that `choose` names."""
+    """A full cache of which each step attends `count` tokens a KV head: those that choose(pos, q) names, of
+    q [B, Hq, D] after RoPE, [B, Hkv, n], negative for none."""
 
-    def __init__(self, room: Room, count: int, bits: int):
-        super().__init__(room, bits)
-        self.count = count
+    def __init__(self, room: Room, settings: object):
+        super().__init__(room, settings.kv_bits)
+        self.budget = settings.budget(room.capacity)
+        self.count = sum(self.budget)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         return self.choose(pos, q) if self.count < self.room.capacity else None
-
-    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
-        """q [B, Hq, D] after RoPE -> the tokens to attend [B, Hkv, n], negative for none."""
-        raise NotImplementedError
-
-    def scores(self, pos: Tensor, q: Tensor, rows: Tensor) -> Tensor:
-        """group_scores [B, Hkv, N] of q [B, Hq, d] and rows [B, Hkv, N, d] of tokens or pages."""
-        return self.room.scores(q.unflatten(1, (rows.shape[1], -1)), rows, pos, "largest")
 
     def index_read(self, length: int) -> int:
         """Bytes beside K and V that selection reads, where there is anything to select."""
@@ -2019,14 +1877,8 @@ class SelectiveCache(DenseCache):
 
 
 class TopKCache(SelectiveCache):
-    def __init__(self, room: Room, settings: TopKSettings):
-        x, y, z = settings.budget(room.capacity)
-        super().__init__(room, x + y + z, settings.kv_bits)
-        self.x, self.y, self.z = x, y, z
-
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
-        scores = self.scores(pos, q, self.keys.read(pos))
-        return best_tokens(self.room, scores, pos, self.x, self.y, self.z)
+        return self.room.best(self.room.scores(q, self.keys.read(pos), pos, "largest"), pos, self.budget)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return length, min(length, self.count)
@@ -2079,9 +1931,8 @@ class H2oCache(DenseCache):
             logits = (logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)
         return logits.softmax(-1)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length, c = q.shape[0], self.config
-        q, k = self.rope(q, slice(0, length)), self.rope(k, slice(0, length))
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        length, c = len(q), self.config
         places, heads = self.room.positions[:length], k.transpose(0, 1)  # heads [Hkv, S, D]
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ heads[:, None].transpose(-1, -2)).float() * c.head_dim**-0.5  # [Hkv, G, W, S]
@@ -2096,21 +1947,19 @@ class H2oCache(DenseCache):
         self.position[row], self.position[row, :, :n] = -1, kept.int()
         self.attention[row], self.attention[row, :, :n] = 0, attention.gather(1, kept)
         self.prompt[row] = length
-        return causal_attention(q, k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows, heads = self.room.row_ids[:, None], torch.arange(self.config.n_kv_heads, device=pos.device)
         q, now = self.rope(q, pos), pos[:, None, None]
         cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
         victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
-        where = (rows, heads, victim)
+        where = (self.room.row_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim)
         self.k[where], self.v[where] = self.rope(k, pos), v
         self.position[where] = pos[:, None]
         self.attention.scatter_(2, victim[..., None], 0.0)
         live = self.position >= 0
         self.attends(pos, self.position, live)
         every = torch.full_like(pos, self.tokens - 1)
-        logits = self.room.scores(q.unflatten(1, (len(heads), -1)), self.k, every, "each")  # [B, Hkv, G, C]
+        logits = self.room.scores(q, self.k, every, "each")  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
         self.attention += self.weights(logits, step, first).sum(2)
@@ -2122,7 +1971,7 @@ class H2oCache(DenseCache):
 
     def bytes_read(self, length: int) -> int:
         stored = min(length, self.tokens)
-        return self.bytes_of(stored, stored) + stored * self.config.n_kv_heads * 8
+        return super().bytes_read(stored) + stored * self.config.n_kv_heads * 8
 
 
 def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: Artifact) -> list[Cache]:
@@ -2160,7 +2009,7 @@ class QuestCache(SelectiveCache):
     """K and V in full, and for each page the largest and the least key of every channel, after RoPE."""
 
     def __init__(self, room: Room, settings: QuestSettings):
-        super().__init__(room, *settings.budget(room.capacity), settings.kv_bits)
+        super().__init__(room, settings)
         c, self.page = room.config, min(settings.page, room.capacity)
         self.pages = -(-room.capacity // self.page)
         self.register_buffer("bounds", self.store(c.n_kv_heads, self.pages, 2 * c.head_dim))
@@ -2180,9 +2029,10 @@ class QuestCache(SelectiveCache):
 
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
-        scores = self.scores(last, page_queries(q), self.bounds)
-        # [B, Hkv, n], the last one forced.
-        pages = best_tokens(self.room, scores, last, 0, self.count // self.page - 1, 1)
+        scores = self.room.scores(page_queries(q), self.bounds, last, "largest")
+        pages = self.room.best(
+            scores, last, (0, self.count // self.page - 1, 1)
+        )  # [B, Hkv, n], with the last
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
         return index.where(index <= pos[:, None, None], -1)
 
@@ -2204,6 +2054,14 @@ class DoubleSparseSettings(TopKSettings):
     skip: str = setting("0,1", "layers that attend every token")
     every: int = setting(1, "HShare (ICLR 2025): steps for which a selection is used")
     share_heads: int = setting(0, "HShare: KV heads that use the selection of another one, by their overlap")
+
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        x, y, z = super().budget(capacity)
+        if not 0 < self.channels <= 1:
+            raise UserError(f"--channels {self.channels:g}: r_c / D must lie in (0, 1]")
+        if self.every < 1 or (self.every > y + 1 and x + y + z < capacity):
+            raise UserError(f"--every {self.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
+        return x, y, z
 
 
 def share_map(overlap: Tensor, merged: int) -> Tensor:
@@ -2227,20 +2085,21 @@ class DoubleSparseCache(SelectiveCache):
     heads use another head's, by a map made at the end of the prompt."""
 
     def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
-        x, y, z = settings.budget(room.capacity)
-        super().__init__(room, x + y + z, settings.kv_bits)
-        c, self.x, self.z = room.config, x, z
-        selects = self.count < room.capacity
-        self.every, self.share_heads = (settings.every, settings.share_heads) if selects else (1, 0)
+        super().__init__(room, settings)
+        heads, merged = room.config.n_kv_heads, settings.share_heads
+        if not 0 <= merged < heads:
+            raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
+        self.every, self.share_heads = (settings.every, merged) if self.count < room.capacity else (1, 0)
+        self.forced = self.budget[0] + self.budget[2]  # sinks and recent tokens
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.r = max(1, round(settings.channels * c.head_dim))
+        self.r = max(1, round(settings.channels * room.config.head_dim))
         self.channels = importance.topk(self.r).indices.to(room.device)  # [Hkv, r_c]
-        self.register_buffer("label", self.store(c.n_kv_heads, room.capacity, self.r))
+        self.register_buffer("label", self.store(heads, room.capacity, self.r))
         if self.every > 1:
-            self.register_buffer("held", self.store(c.n_kv_heads, self.held_count, dtype=torch.int32))
+            self.register_buffer("held", self.store(heads, self.held_count, dtype=torch.int32))
             self.register_buffer("since", self.store(dtype=torch.int32) - self.every)
         if self.share_heads:
-            self.register_buffer("head", self.store(c.n_kv_heads, dtype=torch.int32))
+            self.register_buffer("head", self.store(heads, dtype=torch.int32))
 
     def labels(self, x: Tensor) -> Tensor:
         """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
@@ -2253,7 +2112,7 @@ class DoubleSparseCache(SelectiveCache):
             self.since[row] = -self.every  # the first step selects
         if self.share_heads:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
-            pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.x + self.z + 1, len(k) // 2)
+            pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.forced + 1, len(k) // 2)
             index = self.best(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)
@@ -2264,8 +2123,8 @@ class DoubleSparseCache(SelectiveCache):
 
     def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores = self.scores(pos, self.labels(q), label)
-        return best_tokens(self.room, scores, pos, self.x, count - self.x - self.z, self.z)
+        scores, (x, _, z) = self.room.scores(self.labels(q), label, pos, "largest"), self.budget
+        return self.room.best(scores, pos, (x, count - self.forced, z))
 
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         index = self.best(pos, q, self.label, self.held_count)
@@ -2297,30 +2156,6 @@ class DoubleSparseCache(SelectiveCache):
         return length * heads * self.r * self.room.dtype.itemsize // self.every
 
 
-def build_doublesparse(
-    model: Llama, settings: DoubleSparseSettings, room: Room, artifact: Artifact
-) -> list[Cache]:
-    heads, (x, y, z) = model.config.n_kv_heads, settings.budget(room.capacity)
-    if not 0 < settings.channels <= 1:
-        raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
-    if not 0 <= settings.share_heads < heads:
-        merged = settings.share_heads
-        raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-    if settings.every < 1 or (settings.every > y + 1 and x + y + z < room.capacity):
-        raise UserError(f"--every {settings.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
-    skipped = skipped_layers(settings, len(model.layers))
-    return [
-        DenseCache(room, settings.kv_bits)
-        if i in skipped
-        else DoubleSparseCache(room, settings, artifact["importance"][i])
-        for i in range(len(model.layers))
-    ]
-
-
-def doublesparse_tensors(c: ModelConfig) -> Stored:
-    return {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)}
-
-
 # ------------------------------------------------------------------------------------------------------- KIVI
 
 
@@ -2332,55 +2167,82 @@ class KiviSettings:
     residual: int = setting(128, "R: last tokens that stay exact")
 
 
-class PackedKeys(nn.Module):
-    """Keys in codes, quantised per channel in groups of 32 tokens. A store.
+class Packed(nn.Module):
+    """Keys or values in codes. A store. Those from position `first(pos)` on are exact, in a ring of R.
 
-    They wait in a ring until R of them are there. width: numbers of a key."""
+    tokens: how many have codes; coded_bytes: of one of them, of all heads."""
+
+    def __init__(self, cache: DenseCache, bits: int, R: int, width: int):
+        super().__init__()
+        self.room, self.bits, self.R, heads = cache.room, bits, R, cache.config.n_kv_heads
+        self.register_buffer("ring", cache.store(R, heads, width))
+        self.exact_bytes = heads * width * self.room.dtype.itemsize
+
+    def write_prompt(self, row: int, x: Tensor) -> None:
+        exact = torch.arange(max(0, self.first(len(x) - 1)), len(x), device=x.device)
+        self.ring[row, exact % self.R] = x[exact]
+
+    def write(self, pos: Tensor, x: Tensor) -> None:
+        self.ring[self.room.row_ids, pos % self.R] = x
+
+    def exact(self, pos: Tensor) -> Tensor:
+        """Which tokens are in the ring, [B, S]."""
+        return self.room.positions >= self.first(pos)[:, None]
+
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        ring = self.ring[:, self.room.positions % self.R].transpose(1, 2)  # [B, Hkv, S, width]
+        x = torch.where(self.exact(pos)[:, None, :, None], ring, self.decoded())
+        return x if index is None else gather_rows(x, index)
+
+    def formula(self) -> int:
+        return self.room.rows * round(self.tokens * self.coded_bytes + self.R * self.exact_bytes)
+
+    def bytes_of(self, n: float, length: int) -> float:
+        """Bytes of n tokens of a row of `length`; those in the ring are taken to be among them."""
+        exact = min(n, length - max(0, self.first(length - 1)))
+        return exact * self.exact_bytes + (n - exact) * self.coded_bytes
+
+
+class PackedKeys(Packed):
+    """Keys quantised per channel in groups of 32 tokens. They wait in the ring until R of them are there."""
 
     kind = "channels"
 
-    def __init__(self, cache: "DenseCache", bits: int, residual: int):
-        super().__init__()
-        self.room, self.bits, self.width = cache.room, bits, cache.width
+    def __init__(self, cache: DenseCache, bits: int, residual: int):
+        capacity, heads, width = cache.room.capacity, cache.config.n_kv_heads, cache.width
         if residual < 32 or residual % 32:
             raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
-        if self.width * bits % 8:
-            raise UserError(f"keys of {self.width} numbers do not fill bytes with {bits} bits each")
-        capacity, heads = cache.room.capacity, cache.config.n_kv_heads
-        self.R = min(residual, -(-capacity // 32) * 32)
-        self.groups = -(-capacity // self.R) * self.R // 32
-        codes, pairs = (self.groups * 32, self.width * bits // 8), (self.groups, self.width, 2)
-        self.register_buffer("codes", cache.store(heads, *codes, dtype=torch.uint8))
-        self.register_buffer("low_scale", cache.store(heads, *pairs, dtype=torch.float16))
-        self.register_buffer("ring", cache.store(self.R, heads, self.width))
+        if width * bits % 8:
+            raise UserError(f"keys of {width} numbers do not fill bytes with {bits} bits each")
+        super().__init__(cache, bits, min(residual, -(-capacity // 32) * 32), width)
+        self.tokens = -(-capacity // self.R) * self.R
+        self.coded_bytes = heads * width * (bits + 1) / 8  # codes, and a share of their (minimum, scale)
+        self.register_buffer("codes", cache.store(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
+        groups = cache.store(heads, self.tokens // 32, width, 2, dtype=torch.float16)
+        self.register_buffer("low_scale", groups)
+
+    def first(self, pos: Tensor | int) -> Tensor | int:
+        return pos // self.R * self.R
 
     def write_prompt(self, row: int, x: Tensor) -> None:
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
         self.codes[row, :, :full], self.low_scale[row, :, : full // 32] = codes, low_scale
-        waiting = torch.arange(full, len(x), device=x.device)
-        self.ring[row, waiting % self.R] = x[waiting]
+        super().write_prompt(row, x)
 
     def write(self, pos: Tensor, x: Tensor) -> None:
-        rows, first = self.room.row_ids[:, None], (pos // self.R * self.R)[:, None]
-        self.ring[self.room.row_ids, pos % self.R] = x
+        super().write(pos, x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
         codes, low_scale = quantize(self.ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        rows, first = self.room.row_ids[:, None], self.first(pos)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
         self.codes[rows, :, tokens] = codes.transpose(1, 2)
         self.low_scale[rows, :, groups] = low_scale.transpose(1, 2)
 
-    def exact(self, pos: Tensor, places: Tensor) -> Tensor:
-        """Which of the places, with rows first, wait in the ring."""
-        return places >= (pos // self.R * self.R).view(-1, *[1] * (places.ndim - 1))
-
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+    def decoded(self) -> Tensor:
         k = dequantize(self.codes, self.low_scale, self.bits, 32, self.room.dtype, -2)
-        places = self.room.positions
-        k, exact = k[:, :, : len(places)], self.exact(pos, places[None])[:, None, :, None]
-        k = torch.where(exact, self.ring[:, places % self.R].transpose(1, 2), k)
-        return k if index is None else gather_rows(k, index)
+        return k[:, :, : self.room.capacity]
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
@@ -2392,73 +2254,48 @@ class PackedKeys(nn.Module):
         coded = sum(weigh(x, plane).float() for x, plane in zip(parts, planes, strict=True))
         coded = coded + q[:, :, None].float() @ low[..., None]  # [B, Hkv, n, G, 32]
         coded = coded.transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
-        places = self.room.positions
         exact = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
-        waits = self.exact(pos, places[None, None, None])
-        return torch.where(waits, exact[..., places % self.R], coded[..., : len(places)])
+        places = self.room.positions
+        return torch.where(
+            self.exact(pos)[:, None, None], exact[..., places % self.R], coded[..., : len(places)]
+        )
 
     def stores(self) -> list[Tensor]:
         return [self.codes, self.low_scale, self.ring]
 
-    def key_bytes(self) -> float:
-        """Bytes of one quantised key of all heads: codes, and its share of its group's (minimum, scale)."""
-        return self.room.config.n_kv_heads * self.width * (self.bits + 1) / 8
 
-    def formula(self) -> int:
-        ring = self.R * self.room.config.n_kv_heads * self.width * self.room.dtype.itemsize
-        return self.room.rows * (round(self.groups * 32 * self.key_bytes()) + ring)
+class PackedValues(Packed):
+    """Values quantised per token in groups of 32 channels; the last R are exact."""
 
-    def bytes_of(self, keys: float, length: int) -> float:
-        """Bytes of so many keys of a row of `length` tokens; those in the ring are taken to be among them."""
-        exact = min(keys, (length - 1) % self.R + 1)
-        whole = self.room.config.n_kv_heads * self.width * self.room.dtype.itemsize
-        return exact * whole + (keys - exact) * self.key_bytes()
+    def __init__(self, cache: DenseCache, bits: int, R: int):
+        c, tokens = cache.config, cache.room.capacity
+        super().__init__(cache, bits, R, c.head_dim)
+        self.tokens, self.packed = tokens, Rows(cache, (tokens, c.n_kv_heads), c.head_dim, bits)
+        self.coded_bytes = self.packed.bytes_of(c.kv_dim)
 
-
-class PackedValues(nn.Module):
-    """Values in codes, quantised per token in groups of 32 channels; the last R are exact. A store."""
-
-    def __init__(self, cache: "DenseCache", bits: int, R: int):
-        super().__init__()
-        self.room, self.bits, c = cache.room, bits, cache.config
-        self.packed, self.R = Values(cache, cache.room.capacity, bits), R
-        self.register_buffer("ring", cache.store(self.R, c.n_kv_heads, c.head_dim))
+    def first(self, pos: Tensor | int) -> Tensor | int:
+        return pos - self.R + 1
 
     def write_prompt(self, row: int, x: Tensor) -> None:
         self.packed.write((row, slice(0, len(x))), x)
-        last = torch.arange(max(0, len(x) - self.R), len(x), device=x.device)
-        self.ring[row, last % self.R] = x[last]
+        super().write_prompt(row, x)
 
     def write(self, pos: Tensor, x: Tensor) -> None:
-        rows = self.room.row_ids
-        self.packed.write((rows, pos), x)
-        self.ring[rows, pos % self.R] = x
+        self.packed.write((self.room.row_ids, pos), x)
+        super().write(pos, x)
 
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        places = self.room.positions
-        exact = (places > pos[:, None] - self.R)[..., None, None]
-        decoded = self.packed.read((slice(None),))  # [B, tokens, Hkv, D]
-        v = torch.where(exact, self.ring[:, places % self.R], decoded).transpose(1, 2)
-        return v if index is None else gather_rows(v, index)
+    def decoded(self) -> Tensor:
+        return self.packed.read((slice(None),)).transpose(1, 2)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        exact = self.room.positions > pos[:, None, None, None] - self.R
         position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
         recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
         recent = recent.masked_fill(position < 0, 0).to(self.ring.dtype) @ self.ring.transpose(1, 2)
-        return self.packed.by_head().mix(weights.masked_fill(exact, 0), pos) + recent
+        coded = CodedValues(*self.stores()[:2], self.bits)
+        return coded.mix(weights.masked_fill(self.exact(pos)[:, None, None], 0), pos) + recent
 
     def stores(self) -> list[Tensor]:
         return [*(x.transpose(1, 2) for x in self.packed.stores()), self.ring]
-
-    def formula(self) -> int:
-        ring = self.R * self.room.config.kv_dim * self.room.dtype.itemsize
-        return self.room.rows * (self.room.capacity * self.packed.row_bytes + ring)
-
-    def bytes_of(self, values: float) -> float:
-        exact = min(values, self.R)
-        whole = self.room.config.kv_dim * self.room.dtype.itemsize
-        return exact * whole + (values - exact) * self.packed.row_bytes
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -2528,14 +2365,13 @@ class ShadowKvCache(Cache):
         """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
         return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=chunks.device)).flatten(-2)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        length, flat = q.shape[0], k.flatten(1)
-        rotated = self.rope(k, slice(0, length))
+    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
+        length, flat = len(q), raw.flatten(1)
         gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
         self.basis[row] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
         self.latent[row, :length] = flat @ self.basis[row]
         whole = length // self.chunk
-        chunks = rotated[: whole * self.chunk].unflatten(0, (whole, self.chunk)).float()
+        chunks = k[: whole * self.chunk].unflatten(0, (whole, self.chunk)).float()
         landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[row, :, :whole] = landmark.transpose(0, 1).to(k.dtype)
         likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
@@ -2544,14 +2380,11 @@ class ShadowKvCache(Cache):
         ids = candidates.topk(n, largest=False).indices  # [Hkv, n]
         self.outlier[row], self.outlier[row, :, :n] = -1, ids.int()
         index, n = self.tokens_of(ids)[None], n * self.chunk
-        self.outlier_k[row, :, :n] = gather_rows(rotated.transpose(0, 1)[None], index)[0]
-        self.outlier_v[row, :, :n] = gather_rows(v.transpose(0, 1)[None], index)[0]
-        last = torch.arange(max(0, length - self.z), length, device=q.device)
-        self.ring_k[row, :, last % self.z] = rotated[last].transpose(0, 1)
-        self.ring_v[row, :, last % self.z] = v[last].transpose(0, 1)
         places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
         self.host_v[row, :, places] = v.transpose(0, 1)
-        return causal_attention(self.rope(q, slice(0, length)), rotated, v)
+        for x, outliers, ring in ((k, self.outlier_k, self.ring_k), (v, self.outlier_v, self.ring_v)):
+            outliers[row, :, :n] = gather_rows(x.transpose(0, 1)[None], index)[0]
+            Window(ring, 0, self.z).write_prompt(row, x)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rows = self.room.row_ids
@@ -2566,11 +2399,10 @@ class ShadowKvCache(Cache):
 
         index, live = self.select(pos, q)
         k_chosen, v_chosen = self.reconstruct(index)
-        position = ring_positions(pos, self.z)
-        ring = position >= (self.local(pos) * self.chunk)[:, None]
+        near = ring_positions(pos, self.z)[:, None].expand(-1, live.shape[1], -1)  # [B, Hkv, z]
+        ring = near >= (self.local(pos) * self.chunk)[:, None, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
-        lives = torch.cat((kept, live, ring[:, None].expand(-1, live.shape[1], -1)), -1)
-        near = position[:, None].expand(-1, live.shape[1], -1)
+        lives = torch.cat((kept, live, ring), -1)
         self.attends(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
         k_all = torch.cat((self.outlier_k, k_chosen, self.ring_k), 2)
         v_all = torch.cat((self.outlier_v, v_chosen, self.ring_v), 2)
@@ -2578,10 +2410,9 @@ class ShadowKvCache(Cache):
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
-        ids, heads = torch.arange(self.chunks, device=pos.device), self.config.n_kv_heads
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
-        scores = self.room.scores(q.unflatten(1, (heads, -1)), self.landmark, whole, "largest")
-        outlier = (self.outlier[..., None] == ids).any(2)
+        scores = self.room.scores(q, self.landmark, whole, "largest")
+        outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
         scores = scores.masked_fill(outlier, -torch.inf)
         last = self.local(pos) - 1  # the newest chunk that is not recent
         index = self.tokens_of(self.room.select(scores, last, 0, self.selected // self.chunk, 0))
@@ -2680,7 +2511,7 @@ def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> No
         linear.out_features, linear.in_features = linear.weight.shape
 
 
-class FdcCache(EvenCache):
+class FdcCache(Cache):
     """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
 
     One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
@@ -2720,15 +2551,14 @@ class FdcCache(EvenCache):
         values, q, k = latent.split(self.v_ranks, -1), self.compress(q, span), self.compress(k, span)
         for h, (k_store, v_store) in enumerate(self.heads()):
             k_store[row, span], v_store[row, span] = k[:, h, 0, : self.k_ranks[h]], values[h]
-        # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing,
-        # and heads of one width go together.
+        # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing
+        # (of those beyond d_qk some are cut off), and heads of one width go together.
         widths = [-(-max(ranks) // 32) * 32 for ranks in zip(self.k_ranks, self.v_ranks, strict=True)]
         outputs = {}
         for width in set(widths):
             members = [h for h, w in enumerate(widths) if w == width]
-            parts = [x[:, members].flatten(1, 2) for x in (q, k)]  # [S, n G or n, max d_qk]
+            parts = [F.pad(x[:, members].flatten(1, 2), (0, width - x.shape[-1])) for x in (q, k)]
             v = torch.stack([F.pad(values[h], (0, width - self.v_ranks[h])) for h in members], 1)
-            parts = [F.pad(x, (0, width - x.shape[-1])) for x in parts]  # or cut, where there are only zeros
             output = causal_attention(*parts, v, self.scale).unflatten(1, (len(members), -1))
             outputs |= {h: output[:, i, :, : self.v_ranks[h]].flatten(1) for i, h in enumerate(members)}
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
@@ -2827,25 +2657,22 @@ def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) 
     return [blocks + [pieces[i] for i in chosen] for blocks, chosen in zip(plan, tasks, strict=True)]
 
 
-def equal_stretches(
-    lengths: list[int], costs: list[int], workers: int, block: int
-) -> list[list[tuple[int, int, int, int]]]:
+def equal_stretches(lengths: list[int], costs: list[int], workers: int, block: int) -> list[list[tuple]]:
     """Decode, ours (kernels.fdc_attend): every worker takes an equal stretch of all heads of all rows, laid
     end to end -> (row, head, first token, last + 1) of each worker.
 
     lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width).
     Blocks of `block` tokens stay whole: one belongs to the worker in whose stretch it begins."""
     total, begin = sum(-(-length // block) for length in lengths) * sum(costs), 0
-    plan = [{} for _ in range(workers)]  # of each worker (row, head) -> where its blocks begin
+    plan = [[] for _ in range(workers)]
     for row, head in itertools.product(range(len(lengths)), range(len(costs))):
-        for first in range(0, lengths[row], block):
-            worker = ((begin + 1) * workers - 1) // total
-            plan[worker].setdefault((row, head), []).append(first)
+        for block_first in range(0, lengths[row], block):
+            own = plan[((begin + 1) * workers - 1) // total]
+            goes_on = own and own[-1][:2] == (row, head)
+            first = own.pop()[2] if goes_on else block_first
+            own.append((row, head, first, min(block_first + block, lengths[row])))
             begin += costs[head]
-    return [
-        [(row, head, own[0], min(own[-1] + block, lengths[row])) for (row, head), own in stretches.items()]
-        for stretches in plan
-    ]
+    return plan
 
 
 # ------------------------------------------------------------------------------------------------------- Palu
@@ -2858,7 +2685,7 @@ class PaluSettings:
     keep: float = setting(0.5, "rank of each head's K and V, a share of D", sets="bytes")
 
 
-class PaluCache(EvenCache):
+class PaluCache(Cache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
 
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
@@ -2867,12 +2694,11 @@ class PaluCache(EvenCache):
 
     def __init__(self, room: Room, basis: Tensor, v_rank: int, bias: Tensor):
         super().__init__(room)
-        heads, self.basis, self.bias = len(basis), basis.to(room.device, room.dtype), bias
-        self.register_buffer("k_latent", self.store(heads, room.capacity, basis.shape[2]))
-        self.register_buffer("v_latent", self.store(heads, room.capacity, v_rank))
-        self.latents, self.values = Plain(self.k_latent), Plain(self.v_latent)
-        paired = room.paired_basis(self.basis, bias)
-        self.keys = RebuiltKeys(room, self.k_latent, self.basis, bias, paired)
+        self.basis, self.bias = basis.to(room.device, room.dtype), bias
+        self.register_buffer("k_latent", self.store(len(basis), room.capacity, basis.shape[2]))
+        self.register_buffer("v_latent", self.store(len(basis), room.capacity, v_rank))
+        self.keys = RebuiltKeys(self.k_latent, room, self.basis, bias)
+        self.values = Plain(self.v_latent)
 
     def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What is stored, [..., Hkv, rank], of k [..., Hkv, D] before RoPE and folded v [..., Hkv v_rank]."""
@@ -2881,7 +2707,7 @@ class PaluCache(EvenCache):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         k, v = self.compress(k, latent)
-        self.latents.write_prompt(row, k)
+        self.keys.write_prompt(row, k)
         self.values.write_prompt(row, v)
         span, (rank, width) = slice(0, len(q)), (v.shape[-1], q.shape[-1])
         rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
@@ -2890,7 +2716,7 @@ class PaluCache(EvenCache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         k, v = self.compress(k, latent)
-        self.latents.write(pos, k)
+        self.keys.write(pos, k)
         self.values.write(pos, v)
         return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
 
@@ -2911,10 +2737,6 @@ def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: Artif
         fold_values(layer.attention, c, list(v))
         caches.append(PaluCache(room, k, rank, bias))
     return caches
-
-
-def palu_tensors(c: ModelConfig) -> Stored:
-    return head_bases(c, ("k", "v"))
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts
@@ -2971,8 +2793,7 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
     sizes = zip(tensor.shape, shape, strict=False)
     if tensor.ndim != len(shape) or any(wanted not in (None, size) for size, wanted in sizes):
         return f"is {list(tensor.shape)}, not [{', '.join(str(size or 'any') for size in shape)}]"
-    ints = (torch.int32, torch.int64)
-    if not (tensor.is_floating_point() if kind is float else tensor.dtype in ints):
+    if not (tensor.is_floating_point() if kind is float else tensor.dtype in (torch.int32, torch.int64)):
         return f"holds {str(tensor.dtype).removeprefix('torch.')} numbers"
     if kind is float and not tensor.isfinite().all():
         return "is not finite"
@@ -3022,35 +2843,28 @@ class Method:
 
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda room, _: DenseCache(room)), "the full cache"),
-    "sals": Method(
-        SalsSettings, build_sals, "sparse attention over a joint latent of the keys", sals_tensors
-    ),
+    "sals": Method(SalsSettings, build_sals, "sparse attention in a joint latent of the keys", sals_tensors),
     "elitekv": Method(
         EliteSettings,
         build_elitekv,
-        "a few rotated pairs a head and one latent of K and V",
+        "a few rotated pairs, a latent of the rest",
         elite_tensors,
         random_elitekv,
     ),
-    "loki": Method(
-        LokiSettings, build_loki, "top-k attention, scored on principal components of the keys", loki_tensors
-    ),
+    "loki": Method(LokiSettings, build_loki, "top-k attention, scored on principal components", loki_tensors),
     "lrqk": Method(LrqkSettings, build_lrqk, "top-k attention by low-rank proxies; K and V in host memory"),
     "fdc": Method(
-        FdcSettings,
-        build_fdc,
-        "attention on compressed vectors, each head at its own rank",
-        fdc_tensors,
-        random_fdc,
+        FdcSettings, build_fdc, "compressed vectors, each head at its own rank", fdc_tensors, random_fdc
     ),
     "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
-    "topk": Method(
-        TopKSettings, each_layer(TopKCache), "exact top-k attention: the oracle of all selections"
-    ),
+    "topk": Method(TopKSettings, each_layer(TopKCache), "exact top-k attention, the oracle of selections"),
     "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
     "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
     "doublesparse": Method(
-        DoubleSparseSettings, build_doublesparse, "top-k, scored on a few channels", doublesparse_tensors
+        DoubleSparseSettings,
+        each_layer(DoubleSparseCache, "importance"),
+        "top-k, scored on a few channels",
+        lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
     ),
     "kivi": Method(
         KiviSettings,
@@ -3058,7 +2872,9 @@ METHODS = {
         "keys quantised per channel, values per token",
     ),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),
-    "palu": Method(PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", palu_tensors),
+    "palu": Method(
+        PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", lambda c: head_bases(c, "kv")
+    ),
 }
 
 
