@@ -559,7 +559,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
             for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
                 axis.plot(ranks[name], marker="o", label=label)
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
-            axis.legend()
+            axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return {"energy": args.energy, "width": width, **ranks}
 
 
@@ -1899,15 +1899,15 @@ def plot_times(path: Path, rows: list[dict], png: Path) -> None:
         for axis, (title, times) in zip(axes, panels.items(), strict=True):
             axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
             logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
-            for method, (x, y) in logs.items():
+            for n, (method, (x, y)) in enumerate(logs.items()):
                 style = {"color": "black", "linewidth": 3} if method == dense else {}
-                (line,) = axis.plot(np.exp(x), np.exp(y), marker=".", label=method, **style)
+                (line,) = axis.plot(np.exp(x), np.exp(y), marker=".^s"[n // 10 % 3], label=method, **style)
                 above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
                 (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
                 part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
                 where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
                 axis.plot(*where, "o", color=line.get_color())
-            axis.legend()
+            axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def run_plot(args: argparse.Namespace) -> None:
@@ -1917,7 +1917,7 @@ def run_plot(args: argparse.Namespace) -> None:
     and read/step. Times are those of kernels.py --table breakeven --csv, or the columns model, batch, length,
     method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
 
-        python calibrate.py plot docs/eval-nano.csv docs/step.csv --out docs"""
+        python calibrate.py plot docs/eval-nano.csv docs/speed.csv --out docs"""
     require("matplotlib", "pictures need matplotlib")
     check_folder("--out", args.out)
     for path in args.csv:

@@ -2030,9 +2030,8 @@ class QuestCache(SelectiveCache):
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
         scores = self.room.scores(page_queries(q), self.bounds, last, "largest")
-        pages = self.room.best(
-            scores, last, (0, self.count // self.page - 1, 1)
-        )  # [B, Hkv, n], with the last
+        budget = 0, self.count // self.page - 1, 1
+        pages = self.room.best(scores, last, budget)  # [B, Hkv, n], with the last
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
         return index.where(index <= pos[:, None, None], -1)
 

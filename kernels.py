@@ -135,7 +135,7 @@ def power2(n: int) -> int:
 
 
 def value_group(D: int, bits: int) -> int:
-    """Channels that share a minimum and a scale, as compress.Values has them: 32, or all of a narrow head."""
+    """Channels that share a minimum and a scale, as compress.Rows has them: 32, or all of a narrow head."""
     group = min(32, D)
     need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
     fits = bits == 16 or (D % group == 0 and group == power2(group))
