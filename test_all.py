@@ -4780,6 +4780,7 @@ BAD_COMMANDS = {
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "no such file",
     "generate --prompt 600": "more than the model's 512",
+    "generate --prompt 3000000000": "more than the model's 512",
     "generate --prompt 5 --max_new_tokens ²": "--max_new_tokens",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     f"generate --prompt 5 --seed {'9' * 30}": "--seed",
