@@ -3603,11 +3603,16 @@ def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
 
 
+PLANS = [("kernels", "ranks_at_once", 1), ("hopper", "streams_basis", -1)]  # and where they are told
+
+
+@pytest.mark.parametrize("module, plan, place", PLANS)
 @pytest.mark.parametrize("form", JOINT_LATENTS)
-def test_kernel_attend_counts_numbers_of_fp32_where_the_model_is(monkeypatch, form):
-    seen, ranks = [], kernels.ranks_at_once
-    monkeypatch.setattr(kernels, "ranks_at_once", lambda *given: seen.append(given[1]) or ranks(*given))
-    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
+def test_plans_to_attend_count_numbers_of_fp32_where_the_model_is(monkeypatch, form, module, plan, place):
+    ops, seen = pytest.importorskip(module), []
+    own = getattr(ops, plan)
+    monkeypatch.setattr(ops, plan, lambda *given: seen.append(given[place]) or own(*given))
+    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,), ops=ops)
     assert seen == [4]
 
 
@@ -4775,6 +4780,7 @@ BAD_COMMANDS = {
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "no such file",
     "generate --prompt 600": "more than the model's 512",
+    "generate --prompt 3000000000": "more than the model's 512",
     "generate --prompt 5 --max_new_tokens ²": "--max_new_tokens",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     f"generate --prompt 5 --seed {'9' * 30}": "--seed",
@@ -5678,14 +5684,6 @@ def test_hopper_attends_by_logits_beside_an_exact_window(streamed, monkeypatch, 
 
     monkeypatch.setattr(streamed, "_streamed_logits", make_logits)
     close(streamed.attend(q, kind, keys, *rest), truth, dtype)
-
-
-@pytest.mark.parametrize("form", JOINT_LATENTS)
-def test_hopper_counts_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, form):
-    seen = []
-    monkeypatch.setattr(hopper, "streams_basis", lambda *shape: seen.append(shape[-1]) or False)
-    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,), n=33, ops=hopper)
-    assert seen == [4]
 
 
 # Sizes B, n, Hkv, D, r, itemsize that are taken; those that each alone is too few or too many for the first;
