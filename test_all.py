@@ -4447,7 +4447,7 @@ SAME_WITH_KERNELS = [  # method, options, group, operations that it runs (of att
     ("palu", {}, 2, "latents"),
     ("kivi", {"residual": 32}, 4, "channels"),
     ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
-    ("elitekv", {}, 2, "attend_latent"),
+    ("elitekv", {}, 2, "attend_latent rows"),
     ("h2o", {"keep": 24}, 2, "attend_logits logits scores"),
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
     ("loki", {"reduced": True, "d": 0.5, "kv_bits": 4}, 2, "channels"),
@@ -4512,7 +4512,7 @@ def good_arguments(name: str) -> dict:
         "sals_append": append,
         "fdc_attend": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch | {"hot_v": hot.clone()},
-        "value_group": {"D": 32, "bits": 4},
+        "value_packing": {"D": 32, "bits": 4},
     }[name]
 
 
@@ -4534,16 +4534,16 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"q": lambda q: q[:, :3]}, "3 query heads do not divide over 2"),
     ("plain", {"q": turned}, "q .* must be contiguous"),
     ("plain", {"q": lambda q: q.half()}, "keys must be torch.float16"),
-    ("plain", {"pos": lambda pos: pos.long()}, "pos must be int32"),
+    ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
     ("plain", {"keys": other(0, lambda k: k[..., :16])}, "keys must be"),
     ("plain", {"keys": other(0, turned)}, "keys must be whole rows"),
     ("plain", {"bits": instead(3)}, "bits must be 2, 4, 8 or 16"),
     ("plain", {"bits": instead(16)}, "values must be torch.float32"),
-    ("plain", {"values": other(1, lambda x: x.float())}, "low_scale must be torch.float16"),
-    ("plain", {"values": other(1, lambda x: x.contiguous())}, "low_scale must lie as the codes do"),
+    ("plain", {"values": other(1, lambda x: x.float())}, "scale of values must be torch.float16"),
+    ("plain", {"values": other(1, lambda x: x.contiguous())}, "scales of values must lie as"),
     ("plain", {"window": other(0, lambda x: x.half())}, "window keys must be torch.float32"),
     ("plain", {"window": other(1, lambda x: x[:, 1:])}, "window values must be"),
-    ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be int32"),
+    ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be torch.int32"),
     ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
     ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
     ("int8", {"keys": other(0, lambda k: k.float())}, "keys must be torch.int8"),
@@ -4551,12 +4551,12 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("int8", {"keys": other(1, turned)}, "scales of keys must lie as"),
     ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "latents must be torch.int8"),
     ("latents", {"keys": other(3, lambda _: randn(2, 32, 1))}, "int8 together"),
-    ("latents", {"keys": other(2, lambda x: x[:, :16])}, "basis .* must be"),
-    ("latents", {"keys": other(4, lambda _: randn(2, 16, 1))}, "bias .* must be"),
+    ("latents", {"keys": other(2, lambda x: x[:, :16])}, "basis must be"),
+    ("latents", {"keys": other(4, lambda _: randn(2, 16, 1))}, "bias must be"),
     ("latents", {"keys": other(5, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
-    ("select", {"scores": lambda x: x.double()}, "fp32"),
+    ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
     ("select", {"pos": lambda pos: pos.long()}, "int32"),
     ("select", {"y": instead(0)}, "at least 1"),
     ("select", {"wanted": lambda _: positions(9).long()}, "wanted must be torch.int32"),
@@ -4564,7 +4564,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
     ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit rows"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
-    ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows are torch.fl"),
+    ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows must be torch.int8"),
     ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole rows"),
     ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
     ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
@@ -4580,7 +4580,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("fdc_attend", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"v": turned}, "v .* must be contiguous"),
-    ("value_group", {"D": instead(48)}, "multiple of 32"),
+    ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
 
 
@@ -6547,7 +6547,7 @@ def test_hopper_linear_chain_refuses(hopper):
     askew, weights = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32), given["weights"]
     refused("w2 must start at a multiple of 16", weights=[*weights[:2], askew, weights[3]])
     if not ON_HOPPER:
-        refused("on a Hopper GPU: not bfloat16 \\[2, 64\\] on ")
+        refused("on a Hopper GPU: not torch.bfloat16 \\[2, 64\\] on ")
     for rows, heads_dim in ((17, 48), (2, 44)):
         refused("at most 16 rows", **dict(zip(names, chain_inputs(rows, heads_dim, 64, 32, 40), strict=True)))
 
