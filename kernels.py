@@ -199,13 +199,13 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
 
 @jit
 def _scores_kernel(
-    query_p,  # [B, H, N, R], or of blocks [B, blocks, H, N, R]
+    query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
     rows,  # [B, H, S, r] of the queries' dtype, and None; or int8, and a scale each, [B, H, S] fp32
     pos_p,  # [B] int32
     kept_p,  # softmax: exp(logit - running maximum) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
     sums,  # fp32: softmax: running maxima [B, H, tiles, NP]; of splits maxima and sums [B, H, splits, NP]
-    query_steps, steps, S, r, scale, per_block,
-    N: tl.constexpr, R: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, RULE: tl.constexpr,
+    query_steps, steps, S, ranks, scale, per_block,
+    N: tl.constexpr, NR: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Logits scale q . row of a head's N queries, in log2 units but for the rule each; and for the others, of
     each split of the tokens, their maximum and the sum of exp(logit - maximum)."""
@@ -214,6 +214,7 @@ def _scores_kernel(
     b, tiles = tl.program_id(2).to(tl.int64), tl.cdiv(S, T)
     rows_p, row_scale_p = rows
     tile_max_p, max_p, sum_p = sums
+    r_score, r = ranks
     length = tl.load(pos_p + b) + 1
     NP: tl.constexpr = _padded(N, 16)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
@@ -222,17 +223,17 @@ def _scores_kernel(
     share = tl.cdiv(count, splits)
     first, stop = split * share, tl.minimum((split + 1) * share, count)
     query_p += b * query_steps[0] + h * query_steps[2]
-    query_at = query_p + n[:, None] * R + dims
+    query_at = query_p + n[:, None] * r_score + dims
     # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
     BOOST: tl.constexpr = 2.0**15 if kept_p.dtype.element_ty == tl.float16 else 1.0
     # Int8 rows are multiplied as they are where the queries can be split once and for all tiles of a block.
-    SPLIT: tl.constexpr = row_scale_p is not None and R <= RB and query_p.dtype.element_ty != tl.float32
+    SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
     top = tl.full([NP], float("-inf"), tl.float32)
     total = tl.zeros([T, NP], tl.float32)  # summed over T at the end, not in every tile
     for block in range(first // per_block, tl.cdiv(stop, per_block)):
         tile_query_at = query_at + tl.cast(block, tl.int64) * query_steps[1]
-        if R <= RB:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
-            query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < R), other=0.0)
+        if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
+            query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
             if SPLIT:
                 high, low, query_scale = _split_rows(query)
         for tile in range(tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block)):
@@ -241,8 +242,8 @@ def _scores_kernel(
             row = b * steps[0] + h * steps[1] + tokens * steps[2]
             logits = tl.zeros([T, NP], tl.float32)
             row_at = rows_p + row[:, None] * r + dims
-            if R <= RB:
-                row_tile = tl.load(row_at, mask=live[:, None] & (dims < R), other=0.0)
+            if NR == 1:
+                row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
                 if SPLIT:
                     coarse = tl.dot(row_tile, tl.trans(high), out_dtype=tl.int32).to(tl.float32)
                     fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32).to(tl.float32)
@@ -251,8 +252,8 @@ def _scores_kernel(
                     row_tile = row_tile.to(query.dtype)
                     logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
             else:
-                for i in range(0, R, RB):
-                    inside = dims + i < R
+                for i in range(0, NR * RB, RB):
+                    inside = dims + i < r_score
                     row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
                     part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                     logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
@@ -370,9 +371,9 @@ def scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, (rows, row_scale), pos, kept, sums, query_steps, steps, S, r,
-        scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, r_score, T, RB, rule,
-        num_warps=warps, num_stages=stages, **overlapped(rows.device),
+        queries, (rows, row_scale), pos, kept, sums, query_steps, steps, S, (r_score, r),
+        scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, cdiv(r_score, RB), T,
+        RB, rule, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":
         return kept
@@ -657,6 +658,18 @@ def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
     return Packing(bits, group, width, run, runs, planes, planes * width, planes * runs * run)
 
 
+def value_packing(D: int, bits: int) -> Packing:
+    """Groups are of 32, or all of a narrow head, as compress.Values has them."""
+    group, width = min(32, D), D * bits // 8
+    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
+    if bits == 16:
+        return packing_of(bits, 1, D, power2(D))
+    fits = D % group == 0 and group == power2(group)
+    need(fits, f"values of {bits} bits need a head dim of 16 or a multiple of 32, not {D}")
+    run = min(group, width) if width == power2(width) else power2(width)
+    return packing_of(bits, group, width, run)
+
+
 class Shape(NamedTuple):
     """Sizes of a launch."""
 
@@ -670,18 +683,6 @@ class Shape(NamedTuple):
     KB: int = 0  # ranks that a product takes
     CODES: Packing | None = None  # of channels
     PER: int = 0  # tokens of a tile in one group of channels
-
-
-def value_packing(D: int, bits: int) -> Packing:
-    """Groups are of 32, or all of a narrow head, as compress.Values has them."""
-    group, width = min(32, D), D * bits // 8
-    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
-    if bits == 16:
-        return packing_of(bits, 1, D, power2(D))
-    fits = D % group == 0 and group == power2(group)
-    need(fits, f"values of {bits} bits need a head dim of 16 or a multiple of 32, not {D}")
-    run = min(group, width) if width == power2(width) else power2(width)
-    return packing_of(bits, group, width, run)
 
 
 @jit
@@ -894,11 +895,11 @@ def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     tokens, width, R = *codes.shape[2:], ring.shape[1]
     bits = width * 8 // D
     need(bits in (2, 4) and R % 32 == 0, f"codes {list(codes.shape)} are of 2 or 4 bits, the ring of 32s")
-    steps = check_store("codes of keys", codes, torch.uint8, B, Hkv, tokens, D * bits // 8)
-    check(codes=(codes, codes.dtype, *codes.shape), ring=(ring, q.dtype, B, R, Hkv, D))
-    check(**{"low_scale of keys": (low_scale, torch.float16, B, Hkv, tokens // 32, D, 2)})
-    packing = packing_of(bits, 32, width, power2(D, 16) * bits // 8)
-    return (codes, low_scale.view(torch.int32), ring, R, Hkv), steps, {"CODES": packing, "PER": 32}
+    given = {"codes of keys": (codes, torch.uint8, B, Hkv, tokens, D * bits // 8)}
+    given["low_scale of keys"] = (low_scale, torch.float16, B, Hkv, tokens // 32, D, 2)
+    check(**given, ring=(ring, q.dtype, B, R, Hkv, D))
+    stores, steps = (codes, low_scale.view(torch.int32), ring, R, Hkv), (Hkv * tokens, tokens, 1)
+    return stores, steps, {"CODES": packing_of(bits, 32, width, power2(D, 16) * bits // 8), "PER": 32}
 
 
 @jit
@@ -932,7 +933,7 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
     k = codes * _half_at(pairs, 16) + _half_at(pairs, 0)
     k = tl.reshape(k, [row.shape[0], CODES.COLUMNS]).to(query.dtype)
     exact = live & (token >= pos // R * R)
-    k = _from_ring(k, ring_p, exact, (b * R + token % R) * Hkv + h, CODES)
+    k = _from_ring(k, ring_p, R, Hkv, exact, b, h, token, CODES)
     return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
@@ -964,11 +965,11 @@ def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
 
 
 @jit
-def _from_ring(x, ring_p, exact, row, PACKING: tl.constexpr):
-    """x [T, C], but for the tokens that are exact their rows [.., D] of a ring."""
+def _from_ring(x, ring_p, R, Hkv, exact, b, h, token, PACKING: tl.constexpr):
+    """x [T, C], but of tokens that are exact out of a ring [B, R, Hkv, D]."""
     if tl.max(exact.to(tl.int32), 0) > 0:
         channel, inside = _columns(PACKING)
-        at = row[:, None] * PACKING.D + channel[None, :]
+        at = ((b * R + token % R) * Hkv + h)[:, None] * PACKING.D + channel[None, :]
         ring = tl.load(ring_p + at, mask=exact[:, None] & inside[None, :], other=0.0)
         x = tl.where(exact[:, None], ring, x)
     return x
@@ -1037,7 +1038,7 @@ def _values(values, k, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING
     else:
         v = _code_values(values_p, pairs_p, row, live, dtype, PACKING)
         if ring_p is not None:
-            v = _from_ring(v, ring_p, live & (token > pos - R), (b * R + token % R) * Hkv + h, PACKING)
+            v = _from_ring(v, ring_p, R, Hkv, live & (token > pos - R), b, h, token, PACKING)
     return v
 
 
