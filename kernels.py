@@ -204,17 +204,17 @@ def _scores_kernel(
     pos_p,  # [B] int32
     kept_p,  # softmax: exp(logit - running maximum) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
     sums,  # fp32: softmax: running maxima [B, H, tiles, NP]; of splits maxima and sums [B, H, splits, NP]
-    query_steps, steps, S, ranks, scale, per_block,
+    query_steps, steps, sizes, scale, per_block,
     N: tl.constexpr, NR: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """Logits scale q . row of a head's N queries, in log2 units but for the rule each; and for the others, of
     each split of the tokens, their maximum and the sum of exp(logit - maximum)."""
     _wait_for_previous()
     split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
-    b, tiles = tl.program_id(2).to(tl.int64), tl.cdiv(S, T)
+    b = tl.program_id(2).to(tl.int64)
+    S, tiles, r_score, r = sizes
     rows_p, row_scale_p = rows
     tile_max_p, max_p, sum_p = sums
-    r_score, r = ranks
     length = tl.load(pos_p + b) + 1
     NP: tl.constexpr = _padded(N, 16)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
@@ -371,7 +371,7 @@ def scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, (rows, row_scale), pos, kept, sums, query_steps, steps, S, (r_score, r),
+        queries, (rows, row_scale), pos, kept, sums, query_steps, steps, (S, tiles, r_score, r),
         scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, cdiv(r_score, RB), T,
         RB, rule, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
