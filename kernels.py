@@ -917,21 +917,24 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
     codes_p, low_scale_p, ring_p, R, Hkv = keys
     CODES: tl.constexpr = SHAPE.CODES
     BITS: tl.constexpr = CODES.BITS
-    GROUPS: tl.constexpr = row.shape[0] // SHAPE.PER
-    byte = tl.arange(0, CODES.RUN)
+    PLANES: tl.constexpr = CODES.PLANES
+    RUN: tl.constexpr = CODES.RUN
+    PER: tl.constexpr = SHAPE.PER
+    T: tl.constexpr = row.shape[0]
+    byte = tl.arange(0, RUN)
     mask = live[:, None] & (byte < CODES.WIDTH)[None, :]
     codes = tl.load(codes_p + row[:, None] * CODES.WIDTH + byte[None, :], mask=mask, other=0)
-    group = tl.max(tl.reshape(tl.where(live, row // 32, -1), [GROUPS, SHAPE.PER]), 1)
+    group = tl.max(tl.reshape(tl.where(live, row // 32, -1), [T // PER, PER]), 1)
     channel, inside = _columns(CODES)
     mask = (group >= 0)[:, None] & inside[None, :]
     pairs = tl.load(low_scale_p + group[:, None] * SHAPE.D + channel[None, :], mask=mask, other=0)
-    pairs = tl.reshape(pairs, [GROUPS, 1, CODES.PLANES, CODES.RUN])
-    codes = tl.reshape(codes.to(tl.int32), [GROUPS, SHAPE.PER, 1, CODES.RUN])
-    codes = (codes >> (tl.arange(0, CODES.PLANES) * BITS)[None, None, :, None]) & ((1 << BITS) - 1)
+    pairs = tl.reshape(pairs, [T // PER, 1, PLANES, RUN])
+    codes = tl.reshape(codes.to(tl.int32), [T // PER, PER, 1, RUN])
+    codes = (codes >> (tl.arange(0, PLANES) * BITS)[None, None, :, None]) & ((1 << BITS) - 1)
     # The codes as the lowest bits of 2**23: no conversion, which runs at a quarter of the rate.
     codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     k = codes * _half_at(pairs, 16) + _half_at(pairs, 0)
-    k = tl.reshape(k, [row.shape[0], CODES.COLUMNS]).to(query.dtype)
+    k = tl.reshape(k, [T, PLANES * RUN]).to(query.dtype)
     exact = live & (token >= pos // R * R)
     k = _from_ring(k, ring_p, R, Hkv, exact, b, h, token, CODES)
     return tl.dot(k, query, input_precision="ieee") * scale, k
@@ -1023,7 +1026,7 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
     code = ((code << turn) | (code >> (32 - turn))) & mask
     code = (code | 0x3F800000).to(tl.float32, bitcast=True)
     v = code * step + (_half_at(pairs, 0) - step)
-    return tl.reshape(v, [T, PACKING.COLUMNS]).to(dtype)
+    return tl.reshape(v, [T, PLANES * RUNS * PACKING.RUN]).to(dtype)
 
 
 @jit
@@ -1084,6 +1087,7 @@ def _attend_kernel(
     h = p * Hkv // programs
     GP: tl.constexpr = SHAPE.GP
     T: tl.constexpr = SHAPE.T
+    C: tl.constexpr = PACKING.COLUMNS
     dtype: tl.constexpr = q_p.dtype.element_ty
     # 1. The tokens of this split.
     pos = tl.load(pos_p + b)
@@ -1102,7 +1106,7 @@ def _attend_kernel(
     queries = QUERIES(q_p + head_row * SHAPE.D, h, keys, SHAPE)
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([T, GP], tl.float32)
-    out = tl.zeros([T, PACKING.COLUMNS] if GP == 1 else [PACKING.COLUMNS, GP], tl.float32)
+    out = tl.zeros([T, C] if GP == 1 else [C, GP], tl.float32)
     # 3. The exact window, in the last split.
     if window[0] is not None:
         if split == splits - 1:
