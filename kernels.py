@@ -74,7 +74,7 @@ def check(**tensors: tuple) -> None:
     these, is contiguous, and lies on the first one's device."""
     if triton is None:
         raise RuntimeError("triton is not installed: use the PyTorch path")
-    first, ((leader, *_), *_) = next(iter(tensors)), tensors.values()
+    (first, (leader, *_)), *_ = tensors.items()
     for name, (tensor, dtype, *sizes) in tensors.items():
         if tensor is not None:
             shape(name, tensor, dtype, *sizes)
@@ -493,9 +493,7 @@ def _tile_of(N: tl.constexpr, C: tl.constexpr):
 def _survivors_kernel(
     scores_p,  # [B, S] fp32
     pos_p,  # [B] int32
-    key_p,  # [B, chunks, CAP] int32
-    index_p,  # [B, chunks, CAP] int32
-    cut_p,  # [B, chunks] int32
+    survivors,  # keys and index [B, chunks, CAP], cuts [B, chunks], int32
     S, x, z, least, chunks, N: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr
 ):  # fmt: skip
     """Of a chunk of tokens the best, `least` to CAP: their keys, dead ones after them, and their index; and
@@ -510,6 +508,7 @@ def _survivors_kernel(
     keys = _load_keys(scores_p + b * S, j, S, x, last)
     _, hi, count = _threshold(keys, None, least, CAP)
     keep = keys >= hi
+    key_p, index_p, cut_p = survivors
     slot = (b * chunks + chunk) * CAP
     place = slot + _places(keep)
     tl.store(key_p + place, keys, mask=keep)
@@ -524,7 +523,7 @@ def _select_kernel(
     scores_p,  # [B, S] fp32
     pos_p,  # [B] int32
     wanted_p,  # [B] int32: how many a row takes; None: y
-    survivors,  # of _survivors_kernel: keys and index [B, N], cuts [B, CHUNKS]; None: tokens of a row are N
+    survivors,  # of _survivors_kernel, N of a row; None thrice: all tokens, which are N at most or WHOLE
     out_p,  # [B, x + y] int32
     S, x, y, z, N: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr,
     WHOLE: tl.constexpr
@@ -584,20 +583,18 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
     i32, f32, device = torch.int32, torch.float32, scores.device
     check(pos=(pos, i32, B), scores=(scores, f32, B, S), wanted=(wanted, i32, B))
-    out = torch.empty(B, x + y, dtype=i32, device=device)
+    empty = functools.partial(torch.empty, dtype=i32, device=device)
+    out = empty(B, x + y)
     plan, chunks, survivors = select_chunks(S, y), 1, (None, None, None)
     whole = plan is None and select_passes(S, y)
     width = 8192 if whole else power2(S, 128)
     if plan:
         chunks, N, least, CAP = plan
         width = chunks * CAP
-        survivors = (
-            *torch.empty(2, B, width, dtype=i32, device=device),
-            torch.empty(B, chunks, dtype=i32, device=device),
-        )
+        survivors = (*empty(2, B, width), empty(B, chunks))
         C, warps = select_config(N, chunk=True)
         _survivors_kernel[chunks, B](
-            scores, pos, *survivors, S, x, z, least, chunks, N, C, CAP, num_warps=warps, **overlapped(device)
+            scores, pos, survivors, S, x, z, least, chunks, N, C, CAP, num_warps=warps, **overlapped(device)
         )
     C, warps = select_config(width)
     _select_kernel[B,](
@@ -801,8 +798,9 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     steps = check_store("latents", latent, dtype, B, Hkv, S, r, scales=scale)
     need((scale is None) == (basis_scale is None), "latents and basis are of int8 together")
     need(bias is None or scale is None, "latents in int8 take no bias")
-    given = {"basis": (basis, dtype, Hkv, DP, r), "basis_scale": (basis_scale, f32, Hkv, DP, 1)}
-    check(**given, bias=(bias, f32, Hkv, DP, 1))  # all of interleave_rope
+    given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, r)}
+    given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
+    check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1))
     KB = ranks_at_once(r, tile_itemsize(q.dtype, latent), roomy(q.device))
     stores = (latent, scale, basis, basis_scale, bias, rope_words(rope, S, D, q.dtype))
     return stores, steps, {"R": r, "KB": KB}
@@ -1734,8 +1732,7 @@ def fetch_rows(
 #     breakeven  the same at many lengths, and the length from which on a method is faster than cuDNN
 # Weights are random, and all rows are full. A time is the median over replays of a CUDA graph of several sets
 # of inputs, so that they come from memory: in a model, other layers' weights push them out of the L2 cache.
-# limit_us is the least that a call can take: its bytes at the measured bandwidth, or its FLOPs at the
-# measured rate if that is longer.
+# limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates.
 
 TABLES = ("operation", "method", "breakeven")
 MODELS = {  # name -> name in model.SHAPES, shapes of the first two tables
@@ -1844,15 +1841,14 @@ def method_rows(ops, config, B: int, S: int, case: str, limits: tuple) -> Iterat
     caches = cold_sets(cache, read, cache.measured(), [cache.room, attention.wqkv, attention.wo, *on_host])
     tokens = [qkv.clone() for _ in caches]
 
-    def decode(qkv, cache):
-        return attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
-
     def next_tokens():  # with a correlation of 0.8 to the last ones, so that LRQK misses some rows
         for qkv in tokens:
             qkv.mul_(0.8).add_(torch.randn_like(qkv), alpha=0.6)
 
     torch._dynamo.reset()
-    step = torch.compile(decode, dynamic=False)
+    step = torch.compile(
+        lambda qkv, cache: attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)), dynamic=False
+    )
     calls = [functools.partial(step, *each) for each in zip(tokens, caches, strict=True)]
     us = graph_time(calls, next_tokens)
     dense_us = cudnn_time(B, S, config.n_heads, config.n_kv_heads, config.head_dim)
