@@ -31,18 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 try:
     import triton
     import triton.language as tl
+    from triton import constexpr_function, jit  # the first: what runs in Python when a kernel is compiled
 except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
     triton, tl = None, SimpleNamespace(constexpr=None)  # which the kernels below are annotated with
-
-
-def jit(function):
-    return triton.jit(function) if triton else function
-
-
-def constexpr_function(function):
-    """Makes what runs in Python when a kernel is compiled."""
-    return triton.constexpr_function(function) if triton else function
-
+    jit = constexpr_function = lambda function: function
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
 LOG2E = math.log2(math.e)
@@ -429,17 +421,6 @@ def _guesses(lo, hi, count_lo, count_hi, goal):
 
 
 @jit
-def _narrow(left, right, many, few, lo, hi, count_lo, count_hi, most):
-    """The bracket once `many` keys are known to reach left and `few` to reach right."""
-    above_left, above_right = many > most, few > most  # the threshold is
-    count_hi = tl.where(above_right, count_hi, tl.where(above_left, few, many))
-    count_lo = tl.where(above_right, few, tl.where(above_left, many, count_lo))
-    hi = tl.where(above_right, hi, tl.where(above_left, right, left))
-    lo = tl.where(above_right, right, tl.where(above_left, left, lo))
-    return lo, hi, count_lo, count_hi
-
-
-@jit
 def _threshold(keys, row, least, most):
     """lo, hi, count(keys >= hi) of a tile or row: the count lies in least..most, or is less where keys equal
     to lo = hi - 1 tie. lo = hi below all that are alive, if these are at most `most`."""
@@ -454,7 +435,11 @@ def _threshold(keys, row, least, most):
     while (count_hi < least) & (hi > lo + 1):
         left, right = _guesses(lo, hi, count_lo, count_hi, (least + most) * 0.5)
         many, few = _reach(keys, row, left, right)
-        lo, hi, count_lo, count_hi = _narrow(left, right, many, few, lo, hi, count_lo, count_hi, most)
+        above_left, above_right = many > most, few > most  # the threshold is
+        count_hi = tl.where(above_right, count_hi, tl.where(above_left, few, many))
+        count_lo = tl.where(above_right, few, tl.where(above_left, many, count_lo))
+        hi = tl.where(above_right, hi, tl.where(above_left, right, left))
+        lo = tl.where(above_right, right, tl.where(above_left, left, lo))
     return lo, hi, count_hi
 
 
