@@ -30,17 +30,14 @@ from kernels import (
     _wait_for_previous,
     attended,
     cdiv,
-    describe,
+    check,
     merge_splits,
     need,
     nvidia_generation,
     overlapped,
     power2,
-    shape,
     split_outputs,
     tile_itemsize,
-    together,
-    value_words,
 )
 
 # Names that changed after triton 3.6.
@@ -105,8 +102,8 @@ def attend(
         packed = all(x.is_contiguous() for x in (*keys, *values))
         G, D = q.shape[1] // values[0].shape[1], q.shape[2]
         if packed and shares_int8(q.device, G, D, bits, q.dtype) and aligned(keys[0], *values):
-            key_check(q, kind, keys, values, bits, pos)
-            return _attend_int8_shared(q, *keys, *values, pos, bits)
+            keys, values = checked_stores(q, kind, keys, values, bits, pos)
+            return _attend_int8_shared(q, *keys, *values[:2], pos, bits)
     if kind == "latents" and index is not None and index.ndim == 2:
         latent, basis, bias = keys[0][:, 0], keys[2], keys[4]
         shared = keys[0].stride(1) == 0 or len(basis) == 1
@@ -114,20 +111,20 @@ def attend(
         if joint and latent.is_contiguous():
             sizes = (*index.shape, *q.shape[1:], latent.shape[2], tile_itemsize(q.dtype, latent))
             if streams_basis(q.device, *sizes) and aligned(latent, basis):
-                _, latent_scale, _, basis_scale, _, words = key_check(q, kind, keys, values, bits, pos)
+                stores, _ = checked_stores(q, kind, keys, values, bits, pos)
+                _, latent_scale, _, basis_scale, _, words = stores
                 latent_scale = None if latent_scale is None else latent_scale[:, 0]
                 logits = _streamed_logits(q, index, latent, latent_scale, basis, basis_scale, words)
                 kind, keys = "logits", [logits]
     return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale)
 
 
-def key_check(
-    q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, pos: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Asks what kernels.attend asks of the stores; returns those of the keys as the kernels take them."""
-    kernels.packed_values(q, values, bits)
-    kernels.check(pos, len(q), q=q)
-    return kernels.KEYS[kind](q, keys, values[0].shape[1])[0]
+def checked_stores(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, pos: Tensor) -> tuple:
+    """Asks what kernels.attend asks of the stores; returns those of keys and those of values as kernels take
+    them."""
+    check(pos=(pos, torch.int32, len(q)), q=(q, q.dtype, *q.shape))
+    check_keys, *_ = kernels.KEYS[kind]
+    return check_keys(q, keys, values[0].shape[1])[0], kernels.packed_values(q, values, bits)[0]
 
 
 # ------------------------------------------------------------------- attention over compressed tokens (SALS)
@@ -393,8 +390,8 @@ def _copy_tile(blocks, rings, ready, stage, row, some):
 
 @gluon.jit
 def _int8_shared_kernel(
-    keys, codes, pairs, q_p, k_scale_p, pos_p, top_p, sum_p, out_p, S, scale,
-    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+    keys, codes, pairs, q_p, k_scale_p, pos_p, parts, S, scale,
+    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     # A program is one warp, and nothing moves between its threads but maxima: codes of keys come from shared
     # memory as tensor cores take them, the logits are then where those take weights, and values are decoded
@@ -481,12 +478,14 @@ def _int8_shared_kernel(
         row_ahead = first + (split + (i + STAGES) * splits) * T
         _copy_tile(blocks, rings, ready, stage, row_ahead, i + STAGES < tiles)
     total = gl.sum(total, 1)
-    if FINAL:
+    top_p, sum_p, out_p = parts
+    if top_p is None:
         out /= gl.convert_layout(total, gl.SliceLayout(0, MMA))[None, :]
-    g = gl.arange(0, 8, layout=QUERY)
-    at = (row * G + g) * splits + split
-    gl.store(top_p + at, top, mask=g < G)
-    gl.store(sum_p + at, total, mask=g < G)
+    else:
+        g = gl.arange(0, 8, layout=QUERY)
+        at = (row * G + g) * splits + split
+        gl.store(top_p + at, top, mask=g < G)
+        gl.store(sum_p + at, total, mask=g < G)
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
     m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]  # runs of 32 channels: (byte, word) of each
     channel = m // 32 * 32 + m % 8 * 4 + m // 8 % 4
@@ -495,25 +494,24 @@ def _int8_shared_kernel(
 
 
 def _attend_int8_shared(
-    q: Tensor, k: Tensor, k_scale: Tensor, values: Tensor, low_scale: Tensor, pos: Tensor, bits: int
+    q: Tensor, k: Tensor, k_scale: Tensor, codes: Tensor, pairs: Tensor, pos: Tensor, bits: int
 ) -> Tensor:
-    """attend of keys in int8 (see shares_int8). It is launched plainly, since programs
-    of one warp would crowd if they were let in early (see overlapped)."""
+    """attend of keys in int8 (see shares_int8), values in words. It is launched plainly, since programs of
+    one warp would crowd if they were let in early (see overlapped)."""
     (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
-    out, tops, sums, parts = split_outputs(q, splits)
+    out, parts = split_outputs(q, splits, D)
     blocks = []
-    for store in (k, *value_words(values, low_scale, pos)):
+    for store in (k, codes, pairs):
         store = store.view(B * Hkv * S, -1)
         width = store.shape[1] * store.element_size()
         layout = gl.NVMMASharedLayout(width if width > 16 else 0, 8 * store.element_size(), 2)
         blocks.append(TensorDescriptor.from_tensor(store, [T, store.shape[1]], layout))
     _int8_shared_kernel[splits, Hkv, B](
-        *blocks, q, k_scale, pos, tops, sums, parts, S, D**-0.5 * LOG2E, Hq // Hkv, bits, stages, splits == 1,
-        num_warps=1,
-    )  # fmt: skip
-    return merge_splits(out, tops, sums, parts)
+        *blocks, q, k_scale, pos, parts, S, D**-0.5 * LOG2E, Hq // Hkv, bits, stages, num_warps=1
+    )
+    return merge_splits(out, parts)
 
 
 def shares_int8(device: torch.device, G: int, D: int, bits: int, dtype: torch.dtype) -> bool:
@@ -839,21 +837,19 @@ def linear_chain(
     need(matrices and len(x), f"x and weights must be matrices: {[list(t.shape) for t in (x, *weights)]}")
     wo, w13, w2, w = weights
     (rows, dim), heads_dim, ffn, N = x.shape, wo.shape[1], w2.shape[1], len(w)
-    copied = {"attended": (attended, rows, heads_dim), "wo": (wo, dim, heads_dim), "w13": (w13, 2 * ffn, dim)}
-    copied |= {"w2": (w2, dim, ffn), "w": (w, N, dim)}
-    given = copied | {name: (norm, dim) for name, norm in zip(("norm", "next norm"), norms, strict=True)}
-    for name, bias, weight in zip(("wo", "w13", "w2", "w"), biases, weights, strict=True):
-        if bias is not None:
-            given[f"bias of {name}"] = (bias, len(weight))
-    for name, (tensor, *sizes) in given.items():
-        shape(name, tensor, *sizes, dtype=x.dtype)
-    together(x=x, **{name: tensor for name, (tensor, *_) in given.items()})
+    dtype, names = x.dtype, ("wo", "w13", "w2", "w")
+    sizes = ((dim, heads_dim), (2 * ffn, dim), (dim, ffn), (N, dim))
+    copied = {"attended": (attended, dtype, rows, heads_dim)}
+    copied |= {name: (each, dtype, *size) for name, each, size in zip(names, weights, sizes, strict=True)}
+    given = {f"bias of {name}": (b, dtype, n) for name, b, (n, _) in zip(names, biases, sizes, strict=True)}
+    given |= {name: (norm, dtype, dim) for name, norm in zip(("norm", "next norm"), norms, strict=True)}
+    check(x=(x, dtype, rows, dim), **copied, **given)
     for name, (tensor, *_) in copied.items():
         need(aligned(tensor), f"{name} must start at a multiple of 16 bytes")
     need(
         chains_linears(x, heads_dim, dim, ffn),
-        f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU: not {describe(x)} on "
-        f"{x.device}, with layers of {heads_dim} and {ffn} inputs",
+        f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU: not {dtype} "
+        f"{list(x.shape)} on {x.device}, with layers of {heads_dim} and {ffn} inputs",
     )
     device = torch.cuda.get_device_properties(x.device)
     # Every program must have outputs of the layers that end in x (see _stream_inputs).

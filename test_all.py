@@ -4000,7 +4000,7 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("palu", {}, 2, "latents"),
     ("kivi", {"residual": 32}, 4, "channels"),
     ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
-    ("elitekv", {}, 2, "attend_latent"),
+    ("elitekv", {}, 2, "attend_latent rows"),
     ("h2o", {"keep": 24}, 2, "attend_logits logits scores"),
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
     ("loki", {"reduced": True, "d": 0.5, "kv_bits": 4}, 2, "channels"),
@@ -4066,7 +4066,7 @@ def good_arguments(name: str) -> dict:
         "sals_append": append,
         "fdc_attend": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch | {"hot_v": hot.clone()},
-        "value_group": {"D": 32, "bits": 4},
+        "value_packing": {"D": 32, "bits": 4},
     }[name]
 
 
@@ -4088,16 +4088,16 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"q": lambda q: q[:, :3]}, "3 query heads do not divide over 2"),
     ("plain", {"q": turned}, "q .* must be contiguous"),
     ("plain", {"q": lambda q: q.half()}, "keys must be torch.float16"),
-    ("plain", {"pos": lambda pos: pos.long()}, "pos must be int32"),
+    ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
     ("plain", {"keys": other(0, lambda k: k[..., :16])}, "keys must be"),
     ("plain", {"keys": other(0, turned)}, "keys must be whole rows"),
     ("plain", {"bits": instead(3)}, "bits must be 2, 4, 8 or 16"),
     ("plain", {"bits": instead(16)}, "values must be torch.float32"),
-    ("plain", {"values": other(1, lambda x: x.float())}, "low_scale must be torch.float16"),
-    ("plain", {"values": other(1, lambda x: x.contiguous())}, "low_scale must lie as the codes do"),
+    ("plain", {"values": other(1, lambda x: x.float())}, "scale of values must be torch.float16"),
+    ("plain", {"values": other(1, lambda x: x.contiguous())}, "scales of values must lie as"),
     ("plain", {"window": other(0, lambda x: x.half())}, "window keys must be torch.float32"),
     ("plain", {"window": other(1, lambda x: x[:, 1:])}, "window values must be"),
-    ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be int32"),
+    ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be torch.int32"),
     ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
     ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
     ("int8", {"keys": other(0, lambda k: k.float())}, "keys must be torch.int8"),
@@ -4110,7 +4110,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("latents", {"keys": other(5, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
-    ("select", {"scores": lambda x: x.double()}, "fp32"),
+    ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
     ("select", {"pos": lambda pos: pos.long()}, "int32"),
     ("select", {"y": instead(0)}, "at least 1"),
     ("select", {"wanted": lambda _: positions(9).long()}, "wanted must be torch.int32"),
@@ -4118,7 +4118,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
     ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit rows"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
-    ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows are torch.fl"),
+    ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows must be torch.int8"),
     ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole rows"),
     ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
     ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
@@ -4134,7 +4134,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("fdc_attend", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"v": turned}, "v .* must be contiguous"),
-    ("value_group", {"D": instead(48)}, "multiple of 32"),
+    ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
 REFUSED = [("kernels", *row) for row in REFUSED]
 REFUSED += [("hopper", *row) for _, *row in REFUSED if row[0] in ("int8", "latents")]
@@ -5933,7 +5933,7 @@ def test_hopper_linear_chain_refuses(hopper):
     askew = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32)
     refused("w2 must start at a multiple of 16", weights=other(2, instead(askew)))
     if not ON_HOPPER:
-        refused("on a Hopper GPU: not bfloat16 \\[2, 64\\] on ")
+        refused("on a Hopper GPU: not torch.bfloat16 \\[2, 64\\] on ")
     for rows, heads_dim in ((17, 48), (2, 44)):
         given = dict(zip(names, chain_inputs(rows, heads_dim, 64, 32, 40), strict=True))
         refused("at most 16 rows")
