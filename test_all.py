@@ -3965,7 +3965,7 @@ def test_kernel_graph_follows_pos(form):
         for index in (*chosen, None):
             made.append(kernels.attend(rotated, "latents", keys, values, 4, pos, index, window, scale))
         for name in ("plain", "int8", "channels"):
-            _, kind, *stores, _, _, _, beside, _ = cases[name]
+            _, kind, *stores, _, _, beside, _ = cases[name]  # keys, values and their bits
             made.append(kernels.attend(q, kind, *stores, pos, None, beside, scale))
         made.append(kernels.attend_latent(randn(B, 4, 96, dtype=bf16), rows, pos, 64, scale))
         return made
