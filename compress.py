@@ -560,10 +560,12 @@ def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Ca
     make gets a layer's part of each of these tensors of the artifact."""
 
     def build(model: Llama, settings: object, room: Room, artifact: Artifact) -> list[Cache]:
+        skipped = skipped_layers(settings, len(model.layers)) if hasattr(settings, "skip") else ()
+
         def cache(i: int) -> Cache:
-            skips = hasattr(settings, "skip") and i in skipped_layers(settings, len(model.layers))
-            parts = (artifact[name][i] for name in names)
-            return DenseCache(room, settings.kv_bits) if skips else make(room, settings, *parts)
+            if i in skipped:
+                return DenseCache(room, settings.kv_bits)
+            return make(room, settings, *(artifact[name][i] for name in names))
 
         return [cache(i) for i in range(len(model.layers))]
 
