@@ -1601,11 +1601,13 @@ def lrqk_resolve(
     [B, Hkv, C] the last step that used a slot. Returns the slots [B, Hkv, k] and which entries miss."""
     slot = slot_of.gather(-1, index).long()
     hit = slot >= 0  # what does not count has no slot
-    stamp.scatter_reduce_(-1, slot.clamp(min=0), torch.where(hit, step, -1), "amax")
-    rank = (~hit).cumsum(-1).clamp(min=1)  # of a miss among the misses, from 1
+    # What misses stamps one slot more, which is cut off: a plain scatter is fused, one that reduces is not.
+    used = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, stamp.shape[-1]), step.expand_as(slot))
+    stamp.copy_(used[..., :-1])
+    rank = (~hit).cumsum(-1, dtype=torch.int32).clamp(min=1).long()  # of a miss among the misses, from 1
     if stamp.shape[-1] == index.shape[-1]:  # the misses need all slots that are free: any order will do
         free = stamp < step
-        order = torch.where(free, free.cumsum(-1), 0)  # of a free slot among them, from 1
+        order = torch.where(free, free.cumsum(-1, dtype=torch.int32), 0).long()  # of a free slot, from 1
         slots = torch.arange(stamp.shape[-1], device=stamp.device).expand_as(order)
         oldest = F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots).gather(-1, rank)
     else:
