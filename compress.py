@@ -1604,14 +1604,17 @@ def lrqk_resolve(
     # What misses stamps one slot more, which is cut off: a plain scatter is fused, one that reduces is not.
     used = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, stamp.shape[-1]), step.expand_as(slot))
     stamp.copy_(used[..., :-1])
-    rank = (~hit).cumsum(-1, dtype=torch.int32).clamp(min=1).long()  # of a miss among the misses, from 1
     if stamp.shape[-1] == index.shape[-1]:  # the misses need all slots that are free: any order will do
         free = stamp < step
-        order = torch.where(free, free.cumsum(-1, dtype=torch.int32), 0).long()  # of a free slot, from 1
-        slots = torch.arange(stamp.shape[-1], device=stamp.device).expand_as(order)
-        oldest = F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots).gather(-1, rank)
+        # Of a miss among the misses, and of a free slot among those, from 1: one sum that no gather joins.
+        rank, order = torch.stack((~hit, free)).cumsum(-1, dtype=torch.int32)
+        order = torch.where(free, order, 0).long()
+        slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(order)
+        oldest = F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
     else:
-        oldest = stamp.argsort(dim=-1, stable=True).gather(-1, rank - 1)  # the hits' slots come last
+        rank = (~hit).cumsum(-1)
+        oldest = F.pad(stamp.argsort(dim=-1, stable=True), (1, 0))  # the hits' slots come last
+    oldest = oldest.gather(-1, rank.long()).long()
     place = torch.where(hit, slot, oldest)  # distinct: k entries, C >= k slots
     miss = live & ~hit
     before = pos_of.gather(-1, place)
@@ -1623,15 +1626,11 @@ def lrqk_resolve(
     return place, miss
 
 
-def fetch_rows(
-    k: Tensor, v: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot_k: Tensor, hot_v: Tensor
-) -> None:
-    """hot[place] = rows[index] where miss, for K and V: k, v [B, Hkv, S, D], hot_k, hot_v [B, Hkv, n, D];
-    index, place (distinct), miss [B, Hkv, k]. On CUDA kernels.fetch_rows reads the missing rows only."""
-    slots = row_numbers(hot_k, place).flatten()
-    for rows, hot in ((k, hot_k), (v, hot_v)):
-        new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
-        hot.view(-1, hot.shape[-1]).index_copy_(0, slots, new.flatten(0, 2))
+def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
+    """hot[place] = rows[index] where miss: rows [B, Hkv, S, W], hot [B, Hkv, n, W]; index, place (distinct),
+    miss [B, Hkv, k]. On CUDA kernels.fetch_rows reads the missing rows only."""
+    new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
+    hot.view(-1, hot.shape[-1]).index_copy_(0, row_numbers(hot, place).flatten(), new.flatten(0, 2))
 
 
 def host_rows(room: Room, *shape: int) -> Tensor:
@@ -1650,9 +1649,10 @@ def host_rows(room: Room, *shape: int) -> Tensor:
 class LrqkCache(Cache):
     """A_K of every token, the rows of K and V in use, and a ring of recent ones; all K and V in host memory.
 
-    hot_k and hot_v hold C slots for selected tokens, then the ring: slot C + p % z has position p. Every row
-    is written to host memory as it is made, so that a slot is given up by forgetting it. Each KV head selects
-    k of the tokens that left the ring; only those without a slot are fetched."""
+    A row is a token's key and value side by side: one read over the bus. `hot` holds C slots for selected
+    tokens, then the ring: slot C + p % z has position p. Every row is written to host memory as it is made,
+    so that a slot is given up by forgetting it. Each KV head selects k of the tokens that left the ring; only
+    those without a slot are fetched."""
 
     def __init__(self, room: Room, settings: LrqkSettings):
         super().__init__(room)
@@ -1662,19 +1662,17 @@ class LrqkCache(Cache):
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
         most = round(min(settings.slots * self.chosen, room.capacity - self.z))
         self.slots = most if self.reuse else self.chosen
-        rows = (c.n_kv_heads, room.capacity, c.head_dim)
+        rows = (c.n_kv_heads, room.capacity, 2 * c.head_dim)
         if settings.kv_device == "cuda":
-            self.register_buffer("k", self.store(*rows))
-            self.register_buffer("v", self.store(*rows))
-        else:  # not buffers: they are not on the device, and host_bytes counts them
-            self.k, self.v = host_rows(room, *rows), host_rows(room, *rows)
+            self.register_buffer("kv", self.store(*rows))
+        else:  # not a buffer: it is not on the device, and host_bytes counts it
+            self.kv = host_rows(room, *rows)
         heads, shape, i32 = c.n_kv_heads, (self.rank, c.head_dim), torch.int32
         self.register_buffer("a_k", self.store(heads, room.capacity, self.rank))
         # Of each row's prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T.
         self.register_buffer("basis_q", self.store(heads, *shape, dtype=torch.float32))
         self.register_buffer("basis_k", self.store(heads, *shape, dtype=torch.float32))
-        self.register_buffer("hot_k", self.store(heads, self.slots + self.z, c.head_dim))
-        self.register_buffer("hot_v", self.store(heads, self.slots + self.z, c.head_dim))
+        self.register_buffer("hot", self.store(heads, self.slots + self.z, 2 * c.head_dim))
         self.register_buffer("slot_of", self.store(heads, room.capacity, dtype=i32).fill_(-1))
         self.register_buffer("pos_of", self.store(heads, self.slots, dtype=i32).fill_(-1))
         self.register_buffer("stamp", self.store(heads, self.slots, dtype=i32).fill_(-1))
@@ -1685,11 +1683,10 @@ class LrqkCache(Cache):
     def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         length, (w_q, w_k) = len(q), self.factorise(row, q, k)
         places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
-        heads_k, heads_v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
-        self.k[row, :, places], self.v[row, :, places] = heads_k, heads_v
-        self.a_k[row, :, :length] = (heads_k.float() @ w_k).to(self.a_k.dtype)
-        for x, hot in ((k, self.hot_k), (v, self.hot_v)):
-            Window(hot[:, :, self.slots :], 0, self.z).write_prompt(row, x)
+        kv = torch.cat((k, v), -1)
+        self.kv[row, :, places] = kv.transpose(0, 1)  # [Hkv, S, 2D]
+        self.a_k[row, :, :length] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
+        Window(self.hot[:, :, self.slots :], 0, self.z).write_prompt(row, kv)
         # The hot slots start with what the last token of the prompt selects.
         self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
@@ -1717,15 +1714,14 @@ class LrqkCache(Cache):
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
         self.a_k[rows, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
-        self.k[rows, :, pos], self.v[rows, :, pos] = k, v
-        ring = self.slots + pos % self.z
-        self.hot_k[rows, :, ring], self.hot_v[rows, :, ring] = k, v
+        kv = torch.cat((k, v), -1)
+        self.kv[rows, :, pos], self.hot[rows, :, self.slots + pos % self.z] = kv, kv
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
         self.attends(pos, self.pos_of, live, recent=self.z)
         live = torch.cat((live, ring[:, None].expand(-1, self.config.n_kv_heads, -1)), -1)
-        return self.room.attend(q.flatten(1, 2), Plain(self.hot_k), Plain(self.hot_v), pos, live=live)
+        return self.room.attend(q.flatten(1, 2), *map(Plain, self.hot.chunk(2, -1)), pos, live=live)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
@@ -1736,7 +1732,7 @@ class LrqkCache(Cache):
         position = torch.cat((torch.where(self.stamp == self.step, self.pos_of, -1), position), -1)
         where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.rank)
         a_near = self.a_k.gather(2, where).masked_fill(position[..., None] < 0, 0)
-        given = (q, k, self.basis_q, self.basis_k, a_near, self.hot_k)
+        given = (q, k, self.basis_q, self.basis_k, a_near, self.hot[..., : self.config.head_dim])
         # fp64, since the gauge is not balanced: in fp32 the solves need a ridge that changes the selection.
         q_hat, k_hat, b_q, b_k = lrqk_refit(*(t.double() for t in given))
         self.basis_q.copy_(b_q)
@@ -1750,8 +1746,8 @@ class LrqkCache(Cache):
             self.slot_of[rows] = -1
         tables = (self.slot_of[rows], self.pos_of[rows], self.stamp[rows])
         place, miss = lrqk_resolve(index, live, *tables, self.step)
-        self.fetch(self.k[rows], self.v[rows], index, place, miss, self.hot_k[rows], self.hot_v[rows])
-        self.counts[rows] += torch.stack((live.sum((1, 2)), miss.sum((1, 2))), 1)
+        self.fetch(self.kv[rows], index, place, miss, self.hot[rows])
+        self.counts[rows] += torch.stack((live, miss), 1).sum((2, 3))
 
     def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""

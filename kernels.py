@@ -1665,12 +1665,12 @@ def fdc_config(itemsize: int) -> tuple[int, int, int, int, int]:
 
 @jit
 def _fetch_kernel(
-    rows,  # k, v [B, Hkv, S, D]
+    rows_p,  # [B, Hkv, S, W]
     index_p,  # [B, Hkv, n] int64
     place_p,  # [B, Hkv, n] int64
     miss_p,  # [B, Hkv, n] int8
-    hot,  # k, v [B, Hkv, slots, D]
-    S, n, slots, D: tl.constexpr, ROWS: tl.constexpr,
+    hot_p,  # [B, Hkv, slots, W]
+    S, n, slots, W: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """hot[place] = rows[index] where miss."""
     head = tl.program_id(0).to(tl.int64)
@@ -1678,34 +1678,28 @@ def _fetch_kernel(
     miss = tl.load(miss_p + head * n + entry, mask=entry < n, other=0) != 0
     index = tl.load(index_p + head * n + entry, mask=miss, other=0)
     place = tl.load(place_p + head * n + entry, mask=miss, other=0)
-    d = tl.arange(0, _padded(D))
-    mask = miss[:, None] & (d < D)[None, :]  # lanes that are off read nothing over the bus
-    source = (head * S + index)[:, None] * D + d[None, :]
-    target = (head * slots + place)[:, None] * D + d[None, :]
-    k = tl.load(rows[0] + source, mask=mask)  # both loads before the first store: twice as many in flight
-    v = tl.load(rows[1] + source, mask=mask)
-    tl.store(hot[0] + target, k, mask=mask)
-    tl.store(hot[1] + target, v, mask=mask)
+    d = tl.arange(0, _padded(W))[None, :]
+    mask = miss[:, None] & (d < W)  # lanes that are off read nothing over the bus
+    row = tl.load(rows_p + (head * S + index)[:, None] * W + d, mask=mask, other=0.0)
+    tl.store(hot_p + (head * slots + place)[:, None] * W + d, row, mask=mask)
 
 
-def fetch_rows(
-    k: Tensor, v: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot_k: Tensor, hot_v: Tensor
-) -> None:
-    """hot[place] = rows[index] where miss, for K and V; only missing rows are read.
+def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
+    """hot[place] = rows[index] where miss; only missing rows are read.
 
-    k, v [B, Hkv, S, D], on the GPU or host memory mapped into it; index, place int64 [B, Hkv, n] and miss
-    bool [B, Hkv, n], the places of missing rows distinct; hot_k, hot_v [B, Hkv, slots, D]. Truth:
+    rows [B, Hkv, S, W], on the GPU or host memory mapped into it; index, place int64 [B, Hkv, n] and miss
+    bool [B, Hkv, n], the places of missing rows distinct; hot [B, Hkv, slots, W]. Truth:
     compress.fetch_rows."""
-    (B, Hkv, S, D), n, slots, rows = k.shape, index.shape[2], hot_k.shape[2], 16
-    heads, dtype = (B, Hkv), k.dtype
+    (B, Hkv, S, W), n, slots = rows.shape, index.shape[2], hot.shape[2]
+    heads, i64 = (B, Hkv), torch.int64
     check(
-        index=(index, torch.int64, *heads, n), place=(place, torch.int64, *heads, n),
-        miss=(miss, torch.bool, *heads, n), k=(k, dtype, *heads, S, D), v=(v, dtype, *heads, S, D),
-        hot_k=(hot_k, dtype, *heads, slots, D), hot_v=(hot_v, dtype, *heads, slots, D),
+        index=(index, i64, *heads, n), place=(place, i64, *heads, n), miss=(miss, torch.bool, *heads, n),
+        rows=(rows, rows.dtype, *heads, S, W), hot=(hot, rows.dtype, *heads, slots, W),
     )  # fmt: skip
     if n:
-        _fetch_kernel[B * Hkv, cdiv(n, rows)](
-            (k, v), index, place, miss.to(torch.int8), (hot_k, hot_v), S, n, slots, D, rows, num_warps=4
+        ROWS = 16
+        _fetch_kernel[B * Hkv, cdiv(n, ROWS)](
+            rows, index, place, miss.view(torch.int8), hot, S, n, slots, W, ROWS, num_warps=4
         )
 
 

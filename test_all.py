@@ -1849,7 +1849,7 @@ def test_lrqk_slot_table(ratio):
     for the longest time. With C = k the residents are the selection."""
     B, heads, S, k, D = 2, 3, 80, 8, 4
     C, rng = int(ratio * k), np.random.default_rng(0)
-    rows, hot = torch.randn(2, B, heads, S, D), torch.zeros(2, B, heads, C, D)  # K and V
+    rows, hot = torch.randn(B, heads, S, 2 * D), torch.zeros(B, heads, C, 2 * D)  # K and V
     slot_of, pos_of, stamp = (torch.full((B, heads, n), -1, dtype=torch.int32) for n in (S, C, C))
     used = {where: {} for where in np.ndindex(B, heads)}  # position -> last step, for each resident
     for step in range(60):
@@ -1860,7 +1860,7 @@ def test_lrqk_slot_table(ratio):
         index = index.where(live, S - 1)  # as compress.LrqkCache.select has it: a position without a slot
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.lrqk_resolve(index, live, slot_of, pos_of, stamp, now)
-        compress.fetch_rows(*rows, index, place, miss, *hot)
+        compress.fetch_rows(rows, index, place, miss, hot)
         for where, old in used.items():
             chosen, missed = (set(index[where][mask[where]].tolist()) for mask in (live, miss))
             slots = (pos_of[where] >= 0).nonzero()[:, 0]
@@ -1876,7 +1876,7 @@ def test_lrqk_slot_table(ratio):
             used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
             assert dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
             assert set(pos_of[where][stamp[where] == step].tolist()) == chosen
-            assert all(torch.equal(x[where][slots], y[where][places]) for x, y in zip(hot, rows, strict=True))
+            assert torch.equal(hot[where][slots], rows[where][places])
             assert ratio > 1 or len(chosen) < k or set(used[where]) == chosen
 
 
@@ -1892,8 +1892,7 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
         reads(each, 40, *qkv)
     for n in range(40, 60):
         order = torch.randperm(10)
-        for buffer in (shuffled.hot_k, shuffled.hot_v):
-            buffer[:, :, :10] = buffer[:, :, order]
+        shuffled.hot[:, :, :10] = shuffled.hot[:, :, order]
         for table in (shuffled.pos_of, shuffled.stamp):
             table.copy_(table[..., order])
         positions = shuffled.pos_of.long()
@@ -1973,8 +1972,8 @@ def test_lrqk_bytes_of_host_and_device():
     """A_K per KV head: at r = 32 and D = 128 it is 1/8 of K and V (released: 1/2 under G = 4)."""
     cache = row_cache("lrqk", tiny_model(head_dim=128, group=4), 2, 400, k=20, recent=10)
     dense = compress.dense_bytes(cache.room)
-    assert cache.host_bytes() == cache.k.nbytes + cache.v.nbytes == dense
-    assert cache.a_k.nbytes == dense // 8 and cache.hot_k.shape[2] == 30
+    assert cache.host_bytes() == cache.kv.nbytes == dense
+    assert cache.a_k.nbytes == dense // 8 and cache.hot.shape[2] == 30
     assert cache.bytes_read(400) == 2 * 4 * (390 * 32 + 30 * 2 * 128)
     on_device = compress.LrqkCache(cache.room, compress.LrqkSettings(k=20, recent=10, kv_device="cuda"))
     assert on_device.host_bytes() == 0 and on_device.measured() == cache.measured() + dense
@@ -3882,21 +3881,20 @@ def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "B, Hkv, S, D, n, slots", [(1, 1, 9, 16, 1, 3), (2, 3, 70, 24, 37, 50), (3, 2, 40, 128, 32, 32)]
+    "B, Hkv, S, W, n, slots", [(1, 1, 9, 16, 1, 3), (2, 3, 70, 24, 37, 50), (3, 2, 40, 256, 32, 32)]
 )
-def test_kernel_fetch_rows(dtype, B, Hkv, S, D, n, slots):
+def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
     """Only missing rows move; the others' rows may hold anything, and their places stay as they are."""
-    k, v = randn(B, Hkv, S, D, dtype=dtype), randn(B, Hkv, S, D, seed=1, dtype=dtype)
-    hot_k, hot_v = randn(B, Hkv, slots, D, seed=2, dtype=dtype), randn(B, Hkv, slots, D, seed=3, dtype=dtype)
+    rows, hot = randn(B, Hkv, S, W, dtype=dtype), randn(B, Hkv, slots, W, seed=2, dtype=dtype)
     index = torch.stack([torch.randperm(S)[:n] for _ in range(B * Hkv)]).view(B, Hkv, n).to(DEVICE)
     place = torch.stack([torch.randperm(slots)[:n] for _ in range(B * Hkv)]).view(B, Hkv, n).to(DEVICE)
     for share in (0.0, 0.4, 1.0):
         miss = (torch.rand(B, Hkv, n) < share).to(DEVICE)
-        truth = hot_k.clone(), hot_v.clone()
-        compress.fetch_rows(k, v, index, place, miss, *truth)
-        kernels.fetch_rows(k, v, index, place, miss, hot_k, hot_v)
-        assert torch.equal(hot_k, truth[0]) and torch.equal(hot_v, truth[1])
-        assert share < 1 or torch.equal(hot_k[0, 0, place[0, 0]], k[0, 0, index[0, 0]])
+        truth = hot.clone()
+        compress.fetch_rows(rows, index, place, miss, truth)
+        kernels.fetch_rows(rows, index, place, miss, hot)
+        assert torch.equal(hot, truth)
+        assert share < 1 or torch.equal(hot[0, 0, place[0, 0]], rows[0, 0, index[0, 0]])
 
 
 @needs_cuda
@@ -4056,7 +4054,7 @@ def good_arguments(name: str) -> dict:
     append |= {"latent": randn(1, 10, 4), "latent_scale": None, "values": randn(1, 10, 2, 16)}
     append |= {"low_scale": None, "pos": pos, "window_k": ring, "window_v": ring, "bits": 16}
     fdc = {"q": k, "packed": randn(640), "table": kernels.rank_table([16, 16], DEVICE), "ranks": [16, 16]}
-    fetch = {"k": rows, "v": rows, "index": index, "place": index, "miss": index == 0, "hot_k": hot}
+    fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
     return {
         "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
@@ -4065,7 +4063,7 @@ def good_arguments(name: str) -> dict:
         "attend_latent": {"q": randn(1, 2, 8), "latent": randn(1, 9, 8), "pos": pos, "DV": 8, "scale": 1.0},
         "sals_append": append,
         "fdc_attend": fdc | {"pos": pos, "scale": 1.0},
-        "fetch_rows": fetch | {"hot_v": hot.clone()},
+        "fetch_rows": fetch,
         "value_packing": {"D": 32, "bits": 4},
     }[name]
 
@@ -4133,7 +4131,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("sals_append", {"sinks": instead(4)}, "ring must hold at least one token"),
     ("fdc_attend", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
-    ("fetch_rows", {"v": turned}, "v .* must be contiguous"),
+    ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
 REFUSED = [("kernels", *row) for row in REFUSED]
