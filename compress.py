@@ -1604,15 +1604,14 @@ def lrqk_resolve(
     # What misses stamps one slot more, which is cut off: a plain scatter is fused, one that reduces is not.
     used = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, stamp.shape[-1]), step.expand_as(slot))
     stamp.copy_(used[..., :-1])
+    # Of a miss among the misses, from 1. One number more: so no gather, which waits, is fused into the sum.
+    rank = F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
     if stamp.shape[-1] == index.shape[-1]:  # the misses need all slots that are free: any order will do
         free = stamp < step
-        # Of a miss among the misses, and of a free slot among those, from 1: one sum that no gather joins.
-        rank, order = torch.stack((~hit, free)).cumsum(-1, dtype=torch.int32)
-        order = torch.where(free, order, 0).long()
+        order = torch.where(free, free.cumsum(-1, dtype=torch.int32), 0).long()  # of a free slot, from 1
         slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(order)
         oldest = F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
     else:
-        rank = (~hit).cumsum(-1)
         oldest = F.pad(stamp.argsort(dim=-1, stable=True), (1, 0))  # the hits' slots come last
     oldest = oldest.gather(-1, rank.long()).long()
     place = torch.where(hit, slot, oldest)  # distinct: k entries, C >= k slots
