@@ -1668,14 +1668,14 @@ def _fetch_kernel(
     rows_p,  # [B, Hkv, S, W]
     index_p,  # [B, Hkv, n] int64
     place_p,  # [B, Hkv, n] int64
-    miss_p,  # [B, Hkv, n] int8
+    miss_p,  # [B, Hkv, n] bool
     hot_p,  # [B, Hkv, slots, W]
     S, n, slots, W: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """hot[place] = rows[index] where miss."""
     head = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    miss = tl.load(miss_p + head * n + entry, mask=entry < n, other=0) != 0
+    miss = tl.load(miss_p + head * n + entry, mask=entry < n, other=0)
     index = tl.load(index_p + head * n + entry, mask=miss, other=0)
     place = tl.load(place_p + head * n + entry, mask=miss, other=0)
     d = tl.arange(0, _padded(W))[None, :]
@@ -1699,7 +1699,7 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
     if n:
         ROWS = 16
         _fetch_kernel[B * Hkv, cdiv(n, ROWS)](
-            rows, index, place, miss.view(torch.int8), hot, S, n, slots, W, ROWS, num_warps=4
+            rows, index, place, miss, hot, S, n, slots, W, ROWS, num_warps=4
         )
 
 
