@@ -1678,20 +1678,14 @@ def lrqk_data(group: int = 2, init: str = "topcol") -> tuple:
     return q, k, q.mT @ q, k.mT @ k, compress.lrqk_init(init, 6, q.abs().sum(1), k.abs().sum(1))
 
 
-def explicit_lrqk(q, k, a_q, a_k, order: str, rounds: int):
-    """Alg. 1 as it is written, on A_Q and A_K themselves; yields (A_Q, A_K, B_Q, B_K) after each block."""
+def explicit_lrqk(q, k, a_q, a_k, rounds: int):
+    """A_Q and A_K of Alg. 1 as it is written, on A_Q and A_K themselves."""
     solve = torch.linalg.solve
     for _ in range(rounds):
         b_q, b_k = (solve(a.mT @ a, a.mT @ x) for a, x in ((a_q, q), (a_k, k)))
-        yield a_q, a_k, b_q, b_k
-        old = a_q, a_k
-        for name in {"paper": "kq", "official": "qk", "jacobi": "kq"}[order]:
-            left_q, left_k = old if order == "jacobi" else (a_q, a_k)
-            if name == "k":
-                a_k = solve(left_q.mT @ left_q + b_k @ b_k.mT, (k @ (q.mT @ left_q + b_k.mT)).mT).mT
-            else:
-                a_q = solve(left_k.mT @ left_k + b_q @ b_q.mT, (q @ (k.mT @ left_k + b_q.mT)).mT).mT
-            yield a_q, a_k, b_q, b_k
+        a_k = solve(a_q.mT @ a_q + b_k @ b_k.mT, (k @ (q.mT @ a_q + b_k.mT)).mT).mT
+        a_q = solve(a_k.mT @ a_k + b_q @ b_q.mT, (q @ (k.mT @ a_k + b_q.mT)).mT).mT
+    return a_q, a_k
 
 
 @pytest.fixture
@@ -1706,19 +1700,6 @@ def test_lrqk_moments_count_every_token():
     assert error(total, rows.abs().sum(1)) < 1e-12
 
 
-@pytest.mark.parametrize("order", ["paper", "official", "jacobi"])
-def test_lrqk_objective_falls_with_every_block(order):
-    """Invariant 1: Gauss-Seidel in either order never raises J; Jacobi, which the released code runs where a
-    lambda is not 1, does."""
-    q, k, *_ = lrqk_data()
-    start = torch.randn(2, 2, 600, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    values = []
-    for a_q, a_k, b_q, b_k in explicit_lrqk(q, k, start[0], start[1, :, :300], order, 6):
-        parts = q @ k.mT - a_q @ a_k.mT, q - a_q @ b_q, k - a_k @ b_k
-        values.append(sum(part.square().sum().item() for part in parts))
-    assert (order != "jacobi") == all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(values))
-
-
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("init", ["topcol", "top", "randn"])
 def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
@@ -1728,7 +1709,7 @@ def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
     for x, w, total in zip((q, k), start, totals, strict=True):
         columns = (sum(totals) if init == "topcol" else total).topk(6).indices[:, None]
         assert init == "randn" or torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
-    *_, (a_q, a_k, _, _) = explicit_lrqk(q, k, q @ start[0], k @ start[1], "paper", 2)
+    a_q, a_k = explicit_lrqk(q, k, q @ start[0], k @ start[1], 2)
     maps = compress.lrqk_prefill(*start, *grams)
     bases = compress.lrqk_bases(*maps, *grams)
     for x, w, a, b in zip((q, k), maps, (a_q, a_k), bases, strict=True):
@@ -1738,34 +1719,21 @@ def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
+def test_lrqk_balance_is_the_optimum_in_a_gauge_of_equal_diagonal_grams(group, no_ridge):
     """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
-    closed form reaches it, for all heads of a group with one W_Q; Alg. 1 comes within 1 % in 50 rounds."""
-    q, k, gram_q, gram_k, start = lrqk_data(group)
+    closed form reaches it, for all heads of a group with one W_Q. Invariant 4: of Alg. 1's result only the
+    gauge changes."""
+    q, k, *grams, start = lrqk_data(group)
     eye = torch.eye(16, dtype=torch.float64).expand(2, 16, 16)
-    tail = torch.linalg.svdvals(q @ k.mT)[:, 6:16].square().sum()
-
-    def loss(w_q, w_k):
-        return (q @ k.mT - (q @ w_q) @ (k @ w_k).mT).square().sum() / tail
-
-    assert abs(loss(*compress.lrqk_balance(eye, eye, gram_q, gram_k, 6)) - 1) < 1e-6
-    after = {}
-    for steps in (1, 2, 50):
-        monkeypatch.setattr(compress, "LRQK_STEPS", steps)
-        after[steps] = loss(*compress.lrqk_prefill(*start, gram_q, gram_k))
-    assert 1 - 1e-9 <= after[50] < 1.01 and after[50] < after[2] < after[1]
-
-
-def test_lrqk_balance_changes_the_gauge_only(no_ridge):
-    """Invariant 4 of Alg. 1's result: the same A_Q A_K^T, and both Grams equal and diagonal."""
-    *_, gram_q, gram_k, start = lrqk_data(init="randn")
-    before = compress.lrqk_prefill(*start, gram_q, gram_k)
-    after = compress.lrqk_balance(*before, gram_q, gram_k, 6)
-    assert error(after[0] @ after[1].mT, before[0] @ before[1].mT) < 1e-9
-    grams = [w.mT @ g @ w for w, g in zip(after, (gram_q, gram_k), strict=True)]
-    diagonal = grams[0].diagonal(dim1=1, dim2=2)
-    assert error(grams[0], grams[1]) < 1e-9 and error(torch.diag_embed(diagonal), grams[0]) < 1e-9
-    assert (diagonal.diff(dim=1) <= 0).all()
+    for before in ((eye, eye), compress.lrqk_prefill(*start, *grams)):
+        after = compress.lrqk_balance(*before, *grams, 6)
+        kept, whole = ((q @ w_q) @ (k @ w_k).mT for w_q, w_k in (after, before))
+        tail = torch.linalg.svdvals(whole)[:, 6:].square().sum()
+        assert abs((whole - kept).square().sum() - tail) < 1e-9 * whole.square().sum()
+        made = [w.mT @ g @ w for w, g in zip(after, grams, strict=True)]
+        diagonal = made[0].diagonal(dim1=1, dim2=2)
+        assert error(made[0], made[1]) < 1e-6 and error(torch.diag_embed(diagonal), made[0]) < 1e-6
+        assert (diagonal.diff(dim=1) <= 0).all()
 
 
 def test_solver_for_graphs_solves():
@@ -1774,40 +1742,6 @@ def test_solver_for_graphs_solves():
     assert error(m @ solve(m, rhs), rhs) < 1e-4
     assert error(solve(m, rhs), torch.linalg.solve(compress.add_ridge(m, 1e-10), rhs)) < 1e-9
     assert solve(torch.zeros(5, 5), torch.zeros(5, 2)).abs().max() == 0  # before the first prompt
-
-
-def refit_data(group: int = 3, r: int = 6):
-    """What compress.lrqk_refit reads: q, k, B_Q, B_K, A_Omega, K_Omega, for 2 rows of 2 KV heads, fp64."""
-    shapes = ((group, 16), (1, 16), (r, 16), (r, 16), (40, r), (40, 16))
-    generator = torch.Generator().manual_seed(group)
-    return [torch.randn(2, 2, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def test_lrqk_refit_minimises_the_papers_objective(monkeypatch, no_ridge):
-    """At its fixed point the gradient of Eq. 8, summed over the heads of a group, vanishes."""
-    monkeypatch.setattr(compress, "LRQK_STEPS", 300)
-    q, k, b_q, b_k, a, keys = data = refit_data()
-    with torch.enable_grad():
-        q_hat, k_hat, _, _ = (x.detach().requires_grad_() for x in compress.lrqk_refit(*data))
-        parts = (q_hat @ b_q - q, k_hat @ b_k - k, q_hat @ k_hat.mT - q @ k.mT, q_hat @ a.mT - q @ keys.mT)
-        loss = sum(0.5 * part.square().sum() for part in parts)
-        gradients = torch.autograd.grad(loss, (q_hat, k_hat))
-    assert max(g.abs().max() for g in gradients) < 1e-6 * loss
-
-
-@pytest.mark.parametrize("group", [1, 3])
-def test_lrqk_new_bases_are_one_step_of_the_best_length(group):
-    """Eq. 10 and 11: along the gradient of ||x^ B - x||^2, to where its derivative vanishes. One row is then
-    reproduced, and by the least change: the gradient lies in its span."""
-    q, k, b_q, b_k, a, keys = refit_data(group)
-    q_hat, k_hat, new_q, new_k = compress.lrqk_refit(q, k, b_q, b_k, a, keys)
-    for x, x_hat, old, new in ((q, q_hat, b_q, new_q), (k, k_hat, b_k, new_k)):
-        gradient = x_hat.mT @ (x_hat @ old - x)
-        cosine = torch.cosine_similarity((old - new).flatten(-2), gradient.flatten(-2), -1)
-        assert error(cosine, torch.ones_like(cosine)) < 1e-9
-        slope = ((x_hat @ gradient) * (x_hat @ new - x)).sum((-2, -1))
-        assert slope.abs().max() < 1e-9 * gradient.norm() ** 2
-        assert x.shape[-2] > 1 or error(x_hat @ new, x) < 1e-9
 
 
 @pytest.mark.parametrize("group, r, noise", [(4, 8, 0.3), (8, 4, 0.3), (8, 16, 0.01)])
@@ -1824,22 +1758,6 @@ def test_lrqk_bases_stay_bounded_under_grouped_queries(group, r, noise):
     for step_q, step_k in zip(q[:60].double(), k[:60].double(), strict=True):
         _, _, b_q, b_k = compress.lrqk_refit(step_q, step_k, b_q, b_k, near, torch.zeros_like(step_k))
     assert b_q.norm() < 10 * start
-
-
-@pytest.mark.parametrize("rotation", [True, False])
-def test_lrqk_scores_do_not_depend_on_the_gauge(rotation):
-    """Invariant 4: A_K M^-T, M^-1 B_Q and M^T B_K give q^ M, k^ M^-T and the same scores."""
-    q, k, b_q, b_k, a, keys = refit_data()
-    m = orthonormal(6).double()
-    if not rotation:
-        m = m @ torch.diag(torch.tensor([0.5, 2.0, 1.0, 0.7, 1.5, 3.0], dtype=torch.float64))
-    other = torch.linalg.inv(m).mT
-    q_hat, k_hat, _, _ = compress.lrqk_refit(q, k, b_q, b_k, a, keys)
-    moved = compress.lrqk_refit(q, k, other.mT @ b_q, m.mT @ b_k, a @ other, keys)
-    live, tolerance = torch.ones(2, 40, dtype=torch.bool), 1e-9 if rotation else 1e-4
-    assert error(moved[0], q_hat @ m) < tolerance and error(moved[1], k_hat @ other) < tolerance
-    scores = (compress.group_scores(x @ y.mT, live) for x, y in ((q_hat, a), (moved[0], a @ other)))
-    assert error(*scores) < tolerance
 
 
 @pytest.mark.parametrize("ratio", [1, 1.5, 2])
@@ -1882,27 +1800,19 @@ def test_lrqk_slot_table(ratio):
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
 def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
-    """Invariant 9: shuffled slots, no hit/miss (slots 0), more slots, or all rows on the device: the same."""
+    """Invariant 9: no hit/miss (slots 0), more slots, or all rows on the device: the same."""
     options, qkv = {"rank": 6, "k": 10, "recent": 5, "mode": mode}, stream(64)
-    slots = (1.0, 1.0, 2.0, 0.0)
-    caches = [row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in slots]
+    caches = [row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in (1.0, 2.0, 0.0)]
     settings = compress.LrqkSettings(**options, kv_device="cuda")
-    (cache, shuffled, *_), on_device = caches, compress.LrqkCache(caches[0].room, settings)
+    cache, on_device = caches[0], compress.LrqkCache(caches[0].room, settings)
     for each in (*caches, on_device):
         reads(each, 40, *qkv)
     for n in range(40, 60):
-        order = torch.randperm(10)
-        for buffer in (shuffled.hot_k, shuffled.hot_v):
-            buffer[:, :, :10] = buffer[:, :, order]
-        for table in (shuffled.pos_of, shuffled.stamp):
-            table.copy_(table[..., order])
-        positions = shuffled.pos_of.long()
-        shuffled.slot_of.scatter_(-1, positions, torch.arange(10, dtype=torch.int32).expand_as(positions))
         truth = step(cache, n, *qkv)
         for other in (*caches[1:], on_device):
             assert error(step(other, n, *qkv), truth) < 1e-5
     rates = [c.miss_rate() for c in caches]
-    assert 0 < rates[2] < rates[0] == rates[1] < rates[3] == 1 and on_device.miss_rate() is None
+    assert 0 < rates[1] < rates[0] < rates[2] == 1 and on_device.miss_rate() is None
     for n in (20, 40):  # rates begin anew with a prompt
         reads(cache, n, *qkv)
         for pos in range(n, n + 20):
@@ -1915,7 +1825,7 @@ def lrqk_of_the_paper(q, k, n: int, r: int, top: int, z: int) -> list[set[int]]:
     to the final A: the tokens that each step after the first n selects. q [S, G, D], k [S, D] after RoPE."""
     solve, flat = torch.linalg.solve, q[:n].flatten(0, 1)  # rows in any order: only sums over them are used
     columns = (flat.abs().sum(0) + k[:n].abs().sum(0)).topk(r).indices
-    *_, (a_q, a_k, _, _) = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns], "paper", 2)
+    a_q, a_k = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns], 2)
     b_q, b_k = solve(a_q.mT @ a_q, a_q.mT @ flat), solve(a_k.mT @ a_k, a_k.mT @ k[:n])
 
     def best(q_hat, pos):
@@ -2002,25 +1912,6 @@ def test_lrqk_recall_of_the_modes(nano_haystack):
         print(f"{mode:8} {init:7} recall {recall[mode, init]:.3f}  mass {mass:.4f}")
         assert 0.7 < recall[mode, init] < mass <= 1 + 1e-6
     assert all(recall["optimal", ""] > value - 0.02 for value in recall.values())
-
-
-@needs_real
-def test_lrqk_recall_on_stories260k():
-    """32 tokens beside the 16 recent ones, over 40 steps of four texts of its own; -s prints."""
-    folder = REAL / "stories260k"
-    model, start = load_model(folder, CPU, torch.float32), load_tokenizer(folder).encode("Once upon a time")
-    engine = make_engine(model, "dense", 4, 301)
-    engine.sampling = Sampling(temperature=0.9)
-    torch.manual_seed(0)
-    engine.prefill([start] * 4)
-    texts = decode_rows(engine, 290 - len(start), lambda _: False).token_ids
-    prompts, more = [start + t[: 250 - len(start)] for t in texts], [t[250 - len(start) :] for t in texts]
-    for rank in (2, 4, 6):
-        recall = {}
-        for mode in ("optimal", "frozen", "paper"):
-            recall[mode], mass = lrqk_recall(model, prompts, more, rank=rank, k=32, recent=16, mode=mode)
-            print(f"r {rank} {mode:8} recall {recall[mode]:.3f}  mass {mass:.4f}")
-        assert 0.5 < recall["paper"] < min(recall["optimal"], recall["frozen"])
 
 
 # ------------------------------------------------------------------------------------ FDC and Palu invariants
