@@ -642,21 +642,6 @@ def test_quantiser_bounds_and_exact_cases(bits):
     assert not changed[0, 0, :32].any() and not changed[1:].any() and not changed[0, 1:].any()
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_quantiser_keeps_the_ends_of_a_group_and_follows_an_affine_map(bits):
-    """a x + b with powers of two, which round nothing: the codes stay, and the ends move along."""
-    x = (torch.rand(4, 2, 64, generator=torch.Generator().manual_seed(bits)) * 4 - 2).half().float()
-    codes, low_scale, back = coded(x, bits)
-    (low, high), ends = (t.unflatten(-1, (2, 32)).aminmax(dim=-1) for t in (x, back))
-    assert torch.equal(ends[0], low)
-    assert ((ends[1] - high).abs() <= (high - low) * 2**-10).all()  # the fp16 rounding of the scale
-    moved, moved_ends, _ = coded(4 * x, bits)
-    assert torch.equal(moved, codes) and torch.equal(moved_ends, 4 * low_scale)
-    whole = torch.randint(0, 2**bits, (4, 2, 64)).float()
-    whole[..., ::32], whole[..., 1::32] = 0, 2**bits - 1
-    assert torch.equal(coded(2 * whole - 8, bits)[0], coded(whole, bits)[0])
-
-
 # -------------------------------------------------------------------------------------------- SALS invariants
 
 
@@ -687,14 +672,6 @@ def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, 
 def pair_energy(x: torch.Tensor) -> torch.Tensor:
     """Squared length of each pair of dims that RoPE rotates: [..., D] -> [..., D / 2]."""
     return x.square().unflatten(-1, (2, -1)).sum(-2)
-
-
-def test_a_keys_error_costs_logits_what_the_query_metric_says():
-    """Over all angles of every pair, the mean square of q^T R e is sum_p |q_p|^2 |e_p|^2 / 2."""
-    q, e = torch.randn(2, 8)
-    turns = torch.cartesian_prod(*[torch.arange(4.0)] * 4) * math.pi / 2  # exact up to second order
-    rotated = apply_rope(e.expand(256, 1, 8), turns.cos(), turns.sin())[:, 0]
-    assert error((rotated @ q).square().mean(), (pair_energy(q) * pair_energy(e)).sum() / 2) < 1e-6
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -809,14 +786,6 @@ def test_folded_projections_equal_unfolded(score, qkv_bias, latent_bits, toleran
     assert error(runs[0], runs[1]) < tolerance
 
 
-@pytest.mark.parametrize("r_score, r", [(3, 7), (16, 16), (100, 128)])
-def test_latent_turn_is_a_rotation_that_keeps_the_leading_dims(r_score, r):
-    turn = compress.latent_turn(r_score, r)
-    assert error(turn @ turn.T, torch.eye(r)) < 1e-5
-    assert not turn[:r_score, r_score:].any() and not turn[r_score:, :r_score].any()
-    assert torch.equal(turn, compress.latent_turn.__wrapped__(r_score, r))  # the same in every run
-
-
 def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
     x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 3)[:, None]
     x[0, 0] = 0
@@ -905,52 +874,43 @@ def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("qkv_bias", [False, True])
-def test_elitekv_rotates_the_elite_pairs_only(group, qkv_bias):
-    """r = D/2 is RoPE, r = 0 no position at all, between them cos = 1 and sin = 0 for the other pairs."""
-    model = tiny_model(group=group, qkv_bias=qkv_bias)
-    c, attention, x = model.config, model.layers[1].attention, torch.randn(40, 48)
-    order, (cos, sin) = artifact_of("elitekv", model)["elite"][1], rope_tables(c, 57, CPU)
-    for r in (0, 1, 3, 8):  # factors A B of full rank: A is the identity
-        whole = (attention, c, order, r, lambda *kv: (torch.eye(48), torch.cat(kv, -1)))
-        elite = compress.elite_attention(*whole)
-        got = elite(x, elite.causal(cos[:40], sin[:40]))
-        assert error(got, elite_reference(attention, order[:, :r], x, c)) < 1e-5
-        assert r or error(got, attention(x, model_file.causal_attention)) < 1e-5
-        assert r < 8 or error(got, attention(x, attention.causal(cos[:40], sin[:40]))) < 1e-5
-        assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
-        if not qkv_bias:
-            assert error(compress.dense_attention(elite).wqkv.weight, attention.wqkv.weight) < 1e-6
-
-
-def test_rope_deltas_are_what_rotation_changes():
-    """Of each pair alone; in sum of all of them."""
-    torch.manual_seed(0)
-    q, k, rows = torch.randn(2, 30, 2, 16), torch.randn(2, 30, 16), torch.tensor([0, 7, 29, 12])
-    deltas = compress.rope_deltas(q[:, rows], k, rows, *rope_tables(tiny_config(), 30, CPU))
-    assert deltas.shape == (8, 2, 2, 4, 30)  # [D / 2, N, G, I, S]
-    pairs = torch.arange(8)[None]
-    plain, full, *turned = (
-        elite_logits(q, k[:, :, None], some)[:, 0][:, :, rows]
-        for some in (pairs[:, :0], pairs, *pairs.split(1, 1))
-    )
-    assert torch.allclose(deltas, torch.stack(turned) - plain, atol=1e-5)
-    assert error(deltas.sum(0), full - plain) < 1e-5
-    assert deltas[..., torch.arange(4), rows].abs().max() < 1e-5  # nothing turns at distance 0
+def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
+    """r = D/2 is RoPE; below it cos = 1 and sin = 0 for the other pairs."""
+    for r in (1, 3, 8):
+        model = tiny_model(group=group, qkv_bias=qkv_bias)
+        c, artifact, x = model.config, artifact_of("elitekv", model), torch.randn(40, 48)
+        dense, (cos, sin) = [layer.attention for layer in model.layers], rope_tables(c, 57, CPU)
+        latent = min(48, c.n_kv_heads * (32 - 2 * r))
+        compress.elite_convert(model, compress.EliteSettings(r=r, d_ckv=latent), artifact)
+        for layer, attention, order in zip(model.layers, dense, artifact["elite"], strict=True):
+            elite = layer.attention
+            got = elite(x, elite.causal(cos[:40], sin[:40]))
+            assert error(got, elite_reference(attention, order[:, :r], x, c)) < 1e-4
+            assert r < 8 or error(got, attention(x, attention.causal(cos[:40], sin[:40]))) < 1e-4
+            assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
+            if not qkv_bias:
+                back = compress.dense_attention(elite).wqkv.weight
+                assert error(back, attention.wqkv.weight) < 1e-5
 
 
 def test_ropelite_takes_the_best_pair_in_each_round():
+    """Brute force, from the definition, over the queries at some positions."""
     torch.manual_seed(1)
-    q, k = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16)
-    deltas = compress.rope_deltas(q, k[:, :, 0], torch.arange(24), *rope_tables(tiny_config(), 24, CPU))
+    q, k, rows = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16), torch.randperm(24)[:15]
+    deltas = compress.rope_deltas(q[:, rows], k[:, :, 0], rows, *rope_tables(tiny_config(), 24, CPU))
+    assert deltas.shape == (8, 2, 2, 15, 24)  # [D / 2, N, G, I, S]
     order, distance = compress.ropelite(deltas)
     assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
-    full = elite_logits(q, k, torch.arange(8)[None])
-    for n in range(8):  # brute force, from the definition
+
+    def lost(*pairs):
+        few, full = (elite_logits(q, k, torch.tensor([some])) for some in (pairs, range(8)))
+        return (few - full)[..., rows, :].abs().mean()
+
+    for n in range(8):
         *best, taken = order[: n + 1].tolist()
-        left = set(range(8)) - set(best)
-        lost = {x: (elite_logits(q, k, torch.tensor([[*best, x]])) - full).abs().mean() for x in left}
-        assert min(lost, key=lost.get) == taken or n == 7
-        assert abs(lost[taken] - distance[n]) < 1e-6
+        found = {x: lost(*best, x) for x in set(range(8)) - set(best)}
+        assert min(found, key=found.get) == taken or n == 7
+        assert abs(found[taken] - distance[n]) < 1e-6
 
 
 def test_elite_orders_are_those_of_each_head_alone():
@@ -1003,17 +963,6 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
         assert abs(separate - best) < 1e-6 * whole and separate > joint - 1e-6
         of_keys, of_values = (x.flatten(1).abs().sum(1) > 1e-9 for x in blocks.split((10, 15), -1))
         assert not (of_keys & of_values).any()  # block-diagonal
-
-
-@pytest.mark.parametrize("group", [1, 4])
-def test_elitekv_at_full_rank_is_ropelite(group):
-    model, c = tiny_model(group=group), tiny_config(group=group)
-    artifact, x, tables = artifact_of("elitekv", model), torch.randn(30, 48), rope_tables(c, 30, CPU)
-    dense = [layer.attention for layer in model.layers]
-    compress.elite_convert(model, compress.EliteSettings(r=3, d_ckv=48), artifact)
-    for layer, attention, order in zip(model.layers, dense, artifact["elite"], strict=True):
-        truth = elite_reference(attention, order[:, :3], x, c)
-        assert error(layer.attention(x, layer.attention.causal(*tables)), truth) < 1e-4
 
 
 def test_elitekv_numbers_of_cache_and_parameters():
@@ -1110,33 +1059,6 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
 # -------------------------------------------------------------------------------------------- comparison rows
 
 
-@pytest.mark.parametrize("method, options", [case for case in ROWS if not case[1].get("gumbel")])
-def test_permuting_kv_heads_permutes_the_output_of_a_row(method, options):
-    """Not with --gumbel, whose noise belongs to a head."""
-    (q, k, v), outputs = stream(60), []
-    options = options | dict.fromkeys(options.keys() & {"share_heads"}, 0)
-    for order in (torch.arange(4), torch.tensor([2, 0, 3, 1])):
-        cache = row_cache(method, tiny_model(), 1, 100, **options)
-        for name in {"doublesparse": ["channels"], "loki": ["basis"]}.get(method, []):
-            setattr(cache, name, getattr(cache, name)[order])
-        moved = q.unflatten(1, (4, 2))[:, order].flatten(1, 2), k[:, order], v[:, order]
-        reads(cache, 40, *moved)
-        steps = torch.stack([step(cache, n, *moved) for n in range(40, 60)]).unflatten(2, (4, 2))
-        outputs.append(steps[:, :, order.argsort()])
-    assert max(map(error, *outputs)) < 1e-4
-
-
-def test_topk_captures_at_least_the_mass_of_every_other_selection():
-    mass = {}
-    for method, options in (("topk", {}), ("quest", {"page": 4}), ("doublesparse", {})):
-        cache, qkv = scene(method, 69, 70, group=1, keep=24, **options)
-        _, chosen = watched_step(cache, 69, *qkv)
-        logits = torch.einsum("hd,hsd->hs", cache.rope(qkv[0][69], 69), cache.k[0]) / 4
-        mass[method] = logits.softmax(-1).where(chosen, 0).sum(-1)
-    assert (mass["topk"] + 1e-5 >= torch.maximum(mass["quest"], mass["doublesparse"])).all()
-    assert mass["quest"].mean() > 0.5 and mass["doublesparse"].mean() > 0.3
-
-
 def test_group_scores_rank_as_the_largest_weight_without_underflow():
     torch.manual_seed(0)
     logits, live = torch.randn(2, 4, 2, 30), torch.arange(30) < torch.tensor([[30], [11]])
@@ -1220,17 +1142,13 @@ def test_keyformers_temperature_grows_with_the_tokens_since_the_prompt():
 # ---- Quest
 
 
-def test_quest_bounds_are_bounds_and_pages_of_one_are_exact():
+def test_quest_bounds_are_the_largest_products_of_each_channel():
     torch.manual_seed(0)
     q, pages = torch.randn(3, 4, 2, 16), torch.randn(3, 4, 7, 5, 16)
     low, high = pages.aminmax(dim=3)
     bound = compress.page_queries(q) @ torch.cat((high, low), -1).mT
-    logits = torch.einsum("bhgd,bhpsd->bhgps", q, pages)
-    assert (bound + 1e-5 >= logits.amax(-1)).all()
     direct = torch.maximum(q[:, :, :, None] * low[:, :, None], q[:, :, :, None] * high[:, :, None]).sum(-1)
     assert error(bound, direct) < 1e-6
-    single = compress.page_queries(q) @ pages[:, :, :, 0].repeat(1, 1, 1, 2).mT
-    assert error(single, logits[..., 0]) < 1e-6
 
 
 @pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 50])
@@ -1628,21 +1546,6 @@ def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recen
     assert [budget(n) for n in (100, 20, 6)] == [(8, 0, 16), (8, 0, 12), (6, 0, 0)]
 
 
-def test_loki_is_blind_to_a_shift_of_all_keys_and_to_their_order():
-    """Subtracting a vector from all post-RoPE keys, or reordering the cached tokens, changes nothing."""
-    (loki, qkv), (other, _) = (scene("loki", 40, 41, k=10, d=0.5) for _ in range(2))
-    truth, (q, k, v), pos = step(loki, 40, *qkv), qkv, torch.tensor([40])
-    queries, shift = loki.stored(loki.rope(q[40:], pos)), torch.randn(4, 16)
-    index = loki.select(pos, queries)
-    loki.k -= loki.stored(shift)[:, None]
-    assert torch.equal(index.sort(-1).values, loki.select(pos, queries).sort(-1).values)
-    moved = k - apply_rope(shift, loki.room.cos[40], -loki.room.sin[40])  # so that the new key is shifted too
-    assert error(step(loki, 40, q, moved, v), truth) < 1e-5
-    order = torch.randperm(40)
-    other.k[:, :, :40], other.v[:, :, :40] = other.k[:, :, order], other.v[:, :, order]
-    assert error(step(other, 40, *qkv), truth) < 1e-5
-
-
 @pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
 def test_pca_attention_is_full_attention_on_projected_keys(group, d):
     loki, qkv = scene("loki", 40, 41, group=group, reduced=True, d=d)
@@ -1952,31 +1855,6 @@ def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
             assert kept > max(others)
 
 
-def test_fdc_basis_fits_far_positions_because_it_saw_them(fdc_fit):
-    """Keys with a mean: a basis of the first positions loses it where slow pairs have turned."""
-    model, _, tensors, _ = fdc_fit
-    x, far = (torch.cat(stacked_vectors(model, 1, 0, *span)) for span in ((0, 40, 2), (472, 512, 3)))
-    bases = calibrate.eigen(x.T @ x)[1][:, :16], tensors["qk.basis"][1, 0, :, :16].double()
-    near, everywhere = ((far @ basis).square().sum() for basis in bases)
-    assert everywhere > near * 1.02
-
-
-def test_fdc_rotation_against_the_best_pair_of_bases(fdc_fit):
-    """||QK' - A_Q A_K'|| of one rotation is above the optimum over rank p, and below random rotations."""
-    q, k = stacked_vectors(fdc_fit[0], 2, 1, 0, 512)
-    x = torch.cat((q, k))
-    basis = calibrate.eigen(x.T @ x)[1]
-    factors = [torch.linalg.qr(m).R for m in (q, k)]
-    tail = torch.linalg.svdvals(factors[0] @ factors[1].T).square().flip(0).cumsum(0).flip(0)
-
-    def lost(basis):
-        return (q @ k.T - (q @ basis) @ (k @ basis).T).square().sum()
-
-    for p in (8, 16, 32):
-        other = orthonormal(48, p)[:, :p].double()
-        assert tail[p] * (1 - 1e-9) <= lost(basis[:, :p]) < lost(other)
-
-
 def test_fdc_values_are_the_svd_of_the_weights(fdc_fit):
     model, _, tensors, _ = fdc_fit
     weight = model.layers[1].attention.wqkv.weight.split(model.layers[1].attention.widths)[2][48:96]
@@ -2008,62 +1886,21 @@ def test_fdc_rates_are_where_ranks_change():
     assert between == totals[:-1]
 
 
-@pytest.mark.parametrize("ranks", [[16, 48, 32, 16], [48, 48, 48, 48], [16, 16, 16, 48]])
-def test_fdc_ragged_cache_equals_a_padded_one(ranks):
-    """Against K R and V' with zeros up to D; the buffer itself has no padding."""
-    torch.manual_seed(0)
-    room, v_ranks, lengths = Room(tiny_model(head_dim=48), 2, 40), ranks[::-1], (30, 17)
-    bases = [orthonormal(48, h)[:, :n] for h, n in enumerate(ranks)]
-    cache = compress.FdcCache(room, bases, v_ranks)
-    assert cache.measured() == 2 * 40 * (sum(ranks) + sum(v_ranks)) * 4
-    q, k, latent = torch.randn(2, 31, 8, 48), torch.randn(2, 31, 4, 48), torch.randn(2, 31, sum(v_ranks))
-    padded = torch.stack([F.pad(b, (0, 48 - b.shape[1])) for b in bases])
-
-    def truth(row, n):
-        """The attention of token n of a row, [sum of G d_v]."""
-        queries = cache.rope(q[row, n], n).unflatten(0, (4, 2)) @ padded
-        keys = cache.rope(k[row, : n + 1], slice(0, n + 1)).transpose(0, 1) @ padded
-        weights = (queries @ keys.mT / 48**0.5).softmax(-1)  # [Hkv, G, n + 1]
-        values = latent[row, : n + 1].split(v_ranks, -1)
-        return torch.cat([(w @ v).flatten() for w, v in zip(weights, values, strict=True)])
-
-    for row, n in enumerate(lengths):
-        prompt = cache.prefill(row, *(x[row, :n] for x in (q, k, k[..., :0], latent)))
-        assert prompt.shape == (n, 1, 2 * sum(v_ranks)) and error(prompt[-1, 0], truth(row, n - 1)) < 1e-5
-    pos, rows = torch.tensor(lengths), torch.arange(2)
-    got = cache.decode(pos, *(x[rows, pos] for x in (q, k, k[..., :0], latent)))
-    assert all(error(got[row, 0], truth(row, n)) < 1e-5 for row, n in enumerate(lengths))
-
-
-def test_fold_values_shrinks_the_weights_to_the_latents():
-    model, x, ranks = tiny_model(head_dim=48), torch.randn(5, 48), [16, 48, 32, 16]
-    attention, c = model.layers[0].attention, model.config
-    before = sum(p.numel() for p in attention.parameters())
-    weight = attention.wqkv.weight.split(attention.widths)[2].unflatten(0, (4, 48))
-    bases = [orthonormal(48, h)[:, :n] for h, n in enumerate(ranks)]
-    heads = [(x @ w.T) @ b @ b.T for w, b in zip(weight, bases, strict=True)]  # x W_V R R^T
-    truth = torch.stack(heads, 1).repeat_interleave(2, 1).flatten(1) @ attention.wo.weight.T
-    compress.fold_values(attention, c, bases)
-    lost = sum(48 - n for n in ranks) * c.dim * (1 + c.group)
-    assert sum(p.numel() for p in attention.parameters()) == before - lost
-
-    def repeat(q, k, v, latent):  # every token attends itself
-        assert v.shape == (5, 0, 48)
-        return torch.cat([part for part in latent.split(ranks, -1) for _ in range(2)], -1)[:, None]
-
-    assert error(attention(x, repeat), truth) < 1e-5
-
-
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
 def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
-    """One forward pass with projectors gives the perplexity of token-by-token decoding through the cache."""
+    """One forward pass with projectors gives the perplexity of token-by-token decoding through the cache. The
+    cache holds each head at its rank, and the weights of V and its output shrink to the ranks."""
     _, tokens, tensors, _ = fdc_fit
-    model = tiny_model(head_dim=48, qkv_bias=True)
-    bar = generate.Progress("test", 1000)
+    model, kept = tiny_model(head_dim=48, qkv_bias=True), calibrate.fdc_kept(tensors, rate)
     searched = calibrate.fdc_accuracy(model, tokens, tensors, rate)[1].item()
+    before = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     engine = make_engine(model, "fdc", *tokens.shape, tensors, rate=rate)
-    cached, _, _ = calibrate.eval_perplexity(engine, tokens, 1, None, bar)
-    assert abs(cached / searched - 1) < 1e-3
+    cached, _, _ = calibrate.eval_perplexity(engine, tokens, 1, None, generate.Progress("test", 1000))
+    assert abs(cached / searched - 1) < 1e-4
+    numbers = sum(int(columns.sum()) for columns in kept.values())
+    assert sum(cache.measured() for cache in engine.caches) == tokens.numel() * numbers * 4
+    lost = int((~kept["v"]).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
+    assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == before - lost
 
 
 def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
@@ -2154,17 +1991,6 @@ def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
 
 
 # ------------------------------------------------------------------------------------ sampling and the engine
-
-
-def test_the_same_seed_gives_the_same_sample():
-    texts = []
-    for seed in (1, 1, 2):
-        engine = make_engine(tiny_model(), "dense", 2, 40)
-        engine.sampling = Sampling(1.5, top_k=50)
-        torch.manual_seed(seed)
-        engine.prefill([random_ids(4), random_ids(6)])
-        texts.append(decode_rows(engine, 20, lambda ids: False).token_ids)
-    assert texts[0] == texts[1] != texts[2]
 
 
 def test_greedy_top_k_and_top_p():
@@ -2410,11 +2236,6 @@ def test_qwen_against_transformers():
     assert tokenizer.encode(chat, allow_special=True) == oracle.encode(chat, add_special_tokens=False)
     assert tokenizer.vocab_size == len(oracle)
     assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
-
-
-def test_qwen_composes_characters():
-    assert real(QWEN).encode("e\u0301") == real(QWEN).encode("é") != real(LLAMA3).encode("e\u0301")
-    assert real(LLAMA3).decode(real(LLAMA3).encode("e\u0301")) == "e\u0301"
 
 
 def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
@@ -4283,13 +4104,17 @@ def test_overlap_of_everything_is_one_and_of_more_is_more():
     ],
 )
 def test_watched_figures_equal_a_plain_count(method, options, group):
-    """One step of two ragged rows, token sets and sums in plain Python against what Watched reports."""
-    engine = watched_engine(tiny_model(group=group), method, 2, 50, **options)
-    engine.prefill([random_ids(47), random_ids(23, 1)])
-    seen = []
+    """One step of two ragged rows, token sets and sums in plain Python against what Watched reports. To watch
+    changes neither logits nor the ledger."""
+    makers, seen = (make_engine, watched_engine), []
+    plain, engine = engines = [make(tiny_model(group=group), method, 2, 50, **options) for make in makers]
+    for each in engines:
+        each.prefill([random_ids(47), random_ids(23, 1)])
     for cache in engine.caches:  # which tokens each layer says
         cache.cache.watch = lambda *said, cache=cache: (seen.append((cache, *said)), cache.see(*said))
-    engine.step()
+    for each in engines:
+        each.step()
+    assert torch.equal(engine.logits, plain.logits)
     for cache, _, index, live, recent in seen:
         shape, figures = (2, *index.shape[1:]), []
         # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one head
@@ -4305,20 +4130,7 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
                 figures.append((len(chosen) / n, hits / len(best), hits / len(best | chosen), mass))
         truth = dict(zip(calibrate.Watched.NAMES, np.mean(figures, axis=0), strict=True))
         assert cache.result() == pytest.approx(truth, abs=1e-5)
-
-
-def test_watching_changes_nothing_and_exact_selection_recalls_all():
-    prompts, more = [random_ids(60), random_ids(33, 1)], [random_ids(6, 2), random_ids(6, 3)]
-    for d, recall in ((1.0, 1.0), (0.125, None)):
-        options = {"k": 0.25, "d": d}
-        plain = logits_through(make_engine(tiny_model(), "loki", 2, 80, **options), prompts, more)
-        engine = watched_engine(tiny_model(), "loki", 2, 80, **options)
-        assert torch.equal(logits_through(engine, prompts, more), plain)
-        for cache in engine.caches:
-            found = cache.result()
-            assert found["recall"] == recall if recall else found["recall"] < 0.9
-            assert found["jaccard"] <= found["recall"] and 0.2 < found["attended"] <= 0.25
-            assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
+        assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
 
 
 def knobs_of(method: str, aim: str) -> list[str]:
@@ -4403,14 +4215,6 @@ def test_masked_attention_keeps_the_best_logits_of_a_row_as_its_rule_says(rule, 
     counts, lengths = (truth[0] > 0).sum(1).numpy(), np.arange(1, n + 1)
     shares = (counts / lengths).mean(), counts.sum() / lengths.sum()  # of rows, of pairs
     assert calibrate.kept_shares(0.2, n, rule) == pytest.approx(shares, abs=1e-6)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
-def test_kept_shares_are_the_closed_forms(share):
-    """Of rows and of pairs."""
-    final = share * (1 + math.log(1 / share)), 2 * share - share**2
-    assert calibrate.kept_shares(share, 1 << 17, "final") == pytest.approx(final, abs=1e-4)
-    assert calibrate.kept_shares(share, 1 << 17, "per_row") == pytest.approx((share, share), abs=1e-3)
 
 
 def test_masked_prefill_equals_full_attention_exact_top_k_and_decoding():
