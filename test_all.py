@@ -1168,7 +1168,7 @@ def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_p
 
 
 def test_double_sparse_scores_on_its_channels_alone():
-    """In any order of the channels, and whatever the keys hold in the others."""
+    """Whatever the keys hold in the others."""
     cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
     assert cache.label.shape == (1, 4, 60, 4)
     expected = cache.k[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
@@ -1177,9 +1177,6 @@ def test_double_sparse_scores_on_its_channels_alone():
     asked = pos, cache.rope(q[58:59], pos)
     index = cache.select(*asked)
     cache.k.normal_()
-    assert torch.equal(cache.select(*asked), index)
-    order = torch.tensor([2, 0, 3, 1])
-    cache.label, cache.channels = cache.label[..., order], cache.channels[:, order]
     assert torch.equal(cache.select(*asked), index)
 
 
@@ -1375,8 +1372,6 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
     exact = torch.zeros(4, 140, dtype=torch.bool).scatter(1, cache.tokens_of(worst), True)
     for m in range(n, n + 20):
         out, chosen = watched_step(cache, m, q, k, v)
-        counts = chosen.sum(-1)
-        assert ((counts == m + 1) | (counts > 60 - 2 * 4)).all() and counts.max() <= 60
         near = exact[:, : m + 1] | (torch.arange(m + 1) >= max(0, m + 1 - 6) // 4 * 4)
         truth = cache.reconstruct(torch.arange(m + 1).expand(1, 4, -1))[0][0]
         truth = torch.where(near[..., None], rotated[: m + 1].transpose(0, 1), truth)
@@ -1414,13 +1409,11 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
     ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
     ("quest", {"page": 0}, "--page must be at least 1"),
-    ("quest", {"skip": "x"}, "layer numbers"),
     ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
     ("doublesparse", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
     ("doublesparse", {"keep": 20, "every": 30}, "at least 1 and at most 20"),
     ("doublesparse", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
     ("kivi", {"residual": 48}, "a multiple of 32"),
-    ("shadowkv", {"rank": 1.5}, "must lie in"),
     ("shadowkv", {"keep": 60}, "lower --outliers"),
     *((m, {"kv_bits": 4}, f"--kv_bits is not a setting of {m}") for m in WITHOUT_BITS),
     ("elitekv", {}, "q/k norms", {"qk_norm": True}),
@@ -1793,28 +1786,21 @@ def test_lrqk_bytes_of_host_and_device():
     assert on_device.host_bytes() == 0 and on_device.measured() == cache.measured() + dense
 
 
-def lrqk_recall(model: Llama, prompts: list, more: list, **options) -> tuple[float, float]:
-    """Recall and attention mass (calibrate.Watched) of what LRQK attends, in mean over the layers."""
-    engine = watched_engine(model, "lrqk", len(prompts), len(prompts[0]) + len(more[0]), **options)
-    logits_through(engine, prompts, more)
-    found = [cache.result() for cache in engine.caches]
-    return tuple(np.mean([figures[name] for figures in found]) for name in ("recall", "mass"))
-
-
 def test_lrqk_recall_of_the_modes(nano_haystack):
-    """On the embedded model: 64 tokens of 640 beside the 64 recent ones, rank 32, text and retrieval prompts;
-    -s prints."""
+    """On the embedded model: 64 tokens of 640 beside the 64 recent ones, rank 32, text and retrieval."""
     model, recall = load_model(NANO, CPU, torch.float32), {}
     text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
     needles, task = eval_sample(nano_haystack, "multikey", 0, 704)
     prompts, answer = [text[:704], needles], nano_haystack.encode(task.answer).tolist()
     more = [text[704:716], (answer * 12)[:12]]
-    for mode, init in (("optimal", ""), *itertools.product(("frozen", "paper"), ("topcol", "top", "randn"))):
-        options = {"mode": mode} | ({"init": init} if init else {})
-        recall[mode, init], mass = lrqk_recall(model, prompts, more, k=64, **options)
-        print(f"{mode:8} {init:7} recall {recall[mode, init]:.3f}  mass {mass:.4f}")
+    starts = itertools.product(("frozen", "paper"), ("topcol", "top", "randn"))
+    for mode, init in (("optimal", "topcol"), *starts):
+        engine = watched_engine(model, "lrqk", 2, 716, k=64, mode=mode, init=init)
+        logits_through(engine, prompts, more)
+        found = [cache.result() for cache in engine.caches]
+        recall[mode, init], mass = (np.mean([layer[name] for layer in found]) for name in ("recall", "mass"))
         assert 0.7 < recall[mode, init] < mass <= 1 + 1e-6
-    assert all(recall["optimal", ""] > value - 0.02 for value in recall.values())
+    assert recall["optimal", "topcol"] > max(recall.values()) - 0.005
 
 
 # ------------------------------------------------------------------------------------ FDC and Palu invariants
@@ -3872,16 +3858,12 @@ def test_operations_refuse_what_they_would_get_wrong(module, name, changes, mess
 @pytest.mark.parametrize("method,options", [("dense", {}), ("sals", FULL)])
 def test_stories260k_gives_its_golden_text(method, options, device):
     folder = REAL / "stories260k"
-    golden, tokenizer = json.loads((folder / "golden.json").read_text()), load_tokenizer(folder)
-    prompt = tokenizer.encode(golden["prompt"])
-    assert prompt == golden["prompt_ids"]
+    golden = json.loads((folder / "golden.json").read_text())
     model = load_model(folder, torch.device(device), torch.float32)
     engine = make_engine(model, method, 1, 256, **options)
+    prompt, ids = golden["prompt_ids"], golden["greedy_ids"]
     engine.prefill([prompt])
-    new = len(golden["greedy_ids"]) - len(prompt)
-    ids = prompt + decode_rows(engine, new, lambda ids: False).token_ids[0]
-    assert ids == golden["greedy_ids"]
-    assert tokenizer.decode(ids) == golden["greedy_text"]
+    assert prompt + decode_rows(engine, len(ids) - len(prompt), lambda ids: False).token_ids[0] == ids
 
 
 @pytest.fixture(scope="module")
@@ -4078,19 +4060,6 @@ def watched_engine(model: Llama, method: str, rows: int, capacity: int, **option
     engine = make_engine(model, method, rows, capacity, **options)
     engine.caches = [calibrate.Watched(cache) for cache in engine.caches]
     return engine
-
-
-def test_overlap_of_everything_is_one_and_of_more_is_more():
-    prompts, scores = [random_ids(60), random_ids(60, 1)], []
-    for critical in (4, 20, 60):
-        options = {"rank": 1.0, "score_rank": 1.0, "sinks": 2, "critical": critical, "recent": 4, "bits": 16}
-        engine = watched_engine(tiny_model(), "sals", 2, 60, **options, skip="0")
-        scores.append(calibrate.overlap_scores(engine, prompts))
-    first, second, *others = zip(*scores, strict=True)
-    assert first == (None,) * 3  # layer 0 attends every token
-    # Later layers see other queries where earlier ones miss some: there more is not always more.
-    assert second[0] <= second[1] + 1e-6 <= second[2] + 2e-6
-    assert np.allclose([layer[2] for layer in (second, *others)], 1, atol=1e-5)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -4475,7 +4444,6 @@ BAD_COMMANDS = {
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "no such file",
     "generate --prompt 600": "more than the model's 512",
-    "generate --prompt 3000000000": "more than the model's 512",
     "generate --prompt 5 --max_new_tokens ²": "--max_new_tokens",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     f"generate --prompt 5 --seed {'9' * 30}": "--seed",
@@ -5093,6 +5061,8 @@ def test_masked_and_overlap_print_and_give_json(cli):
     (scores,) = cli.json(f"{line} loki:k=0.25").values()
     assert len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
     assert " ".join(f"{s:.3f}" for s in scores) in cli.out
+    (scores,) = cli.json(f"{line} sals:skip=0,critical=200").values()
+    assert scores == [None, *[pytest.approx(1, abs=1e-5)] * 3]  # layer 0 attends every token
     assert "it attends all 200" in cli.refusal(f"{line} dense")
 
 
