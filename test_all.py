@@ -1372,6 +1372,8 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
     exact = torch.zeros(4, 140, dtype=torch.bool).scatter(1, cache.tokens_of(worst), True)
     for m in range(n, n + 20):
         out, chosen = watched_step(cache, m, q, k, v)
+        counts = chosen.sum(-1)
+        assert ((counts == m + 1) | (counts > 60 - 2 * 4)).all() and counts.max() <= 60
         near = exact[:, : m + 1] | (torch.arange(m + 1) >= max(0, m + 1 - 6) // 4 * 4)
         truth = cache.reconstruct(torch.arange(m + 1).expand(1, 4, -1))[0][0]
         truth = torch.where(near[..., None], rotated[: m + 1].transpose(0, 1), truth)
