@@ -642,21 +642,6 @@ def test_quantiser_bounds_and_exact_cases(bits):
     assert not changed[0, 0, :32].any() and not changed[1:].any() and not changed[0, 1:].any()
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_quantiser_keeps_the_ends_of_a_group_and_follows_an_affine_map(bits):
-    """a x + b with powers of two, which round nothing: the codes stay, and the ends move along."""
-    x = (torch.rand(4, 2, 64, generator=torch.Generator().manual_seed(bits)) * 4 - 2).half().float()
-    codes, low_scale, back = coded(x, bits)
-    (low, high), ends = (t.unflatten(-1, (2, 32)).aminmax(dim=-1) for t in (x, back))
-    assert torch.equal(ends[0], low)
-    assert ((ends[1] - high).abs() <= (high - low) * 2**-10).all()  # the fp16 rounding of the scale
-    moved, moved_ends, _ = coded(4 * x, bits)
-    assert torch.equal(moved, codes) and torch.equal(moved_ends, 4 * low_scale)
-    whole = torch.randint(0, 2**bits, (4, 2, 64)).float()
-    whole[..., ::32], whole[..., 1::32] = 0, 2**bits - 1
-    assert torch.equal(coded(2 * whole - 8, bits)[0], coded(whole, bits)[0])
-
-
 # -------------------------------------------------------------------------------------------- SALS invariants
 
 
@@ -687,14 +672,6 @@ def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, 
 def pair_energy(x: torch.Tensor) -> torch.Tensor:
     """Squared length of each pair of dims that RoPE rotates: [..., D] -> [..., D / 2]."""
     return x.square().unflatten(-1, (2, -1)).sum(-2)
-
-
-def test_a_keys_error_costs_logits_what_the_query_metric_says():
-    """Over all angles of every pair, the mean square of q^T R e is sum_p |q_p|^2 |e_p|^2 / 2."""
-    q, e = torch.randn(2, 8)
-    turns = torch.cartesian_prod(*[torch.arange(4.0)] * 4) * math.pi / 2  # exact up to second order
-    rotated = apply_rope(e.expand(256, 1, 8), turns.cos(), turns.sin())[:, 0]
-    assert error((rotated @ q).square().mean(), (pair_energy(q) * pair_energy(e)).sum() / 2) < 1e-6
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -809,14 +786,6 @@ def test_folded_projections_equal_unfolded(score, qkv_bias, latent_bits, toleran
     assert error(runs[0], runs[1]) < tolerance
 
 
-@pytest.mark.parametrize("r_score, r", [(3, 7), (16, 16), (100, 128)])
-def test_latent_turn_is_a_rotation_that_keeps_the_leading_dims(r_score, r):
-    turn = compress.latent_turn(r_score, r)
-    assert error(turn @ turn.T, torch.eye(r)) < 1e-5
-    assert not turn[:r_score, r_score:].any() and not turn[r_score:, :r_score].any()
-    assert torch.equal(turn, compress.latent_turn.__wrapped__(r_score, r))  # the same in every run
-
-
 def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
     x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 3)[:, None]
     x[0, 0] = 0
@@ -847,6 +816,8 @@ def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_score
         keys.append((cache.latents.read((0,)) @ cache.up.T) * scale @ U)
         scores.append(cache.scores(last, cache.queries(last, q[-1:]))[0])
     assert cache.latents.rows.dtype == torch.int8
+    turn = compress.latent_turn(16, 64)
+    assert torch.equal(turn, compress.latent_turn.__wrapped__(16, 64))  # the same in every run
     assert 1e-3 < error(keys[1], keys[0]) < 0.015
     assert error(keys[1][:, 1:], keys[0][:, 1:]) < 0.05
     assert error(scores[1], scores[0]) < 0.04
@@ -905,52 +876,43 @@ def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("qkv_bias", [False, True])
-def test_elitekv_rotates_the_elite_pairs_only(group, qkv_bias):
-    """r = D/2 is RoPE, r = 0 no position at all, between them cos = 1 and sin = 0 for the other pairs."""
-    model = tiny_model(group=group, qkv_bias=qkv_bias)
-    c, attention, x = model.config, model.layers[1].attention, torch.randn(40, 48)
-    order, (cos, sin) = artifact_of("elitekv", model)["elite"][1], rope_tables(c, 57, CPU)
-    for r in (0, 1, 3, 8):  # factors A B of full rank: A is the identity
-        whole = (attention, c, order, r, lambda *kv: (torch.eye(48), torch.cat(kv, -1)))
-        elite = compress.elite_attention(*whole)
-        got = elite(x, elite.causal(cos[:40], sin[:40]))
-        assert error(got, elite_reference(attention, order[:, :r], x, c)) < 1e-5
-        assert r or error(got, attention(x, model_file.causal_attention)) < 1e-5
-        assert r < 8 or error(got, attention(x, attention.causal(cos[:40], sin[:40]))) < 1e-5
-        assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
-        if not qkv_bias:
-            assert error(compress.dense_attention(elite).wqkv.weight, attention.wqkv.weight) < 1e-6
-
-
-def test_rope_deltas_are_what_rotation_changes():
-    """Of each pair alone; in sum of all of them."""
-    torch.manual_seed(0)
-    q, k, rows = torch.randn(2, 30, 2, 16), torch.randn(2, 30, 16), torch.tensor([0, 7, 29, 12])
-    deltas = compress.rope_deltas(q[:, rows], k, rows, *rope_tables(tiny_config(), 30, CPU))
-    assert deltas.shape == (8, 2, 2, 4, 30)  # [D / 2, N, G, I, S]
-    pairs = torch.arange(8)[None]
-    plain, full, *turned = (
-        elite_logits(q, k[:, :, None], some)[:, 0][:, :, rows]
-        for some in (pairs[:, :0], pairs, *pairs.split(1, 1))
-    )
-    assert torch.allclose(deltas, torch.stack(turned) - plain, atol=1e-5)
-    assert error(deltas.sum(0), full - plain) < 1e-5
-    assert deltas[..., torch.arange(4), rows].abs().max() < 1e-5  # nothing turns at distance 0
+def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
+    """r = D/2 is RoPE; below it cos = 1 and sin = 0 for the other pairs."""
+    for r in (1, 3, 8):
+        model = tiny_model(group=group, qkv_bias=qkv_bias)
+        c, artifact, x = model.config, artifact_of("elitekv", model), torch.randn(40, 48)
+        dense, (cos, sin) = [layer.attention for layer in model.layers], rope_tables(c, 57, CPU)
+        latent = min(48, c.n_kv_heads * (32 - 2 * r))
+        compress.elite_convert(model, compress.EliteSettings(r=r, d_ckv=latent), artifact)
+        for layer, attention, order in zip(model.layers, dense, artifact["elite"], strict=True):
+            elite = layer.attention
+            got = elite(x, elite.causal(cos[:40], sin[:40]))
+            assert error(got, elite_reference(attention, order[:, :r], x, c)) < 1e-4
+            assert r < 8 or error(got, attention(x, attention.causal(cos[:40], sin[:40]))) < 1e-4
+            assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
+            if not qkv_bias:
+                back = compress.dense_attention(elite).wqkv.weight
+                assert error(back, attention.wqkv.weight) < 1e-5
 
 
 def test_ropelite_takes_the_best_pair_in_each_round():
+    """Brute force, from the definition, over the queries at some positions."""
     torch.manual_seed(1)
-    q, k = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16)
-    deltas = compress.rope_deltas(q, k[:, :, 0], torch.arange(24), *rope_tables(tiny_config(), 24, CPU))
+    q, k, rows = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16), torch.randperm(24)[:15]
+    deltas = compress.rope_deltas(q[:, rows], k[:, :, 0], rows, *rope_tables(tiny_config(), 24, CPU))
+    assert deltas.shape == (8, 2, 2, 15, 24)  # [D / 2, N, G, I, S]
     order, distance = compress.ropelite(deltas)
     assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
-    full = elite_logits(q, k, torch.arange(8)[None])
-    for n in range(8):  # brute force, from the definition
+
+    def lost(*pairs):
+        few, full = (elite_logits(q, k, torch.tensor([some])) for some in (pairs, range(8)))
+        return (few - full)[..., rows, :].abs().mean()
+
+    for n in range(8):
         *best, taken = order[: n + 1].tolist()
-        left = set(range(8)) - set(best)
-        lost = {x: (elite_logits(q, k, torch.tensor([[*best, x]])) - full).abs().mean() for x in left}
-        assert min(lost, key=lost.get) == taken or n == 7
-        assert abs(lost[taken] - distance[n]) < 1e-6
+        found = {x: lost(*best, x) for x in set(range(8)) - set(best)}
+        assert min(found, key=found.get) == taken or n == 7
+        assert abs(found[taken] - distance[n]) < 1e-6
 
 
 def test_elite_orders_are_those_of_each_head_alone():
@@ -1003,17 +965,6 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
         assert abs(separate - best) < 1e-6 * whole and separate > joint - 1e-6
         of_keys, of_values = (x.flatten(1).abs().sum(1) > 1e-9 for x in blocks.split((10, 15), -1))
         assert not (of_keys & of_values).any()  # block-diagonal
-
-
-@pytest.mark.parametrize("group", [1, 4])
-def test_elitekv_at_full_rank_is_ropelite(group):
-    model, c = tiny_model(group=group), tiny_config(group=group)
-    artifact, x, tables = artifact_of("elitekv", model), torch.randn(30, 48), rope_tables(c, 30, CPU)
-    dense = [layer.attention for layer in model.layers]
-    compress.elite_convert(model, compress.EliteSettings(r=3, d_ckv=48), artifact)
-    for layer, attention, order in zip(model.layers, dense, artifact["elite"], strict=True):
-        truth = elite_reference(attention, order[:, :3], x, c)
-        assert error(layer.attention(x, layer.attention.causal(*tables)), truth) < 1e-4
 
 
 def test_elitekv_numbers_of_cache_and_parameters():
@@ -1110,33 +1061,6 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
 # -------------------------------------------------------------------------------------------- comparison rows
 
 
-@pytest.mark.parametrize("method, options", [case for case in ROWS if not case[1].get("gumbel")])
-def test_permuting_kv_heads_permutes_the_output_of_a_row(method, options):
-    """Not with --gumbel, whose noise belongs to a head."""
-    (q, k, v), outputs = stream(60), []
-    options = options | dict.fromkeys(options.keys() & {"share_heads"}, 0)
-    for order in (torch.arange(4), torch.tensor([2, 0, 3, 1])):
-        cache = row_cache(method, tiny_model(), 1, 100, **options)
-        for name in {"doublesparse": ["channels"], "loki": ["basis"]}.get(method, []):
-            setattr(cache, name, getattr(cache, name)[order])
-        moved = q.unflatten(1, (4, 2))[:, order].flatten(1, 2), k[:, order], v[:, order]
-        reads(cache, 40, *moved)
-        steps = torch.stack([step(cache, n, *moved) for n in range(40, 60)]).unflatten(2, (4, 2))
-        outputs.append(steps[:, :, order.argsort()])
-    assert max(map(error, *outputs)) < 1e-4
-
-
-def test_topk_captures_at_least_the_mass_of_every_other_selection():
-    mass = {}
-    for method, options in (("topk", {}), ("quest", {"page": 4}), ("doublesparse", {})):
-        cache, qkv = scene(method, 69, 70, group=1, keep=24, **options)
-        _, chosen = watched_step(cache, 69, *qkv)
-        logits = torch.einsum("hd,hsd->hs", cache.rope(qkv[0][69], 69), cache.k[0]) / 4
-        mass[method] = logits.softmax(-1).where(chosen, 0).sum(-1)
-    assert (mass["topk"] + 1e-5 >= torch.maximum(mass["quest"], mass["doublesparse"])).all()
-    assert mass["quest"].mean() > 0.5 and mass["doublesparse"].mean() > 0.3
-
-
 def test_group_scores_rank_as_the_largest_weight_without_underflow():
     torch.manual_seed(0)
     logits, live = torch.randn(2, 4, 2, 30), torch.arange(30) < torch.tensor([[30], [11]])
@@ -1220,17 +1144,13 @@ def test_keyformers_temperature_grows_with_the_tokens_since_the_prompt():
 # ---- Quest
 
 
-def test_quest_bounds_are_bounds_and_pages_of_one_are_exact():
+def test_quest_bounds_are_the_largest_products_of_each_channel():
     torch.manual_seed(0)
     q, pages = torch.randn(3, 4, 2, 16), torch.randn(3, 4, 7, 5, 16)
     low, high = pages.aminmax(dim=3)
     bound = compress.page_queries(q) @ torch.cat((high, low), -1).mT
-    logits = torch.einsum("bhgd,bhpsd->bhgps", q, pages)
-    assert (bound + 1e-5 >= logits.amax(-1)).all()
     direct = torch.maximum(q[:, :, :, None] * low[:, :, None], q[:, :, :, None] * high[:, :, None]).sum(-1)
     assert error(bound, direct) < 1e-6
-    single = compress.page_queries(q) @ pages[:, :, :, 0].repeat(1, 1, 1, 2).mT
-    assert error(single, logits[..., 0]) < 1e-6
 
 
 @pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 50])
@@ -1250,7 +1170,7 @@ def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_p
 
 
 def test_double_sparse_scores_on_its_channels_alone():
-    """In any order of the channels, and whatever the keys hold in the others."""
+    """Whatever the keys hold in the others."""
     cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
     assert cache.label.shape == (1, 4, 60, 4)
     expected = cache.k[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
@@ -1259,9 +1179,6 @@ def test_double_sparse_scores_on_its_channels_alone():
     asked = pos, cache.rope(q[58:59], pos)
     index = cache.select(*asked)
     cache.k.normal_()
-    assert torch.equal(cache.select(*asked), index)
-    order = torch.tensor([2, 0, 3, 1])
-    cache.label, cache.channels = cache.label[..., order], cache.channels[:, order]
     assert torch.equal(cache.select(*asked), index)
 
 
@@ -1496,13 +1413,11 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
     ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
     ("quest", {"page": 0}, "--page must be at least 1"),
-    ("quest", {"skip": "x"}, "layer numbers"),
     ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
     ("doublesparse", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
     ("doublesparse", {"keep": 20, "every": 30}, "at least 1 and at most 20"),
     ("doublesparse", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
     ("kivi", {"residual": 48}, "a multiple of 32"),
-    ("shadowkv", {"rank": 1.5}, "must lie in"),
     ("shadowkv", {"keep": 60}, "lower --outliers"),
     *((m, {"kv_bits": 4}, f"--kv_bits is not a setting of {m}") for m in WITHOUT_BITS),
     ("elitekv", {}, "q/k norms", {"qk_norm": True}),
@@ -1628,21 +1543,6 @@ def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recen
     assert [budget(n) for n in (100, 20, 6)] == [(8, 0, 16), (8, 0, 12), (6, 0, 0)]
 
 
-def test_loki_is_blind_to_a_shift_of_all_keys_and_to_their_order():
-    """Subtracting a vector from all post-RoPE keys, or reordering the cached tokens, changes nothing."""
-    (loki, qkv), (other, _) = (scene("loki", 40, 41, k=10, d=0.5) for _ in range(2))
-    truth, (q, k, v), pos = step(loki, 40, *qkv), qkv, torch.tensor([40])
-    queries, shift = loki.stored(loki.rope(q[40:], pos)), torch.randn(4, 16)
-    index = loki.select(pos, queries)
-    loki.k -= loki.stored(shift)[:, None]
-    assert torch.equal(index.sort(-1).values, loki.select(pos, queries).sort(-1).values)
-    moved = k - apply_rope(shift, loki.room.cos[40], -loki.room.sin[40])  # so that the new key is shifted too
-    assert error(step(loki, 40, q, moved, v), truth) < 1e-5
-    order = torch.randperm(40)
-    other.k[:, :, :40], other.v[:, :, :40] = other.k[:, :, order], other.v[:, :, order]
-    assert error(step(other, 40, *qkv), truth) < 1e-5
-
-
 @pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
 def test_pca_attention_is_full_attention_on_projected_keys(group, d):
     loki, qkv = scene("loki", 40, 41, group=group, reduced=True, d=d)
@@ -1678,20 +1578,14 @@ def lrqk_data(group: int = 2, init: str = "topcol") -> tuple:
     return q, k, q.mT @ q, k.mT @ k, compress.lrqk_init(init, 6, q.abs().sum(1), k.abs().sum(1))
 
 
-def explicit_lrqk(q, k, a_q, a_k, order: str, rounds: int):
-    """Alg. 1 as it is written, on A_Q and A_K themselves; yields (A_Q, A_K, B_Q, B_K) after each block."""
+def explicit_lrqk(q, k, a_q, a_k, rounds: int):
+    """A_Q and A_K of Alg. 1 as it is written, on A_Q and A_K themselves."""
     solve = torch.linalg.solve
     for _ in range(rounds):
         b_q, b_k = (solve(a.mT @ a, a.mT @ x) for a, x in ((a_q, q), (a_k, k)))
-        yield a_q, a_k, b_q, b_k
-        old = a_q, a_k
-        for name in {"paper": "kq", "official": "qk", "jacobi": "kq"}[order]:
-            left_q, left_k = old if order == "jacobi" else (a_q, a_k)
-            if name == "k":
-                a_k = solve(left_q.mT @ left_q + b_k @ b_k.mT, (k @ (q.mT @ left_q + b_k.mT)).mT).mT
-            else:
-                a_q = solve(left_k.mT @ left_k + b_q @ b_q.mT, (q @ (k.mT @ left_k + b_q.mT)).mT).mT
-            yield a_q, a_k, b_q, b_k
+        a_k = solve(a_q.mT @ a_q + b_k @ b_k.mT, (k @ (q.mT @ a_q + b_k.mT)).mT).mT
+        a_q = solve(a_k.mT @ a_k + b_q @ b_q.mT, (q @ (k.mT @ a_k + b_q.mT)).mT).mT
+    return a_q, a_k
 
 
 @pytest.fixture
@@ -1706,19 +1600,6 @@ def test_lrqk_moments_count_every_token():
     assert error(total, rows.abs().sum(1)) < 1e-12
 
 
-@pytest.mark.parametrize("order", ["paper", "official", "jacobi"])
-def test_lrqk_objective_falls_with_every_block(order):
-    """Invariant 1: Gauss-Seidel in either order never raises J; Jacobi, which the released code runs where a
-    lambda is not 1, does."""
-    q, k, *_ = lrqk_data()
-    start = torch.randn(2, 2, 600, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    values = []
-    for a_q, a_k, b_q, b_k in explicit_lrqk(q, k, start[0], start[1, :, :300], order, 6):
-        parts = q @ k.mT - a_q @ a_k.mT, q - a_q @ b_q, k - a_k @ b_k
-        values.append(sum(part.square().sum().item() for part in parts))
-    assert (order != "jacobi") == all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(values))
-
-
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("init", ["topcol", "top", "randn"])
 def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
@@ -1728,7 +1609,7 @@ def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
     for x, w, total in zip((q, k), start, totals, strict=True):
         columns = (sum(totals) if init == "topcol" else total).topk(6).indices[:, None]
         assert init == "randn" or torch.equal(x @ w, x.gather(2, columns.expand(-1, x.shape[1], -1)))
-    *_, (a_q, a_k, _, _) = explicit_lrqk(q, k, q @ start[0], k @ start[1], "paper", 2)
+    a_q, a_k = explicit_lrqk(q, k, q @ start[0], k @ start[1], 2)
     maps = compress.lrqk_prefill(*start, *grams)
     bases = compress.lrqk_bases(*maps, *grams)
     for x, w, a, b in zip((q, k), maps, (a_q, a_k), bases, strict=True):
@@ -1738,34 +1619,21 @@ def test_lrqk_gram_form_is_algorithm_1(init, group, no_ridge):
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_lrqk_closed_form_is_the_optimum(group, monkeypatch):
+def test_lrqk_balance_is_the_optimum_in_a_gauge_of_equal_diagonal_grams(group, no_ridge):
     """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
-    closed form reaches it, for all heads of a group with one W_Q; Alg. 1 comes within 1 % in 50 rounds."""
-    q, k, gram_q, gram_k, start = lrqk_data(group)
+    closed form reaches it, for all heads of a group with one W_Q. Invariant 4: of Alg. 1's result only the
+    gauge changes."""
+    q, k, *grams, start = lrqk_data(group)
     eye = torch.eye(16, dtype=torch.float64).expand(2, 16, 16)
-    tail = torch.linalg.svdvals(q @ k.mT)[:, 6:16].square().sum()
-
-    def loss(w_q, w_k):
-        return (q @ k.mT - (q @ w_q) @ (k @ w_k).mT).square().sum() / tail
-
-    assert abs(loss(*compress.lrqk_balance(eye, eye, gram_q, gram_k, 6)) - 1) < 1e-6
-    after = {}
-    for steps in (1, 2, 50):
-        monkeypatch.setattr(compress, "LRQK_STEPS", steps)
-        after[steps] = loss(*compress.lrqk_prefill(*start, gram_q, gram_k))
-    assert 1 - 1e-9 <= after[50] < 1.01 and after[50] < after[2] < after[1]
-
-
-def test_lrqk_balance_changes_the_gauge_only(no_ridge):
-    """Invariant 4 of Alg. 1's result: the same A_Q A_K^T, and both Grams equal and diagonal."""
-    *_, gram_q, gram_k, start = lrqk_data(init="randn")
-    before = compress.lrqk_prefill(*start, gram_q, gram_k)
-    after = compress.lrqk_balance(*before, gram_q, gram_k, 6)
-    assert error(after[0] @ after[1].mT, before[0] @ before[1].mT) < 1e-9
-    grams = [w.mT @ g @ w for w, g in zip(after, (gram_q, gram_k), strict=True)]
-    diagonal = grams[0].diagonal(dim1=1, dim2=2)
-    assert error(grams[0], grams[1]) < 1e-9 and error(torch.diag_embed(diagonal), grams[0]) < 1e-9
-    assert (diagonal.diff(dim=1) <= 0).all()
+    for before in ((eye, eye), compress.lrqk_prefill(*start, *grams)):
+        after = compress.lrqk_balance(*before, *grams, 6)
+        kept, whole = ((q @ w_q) @ (k @ w_k).mT for w_q, w_k in (after, before))
+        tail = torch.linalg.svdvals(whole)[:, 6:].square().sum()
+        assert abs((whole - kept).square().sum() - tail) < 1e-9 * whole.square().sum()
+        made = [w.mT @ g @ w for w, g in zip(after, grams, strict=True)]
+        diagonal = made[0].diagonal(dim1=1, dim2=2)
+        assert error(made[0], made[1]) < 1e-6 and error(torch.diag_embed(diagonal), made[0]) < 1e-6
+        assert (diagonal.diff(dim=1) <= 0).all()
 
 
 def test_solver_for_graphs_solves():
@@ -1774,72 +1642,6 @@ def test_solver_for_graphs_solves():
     assert error(m @ solve(m, rhs), rhs) < 1e-4
     assert error(solve(m, rhs), torch.linalg.solve(compress.add_ridge(m, 1e-10), rhs)) < 1e-9
     assert solve(torch.zeros(5, 5), torch.zeros(5, 2)).abs().max() == 0  # before the first prompt
-
-
-def refit_data(group: int = 3, r: int = 6):
-    """What compress.lrqk_refit reads: q, k, B_Q, B_K, A_Omega, K_Omega, for 2 rows of 2 KV heads, fp64."""
-    shapes = ((group, 16), (1, 16), (r, 16), (r, 16), (40, r), (40, 16))
-    generator = torch.Generator().manual_seed(group)
-    return [torch.randn(2, 2, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def test_lrqk_refit_minimises_the_papers_objective(monkeypatch, no_ridge):
-    """At its fixed point the gradient of Eq. 8, summed over the heads of a group, vanishes."""
-    monkeypatch.setattr(compress, "LRQK_STEPS", 300)
-    q, k, b_q, b_k, a, keys = data = refit_data()
-    with torch.enable_grad():
-        q_hat, k_hat, _, _ = (x.detach().requires_grad_() for x in compress.lrqk_refit(*data))
-        parts = (q_hat @ b_q - q, k_hat @ b_k - k, q_hat @ k_hat.mT - q @ k.mT, q_hat @ a.mT - q @ keys.mT)
-        loss = sum(0.5 * part.square().sum() for part in parts)
-        gradients = torch.autograd.grad(loss, (q_hat, k_hat))
-    assert max(g.abs().max() for g in gradients) < 1e-6 * loss
-
-
-@pytest.mark.parametrize("group", [1, 3])
-def test_lrqk_new_bases_are_one_step_of_the_best_length(group):
-    """Eq. 10 and 11: along the gradient of ||x^ B - x||^2, to where its derivative vanishes. One row is then
-    reproduced, and by the least change: the gradient lies in its span."""
-    q, k, b_q, b_k, a, keys = refit_data(group)
-    q_hat, k_hat, new_q, new_k = compress.lrqk_refit(q, k, b_q, b_k, a, keys)
-    for x, x_hat, old, new in ((q, q_hat, b_q, new_q), (k, k_hat, b_k, new_k)):
-        gradient = x_hat.mT @ (x_hat @ old - x)
-        cosine = torch.cosine_similarity((old - new).flatten(-2), gradient.flatten(-2), -1)
-        assert error(cosine, torch.ones_like(cosine)) < 1e-9
-        slope = ((x_hat @ gradient) * (x_hat @ new - x)).sum((-2, -1))
-        assert slope.abs().max() < 1e-9 * gradient.norm() ** 2
-        assert x.shape[-2] > 1 or error(x_hat @ new, x) < 1e-9
-
-
-@pytest.mark.parametrize("group, r, noise", [(4, 8, 0.3), (8, 4, 0.3), (8, 16, 0.01)])
-def test_lrqk_bases_stay_bounded_under_grouped_queries(group, r, noise):
-    """Heads of a group that are alike, or more of them than ranks: no step may blow the bases up."""
-    torch.manual_seed(0)
-    mix = torch.randn(32, 32) * torch.logspace(0, -2, 32)
-    q = torch.randn(120, 1, 1, 32) @ mix + noise * (torch.randn(120, 1, group, 32) @ mix)
-    k = torch.randn(120, 1, 1, 32) @ mix
-    cache = row_cache("lrqk", tiny_model(head_dim=32, group=8), 1, 120, rank=r, k=10, recent=5, mode="paper")
-    cache.factorise(0, q.flatten(1, 2), k[:, :, 0])
-    b_q, b_k = cache.basis_q[0].double(), cache.basis_k[0].double()
-    start, near = b_q.norm(), torch.zeros(1, 1, r, dtype=torch.float64)
-    for step_q, step_k in zip(q[:60].double(), k[:60].double(), strict=True):
-        _, _, b_q, b_k = compress.lrqk_refit(step_q, step_k, b_q, b_k, near, torch.zeros_like(step_k))
-    assert b_q.norm() < 10 * start
-
-
-@pytest.mark.parametrize("rotation", [True, False])
-def test_lrqk_scores_do_not_depend_on_the_gauge(rotation):
-    """Invariant 4: A_K M^-T, M^-1 B_Q and M^T B_K give q^ M, k^ M^-T and the same scores."""
-    q, k, b_q, b_k, a, keys = refit_data()
-    m = orthonormal(6).double()
-    if not rotation:
-        m = m @ torch.diag(torch.tensor([0.5, 2.0, 1.0, 0.7, 1.5, 3.0], dtype=torch.float64))
-    other = torch.linalg.inv(m).mT
-    q_hat, k_hat, _, _ = compress.lrqk_refit(q, k, b_q, b_k, a, keys)
-    moved = compress.lrqk_refit(q, k, other.mT @ b_q, m.mT @ b_k, a @ other, keys)
-    live, tolerance = torch.ones(2, 40, dtype=torch.bool), 1e-9 if rotation else 1e-4
-    assert error(moved[0], q_hat @ m) < tolerance and error(moved[1], k_hat @ other) < tolerance
-    scores = (compress.group_scores(x @ y.mT, live) for x, y in ((q_hat, a), (moved[0], a @ other)))
-    assert error(*scores) < tolerance
 
 
 @pytest.mark.parametrize("ratio", [1, 1.5, 2])
@@ -1882,26 +1684,19 @@ def test_lrqk_slot_table(ratio):
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
 def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
-    """Invariant 9: shuffled slots, no hit/miss (slots 0), more slots, or all rows on the device: the same."""
+    """Invariant 9: no hit/miss (slots 0), more slots, or all rows on the device: the same."""
     options, qkv = {"rank": 6, "k": 10, "recent": 5, "mode": mode}, stream(64)
-    slots = (1.0, 1.0, 2.0, 0.0)
-    caches = [row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in slots]
+    caches = [row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in (1.0, 2.0, 0.0)]
     settings = compress.LrqkSettings(**options, kv_device="cuda")
-    (cache, shuffled, *_), on_device = caches, compress.LrqkCache(caches[0].room, settings)
+    cache, on_device = caches[0], compress.LrqkCache(caches[0].room, settings)
     for each in (*caches, on_device):
         reads(each, 40, *qkv)
     for n in range(40, 60):
-        order = torch.randperm(10)
-        shuffled.hot[:, :, :10] = shuffled.hot[:, :, order]
-        for table in (shuffled.pos_of, shuffled.stamp):
-            table.copy_(table[..., order])
-        positions = shuffled.pos_of.long()
-        shuffled.slot_of.scatter_(-1, positions, torch.arange(10, dtype=torch.int32).expand_as(positions))
         truth = step(cache, n, *qkv)
         for other in (*caches[1:], on_device):
             assert error(step(other, n, *qkv), truth) < 1e-5
     rates = [c.miss_rate() for c in caches]
-    assert 0 < rates[2] < rates[0] == rates[1] < rates[3] == 1 and on_device.miss_rate() is None
+    assert 0 < rates[1] < rates[0] < rates[2] == 1 and on_device.miss_rate() is None
     for n in (20, 40):  # rates begin anew with a prompt
         reads(cache, n, *qkv)
         for pos in range(n, n + 20):
@@ -1914,7 +1709,7 @@ def lrqk_of_the_paper(q, k, n: int, r: int, top: int, z: int) -> list[set[int]]:
     to the final A: the tokens that each step after the first n selects. q [S, G, D], k [S, D] after RoPE."""
     solve, flat = torch.linalg.solve, q[:n].flatten(0, 1)  # rows in any order: only sums over them are used
     columns = (flat.abs().sum(0) + k[:n].abs().sum(0)).topk(r).indices
-    *_, (a_q, a_k, _, _) = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns], "paper", 2)
+    a_q, a_k = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns], 2)
     b_q, b_k = solve(a_q.mT @ a_q, a_q.mT @ flat), solve(a_k.mT @ a_k, a_k.mT @ k[:n])
 
     def best(q_hat, pos):
@@ -1979,47 +1774,21 @@ def test_lrqk_bytes_of_host_and_device():
     assert on_device.host_bytes() == 0 and on_device.measured() == cache.measured() + dense
 
 
-def lrqk_recall(model: Llama, prompts: list, more: list, **options) -> tuple[float, float]:
-    """Recall and attention mass (calibrate.Watched) of what LRQK attends, in mean over the layers."""
-    engine = watched_engine(model, "lrqk", len(prompts), len(prompts[0]) + len(more[0]), **options)
-    logits_through(engine, prompts, more)
-    found = [cache.result() for cache in engine.caches]
-    return tuple(np.mean([figures[name] for figures in found]) for name in ("recall", "mass"))
-
-
 def test_lrqk_recall_of_the_modes(nano_haystack):
-    """On the embedded model: 64 tokens of 640 beside the 64 recent ones, rank 32, text and retrieval prompts;
-    -s prints."""
+    """On the embedded model: 64 tokens of 640 beside the 64 recent ones, rank 32, text and retrieval."""
     model, recall = load_model(NANO, CPU, torch.float32), {}
     text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
     needles, task = eval_sample(nano_haystack, "multikey", 0, 704)
     prompts, answer = [text[:704], needles], nano_haystack.encode(task.answer).tolist()
     more = [text[704:716], (answer * 12)[:12]]
-    for mode, init in (("optimal", ""), *itertools.product(("frozen", "paper"), ("topcol", "top", "randn"))):
-        options = {"mode": mode} | ({"init": init} if init else {})
-        recall[mode, init], mass = lrqk_recall(model, prompts, more, k=64, **options)
-        print(f"{mode:8} {init:7} recall {recall[mode, init]:.3f}  mass {mass:.4f}")
+    starts = itertools.product(("frozen", "paper"), ("topcol", "top", "randn"))
+    for mode, init in (("optimal", "topcol"), *starts):
+        engine = watched_engine(model, "lrqk", 2, 716, k=64, mode=mode, init=init)
+        logits_through(engine, prompts, more)
+        found = [cache.result() for cache in engine.caches]
+        recall[mode, init], mass = (np.mean([layer[name] for layer in found]) for name in ("recall", "mass"))
         assert 0.7 < recall[mode, init] < mass <= 1 + 1e-6
-    assert all(recall["optimal", ""] > value - 0.02 for value in recall.values())
-
-
-@needs_real
-def test_lrqk_recall_on_stories260k():
-    """32 tokens beside the 16 recent ones, over 40 steps of four texts of its own; -s prints."""
-    folder = REAL / "stories260k"
-    model, start = load_model(folder, CPU, torch.float32), load_tokenizer(folder).encode("Once upon a time")
-    engine = make_engine(model, "dense", 4, 301)
-    engine.sampling = Sampling(temperature=0.9)
-    torch.manual_seed(0)
-    engine.prefill([start] * 4)
-    texts = decode_rows(engine, 290 - len(start), lambda _: False).token_ids
-    prompts, more = [start + t[: 250 - len(start)] for t in texts], [t[250 - len(start) :] for t in texts]
-    for rank in (2, 4, 6):
-        recall = {}
-        for mode in ("optimal", "frozen", "paper"):
-            recall[mode], mass = lrqk_recall(model, prompts, more, rank=rank, k=32, recent=16, mode=mode)
-            print(f"r {rank} {mode:8} recall {recall[mode]:.3f}  mass {mass:.4f}")
-        assert 0.5 < recall["paper"] < min(recall["optimal"], recall["frozen"])
+    assert recall["optimal", "topcol"] > max(recall.values()) - 0.005
 
 
 # ------------------------------------------------------------------------------------ FDC and Palu invariants
@@ -2060,31 +1829,6 @@ def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
             assert kept > max(others)
 
 
-def test_fdc_basis_fits_far_positions_because_it_saw_them(fdc_fit):
-    """Keys with a mean: a basis of the first positions loses it where slow pairs have turned."""
-    model, _, tensors, _ = fdc_fit
-    x, far = (torch.cat(stacked_vectors(model, 1, 0, *span)) for span in ((0, 40, 2), (472, 512, 3)))
-    bases = calibrate.eigen(x.T @ x)[1][:, :16], tensors["qk.basis"][1, 0, :, :16].double()
-    near, everywhere = ((far @ basis).square().sum() for basis in bases)
-    assert everywhere > near * 1.02
-
-
-def test_fdc_rotation_against_the_best_pair_of_bases(fdc_fit):
-    """||QK' - A_Q A_K'|| of one rotation is above the optimum over rank p, and below random rotations."""
-    q, k = stacked_vectors(fdc_fit[0], 2, 1, 0, 512)
-    x = torch.cat((q, k))
-    basis = calibrate.eigen(x.T @ x)[1]
-    factors = [torch.linalg.qr(m).R for m in (q, k)]
-    tail = torch.linalg.svdvals(factors[0] @ factors[1].T).square().flip(0).cumsum(0).flip(0)
-
-    def lost(basis):
-        return (q @ k.T - (q @ basis) @ (k @ basis).T).square().sum()
-
-    for p in (8, 16, 32):
-        other = orthonormal(48, p)[:, :p].double()
-        assert tail[p] * (1 - 1e-9) <= lost(basis[:, :p]) < lost(other)
-
-
 def test_fdc_values_are_the_svd_of_the_weights(fdc_fit):
     model, _, tensors, _ = fdc_fit
     weight = model.layers[1].attention.wqkv.weight.split(model.layers[1].attention.widths)[2][48:96]
@@ -2116,62 +1860,21 @@ def test_fdc_rates_are_where_ranks_change():
     assert between == totals[:-1]
 
 
-@pytest.mark.parametrize("ranks", [[16, 48, 32, 16], [48, 48, 48, 48], [16, 16, 16, 48]])
-def test_fdc_ragged_cache_equals_a_padded_one(ranks):
-    """Against K R and V' with zeros up to D; the buffer itself has no padding."""
-    torch.manual_seed(0)
-    room, v_ranks, lengths = Room(tiny_model(head_dim=48), 2, 40), ranks[::-1], (30, 17)
-    bases = [orthonormal(48, h)[:, :n] for h, n in enumerate(ranks)]
-    cache = compress.FdcCache(room, bases, v_ranks)
-    assert cache.measured() == 2 * 40 * (sum(ranks) + sum(v_ranks)) * 4
-    q, k, latent = torch.randn(2, 31, 8, 48), torch.randn(2, 31, 4, 48), torch.randn(2, 31, sum(v_ranks))
-    padded = torch.stack([F.pad(b, (0, 48 - b.shape[1])) for b in bases])
-
-    def truth(row, n):
-        """The attention of token n of a row, [sum of G d_v]."""
-        queries = cache.rope(q[row, n], n).unflatten(0, (4, 2)) @ padded
-        keys = cache.rope(k[row, : n + 1], slice(0, n + 1)).transpose(0, 1) @ padded
-        weights = (queries @ keys.mT / 48**0.5).softmax(-1)  # [Hkv, G, n + 1]
-        values = latent[row, : n + 1].split(v_ranks, -1)
-        return torch.cat([(w @ v).flatten() for w, v in zip(weights, values, strict=True)])
-
-    for row, n in enumerate(lengths):
-        prompt = cache.prefill(row, *(x[row, :n] for x in (q, k, k[..., :0], latent)))
-        assert prompt.shape == (n, 1, 2 * sum(v_ranks)) and error(prompt[-1, 0], truth(row, n - 1)) < 1e-5
-    pos, rows = torch.tensor(lengths), torch.arange(2)
-    got = cache.decode(pos, *(x[rows, pos] for x in (q, k, k[..., :0], latent)))
-    assert all(error(got[row, 0], truth(row, n)) < 1e-5 for row, n in enumerate(lengths))
-
-
-def test_fold_values_shrinks_the_weights_to_the_latents():
-    model, x, ranks = tiny_model(head_dim=48), torch.randn(5, 48), [16, 48, 32, 16]
-    attention, c = model.layers[0].attention, model.config
-    before = sum(p.numel() for p in attention.parameters())
-    weight = attention.wqkv.weight.split(attention.widths)[2].unflatten(0, (4, 48))
-    bases = [orthonormal(48, h)[:, :n] for h, n in enumerate(ranks)]
-    heads = [(x @ w.T) @ b @ b.T for w, b in zip(weight, bases, strict=True)]  # x W_V R R^T
-    truth = torch.stack(heads, 1).repeat_interleave(2, 1).flatten(1) @ attention.wo.weight.T
-    compress.fold_values(attention, c, bases)
-    lost = sum(48 - n for n in ranks) * c.dim * (1 + c.group)
-    assert sum(p.numel() for p in attention.parameters()) == before - lost
-
-    def repeat(q, k, v, latent):  # every token attends itself
-        assert v.shape == (5, 0, 48)
-        return torch.cat([part for part in latent.split(ranks, -1) for _ in range(2)], -1)[:, None]
-
-    assert error(attention(x, repeat), truth) < 1e-5
-
-
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
 def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
-    """One forward pass with projectors gives the perplexity of token-by-token decoding through the cache."""
+    """One forward pass with projectors gives the perplexity of token-by-token decoding through the cache. The
+    cache holds each head at its rank, and the weights of V and its output shrink to the ranks."""
     _, tokens, tensors, _ = fdc_fit
-    model = tiny_model(head_dim=48, qkv_bias=True)
-    bar = generate.Progress("test", 1000)
+    model, kept = tiny_model(head_dim=48, qkv_bias=True), calibrate.fdc_kept(tensors, rate)
     searched = calibrate.fdc_accuracy(model, tokens, tensors, rate)[1].item()
+    before = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     engine = make_engine(model, "fdc", *tokens.shape, tensors, rate=rate)
-    cached, _, _ = calibrate.eval_perplexity(engine, tokens, 1, None, bar)
-    assert abs(cached / searched - 1) < 1e-3
+    cached, _, _ = calibrate.eval_perplexity(engine, tokens, 1, None, generate.Progress("test", 1000))
+    assert abs(cached / searched - 1) < 1e-4
+    numbers = sum(int(columns.sum()) for columns in kept.values())
+    assert sum(cache.measured() for cache in engine.caches) == tokens.numel() * numbers * 4
+    lost = int((~kept["v"]).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
+    assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == before - lost
 
 
 def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
@@ -2262,17 +1965,6 @@ def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
 
 
 # ------------------------------------------------------------------------------------ sampling and the engine
-
-
-def test_the_same_seed_gives_the_same_sample():
-    texts = []
-    for seed in (1, 1, 2):
-        engine = make_engine(tiny_model(), "dense", 2, 40)
-        engine.sampling = Sampling(1.5, top_k=50)
-        torch.manual_seed(seed)
-        engine.prefill([random_ids(4), random_ids(6)])
-        texts.append(decode_rows(engine, 20, lambda ids: False).token_ids)
-    assert texts[0] == texts[1] != texts[2]
 
 
 def test_greedy_top_k_and_top_p():
@@ -2518,11 +2210,6 @@ def test_qwen_against_transformers():
     assert tokenizer.encode(chat, allow_special=True) == oracle.encode(chat, add_special_tokens=False)
     assert tokenizer.vocab_size == len(oracle)
     assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
-
-
-def test_qwen_composes_characters():
-    assert real(QWEN).encode("e\u0301") == real(QWEN).encode("é") != real(LLAMA3).encode("e\u0301")
-    assert real(LLAMA3).decode(real(LLAMA3).encode("e\u0301")) == "e\u0301"
 
 
 def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
@@ -4158,16 +3845,12 @@ def test_operations_refuse_what_they_would_get_wrong(module, name, changes, mess
 @pytest.mark.parametrize("method,options", [("dense", {}), ("sals", FULL)])
 def test_stories260k_gives_its_golden_text(method, options, device):
     folder = REAL / "stories260k"
-    golden, tokenizer = json.loads((folder / "golden.json").read_text()), load_tokenizer(folder)
-    prompt = tokenizer.encode(golden["prompt"])
-    assert prompt == golden["prompt_ids"]
+    golden = json.loads((folder / "golden.json").read_text())
     model = load_model(folder, torch.device(device), torch.float32)
     engine = make_engine(model, method, 1, 256, **options)
+    prompt, ids = golden["prompt_ids"], golden["greedy_ids"]
     engine.prefill([prompt])
-    new = len(golden["greedy_ids"]) - len(prompt)
-    ids = prompt + decode_rows(engine, new, lambda ids: False).token_ids[0]
-    assert ids == golden["greedy_ids"]
-    assert tokenizer.decode(ids) == golden["greedy_text"]
+    assert prompt + decode_rows(engine, len(ids) - len(prompt), lambda ids: False).token_ids[0] == ids
 
 
 @pytest.fixture(scope="module")
@@ -4366,19 +4049,6 @@ def watched_engine(model: Llama, method: str, rows: int, capacity: int, **option
     return engine
 
 
-def test_overlap_of_everything_is_one_and_of_more_is_more():
-    prompts, scores = [random_ids(60), random_ids(60, 1)], []
-    for critical in (4, 20, 60):
-        options = {"rank": 1.0, "score_rank": 1.0, "sinks": 2, "critical": critical, "recent": 4, "bits": 16}
-        engine = watched_engine(tiny_model(), "sals", 2, 60, **options, skip="0")
-        scores.append(calibrate.overlap_scores(engine, prompts))
-    first, second, *others = zip(*scores, strict=True)
-    assert first == (None,) * 3  # layer 0 attends every token
-    # Later layers see other queries where earlier ones miss some: there more is not always more.
-    assert second[0] <= second[1] + 1e-6 <= second[2] + 2e-6
-    assert np.allclose([layer[2] for layer in (second, *others)], 1, atol=1e-5)
-
-
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize(
     "method,options",
@@ -4390,13 +4060,17 @@ def test_overlap_of_everything_is_one_and_of_more_is_more():
     ],
 )
 def test_watched_figures_equal_a_plain_count(method, options, group):
-    """One step of two ragged rows, token sets and sums in plain Python against what Watched reports."""
-    engine = watched_engine(tiny_model(group=group), method, 2, 50, **options)
-    engine.prefill([random_ids(47), random_ids(23, 1)])
-    seen = []
+    """One step of two ragged rows, token sets and sums in plain Python against what Watched reports. To watch
+    changes neither logits nor the ledger."""
+    makers, seen = (make_engine, watched_engine), []
+    plain, engine = engines = [make(tiny_model(group=group), method, 2, 50, **options) for make in makers]
+    for each in engines:
+        each.prefill([random_ids(47), random_ids(23, 1)])
     for cache in engine.caches:  # which tokens each layer says
         cache.cache.watch = lambda *said, cache=cache: (seen.append((cache, *said)), cache.see(*said))
-    engine.step()
+    for each in engines:
+        each.step()
+    assert torch.equal(engine.logits, plain.logits)
     for cache, _, index, live, recent in seen:
         shape, figures = (2, *index.shape[1:]), []
         # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one head
@@ -4412,20 +4086,7 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
                 figures.append((len(chosen) / n, hits / len(best), hits / len(best | chosen), mass))
         truth = dict(zip(calibrate.Watched.NAMES, np.mean(figures, axis=0), strict=True))
         assert cache.result() == pytest.approx(truth, abs=1e-5)
-
-
-def test_watching_changes_nothing_and_exact_selection_recalls_all():
-    prompts, more = [random_ids(60), random_ids(33, 1)], [random_ids(6, 2), random_ids(6, 3)]
-    for d, recall in ((1.0, 1.0), (0.125, None)):
-        options = {"k": 0.25, "d": d}
-        plain = logits_through(make_engine(tiny_model(), "loki", 2, 80, **options), prompts, more)
-        engine = watched_engine(tiny_model(), "loki", 2, 80, **options)
-        assert torch.equal(logits_through(engine, prompts, more), plain)
-        for cache in engine.caches:
-            found = cache.result()
-            assert found["recall"] == recall if recall else found["recall"] < 0.9
-            assert found["jaccard"] <= found["recall"] and 0.2 < found["attended"] <= 0.25
-            assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
+        assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
 
 
 def knobs_of(method: str, aim: str) -> list[str]:
@@ -4510,14 +4171,6 @@ def test_masked_attention_keeps_the_best_logits_of_a_row_as_its_rule_says(rule, 
     counts, lengths = (truth[0] > 0).sum(1).numpy(), np.arange(1, n + 1)
     shares = (counts / lengths).mean(), counts.sum() / lengths.sum()  # of rows, of pairs
     assert calibrate.kept_shares(0.2, n, rule) == pytest.approx(shares, abs=1e-6)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
-def test_kept_shares_are_the_closed_forms(share):
-    """Of rows and of pairs."""
-    final = share * (1 + math.log(1 / share)), 2 * share - share**2
-    assert calibrate.kept_shares(share, 1 << 17, "final") == pytest.approx(final, abs=1e-4)
-    assert calibrate.kept_shares(share, 1 << 17, "per_row") == pytest.approx((share, share), abs=1e-3)
 
 
 def test_masked_prefill_equals_full_attention_exact_top_k_and_decoding():
@@ -4778,7 +4431,6 @@ BAD_COMMANDS = {
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "no such file",
     "generate --prompt 600": "more than the model's 512",
-    "generate --prompt 3000000000": "more than the model's 512",
     "generate --prompt 5 --max_new_tokens ²": "--max_new_tokens",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     f"generate --prompt 5 --seed {'9' * 30}": "--seed",
@@ -5396,6 +5048,8 @@ def test_masked_and_overlap_print_and_give_json(cli):
     (scores,) = cli.json(f"{line} loki:k=0.25").values()
     assert len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
     assert " ".join(f"{s:.3f}" for s in scores) in cli.out
+    (scores,) = cli.json(f"{line} sals:skip=0,critical=200").values()
+    assert scores == [None, *[pytest.approx(1, abs=1e-5)] * 3]  # layer 0 attends every token
     assert "it attends all 200" in cli.refusal(f"{line} dense")
 
 
