@@ -853,10 +853,6 @@ class SalsCache(Cache):
 
     def append(self, pos: Tensor, new: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores one token a row, of latent new [B, r], and gives q after RoPE."""
-        if self.fused:
-            stores = (*self.latents.stores(), *self.values.stores())
-            window = (self.window_keys.rows, self.window_values.rows, self.settings.bits, self.exact_sinks)
-            return self.room.kernels.sals_append(new, q, k, v, pos, self.room.rope_pairs, *stores, *window)
         rows = self.room.row_ids
         self.latents.write((rows, pos), new)
         self.values.write((rows, pos), v)

@@ -3442,9 +3442,6 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
-            new = zeros(B, 512), q, zeros(B, H, D), zeros(B, H, D), pos, rope
-            by_token = [x.transpose(1, 2).contiguous() for x in codes]
-            kernels.sals_append(*new, zeros(B, S, 512, dtype=i8), scores, *by_token, *window, 4, 16)
         kernels.scores(zeros(B, 39, 1, 32, 256), int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128)
         table, packed = kernels.rank_table([32, 32], torch.device("cpu")), zeros(B * S * 64)
         kernels.fdc_attend(zeros(B, 4, 32), packed, table, [32, 32], pos, 1.0)
@@ -3460,46 +3457,7 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
     run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
 
 
-# ---- append, heads of unequal rank, rows of host memory
-
-
-APPENDED = [(2, 64, 33), (3, 96, 20), (1, 128, 64), (5, 16, 3)]  # Hkv, D, r
-
-
-@pytest.mark.parametrize("dtype, bits, int8, sizes", pairwise(DTYPES, [2, 4, 8, 16], [0, 1], APPENDED))
-@poisoned
-def test_kernel_sals_append(dtype, bits, int8, sizes):
-    """The new token, to the bit but for RoPE; all else stays as it was. With int8 latents: and sinks."""
-    (Hkv, D, r), sinks = sizes, 5 * int8
-    B, S, z, group, pos = 3, 20, 8, min(32, D), positions(19, 8, 0)
-    G = 3 if Hkv == 1 else 2
-    qkv = randn(B, (G + 2) * Hkv * D + r + 8, dtype=dtype)  # rows as wqkv gives them: apart
-    q, k, v, new, _ = qkv.split([G * Hkv * D, Hkv * D, Hkv * D, r, 8], 1)
-    q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
-    least = 2.0**-24 * (torch.arange(D, device=DEVICE) % 2)  # of fp16, as scales are
-    new[2] = 0  # a latent without a scale
-    v[0, 0] = least  # a scale that rounds to 0
-    v[1, 0] = least * int(1.45 * (2**bits - 1))  # one that rounds down so far that codes must be clamped
-
-    def stored(latents, v):
-        codes, scale = compress.quantize_int8(latents) if int8 else (latents, None)
-        values = quantize(v, bits, group) if bits < 16 else (v, None)
-        return codes, scale[..., 0].contiguous() if int8 else None, *values
-
-    rings = [randn(B, sinks + z, Hkv, D, seed=seed, dtype=dtype) for seed in (1, 2)]
-    stores = [*stored(randn(B, S, r, dtype=dtype), randn(B, S, Hkv, D, dtype=dtype)), *rings]
-    (cos, sin), rows, at = tables(S, D), torch.arange(B, device=DEVICE), pos.long()
-    slot, new_k = compress.window_slot(at, sinks, z), apply_rope(k, cos[at], sin[at])
-    truth = [None if store is None else store.clone() for store in stores]
-    for store, place, token in zip(truth, [at] * 4 + [slot] * 2, [*stored(new, v), new_k, v], strict=True):
-        if store is not None:
-            store[rows, place] = token
-    rope = kernels.rope_pairs(cos, sin, dtype)
-    rotated = kernels.sals_append(new, q, k, v, pos, rope, *stores, bits, sinks)
-    close(rotated, apply_rope(q.float(), cos[at], sin[at]), dtype)
-    close(rings[0], truth[4].float(), dtype)
-    rings[0][rows, slot] = truth[4][rows, slot]
-    assert all(got is want is None or torch.equal(got, want) for got, want in zip(stores, truth, strict=True))
+# ---- heads of unequal rank, rows of host memory
 
 
 UNEQUAL = [16, 96, 48, 64, 80, 16]
@@ -3609,7 +3567,7 @@ def check_attend_operator(ops, dtype, forms, B, S):
 def test_kernel_operators_do_what_torch_compile_is_told():
     B, S, Hkv, D, check = 2, 32, 2, 32, torch.library.opcheck
     check_attend_operator(kernels, torch.float32, FORMATS, B, S)
-    pos, v, rope = positions(S - 1, 3), randn(B, Hkv, S, D), kernels.rope_pairs(*tables(S, D), torch.float32)
+    pos, v = positions(S - 1, 3), randn(B, Hkv, S, D)
     check(kernels.attend_logits, (randn(B, Hkv, 2, S), v, pos))
     for W in (32, 600):
         check(kernels.attend_latent, (randn(B, 4, W), randn(B, S, W), pos, 20, 0.1))
@@ -3618,11 +3576,6 @@ def test_kernel_operators_do_what_torch_compile_is_told():
     check(kernels.select, (randn(B, S), pos, 2, 5, 4))
     table = kernels.rank_table([16] * 4, DEVICE)
     check(kernels.fdc_attend, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
-    q, k, by_token, ring = randn(B, 4, D), randn(B, 2, D), randn(B, S, Hkv, D), randn(B, 4, Hkv, D)
-    codes, scale = compress.quantize_int8(randn(B, S, 9))
-    coded = codes, scale[..., 0].contiguous(), *quantize(by_token, 4, 32)
-    for stores, bits in (((randn(B, S, 9), None, by_token, None), 16), (coded, 4)):
-        check(kernels.sals_append, (randn(B, 9), q, k, k, pos, rope, *stores, ring, ring.clone(), bits))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
@@ -3636,19 +3589,15 @@ def test_kernel_graph_follows_pos(form):
         for name in (form, "plain", "int8", "channels")
     }
     q, _, keys, values, _, pos, _, window, scale = cases[form]
-    rope = kernels.rope_pairs(*tables(S, D), bf16)
-    latents, by_token = [x if x is None else x[:, 0] for x in keys[:2]], [x.transpose(1, 2) for x in values]
-    joint = [x if x is None else x[:, None] for x in latents]
-    new, k, rows = randn(B, r, dtype=bf16), randn(B, Hkv, D, dtype=bf16), randn(B, S, 96, dtype=bf16)
-    queries = randn(B, 1, 8, 32, dtype=bf16)
+    joint = [x if x is None else x[:, :1] for x in keys[:2]]
+    queries, rows = randn(B, 1, 8, 32, dtype=bf16), randn(B, S, 96, dtype=bf16)
 
     def step():
-        rotated = kernels.sals_append(new, q, k, k, pos, rope, *latents, *by_token, *window, 4)
         scores = [kernels.scores(queries, *joint, pos, scale, rule)[:, 0] for rule in ("each", "softmax")]
         chosen = [kernels.select(x.contiguous(), pos, 4, 100, z) for x in scores]
         made = [*scores, *chosen]
         for index in (*chosen, None):
-            made.append(kernels.attend(rotated, "latents", keys, values, 4, pos, index, window, scale))
+            made.append(kernels.attend(q, "latents", keys, values, 4, pos, index, window, scale))
         for name in ("plain", "int8", "channels"):
             _, kind, *stores, _, _, beside, _ = cases[name]  # keys, values and their bits
             made.append(kernels.attend(q, kind, *stores, pos, None, beside, scale))
@@ -3735,12 +3684,9 @@ def good_arguments(name: str) -> dict:
         form, tokens, G = ("joint latents", "row", 1) if latents else (name, "all", 2)
         given, _ = attend_case(torch.float32, form, tokens, 1, 40, 2, G, 32, 32, 4, z, (39,))
         return dict(zip(names, given, strict=True))
-    pos, k, ring, rope = positions(9), randn(1, 2, 16), randn(1, 4, 2, 16), tables(10, 16)
+    pos, q = positions(9), randn(1, 2, 16)
     rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1).long().to(DEVICE)
-    append = {"new": randn(1, 4), "q": k, "k": k, "v": k, "rope": kernels.rope_pairs(*rope, torch.float32)}
-    append |= {"latent": randn(1, 10, 4), "latent_scale": None, "values": randn(1, 10, 2, 16)}
-    append |= {"low_scale": None, "pos": pos, "window_k": ring, "window_v": ring, "bits": 16}
-    fdc = {"q": k, "packed": randn(640), "table": kernels.rank_table([16, 16], DEVICE), "ranks": [16, 16]}
+    fdc = {"q": q, "packed": randn(640), "table": kernels.rank_table([16, 16], DEVICE), "ranks": [16, 16]}
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
     return {
@@ -3748,7 +3694,6 @@ def good_arguments(name: str) -> dict:
         "scores": scores | {"pos": pos, "scale": 1.0},
         "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos},
         "attend_latent": {"q": randn(1, 2, 8), "latent": randn(1, 9, 8), "pos": pos, "DV": 8, "scale": 1.0},
-        "sals_append": append,
         "fdc_attend": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch,
         "value_packing": {"D": 32, "bits": 4},
@@ -3790,6 +3735,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("int8", {"keys": other(1, turned)}, "scales of keys must lie as"),
     ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "latents must be torch.int8"),
     ("latents", {"keys": other(3, lambda _: randn(2, 32, 1))}, "int8 together"),
+    ("plain", {"values": lambda values: values[:1]}, "need low_scale"),
     ("latents", {"keys": other(2, lambda x: x[:, :16])}, "basis .* must be"),
     ("latents", {"keys": other(4, lambda _: randn(2, 16, 1))}, "bias .* must be"),
     ("latents", {"keys": other(5, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
@@ -3811,11 +3757,6 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("attend_logits", {"v": lambda v: v[:, :, :8]}, "v must be"),
     ("attend_latent", {"DV": instead(9)}, "leading 1 to 8"),
     ("attend_latent", {"latent": lambda _: randn(1, 9, 16)}, "latent must be"),
-    ("sals_append", {"q": lambda _: randn(1, 3, 16)}, "does not fit k"),
-    ("sals_append", dict.fromkeys("qkv", lambda _: randn(1, 2, 17)), "does not fit k"),
-    ("sals_append", {"rope": lambda rope: rope[:9]}, "rope has 9 positions, the cache 10"),
-    ("sals_append", {"bits": instead(4)}, "need low_scale"),
-    ("sals_append", {"sinks": instead(4)}, "ring must hold at least one token"),
     ("fdc_attend", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
@@ -5416,25 +5357,21 @@ def test_launches_that_overlap_give_the_same_steps(request, monkeypatch, rule, f
     """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
     B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
     hopper = request.getfixturevalue(fixture)
-    widths, scale = [Hq * D, Hkv * D, Hkv * D, r, r // 2 * (1 if rule == "each" else Hq)], D**-0.5
+    widths, scale = [Hq * D, r, r // 2 * (1 if rule == "each" else Hq)], D**-0.5
     first_attended, first_x, *linears = chain_inputs(B, Hq * D, Hq * D, ffn, sum(widths))
     case = (torch.bfloat16, JOINT_LATENTS[int8], "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
     layers = [attend_case(*case, r=r, written=True)[0] for _ in range(2)]
-    latents = [t[:, 0] for given in layers for t in given[2][:2] if t is not None]
-    written = latents + [t for given in layers for t in (*given[3], *given[7])]
-    begin, pos, rope = [t.clone() for t in written], layers[0][5], layers[0][2][5]
+    written, pos = [given[2][0][:, 0] for given in layers], layers[0][5]
+    begin = [t.clone() for t in written]
 
     def steps():
         attended, x_, seen = first_attended, first_x, []
         for _, kind, keys, values, _, _, _, window, _ in layers * 3:
-            latents = [t if t is None else t[:, 0] for t in keys[:2]]
-            by_token = [t.transpose(1, 2) for t in values]
             x_, new = hopper.linear_chain(attended, x_, *linears)
-            q, k, v, latent, queries = new.split(widths, 1)
-            q, k, v = (t.unflatten(1, (-1, D)) for t in (q, k, v))
-            q = hopper.sals_append(latent, q, k, v, pos, rope, *latents, *by_token, *window, bits)
-            queries = queries.unflatten(1, (1, -1, r // 2))
-            joint = [t if t is None else t[:, None] for t in latents]
+            q, latent, queries = new.split(widths, 1)
+            keys[0][:, 0, -1] = latent.to(keys[0].dtype)
+            q, queries = q.unflatten(1, (-1, D)).contiguous(), queries.unflatten(1, (1, -1, r // 2))
+            joint = [t if t is None else t[:, :1] for t in keys[:2]]
             scores = hopper.scores(queries, *joint, pos, scale, rule)[:, 0]
             index = hopper.select(scores, pos, x, y, z)
             attended = hopper.attend(q, kind, keys, values, bits, pos, index, window, scale).flatten(1)
