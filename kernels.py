@@ -1551,6 +1551,7 @@ def _fetch_kernel(
     tl.store(hot_p + (head * slots + place)[:, None] * W + d, row, mask=mask)
 
 
+@operator(lambda *_: None, mutates=("hot",))
 def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
     """hot[place] = rows[index] where miss; only missing rows are read.
 

@@ -3574,6 +3574,8 @@ def test_kernel_operators_do_what_torch_compile_is_told():
     for rule in RULES:
         check(kernels.scores, (randn(B, Hkv, 2, 16), v, None, pos, 0.1, rule))
     check(kernels.select, (randn(B, S), pos, 2, 5, 4))
+    index = torch.arange(3, device=DEVICE).expand(B, Hkv, 3).contiguous()
+    check(kernels.fetch_rows, (v, index, index, index > 1, randn(B, Hkv, 4, D)))
     table = kernels.rank_table([16] * 4, DEVICE)
     check(kernels.fdc_attend, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
 
