@@ -2526,7 +2526,9 @@ class FdcCache(Cache):
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
         inside = torch.arange(max(k_ranks)) < ranks[: len(bases), None]
         self.columns = inside.flatten().nonzero()[:, 0].to(room.device)  # what of `compress` is stored
-        self.table = room.kernels.rank_table(self.ranks, room.device) if room.kernels else None
+        self.table = None
+        if room.kernels:
+            self.table = room.kernels.rank_table(self.ranks, room.rows, room.capacity, room.device)
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
@@ -2610,7 +2612,7 @@ def random_fdc(c: ModelConfig) -> Artifact:
 
 
 # How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to
-# read and test, and how kernels.fdc_attend does it (equal_stretches).
+# read and test. (kernels.head_splits gives a wide head more programs.)
 
 
 def longest_first(costs: list[float], workers: int) -> list[list[int]]:
@@ -2649,24 +2651,6 @@ def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) 
         pieces += [(h, i, min(last, i + step)) for i in range(first, last, step)]
     tasks = longest_first([(last - first) * costs[h] for h, first, last in pieces], workers)
     return [blocks + [pieces[i] for i in chosen] for blocks, chosen in zip(plan, tasks, strict=True)]
-
-
-def equal_stretches(lengths: list[int], costs: list[int], workers: int, block: int) -> list[list[tuple]]:
-    """Decode, ours (kernels.fdc_attend): every worker takes an equal stretch of all heads of all rows, laid
-    end to end -> (row, head, first token, last + 1) of each worker.
-
-    lengths of the rows in tokens, costs of a token of each head (kernels.rank_table: its tile's width).
-    Blocks of `block` tokens stay whole: one belongs to the worker in whose stretch it begins."""
-    total, begin = sum(-(-length // block) for length in lengths) * sum(costs), 0
-    plan = [[] for _ in range(workers)]
-    for row, head in itertools.product(range(len(lengths)), range(len(costs))):
-        for block_first in range(0, lengths[row], block):
-            own = plan[((begin + 1) * workers - 1) // total]
-            goes_on = own and own[-1][:2] == (row, head)
-            first = own.pop()[2] if goes_on else block_first
-            own.append((row, head, first, min(block_first + block, lengths[row])))
-            begin += costs[head]
-    return plan
 
 
 # ------------------------------------------------------------------------------------------------------- Palu

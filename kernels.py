@@ -665,6 +665,7 @@ class Shape(NamedTuple):
     KB: int = 0  # ranks that a product takes
     CODES: Packing | None = None  # of channels
     PER: int = 0  # tokens of a tile in one group of channels
+    UNIT: int = 1  # what all ranks of heads are multiples of
 
 
 @jit
@@ -924,6 +925,35 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
     return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
+@jit
+def _rank(heads_p, row, h, Hkv, UNIT: tl.constexpr):
+    """A number of rank_table that UNIT divides: so the compiler sees that rows are aligned."""
+    return tl.load(heads_p + row * Hkv + h).to(tl.int64) // UNIT * UNIT
+
+
+@jit
+def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
+    """The queries of a group as columns [DP, GP], and d_qk, d_v and what is stored before K' and V'."""
+    _, heads_p, _, _, Hkv = keys
+    UNIT: tl.constexpr = SHAPE.UNIT
+    d, d_qk = tl.arange(0, SHAPE.DP), _rank(heads_p, 0, h, Hkv, UNIT)
+    query, d_v = _load_queries(q_p, d, d < d_qk, SHAPE), _rank(heads_p, 1, h, Hkv, UNIT)
+    return query, d_qk, d_v, _rank(heads_p, 2, h, Hkv, UNIT), _rank(heads_p, 3, h, Hkv, UNIT)
+
+
+@jit
+def _ragged_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of K' in rows of d_qk numbers, and V' [T, DP] of rows of d_v: K' [B, S, d_qk] head by
+    head, then V' [B, S, d_v]."""
+    query, d_qk, d_v, before_k, before_v = queries
+    packed_p, _, B, S, _ = keys
+    d, token = tl.arange(0, SHAPE.DP)[None, :], token.to(tl.int64)[:, None]
+    k_p, v_p = packed_p + (B * before_k + b * d_qk) * S, packed_p + (B * before_v + b * d_v) * S
+    k = tl.load(k_p + token * d_qk + d, mask=live[:, None] & (d < d_qk), other=0.0)
+    v = tl.load(v_p + token * d_v + d, mask=live[:, None] & (d < d_v), other=0.0)
+    return tl.dot(k, query, input_precision="ieee") * scale, v
+
+
 KEYS = {  # kind -> what checks it, QUERIES, LOGITS
     **dict.fromkeys(("plain", "rows", "int8"), (row_keys, _row_queries, _row_logits)),
     "latents": (latent_keys, _latent_queries, _latent_logits),
@@ -1059,6 +1089,7 @@ def _attend_kernel(
     pos_p,  # [B] int32
     parts,  # maxima, sums [B, Hq, splits] and out [B, Hq, splits, DV], fp32; of one split the result alone
     key_steps, value_steps, sizes, scale,
+    heads_p,  # int32, rank_table: each head has its own splits; None: all have as many
     QUERIES: tl.constexpr, LOGITS: tl.constexpr, SHAPE: tl.constexpr, PACKING: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q K^T) V over a row's tokens and its exact window, the tokens cut into splits.
@@ -1068,6 +1099,11 @@ def _attend_kernel(
     split, splits = tl.program_id(0), tl.num_programs(0)
     p, programs, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     n, z, sets, Hkv = sizes
+    part = (b * programs + p) * splits  # the first one of this program's head
+    if heads_p is not None:
+        p, programs = tl.load(heads_p + 6 * Hkv + split), Hkv
+        before = tl.load(heads_p + 5 * Hkv + p)
+        part, split, splits = part + before, split - before, tl.load(heads_p + 4 * Hkv + p)
     h = p * Hkv // programs
     GP: tl.constexpr = SHAPE.GP
     T: tl.constexpr = SHAPE.T
@@ -1125,7 +1161,7 @@ def _attend_kernel(
         out = tl.sum(out, 0)[:, None]
     g = tl.arange(0, GP)
     channel, inside = _columns(PACKING)
-    at = (head_row + g) * splits + split
+    at = part * SHAPE.G + g * splits + split
     if top_p is None:
         out = out / total[None, :]
     else:
@@ -1137,38 +1173,40 @@ def _attend_kernel(
 
 
 @jit
-def _merge_parts(parts, first, count, step, D, d, inside, SB: tl.constexpr):
-    """Parts first, first + step, .. of a softmax, SB at a time, joined by log-sum-exp: numbers d of D."""
+def _merge_kernel(
+    parts,  # of _attend_kernel
+    heads_p,  # as there
+    out_p,  # [B, Hq, D], or of heads of unequal rank [B, sum of G d_v]
+    splits, sizes, D: tl.constexpr, SB: tl.constexpr,
+):  # fmt: skip
+    """out = sum of exp(maximum) part / sum of exp(maximum) sum, over a head's splits, SB at a time."""
+    _wait_for_previous()
+    _let_next_begin()
+    head, d = tl.program_id(0).to(tl.int64), tl.arange(0, _padded(D))
+    first, count, width, place = head * splits, splits, D, head * D
+    if heads_p is not None:
+        Hkv, G, row_width = sizes
+        b, h, g = head // (Hkv * G), head // G % Hkv, head % G
+        width, count = tl.load(heads_p + Hkv + h), tl.load(heads_p + 4 * Hkv + h)
+        first = (b * splits + tl.load(heads_p + 5 * Hkv + h)) * G + g * count
+        before = tl.load(heads_p + 3 * Hkv + h) - tl.load(heads_p + 3 * Hkv)  # d_v of the heads before
+        place = b * row_width + before * G + g * width
     top_p, sum_p, part_p = parts
     top, total = tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32)
     out = tl.zeros(d.shape, tl.float32)
     for start in range(0, count, SB):
         part = start + tl.arange(0, SB)
-        at = first + part * step
+        at = first + part
         tops = tl.load(top_p + at, mask=part < count, other=-1e30)
         sums = tl.load(sum_p + at, mask=part < count, other=0.0)
-        mask = (part < count)[:, None] & inside[None, :]
+        mask = (part < count)[:, None] & (d < width)[None, :]
         numbers = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)  # empty ones are 0
         new_top = tl.maximum(top, tl.max(tops, 0))
         weight = tl.exp2(tops - new_top)
         total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
         out = out * tl.exp2(top - new_top) + tl.sum(numbers * weight[:, None], 0)
         top = new_top
-    return out / total
-
-
-@jit
-def _merge_kernel(
-    parts,  # of _attend_kernel
-    out_p,  # [B, Hq, D]
-    splits, D: tl.constexpr, SB: tl.constexpr
-):  # fmt: skip
-    """out = sum of exp(maximum) part / sum of exp(maximum) sum, over a head's splits."""
-    _wait_for_previous()
-    _let_next_begin()
-    head, d = tl.program_id(0).to(tl.int64), tl.arange(0, _padded(D))
-    out = _merge_parts(parts, head * splits, splits, 1, D, d, d < D, SB)
-    tl.store(out_p + head * D + d, out.to(out_p.dtype.element_ty), mask=d < D)
+    tl.store(out_p + place + d, (out / total).to(out_p.dtype.element_ty), mask=d < width)
 
 
 def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
@@ -1185,11 +1223,18 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
     """out, from the splits of split_outputs by log-sum-exp."""
     (B, Hq, D), splits = out.shape, 1 if parts[0] is None else parts[0].shape[-1]
     if splits > 1:
-        SB, warps = min(16, power2(splits)), 1
-        if splits > 16 and D <= 128:  # wider ones would run out of registers
-            SB, warps = 64, 2
-        _merge_kernel[B * Hq,](parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device))
+        SB, warps = merge_config(splits, D)
+        _merge_kernel[B * Hq,](
+            parts, None, out, splits, (0, 0, 0), D, SB, num_warps=warps, **overlapped(out.device)
+        )
     return out
+
+
+def merge_config(splits: int, D: int) -> tuple[int, int]:
+    """(splits that are joined at once, warps)."""
+    if splits > 16 and D <= 128:  # wider ones would run out of registers
+        return 64, 2
+    return min(16, power2(splits)), 1
 
 
 def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:
@@ -1252,7 +1297,7 @@ def attend(
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, tuple(window) or (None, None), pos, parts, key_steps, value_steps,
-        (n, z, sets, Hkv), scale * LOG2E, *functions, SHAPE, packing, num_warps=warps,
+        (n, z, sets, Hkv), scale * LOG2E, None, *functions, SHAPE, packing, num_warps=warps,
         **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
@@ -1310,171 +1355,27 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
     return out.unflatten(1, (-1, Hq)).transpose(1, 2).flatten(2)
 
 
-# -------------------------------------------------------------- attention over heads of unequal rank (FDC)
+# ---- heads of unequal rank (FDC)
 
 
-class Ragged(NamedTuple):
-    """Sizes of a launch over heads of unequal rank."""
-
-    B: int
-    H: int  # KV heads
-    G: int
-    DQ: int  # the largest d_qk
-    DV: int  # the largest d_v
-    W: int  # tile_width
-    UNIT: int  # what all ranks are multiples of: the compiler then sees that rows are aligned
-    BLOCK: int  # tokens of a block
-    T: int  # tokens of a tile of full width
-    STAGES: int  # tiles in flight
+def head_splits(ranks: list[int], B: int, S: int) -> list[int]:
+    """Into how many parts each KV head's tokens are cut: in proportion to what a token of it costs, which is
+    a constant and its numbers."""
+    heads = len(ranks) // 2
+    costs = [64 + d_qk + d_v for d_qk, d_v in zip(ranks[:heads], ranks[heads:], strict=True)]
+    return [max(1, min(cdiv(S, 128), 8 * SMS * cost // (B * sum(costs)))) for cost in costs]
 
 
-def rank_table(ranks: list[int], device: torch.device, balanced: bool = True) -> Tensor:
-    """What the kernels below read of each KV head, int32 [5, Hkv]: d_qk, d_v, the sums of the ranks that are
-    stored before its K' and before its V', and what a token of it costs.
+def rank_table(ranks: list[int], B: int, S: int, device: torch.device) -> Tensor:
+    """What fdc_attend reads, int32 [6 * Hkv + P]: of each KV head d_qk; d_v; the sum of the ranks that are
+    stored before its K'; before its V'; how many parts its tokens are cut into; the parts before those. Then
+    the head of each of the P parts.
 
-    ranks: d_qk of all heads, then d_v. A tile takes about as long whatever it holds, so a token costs the
-    width of the tile that it lies in; balanced=False: each head costs the same (the paper's /KE)."""
-    heads, widest = len(ranks) // 2, tile_width(ranks)
-    starts = [sum(ranks[:i]) for i in range(len(ranks))]
-    widths = [max(widest // 4, power2(max(ranks[h], ranks[heads + h]))) for h in range(heads)]
-    return torch.tensor(
-        [*ranks, *starts, *(widths if balanced else [1] * heads)], dtype=torch.int32, device=device
-    ).view(5, heads)
-
-
-def tile_width(ranks: list[int]) -> int:
-    """The widest tile; narrower heads lie in tiles of a half or a quarter of it, which has at least 16."""
-    return power2(max(ranks), 64)
-
-
-@jit
-def _table_row(table_p, row, head, SIZES: tl.constexpr):
-    return tl.load(table_p + row * SIZES.H + head).to(tl.int64) // SIZES.UNIT * SIZES.UNIT
-
-
-@jit
-def _pick(x, index):
-    """x[index], 0 at -1."""
-    return tl.sum(tl.where(tl.arange(0, x.shape[0]) == index, x, 0), 0)
-
-
-@jit
-def _work_line(table_p, pos_p, SIZES: tl.constexpr):
-    """All work end to end, rows and within them heads: a head of a row takes blocks * cost units, blocks of
-    BLOCK tokens. -> blocks of each row, where rows end, the sums of the heads' costs."""
-    row, head = tl.arange(0, _padded(SIZES.B)), tl.arange(0, _padded(SIZES.H))
-    blocks = (tl.load(pos_p + row, mask=row < SIZES.B, other=-1) + SIZES.BLOCK) // SIZES.BLOCK
-    costs = tl.load(table_p + 4 * SIZES.H + head, mask=head < SIZES.H, other=0)
-    costs = tl.cumsum(costs.to(tl.int64), 0)
-    return blocks, tl.cumsum(blocks.to(tl.int64) * tl.max(costs, 0), 0), costs
-
-
-@jit
-def _attend_stretch(stretch, parts, scale, SIZES: tl.constexpr, NARROW: tl.constexpr):
-    """The G queries of a head over its tokens first .. stop, in tiles NARROW times narrower and longer."""
-    q_p, k_p, v_p, d_qk, d_v, first, stop, part = stretch
-    W: tl.constexpr = SIZES.W // NARROW
-    T: tl.constexpr = SIZES.T * NARROW
-    GP: tl.constexpr = _padded(SIZES.G, 16)
-    g, j, t = tl.arange(0, GP), tl.arange(0, W), tl.arange(0, T)
-    real = (g < SIZES.G)[:, None]
-    q = tl.load(q_p + g[:, None] * SIZES.DQ + j[None, :], mask=real & (j < d_qk)[None, :], other=0.0)
-    top = tl.full([GP], -1e30, tl.float32)
-    total = tl.zeros([GP, T], tl.float32)
-    out = tl.zeros([GP, W], tl.float32)
-    k_at, v_at = t[:, None] * d_qk + j[None, :], t[:, None] * d_v + j[None, :]
-    k_p, v_p = k_p + first * d_qk, v_p + first * d_v
-    for token in tl.range(first, stop, T, num_stages=SIZES.STAGES):
-        live = t < stop - token
-        k = tl.load(k_p + k_at, mask=live[:, None] & (j < d_qk)[None, :], other=0.0)
-        v = tl.load(v_p + v_at, mask=live[:, None] & (j < d_v)[None, :], other=0.0)
-        k_p, v_p = k_p + T * d_qk, v_p + T * d_v
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        logits = tl.where(live[None, :], logits, -1e30)
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        weight = tl.exp2(logits * scale - (new_top * scale)[:, None])
-        shrink = tl.exp2((top - new_top) * scale)
-        total = total * shrink[:, None] + weight
-        out = tl.dot(weight.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
-        top = new_top
-    top_p, sum_p, part_p = parts
-    part = part * SIZES.G + g
-    tl.store(top_p + part, top * scale, mask=g < SIZES.G)
-    tl.store(sum_p + part, tl.sum(total, 1), mask=g < SIZES.G)
-    tl.store(part_p + part[:, None] * SIZES.DV + j[None, :], out, mask=real & (j < d_v)[None, :])
-
-
-@jit
-def _fdc_kernel(
-    q_p,  # [B, Hq, DQ]
-    packed_p,  # K' [B, S, d_qk] head by head, then V' [B, S, d_v]
-    table_p,  # [5, Hkv] int32, rank_table
-    pos_p,  # [B] int32
-    parts,  # fp32, of each part and query of its head: maxima, sums [parts, G], and out [parts, G, DV]
-    S, scale, SIZES: tl.constexpr,
-):  # fmt: skip
-    """softmax(scale q K'^T) V' of each head, cut into parts: a program attends an equal stretch of all rows'
-    heads laid end to end (_work_line)."""
-    _wait_for_previous()
-    p, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    blocks, row_ends, costs = _work_line(table_p, pos_p, SIZES)
-    total = tl.max(row_ends, 0)
-    at, stop = p * total // programs, (p + 1) * total // programs
-    leave = tl.maximum(stop, at + 1)  # a program without work leaves one empty part
-    while at < leave:
-        # 1. The row and the head that unit `at` belongs to, and their stretch of the line.
-        row = tl.sum((row_ends <= at).to(tl.int64), 0)
-        start, count = _pick(row_ends, row - 1), _pick(blocks, row)
-        head = tl.sum((start + costs * count <= at).to(tl.int64), 0)
-        before = _pick(costs, head - 1)
-        first, cost = start + before * count, _pick(costs, head) - before
-        # 2. Blocks that begin in at .. stop: the next program goes on where this one ends.
-        begin = ((at - first + cost - 1) // cost).to(tl.int32) * SIZES.BLOCK
-        until = tl.minimum((stop - first + cost - 1) // cost, count).to(tl.int32) * SIZES.BLOCK
-        until = tl.minimum(until, tl.load(pos_p + row) + 1)
-        # 3. Their tokens, in tiles as narrow as the head allows.
-        d_qk, d_v = _table_row(table_p, 0, head, SIZES), _table_row(table_p, 1, head, SIZES)
-        k_p = packed_p + (SIZES.B * _table_row(table_p, 2, head, SIZES) + row * d_qk) * S
-        v_p = packed_p + (SIZES.B * _table_row(table_p, 3, head, SIZES) + row * d_v) * S
-        query_p = q_p + (row * SIZES.H + head) * SIZES.G * SIZES.DQ
-        # Along the line the number of the head or of the program rises from part to part: so does their sum.
-        part = row * SIZES.H + head + p
-        widest = tl.maximum(d_qk, d_v)
-        stretch = (query_p, k_p, v_p, d_qk, d_v, begin, until, part)
-        if widest <= SIZES.W // 4:
-            _attend_stretch(stretch, parts, scale, SIZES, 4)
-        elif widest <= SIZES.W // 2:
-            _attend_stretch(stretch, parts, scale, SIZES, 2)
-        else:
-            _attend_stretch(stretch, parts, scale, SIZES, 1)
-        at = first + cost * count
-
-
-@jit
-def _fdc_merge_kernel(
-    parts,  # of _fdc_kernel
-    table_p,  # [5, Hkv] int32, rank_table
-    pos_p,  # [B] int32
-    out_p,  # [B, sum of G d_v]
-    programs, out_row, SIZES: tl.constexpr, SB: tl.constexpr,
-):  # fmt: skip
-    """out = sum of exp(maximum) part / sum of exp(maximum) sum, over a head's parts."""
-    _wait_for_previous()
-    _let_next_begin()
-    item, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, head = item // SIZES.H, item % SIZES.H
-    blocks, row_ends, costs = _work_line(table_p, pos_p, SIZES)
-    total = tl.max(row_ends, 0)
-    start, count = _pick(row_ends, row - 1), _pick(blocks, row)
-    first, end = start + _pick(costs, head - 1) * count, start + _pick(costs, head) * count
-    # The first program that ends beyond `first`, and the first that begins at `end` or later.
-    low, high = ((first + 1) * programs + total - 1) // total - 1, (end * programs + total - 1) // total
-    d_v, i = _table_row(table_p, 1, head, SIZES), tl.arange(0, _padded(SIZES.DV))
-    part, count = (item + low) * SIZES.G + g, (high - low).to(tl.int32)
-    out = _merge_parts(parts, part, count, SIZES.G, SIZES.DV, i, i < d_v, SB)
-    before = SIZES.G * (_table_row(table_p, 3, head, SIZES) - tl.load(table_p + 3 * SIZES.H))
-    out_p += row * out_row + before + g * d_v + i
-    tl.store(out_p, out.to(out_p.dtype.element_ty), mask=i < d_v)
+    ranks: d_qk of all heads, then d_v; B rows of S tokens."""
+    splits = head_splits(ranks, B, S)
+    sums = [itertools.accumulate(numbers[:-1], initial=0) for numbers in (ranks, splits)]
+    heads = [h for h, count in enumerate(splits) for _ in range(count)]
+    return torch.tensor([*ranks, *sums[0], *splits, *sums[1], *heads], dtype=torch.int32, device=device)
 
 
 @operator(
@@ -1485,46 +1386,37 @@ def _fdc_merge_kernel(
 def fdc_attend(
     q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one token a row over the tokens 0..pos of heads of unequal rank, equal work a program.
+    """Attention of one token a row over the tokens 0..pos of heads of unequal rank.
 
-    q [B, Hq, max d_qk], zero beyond a head's d_qk; packed [B * S * sum(ranks)]: K' [B, S, d_qk] head by head,
+    q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)]: K' [B, S, d_qk] head by head,
     then V' [B, S, d_v]; ranks: d_qk of all heads, then d_v, and table the rank_table of them; scale: that of
-    the full head dim -> [B, sum of G d_v], heads in order. All heads of all rows lie end to end on one line;
-    every program attends an equal stretch of it, found from pos on the device: ragged rows are balanced as
-    well, and no step schedules anything. The parts merge by log-sum-exp. Truth: compress.attend for each
-    head, and for the stretches compress.equal_stretches (arXiv 2408.04107, sec. 5.3, schedules whole
-    heads)."""
+    the full head dim -> [B, sum of G d_v], heads in order. A wide head has more programs than a narrow one.
+    Truth: compress.attend for each head (arXiv 2408.04107, sec. 5.3, schedules whole heads)."""
     (B, Hq, _), Hkv = q.shape, len(ranks) // 2
-    need(
-        ranks and len(ranks) == 2 * table.shape[-1] and min(ranks) > 0 and Hq % Hkv == 0,
-        f"ranks must be d_qk and d_v of every head, at least 1, not {ranks}",
-    )
+    fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
+    need(fits, f"ranks must be d_qk and d_v of every head, at least 1, not {ranks}")
     G, DQ, DV, S = Hq // Hkv, max(ranks[:Hkv]), max(ranks[Hkv:]), packed.numel() // (B * sum(ranks))
+    splits = sum(head_splits(ranks, B, S))
     check(
-        pos=(pos, torch.int32, B), q=(q, packed.dtype, B, Hq, DQ), table=(table, torch.int32, 5, Hkv),
-        packed=(packed, packed.dtype, B * S * sum(ranks)),
+        pos=(pos, torch.int32, B), q=(q, packed.dtype, B, Hq, DQ),
+        packed=(packed, packed.dtype, B * S * sum(ranks)), table=(table, torch.int32, 6 * Hkv + splits),
     )  # fmt: skip
-    T, warps, stages, fill, BLOCK = fdc_config(q.element_size())
-    SIZES = Ragged(B, Hkv, G, DQ, DV, tile_width(ranks), math.gcd(16, *ranks), BLOCK, T, stages)
-    programs = min(fill * SMS, B * Hkv * cdiv(S, BLOCK))
-    at_once = 16 if programs < 8 * B * Hkv else 64  # parts of a head that are merged together
+    T, warps, stages, _ = attend_config("plain", max(ranks), q.element_size(), roomy(q.device))
+    W = power2(max(ranks), 16)
+    SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    count = (B * Hkv + programs - 1) * G
-    parts = (*empty(2, count), empty(count, DV))
+    parts = (*empty(2, B * splits * G), empty(B * splits * G, DV))
     out = torch.empty(B, G * sum(ranks[Hkv:]), dtype=q.dtype, device=q.device)
-    _fdc_kernel[programs,](
-        q, packed, table, pos, parts, S, scale * LOG2E, SIZES, num_warps=warps, **overlapped(q.device)
-    )
-    _fdc_merge_kernel[B * Hkv, G](
-        parts, table, pos, out, programs, out.shape[1], SIZES, at_once, num_warps=cdiv(at_once, 16),
-        **overlapped(q.device),
+    _attend_kernel[splits, 1, B](
+        q, (packed, table, B, S, Hkv), (None,) * 5, None, (None, None), pos, parts, (0, 0, 0), (0, 0, 0),
+        (S, 0, 1, Hkv), scale * LOG2E, table, _ragged_queries, _ragged_logits, SHAPE,
+        packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
+    SB, warps = merge_config(cdiv(splits, Hkv), DV)
+    _merge_kernel[B * Hq,](
+        parts, table, out, splits, (Hkv, G, out.shape[1]), DV, SB, num_warps=warps, **overlapped(q.device)
+    )
     return out
-
-
-def fdc_config(itemsize: int) -> tuple[int, int, int, int, int]:
-    """(tokens a tile at full width, warps, stages, programs a multiprocessor, tokens a block)."""
-    return (16, 4, 2, 2, 64) if itemsize == 4 else (32, 2, 3, 4, 128)
 
 
 # ----------------------------------------------------------------------------------- rows out of host memory

@@ -1916,21 +1916,6 @@ def test_prefill_blocks_cover_every_row_once_and_cost_the_same():
     assert ours < 0.9 * theirs and ours <= 1.15 * length * sum(costs) / workers
 
 
-@pytest.mark.parametrize("lengths", [[1], [1000], [63, 32768, 16, 1]])
-@pytest.mark.parametrize("costs,workers", [([32, 160, 96, 256], 33), ([64], 7), ([32, 32, 256] * 8, 20)])
-def test_equal_stretches_cover_every_token_once_and_evenly(costs, workers, lengths):
-    block, seen, loads = 16, {}, []
-    for stretches in compress.equal_stretches(lengths, costs, workers, block):
-        loads.append(0)
-        for row, head, first, last in stretches:
-            assert first == seen.get((row, head), 0)  # each goes on where the one before stopped
-            seen[row, head] = last
-            loads[-1] += -(-(last - first) // block) * costs[head]
-    assert seen == {(row, head): n for row, n in enumerate(lengths) for head in range(len(costs))}
-    total = sum(-(-n // block) for n in lengths) * sum(costs)
-    assert max(loads) <= total / workers + max(costs)
-
-
 def test_palu_is_the_whitened_svd_of_the_weights():
     """The Gram of the keys gives Palu's directions. Nothing of their rank loses less on the text."""
     model, tokens, inputs = tiny_model(head_dim=48, qkv_bias=True), tiny_tokens(6, 64), []
@@ -3443,7 +3428,7 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
         kernels.scores(zeros(B, 39, 1, 32, 256), int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128)
-        table, packed = kernels.rank_table([32, 32], torch.device("cpu")), zeros(B * S * 64)
+        table, packed = kernels.rank_table([32, 32], B, S, torch.device("cpu")), zeros(B * S * 64)
         kernels.fdc_attend(zeros(B, 4, 32), packed, table, [32, 32], pos, 1.0)
         assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
         for name, kernel in compiled:
@@ -3470,9 +3455,9 @@ FDC_SIZES = [  # d_qk of each head, then d_v; B, S, G, pos
 ]
 
 
-@pytest.mark.parametrize("dtype, balanced, sizes", pairwise(DTYPES, [True, False], FDC_SIZES))
+@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, FDC_SIZES))
 @poisoned
-def test_kernel_fdc_attend(dtype, balanced, sizes):
+def test_kernel_fdc_attend(dtype, sizes):
     """Against each head on its own, in the packed buffer and of the queries at its own rank."""
     ranks, B, S, G, pos = sizes
     Hkv, pos = len(ranks) // 2, positions(*pos)
@@ -3486,42 +3471,22 @@ def test_kernel_fdc_attend(dtype, balanced, sizes):
         truth.append((weights @ parts[Hkv + h].float()).flatten(1))
         q[:, h, :, rank:] = NAN
     packed = torch.cat([poison(part, later).flatten() for part in parts])
-    table = kernels.rank_table(ranks, DEVICE, balanced)
+    table = kernels.rank_table(ranks, B, S, DEVICE)
     close(kernels.fdc_attend(q.flatten(1, 2), packed, table, ranks, pos, 0.2), torch.cat(truth, 1), dtype)
 
 
-def test_fdc_tiles_are_never_narrower_than_a_tensor_core_takes():
-    assert kernels.rank_table([8, 100, 8, 16], DEVICE)[4].tolist() == [32, 128]
-    assert kernels.rank_table([8, 16, 8, 40], DEVICE)[4].tolist() == [16, 64]
-    assert kernels.tile_width([8, 16]) == 64  # of which a quarter is 16
-
-
-def test_kernel_fdc_more_parts_of_a_head_than_a_merge_takes_at_once(monkeypatch):
-    monkeypatch.setattr(kernels, "fdc_config", lambda *_: (16, 4, 2, 2, 16))
-    ranks, S = [16, 16], 80 * 16
-    table = kernels.rank_table(ranks, DEVICE)
-    q, packed = randn(1, 2, 16), randn(S * 32)
-    key, value = packed.view(2, S, 16)
+def test_kernel_fdc_cuts_wide_heads_into_more_parts():
+    """In proportion to what a token costs, and never into parts below 128 tokens."""
+    assert kernels.head_splits([16, 96, 48, 112], 4, 1 << 16) == [84, 179]  # of 8 * SMS programs
+    assert kernels.head_splits([16, 96, 48, 112], 4, 700) == [6, 6]  # 700 tokens
+    ranks, B, S = [16, 16, 64, 32, 16, 128], 1, 20000
+    table, splits = kernels.rank_table(ranks, B, S, DEVICE), kernels.head_splits(ranks, B, S)
+    assert table.tolist()[-sum(splits) :] == sorted(h for h in range(3) for _ in range(splits[h]))
+    parts = [randn(B, S, rank, seed=i) for i, rank in enumerate(ranks)]
+    q, packed = randn(B, 3, 64), torch.cat([part.flatten() for part in parts])
     out = kernels.fdc_attend(q, packed, table, ranks, positions(S - 1), 0.5)
-    close(out, ((q @ key.T * 0.5).softmax(-1) @ value).flatten(1), torch.float32)
-
-
-def test_kernel_fdc_shares_work_out_as_equal_stretches_does(monkeypatch):
-    """The parts that programs leave are those of the plan: no program has a block that is another's."""
-    ranks, lengths, workers, made, zeros = UNEQUAL, [300, 1, 65], 11, [], torch.zeros
-    monkeypatch.setattr(kernels.torch, "empty", lambda *n, **of: made.append(zeros(*n, **of)) or made[-1])
-    monkeypatch.setattr(kernels, "SMS", workers)
-    monkeypatch.setattr(kernels, "fdc_config", lambda *_: (16, 4, 2, 1, 32))
-    packed, pos = randn(3 * 320 * sum(ranks)), positions(*(n - 1 for n in lengths))
-    for balanced, costs in ((True, [64, 128, 64]), (False, [1, 1, 1])):
-        made.clear()
-        table = kernels.rank_table(ranks, DEVICE, balanced)
-        assert table[4].tolist() == costs
-        kernels.fdc_attend(randn(3, 3, 96), packed, table, ranks, pos, 0.1)
-        plan = compress.equal_stretches(lengths, costs, workers, 32)
-        parts = [row * 3 + head + w for w, stretch in enumerate(plan) for row, head, *_ in stretch]
-        assert (made[0][1] > 0).nonzero().flatten().tolist() == sorted(parts)
-        assert len(set(parts)) == len(parts)
+    heads = [(q[0, h, :rank], parts[h][0], parts[3 + h][0]) for h, rank in enumerate(ranks[:3])]
+    close(out[0], torch.cat([(k @ x * 0.5).softmax(0) @ v for x, k, v in heads]), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -3576,7 +3541,7 @@ def test_kernel_operators_do_what_torch_compile_is_told():
     check(kernels.select, (randn(B, S), pos, 2, 5, 4))
     index = torch.arange(3, device=DEVICE).expand(B, Hkv, 3).contiguous()
     check(kernels.fetch_rows, (v, index, index, index > 1, randn(B, Hkv, 4, D)))
-    table = kernels.rank_table([16] * 4, DEVICE)
+    table = kernels.rank_table([16] * 4, B, S, DEVICE)
     check(kernels.fdc_attend, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
 
 
@@ -3657,14 +3622,13 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
 @pytest.mark.parametrize("method, options, group, operations", SAME_WITH_KERNELS)
 def test_decode_with_kernels_equals_decode_without(method, options, group, operations, monkeypatch):
     """The same tokens and logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
-    results, calls, tables_, options = [], set(), [], dict(options)
+    results, calls, options = [], set(), dict(options)
     shape = {"n_layers": 2, "n_heads": 2 * group, "n_kv_heads": 2, "head_dim": options.pop("head_dim", 16)}
     for name in ("attend", "attend_latent", "attend_logits", "fdc_attend", "scores", "select"):
         operation = getattr(kernels, name)
 
         def spy(*given, name=name, operation=operation):
             calls.add(given[1] if name == "attend" else name)
-            tables_.extend(given[2:3] if name == "fdc_attend" else [])
             return operation(*given)
 
         monkeypatch.setattr(kernels, name, spy)
@@ -3673,7 +3637,6 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
         engine.prefill([random_ids(n, n) for n in (5, 31, 58)])
         results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
         assert calls == (set(operations.split()) if kernels_ else set())
-    assert all(table[4].min() >= 16 for table in tables_)  # widths: the work is balanced
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
@@ -3688,7 +3651,8 @@ def good_arguments(name: str) -> dict:
         return dict(zip(names, given, strict=True))
     pos, q = positions(9), randn(1, 2, 16)
     rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1).long().to(DEVICE)
-    fdc = {"q": q, "packed": randn(640), "table": kernels.rank_table([16, 16], DEVICE), "ranks": [16, 16]}
+    table = kernels.rank_table([16, 16], 1, 20, DEVICE)
+    fdc = {"q": q, "packed": randn(640), "table": table, "ranks": [16, 16]}
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
     return {
