@@ -636,6 +636,10 @@ def test_quantiser_bounds_and_exact_cases(bits):
     every[:, ::32], every[:, 1::32] = 0, 2**bits - 1
     for exact, dim in ((torch.full((1, 1, 64), 0.75), -1), (torch.full((2, 32, 8), 0.75), -2), (every, -1)):
         assert torch.equal(coded(exact, bits, dim)[2], exact)
+    least = 2.0**-24 * (torch.arange(64) % 2)  # of fp16, as scales are
+    for steps, highest in ((1, 0), (int(1.45 * (2**bits - 1)), 2**bits - 1)):
+        # The scale rounds down: to 0, or so far that codes must be clamped.
+        assert (coded(steps * least[None], bits)[2][0, 1::2] == highest * 2.0**-24).all()
     outlier = x.clone()
     outlier[0, 0, 40] = 1e4  # touches its own group of 32 only
     changed = coded(outlier, bits)[2] != back
