@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
@@ -107,9 +108,8 @@ def nvidia_generation(device: torch.device) -> int:
 def roomy(device: torch.device) -> bool:
     """Whether a program can have 160 KB of shared memory (A100, H100), and not only the 99 KB of other
     GPUs."""
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
+    cuda = device.type == "cuda"
+    return cuda and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
 
 
 def cdiv(a: int, b: int) -> int:
@@ -131,11 +131,9 @@ def overlapped(device: torch.device) -> dict:
     launch, NVIDIA GPUs from Hopper on): most of what lies between two kernels then passes meanwhile.
 
     Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, in each group of
-    specialised warps that does, and before `_let_next_begin`. So it never ends before all ahead of it have,
-    and weights are safe unless the kernel right before wrote them. `_let_next_begin` may be left out. Once
-    all programs have called it, or ended, the next kernel's begin wherever a multiprocessor has room. If more
-    fit there than are meant to, they pile up: a kernel of such programs that fills the chip is let in by
-    none, or is launched plainly (hopper.py's for keys in int8)."""
+    specialised warps that does, and before `_let_next_begin`. So it never ends before all ahead of it have.
+    Once all programs have called `_let_next_begin`, or ended, the next kernel's begin wherever a
+    multiprocessor has room. Where they would pile up, the call is left out (hopper.py, keys in int8)."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
@@ -1219,22 +1217,20 @@ def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
     return out, (*empty(2, *q.shape[:2], splits), empty(*q.shape[:2], splits, D))
 
 
-def merge_splits(out: Tensor, parts: tuple) -> Tensor:
-    """out, from the splits of split_outputs by log-sum-exp."""
-    (B, Hq, D), splits = out.shape, 1 if parts[0] is None else parts[0].shape[-1]
-    if splits > 1:
-        SB, warps = merge_config(splits, D)
-        _merge_kernel[B * Hq,](
-            parts, None, out, splits, (0, 0, 0), D, SB, num_warps=warps, **overlapped(out.device)
+def merge_splits(
+    out: Tensor, parts: tuple, heads: Tensor | None = None, sizes: tuple = (1, 0, 0)
+) -> Tensor:  # fmt: skip
+    """out, from the parts of split_outputs by log-sum-exp; or from parts [B, G, P] of heads that rank_table
+    describes, with sizes Hkv, G and numbers of a row of out."""
+    if parts[0] is not None:
+        splits, D, Hkv = parts[0].shape[-1], parts[2].shape[-1], sizes[0]
+        SB, warps = min(16, power2(splits)), 1
+        if splits > 16 * Hkv and D <= 128:  # wider ones would run out of registers
+            SB, warps = 64, 2
+        _merge_kernel[parts[0].numel() // splits * Hkv,](
+            parts, heads, out, splits, sizes, D, SB, num_warps=warps, **overlapped(out.device)
         )
     return out
-
-
-def merge_config(splits: int, D: int) -> tuple[int, int]:
-    """(splits that are joined at once, warps)."""
-    if splits > 16 and D <= 128:  # wider ones would run out of registers
-        return 64, 2
-    return min(16, power2(splits)), 1
 
 
 def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:
@@ -1358,24 +1354,19 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
 # ---- heads of unequal rank (FDC)
 
 
-def head_splits(ranks: list[int], B: int, S: int) -> list[int]:
-    """Into how many parts each KV head's tokens are cut: in proportion to what a token of it costs, which is
-    a constant and its numbers."""
-    heads = len(ranks) // 2
-    costs = [64 + d_qk + d_v for d_qk, d_v in zip(ranks[:heads], ranks[heads:], strict=True)]
-    return [max(1, min(cdiv(S, 128), 8 * SMS * cost // (B * sum(costs)))) for cost in costs]
-
-
 def rank_table(ranks: list[int], B: int, S: int, device: torch.device) -> Tensor:
     """What fdc_attend reads, int32 [6 * Hkv + P]: of each KV head d_qk; d_v; the sum of the ranks that are
     stored before its K'; before its V'; how many parts its tokens are cut into; the parts before those. Then
     the head of each of the P parts.
 
-    ranks: d_qk of all heads, then d_v; B rows of S tokens."""
-    splits = head_splits(ranks, B, S)
-    sums = [itertools.accumulate(numbers[:-1], initial=0) for numbers in (ranks, splits)]
-    heads = [h for h, count in enumerate(splits) for _ in range(count)]
-    return torch.tensor([*ranks, *sums[0], *splits, *sums[1], *heads], dtype=torch.int32, device=device)
+    ranks: d_qk of all heads, then d_v; B rows of S tokens. A head has parts in proportion to what a token of
+    it costs, a constant and its numbers."""
+    heads = range(len(ranks) // 2)
+    costs = [64 + ranks[h] + ranks[len(heads) + h] for h in heads]
+    parts = [max(1, min(cdiv(S, 128), 8 * SMS * cost // (B * sum(costs)))) for cost in costs]
+    before = [itertools.accumulate(numbers[:-1], initial=0) for numbers in (ranks, parts)]
+    head_of = [h for h in heads for _ in range(parts[h])]
+    return torch.tensor([*ranks, *before[0], *parts, *before[1], *head_of], dtype=torch.int32, device=device)
 
 
 @operator(
@@ -1396,27 +1387,21 @@ def fdc_attend(
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
     need(fits, f"ranks must be d_qk and d_v of every head, at least 1, not {ranks}")
     G, DQ, DV, S = Hq // Hkv, max(ranks[:Hkv]), max(ranks[Hkv:]), packed.numel() // (B * sum(ranks))
-    splits = sum(head_splits(ranks, B, S))
-    check(
-        pos=(pos, torch.int32, B), q=(q, packed.dtype, B, Hq, DQ),
-        packed=(packed, packed.dtype, B * S * sum(ranks)), table=(table, torch.int32, 6 * Hkv + splits),
-    )  # fmt: skip
+    P = len(table) - 6 * Hkv
+    given = {"q": (q, packed.dtype, B, Hq, DQ), "table": (table, torch.int32, 6 * Hkv + max(P, Hkv))}
+    check(pos=(pos, torch.int32, B), packed=(packed, packed.dtype, B * S * sum(ranks)), **given)
     T, warps, stages, _ = attend_config("plain", max(ranks), q.element_size(), roomy(q.device))
     W = power2(max(ranks), 16)
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    parts = (*empty(2, B * splits * G), empty(B * splits * G, DV))
+    parts = (*empty(2, B, G, P), empty(B, G, P, DV))
     out = torch.empty(B, G * sum(ranks[Hkv:]), dtype=q.dtype, device=q.device)
-    _attend_kernel[splits, 1, B](
+    _attend_kernel[P, 1, B](
         q, (packed, table, B, S, Hkv), (None,) * 5, None, (None, None), pos, parts, (0, 0, 0), (0, 0, 0),
         (S, 0, 1, Hkv), scale * LOG2E, table, _ragged_queries, _ragged_logits, SHAPE,
         packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
-    SB, warps = merge_config(cdiv(splits, Hkv), DV)
-    _merge_kernel[B * Hq,](
-        parts, table, out, splits, (Hkv, G, out.shape[1]), DV, SB, num_warps=warps, **overlapped(q.device)
-    )
-    return out
+    return merge_splits(out, parts, table, (Hkv, G, out.shape[1]))
 
 
 # ----------------------------------------------------------------------------------- rows out of host memory
@@ -1464,7 +1449,6 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
 
 
 # -------------------------------------------------------------------------------------------------- benchmark
-#
 # Tables of times on a CUDA GPU, in microseconds:
 #     operation  each operator alone, with arguments that a method of compress.py gives it in a decode step
 #     method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
@@ -1474,11 +1458,8 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
 # of inputs, so that they come from memory: in a model, other layers' weights push them out of the L2 cache.
 # limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates.
 
-TABLES = ("operation", "method", "breakeven")
-MODELS = {  # name -> name in model.SHAPES, shapes of the first two tables
-    "7b": ("llama-2-7b", ["8x4096", "8x32768"]),
-    "8b": ("llama-3.1-8b", ["8x32768", "1x131072"]),
-}
+# Name -> name in model.SHAPES, shapes of the first two tables.
+MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8b", ["8x32768", "1x131072"])}
 GRID = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
 
@@ -1519,12 +1500,10 @@ def graph_time(calls: list, between=lambda: None, replays: int = 15) -> float:
 
 
 def measured_limits() -> tuple[float, float]:
-    """(bytes/us, FLOP/us) of this GPU: the better of a large copy (reads and writes) and a read, and a large
-    product of bf16."""
+    """(bytes/us, FLOP/us) of this GPU: of a large read, and of a large product of bf16."""
     x = torch.randn(1 << 15, 1 << 15, dtype=torch.bfloat16, device="cuda")
-    y, rows = torch.empty_like(x), torch.empty_like(x[0])
-    copied = 2 * x.nbytes / graph_time([lambda: torch.neg(x, out=y)])
-    bandwidth = max(copied, x.nbytes / graph_time([lambda: torch.amax(x, 1, out=rows)]))
+    rows = torch.empty_like(x[0])
+    bandwidth = x.nbytes / graph_time([lambda: torch.amax(x, 1, out=rows)])
     a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
     return bandwidth, 2 * 8192**3 / graph_time([lambda: a @ b] * 4)
 
@@ -1539,8 +1518,6 @@ def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
 @functools.cache
 def cudnn_time(B: int, S: int, Hq: int, Hkv: int, D: int) -> float:
     """Microseconds of PyTorch's attention by cuDNN over plain K and V."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     sizes, nbytes = ((B, Hq, 1, D), (B, Hkv, S, D), (B, Hkv, S, D)), 4 * B * S * Hkv * D
     inputs = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=Hq > Hkv)
@@ -1639,11 +1616,8 @@ def operator_rows(ops, config, B: int, S: int, case: str, limits: tuple) -> Iter
     for name, function, args, out in recorder.calls:
         nbytes, flops = work_of(name, args, out)
         limit, sets = max(nbytes / limits[0], flops / limits[1]), cold_sets(args, nbytes, bytes_of(args))
-        times = {name: graph_time([functools.partial(function, *each) for each in sets])}
-        if (case, name) == ("dense", "attend"):
-            times["cuDNN"] = cudnn_time(B, S, config.n_heads, config.n_kv_heads, config.head_dim)
-        for timed, us in times.items():
-            yield {"operator": f"{case} {timed}", "us": us, "limit_us": limit, "share": limit / us}
+        us = graph_time([functools.partial(function, *each) for each in sets])
+        yield {"operator": f"{case} {name}", "us": us, "limit_us": limit, "share": limit / us}
 
 
 def benchmark(ops, table: str, name: str, shapes: Sequence, methods: Sequence, limits: tuple) -> Iterator:
@@ -1686,7 +1660,8 @@ def main(ops) -> None:
     about = "Times on a CUDA GPU. Default: the first two tables, of all methods, at two shapes of each model."
     parser = argparse.ArgumentParser(description=about)
     parser.error = lambda message: parser.exit(2, f"error: {message}; see --help\n")
-    lists = {"table": TABLES, "model": MODELS, "method": cases(1, 1024), "shape": GRID}
+    tables = ("operation", "method", "breakeven")
+    lists = {"table": tables, "model": MODELS, "method": cases(1, 1024), "shape": GRID}
     for name, choices in lists.items():
         parser.add_argument(f"--{name}", nargs="+", choices=choices, metavar="NAME", help=", ".join(choices))
     parser.add_argument("--csv", help="write the rows to this file")
@@ -1700,7 +1675,7 @@ def main(ops) -> None:
     torch.set_grad_enabled(False)
     limits, rows = measured_limits(), []
     print("{:.3g} TB/s, {:.3g} TFLOP/s".format(*(each / 1e6 for each in limits)), file=sys.stderr)
-    for table, name in itertools.product(options.table or TABLES[:2], options.model or MODELS):
+    for table, name in itertools.product(options.table or tables[:2], options.model or MODELS):
         for row in benchmark(ops, table, name, options.shape, options.method or lists["method"], limits):
             if not rows or row.keys() != rows[-1].keys():
                 show(*row)
