@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
@@ -1521,7 +1520,7 @@ def cudnn_time(B: int, S: int, Hq: int, Hkv: int, D: int) -> float:
     sizes, nbytes = ((B, Hq, 1, D), (B, Hkv, S, D), (B, Hkv, S, D)), 4 * B * S * Hkv * D
     inputs = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=Hq > Hkv)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         return graph_time([functools.partial(attend, *each) for each in cold_sets(inputs, nbytes, nbytes)])
 
 
