@@ -3432,8 +3432,9 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
         kernels.scores(zeros(B, 39, 1, 32, 256), int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128)
-        table, packed = kernels.rank_table([32, 32], B, S, torch.device("cpu")), zeros(B * S * 64)
-        kernels.fdc_attend(zeros(B, 4, 32), packed, table, [32, 32], pos, 1.0)
+        ranks = [96, 48, 80, 16]
+        table, packed = kernels.rank_table(ranks, B, S, torch.device("cpu")), zeros(B * S * sum(ranks))
+        kernels.fdc_attend(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
         assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
         for name, kernel in compiled:
             assert kernel.metadata.shared <= 99 * 1024, (name, kernel.metadata.shared)
