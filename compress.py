@@ -2612,7 +2612,7 @@ def random_fdc(c: ModelConfig) -> Artifact:
 
 
 # How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to
-# read and test. (kernels.head_splits gives a wide head more programs.)
+# read and test. (kernels.rank_table cuts a wide head into more parts.)
 
 
 def longest_first(costs: list[float], workers: int) -> list[list[int]]:
