@@ -2526,7 +2526,6 @@ class FdcCache(Cache):
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
         inside = torch.arange(max(k_ranks)) < ranks[: len(bases), None]
         self.columns = inside.flatten().nonzero()[:, 0].to(room.device)  # what of `compress` is stored
-        self.table = None
         if room.kernels:
             self.table = room.kernels.rank_table(self.ranks, room.rows, room.capacity, room.device)
 

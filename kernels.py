@@ -923,19 +923,19 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
 
 
 @jit
-def _rank(heads_p, row, h, Hkv, UNIT: tl.constexpr):
+def _rank(table_p, row, h, Hkv, UNIT: tl.constexpr):
     """A number of rank_table that UNIT divides: so the compiler sees that rows are aligned."""
-    return tl.load(heads_p + row * Hkv + h).to(tl.int64) // UNIT * UNIT
+    return tl.load(table_p + row * Hkv + h).to(tl.int64) // UNIT * UNIT
 
 
 @jit
 def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
     """The queries of a group as columns [DP, GP], and d_qk, d_v and what is stored before K' and V'."""
-    _, heads_p, _, _, Hkv = keys
+    _, table_p, _, _, Hkv = keys
     UNIT: tl.constexpr = SHAPE.UNIT
-    d, d_qk = tl.arange(0, SHAPE.DP), _rank(heads_p, 0, h, Hkv, UNIT)
-    query, d_v = _load_queries(q_p, d, d < d_qk, SHAPE), _rank(heads_p, 1, h, Hkv, UNIT)
-    return query, d_qk, d_v, _rank(heads_p, 2, h, Hkv, UNIT), _rank(heads_p, 3, h, Hkv, UNIT)
+    d, d_qk = tl.arange(0, SHAPE.DP), _rank(table_p, 0, h, Hkv, UNIT)
+    query, d_v = _load_queries(q_p, d, d < d_qk, SHAPE), _rank(table_p, 1, h, Hkv, UNIT)
+    return query, d_qk, d_v, _rank(table_p, 2, h, Hkv, UNIT), _rank(table_p, 3, h, Hkv, UNIT)
 
 
 @jit
@@ -1086,7 +1086,7 @@ def _attend_kernel(
     pos_p,  # [B] int32
     parts,  # maxima, sums [B, Hq, splits] and out [B, Hq, splits, DV], fp32; of one split the result alone
     key_steps, value_steps, sizes, scale,
-    heads_p,  # int32, rank_table: each head has its own splits; None: all have as many
+    table_p,  # rank_table, int32 [6 * Hkv + P]: each head has its own splits; None: all have as many
     QUERIES: tl.constexpr, LOGITS: tl.constexpr, SHAPE: tl.constexpr, PACKING: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q K^T) V over a row's tokens and its exact window, the tokens cut into splits.
@@ -1096,11 +1096,11 @@ def _attend_kernel(
     split, splits = tl.program_id(0), tl.num_programs(0)
     p, programs, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     n, z, sets, Hkv = sizes
-    part = (b * programs + p) * splits  # the first one of this program's head
-    if heads_p is not None:
-        p, programs = tl.load(heads_p + 6 * Hkv + split), Hkv
-        before = tl.load(heads_p + 5 * Hkv + p)
-        part, split, splits = part + before, split - before, tl.load(heads_p + 4 * Hkv + p)
+    part = (b * programs + p) * splits  # the splits of all heads before, of G queries each
+    if table_p is not None:
+        p, programs = tl.load(table_p + 6 * Hkv + split), Hkv
+        before = tl.load(table_p + 5 * Hkv + p)
+        part, split, splits = part + before, split - before, tl.load(table_p + 4 * Hkv + p)
     h = p * Hkv // programs
     GP: tl.constexpr = SHAPE.GP
     T: tl.constexpr = SHAPE.T
@@ -1172,7 +1172,7 @@ def _attend_kernel(
 @jit
 def _merge_kernel(
     parts,  # of _attend_kernel
-    heads_p,  # as there
+    table_p,  # as there
     out_p,  # [B, Hq, D], or of heads of unequal rank [B, sum of G d_v]
     splits, sizes, D: tl.constexpr, SB: tl.constexpr,
 ):  # fmt: skip
@@ -1181,12 +1181,12 @@ def _merge_kernel(
     _let_next_begin()
     head, d = tl.program_id(0).to(tl.int64), tl.arange(0, _padded(D))
     first, count, width, place = head * splits, splits, D, head * D
-    if heads_p is not None:
+    if table_p is not None:
         Hkv, G, row_width = sizes
         b, h, g = head // (Hkv * G), head // G % Hkv, head % G
-        width, count = tl.load(heads_p + Hkv + h), tl.load(heads_p + 4 * Hkv + h)
-        first = (b * splits + tl.load(heads_p + 5 * Hkv + h)) * G + g * count
-        before = tl.load(heads_p + 3 * Hkv + h) - tl.load(heads_p + 3 * Hkv)  # d_v of the heads before
+        width, count = tl.load(table_p + Hkv + h), tl.load(table_p + 4 * Hkv + h)
+        first = (b * splits + tl.load(table_p + 5 * Hkv + h)) * G + g * count
+        before = tl.load(table_p + 3 * Hkv + h) - tl.load(table_p + 3 * Hkv)  # d_v of the heads before
         place = b * row_width + before * G + g * width
     top_p, sum_p, part_p = parts
     top, total = tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32)
@@ -1216,18 +1216,17 @@ def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
     return out, (*empty(2, *q.shape[:2], splits), empty(*q.shape[:2], splits, D))
 
 
-def merge_splits(
-    out: Tensor, parts: tuple, heads: Tensor | None = None, sizes: tuple = (1, 0, 0)
-) -> Tensor:  # fmt: skip
-    """out, from the parts of split_outputs by log-sum-exp; or from parts [B, G, P] of heads that rank_table
-    describes, with sizes Hkv, G and numbers of a row of out."""
+def merge_splits(out: Tensor, parts: tuple, table: Tensor | None = None, Hkv: int = 1) -> Tensor:
+    """out, from the parts of split_outputs by log-sum-exp; or with the rank_table of Hkv heads from parts
+    [B, G, P], those of all heads side by side."""
     if parts[0] is not None:
-        splits, D, Hkv = parts[0].shape[-1], parts[2].shape[-1], sizes[0]
+        (_, G, splits), D = parts[0].shape, parts[2].shape[-1]
+        sizes = Hkv, G, out.shape[1]
         SB, warps = min(16, power2(splits)), 1
         if splits > 16 * Hkv and D <= 128:  # wider ones would run out of registers
             SB, warps = 64, 2
         _merge_kernel[parts[0].numel() // splits * Hkv,](
-            parts, heads, out, splits, sizes, D, SB, num_warps=warps, **overlapped(out.device)
+            parts, table, out, splits, sizes, D, SB, num_warps=warps, **overlapped(out.device)
         )
     return out
 
@@ -1400,7 +1399,7 @@ def fdc_attend(
         (S, 0, 1, Hkv), scale * LOG2E, table, _ragged_queries, _ragged_logits, SHAPE,
         packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
-    return merge_splits(out, parts, table, (Hkv, G, out.shape[1]))
+    return merge_splits(out, parts, table, Hkv)
 
 
 # ----------------------------------------------------------------------------------- rows out of host memory
@@ -1448,6 +1447,7 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
 
 
 # -------------------------------------------------------------------------------------------------- benchmark
+#
 # Tables of times on a CUDA GPU, in microseconds:
 #     operation  each operator alone, with arguments that a method of compress.py gives it in a decode step
 #     method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
