@@ -2524,10 +2524,11 @@ class FdcCache(Cache):
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
         self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
-        inside = torch.arange(max(k_ranks)) < ranks[: len(bases), None]
-        self.columns = inside.flatten().nonzero()[:, 0].to(room.device)  # what of `compress` is stored
-        if room.kernels:
-            self.table = room.kernels.rank_table(self.ranks, room.rows, room.capacity, room.device)
+        self.k_columns = own_columns(k_ranks, 1).to(room.device)
+        self.v_columns = own_columns(v_ranks, room.config.group).to(room.device)
+        self.fused = room.kernels is not None and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
+        if self.fused:
+            self.table = room.kernels.rank_table(self.ranks, room.device)
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
@@ -2560,16 +2561,17 @@ class FdcCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         token = (self.room.row_ids * self.room.capacity + pos)[:, None]
-        new = self.compress(k, pos).flatten(1)[:, self.columns]  # [B, sum of d_qk]
+        new = self.compress(k, pos).flatten(1)[:, self.k_columns]  # [B, sum of d_qk]
         # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
         self.packed[self.starts + token * self.strides] = torch.cat((new, latent), -1)
         return self.attend(self.compress(q, pos), pos)[:, None]
 
     def attend(self, q: Tensor, pos: Tensor) -> Tensor:
         """Attention of compressed queries [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
-        if self.room.kernels:  # one kernel shares the work of unequal heads out evenly
+        if self.fused:
             stored = (self.packed, self.table, self.ranks, pos)
-            return self.room.kernels.fdc_attend(q.flatten(1, 2).contiguous(), *stored, self.scale)
+            out = self.room.kernels.fdc_attend(q.flatten(1, 2).contiguous(), *stored, self.scale)
+            return out.flatten(1)[:, self.v_columns]
         live, outputs = self.room.positions <= pos[:, None], []
         for queries, (k, v) in zip(q.unbind(1), self.heads(), strict=True):
             queries = queries[..., : k.shape[-1]]
@@ -2579,6 +2581,12 @@ class FdcCache(Cache):
     def token_bytes(self) -> int:
         """Each head at its rank."""
         return sum(self.ranks) * self.room.dtype.itemsize
+
+
+def own_columns(ranks: list[int], G: int) -> Tensor:
+    """Which of the numbers [Hkv, G, max rank] are a head's own, and not what it is padded with."""
+    inside = torch.arange(max(ranks)) < torch.tensor(ranks)[:, None, None]
+    return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
 def cut(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
@@ -2611,7 +2619,7 @@ def random_fdc(c: ModelConfig) -> Artifact:
 
 
 # How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to
-# read and test. (kernels.rank_table cuts a wide head into more parts.)
+# read and test. (kernels.fdc_attend cuts all heads into as many parts.)
 
 
 def longest_first(costs: list[float], workers: int) -> list[list[int]]:

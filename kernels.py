@@ -1086,7 +1086,6 @@ def _attend_kernel(
     pos_p,  # [B] int32
     parts,  # maxima, sums [B, Hq, splits] and out [B, Hq, splits, DV], fp32; of one split the result alone
     key_steps, value_steps, sizes, scale,
-    table_p,  # rank_table, int32 [6 * Hkv + P]: each head has its own splits; None: all have as many
     QUERIES: tl.constexpr, LOGITS: tl.constexpr, SHAPE: tl.constexpr, PACKING: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale q K^T) V over a row's tokens and its exact window, the tokens cut into splits.
@@ -1096,11 +1095,6 @@ def _attend_kernel(
     split, splits = tl.program_id(0), tl.num_programs(0)
     p, programs, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     n, z, sets, Hkv = sizes
-    part = (b * programs + p) * splits  # the splits of all heads before, of G queries each
-    if table_p is not None:
-        p, programs = tl.load(table_p + 6 * Hkv + split), Hkv
-        before = tl.load(table_p + 5 * Hkv + p)
-        part, split, splits = part + before, split - before, tl.load(table_p + 4 * Hkv + p)
     h = p * Hkv // programs
     GP: tl.constexpr = SHAPE.GP
     T: tl.constexpr = SHAPE.T
@@ -1158,7 +1152,7 @@ def _attend_kernel(
         out = tl.sum(out, 0)[:, None]
     g = tl.arange(0, GP)
     channel, inside = _columns(PACKING)
-    at = part * SHAPE.G + g * splits + split
+    at = (head_row + g) * splits + split
     if top_p is None:
         out = out / total[None, :]
     else:
@@ -1172,38 +1166,29 @@ def _attend_kernel(
 @jit
 def _merge_kernel(
     parts,  # of _attend_kernel
-    table_p,  # as there
-    out_p,  # [B, Hq, D], or of heads of unequal rank [B, sum of G d_v]
-    splits, sizes, D: tl.constexpr, SB: tl.constexpr,
+    out_p,  # [B, Hq, D]
+    splits, D: tl.constexpr, SB: tl.constexpr,
 ):  # fmt: skip
     """out = sum of exp(maximum) part / sum of exp(maximum) sum, over a head's splits, SB at a time."""
     _wait_for_previous()
     _let_next_begin()
     head, d = tl.program_id(0).to(tl.int64), tl.arange(0, _padded(D))
-    first, count, width, place = head * splits, splits, D, head * D
-    if table_p is not None:
-        Hkv, G, row_width = sizes
-        b, h, g = head // (Hkv * G), head // G % Hkv, head % G
-        width, count = tl.load(table_p + Hkv + h), tl.load(table_p + 4 * Hkv + h)
-        first = (b * splits + tl.load(table_p + 5 * Hkv + h)) * G + g * count
-        before = tl.load(table_p + 3 * Hkv + h) - tl.load(table_p + 3 * Hkv)  # d_v of the heads before
-        place = b * row_width + before * G + g * width
     top_p, sum_p, part_p = parts
     top, total = tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32)
     out = tl.zeros(d.shape, tl.float32)
-    for start in range(0, count, SB):
+    for start in range(0, splits, SB):
         part = start + tl.arange(0, SB)
-        at = first + part
-        tops = tl.load(top_p + at, mask=part < count, other=-1e30)
-        sums = tl.load(sum_p + at, mask=part < count, other=0.0)
-        mask = (part < count)[:, None] & (d < width)[None, :]
+        at = head * splits + part
+        tops = tl.load(top_p + at, mask=part < splits, other=-1e30)
+        sums = tl.load(sum_p + at, mask=part < splits, other=0.0)
+        mask = (part < splits)[:, None] & (d < D)[None, :]
         numbers = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)  # empty ones are 0
         new_top = tl.maximum(top, tl.max(tops, 0))
         weight = tl.exp2(tops - new_top)
         total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
         out = out * tl.exp2(top - new_top) + tl.sum(numbers * weight[:, None], 0)
         top = new_top
-    tl.store(out_p + place + d, (out / total).to(out_p.dtype.element_ty), mask=d < width)
+    tl.store(out_p + head * D + d, (out / total).to(out_p.dtype.element_ty), mask=d < D)
 
 
 def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
@@ -1216,18 +1201,14 @@ def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
     return out, (*empty(2, *q.shape[:2], splits), empty(*q.shape[:2], splits, D))
 
 
-def merge_splits(out: Tensor, parts: tuple, table: Tensor | None = None, Hkv: int = 1) -> Tensor:
-    """out, from the parts of split_outputs by log-sum-exp; or with the rank_table of Hkv heads from parts
-    [B, G, P], those of all heads side by side."""
+def merge_splits(out: Tensor, parts: tuple) -> Tensor:
+    """out, from the parts of split_outputs by log-sum-exp."""
     if parts[0] is not None:
-        (_, G, splits), D = parts[0].shape, parts[2].shape[-1]
-        sizes = Hkv, G, out.shape[1]
+        splits, D = parts[2].shape[2:]
         SB, warps = min(16, power2(splits)), 1
-        if splits > 16 * Hkv and D <= 128:  # wider ones would run out of registers
+        if splits > 16 and D <= 128:  # wider ones would run out of registers
             SB, warps = 64, 2
-        _merge_kernel[parts[0].numel() // splits * Hkv,](
-            parts, table, out, splits, sizes, D, SB, num_warps=warps, **overlapped(out.device)
-        )
+        _merge_kernel[out.numel() // D,](parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device))
     return out
 
 
@@ -1291,7 +1272,7 @@ def attend(
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, tuple(window) or (None, None), pos, parts, key_steps, value_steps,
-        (n, z, sets, Hkv), scale * LOG2E, None, *functions, SHAPE, packing, num_warps=warps,
+        (n, z, sets, Hkv), scale * LOG2E, *functions, SHAPE, packing, num_warps=warps,
         **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
@@ -1352,26 +1333,14 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
 # ---- heads of unequal rank (FDC)
 
 
-def rank_table(ranks: list[int], B: int, S: int, device: torch.device) -> Tensor:
-    """What fdc_attend reads, int32 [6 * Hkv + P]: of each KV head d_qk; d_v; the sum of the ranks that are
-    stored before its K'; before its V'; how many parts its tokens are cut into; the parts before those. Then
-    the head of each of the P parts.
-
-    ranks: d_qk of all heads, then d_v; B rows of S tokens. A head has parts in proportion to what a token of
-    it costs, a constant and its numbers."""
-    heads = range(len(ranks) // 2)
-    costs = [64 + ranks[h] + ranks[len(heads) + h] for h in heads]
-    parts = [max(1, min(cdiv(S, 128), 8 * SMS * cost // (B * sum(costs)))) for cost in costs]
-    before = [itertools.accumulate(numbers[:-1], initial=0) for numbers in (ranks, parts)]
-    head_of = [h for h in heads for _ in range(parts[h])]
-    return torch.tensor([*ranks, *before[0], *parts, *before[1], *head_of], dtype=torch.int32, device=device)
+def rank_table(ranks: list[int], device: torch.device) -> Tensor:
+    """What fdc_attend reads, int32 [4, Hkv]: of each KV head d_qk; d_v; the sum of the ranks that are stored
+    before its K'; before its V'. ranks: d_qk of all heads, then d_v."""
+    before = itertools.accumulate(ranks[:-1], initial=0)
+    return torch.tensor([*ranks, *before], dtype=torch.int32, device=device).view(4, -1)
 
 
-@operator(
-    lambda q, packed, table, ranks, *_: q.new_empty(
-        len(q), q.shape[1] * 2 * sum(ranks[len(ranks) // 2 :]) // len(ranks)
-    )
-)
+@operator(lambda q, packed, table, ranks, *_: q.new_empty(*q.shape[:2], max(ranks[len(ranks) // 2 :])))
 def fdc_attend(
     q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:
@@ -1379,27 +1348,24 @@ def fdc_attend(
 
     q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)]: K' [B, S, d_qk] head by head,
     then V' [B, S, d_v]; ranks: d_qk of all heads, then d_v, and table the rank_table of them; scale: that of
-    the full head dim -> [B, sum of G d_v], heads in order. A wide head has more programs than a narrow one.
-    Truth: compress.attend for each head (arXiv 2408.04107, sec. 5.3, schedules whole heads)."""
+    the full head dim -> [B, Hq, max d_v], zero beyond a head's d_v. All heads are cut into as many splits: a
+    tile takes as long whatever it holds. Truth: compress.attend for each head."""
     (B, Hq, _), Hkv = q.shape, len(ranks) // 2
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
-    need(fits, f"ranks must be d_qk and d_v of every head, at least 1, not {ranks}")
+    need(fits and math.gcd(8, *ranks) == 8, f"ranks must be d_qk and d_v of every head, in 8s, not {ranks}")
     G, DQ, DV, S = Hq // Hkv, max(ranks[:Hkv]), max(ranks[Hkv:]), packed.numel() // (B * sum(ranks))
-    P = len(table) - 6 * Hkv
-    given = {"q": (q, packed.dtype, B, Hq, DQ), "table": (table, torch.int32, 6 * Hkv + max(P, Hkv))}
+    given = {"q": (q, packed.dtype, B, Hq, DQ), "table": (table, torch.int32, 4, Hkv)}
     check(pos=(pos, torch.int32, B), packed=(packed, packed.dtype, B * S * sum(ranks)), **given)
-    T, warps, stages, _ = attend_config("plain", max(ranks), q.element_size(), roomy(q.device))
-    W = power2(max(ranks), 16)
+    T, warps, stages, fill = attend_config("plain", max(ranks), q.element_size(), roomy(q.device))
+    W, splits = power2(max(ranks), 16), attend_splits(S, B * Hkv, fill)
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    parts = (*empty(2, B, G, P), empty(B, G, P, DV))
-    out = torch.empty(B, G * sum(ranks[Hkv:]), dtype=q.dtype, device=q.device)
-    _attend_kernel[P, 1, B](
+    out, parts = split_outputs(q, splits, DV)
+    _attend_kernel[splits, Hkv, B](
         q, (packed, table, B, S, Hkv), (None,) * 5, None, (None, None), pos, parts, (0, 0, 0), (0, 0, 0),
-        (S, 0, 1, Hkv), scale * LOG2E, table, _ragged_queries, _ragged_logits, SHAPE,
-        packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
+        (S, 0, 1, Hkv), scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE, packing_of(16, 1, DV, W),
+        num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
-    return merge_splits(out, parts, table, Hkv)
+    return merge_splits(out, parts)
 
 
 # ----------------------------------------------------------------------------------- rows out of host memory
