@@ -2162,7 +2162,7 @@ class KiviSettings:
 
 
 class Packed(nn.Module):
-    """Keys or values in codes. A store. Those from position `first(pos)` on are exact, in a ring of R.
+    """Keys or values in codes. A store. The last R are in a ring, as they are attended.
 
     tokens: how many have codes; coded_bytes: of one of them, of all heads."""
 
@@ -2173,19 +2173,19 @@ class Packed(nn.Module):
         self.exact_bytes = heads * width * self.room.dtype.itemsize
 
     def write_prompt(self, row: int, x: Tensor) -> None:
-        exact = torch.arange(max(0, self.first(len(x) - 1)), len(x), device=x.device)
-        self.ring[row, exact % self.R] = x[exact]
+        recent = torch.arange(max(0, len(x) - self.R), len(x), device=x.device)
+        self.ring[row, recent % self.R] = x[recent]
 
     def write(self, pos: Tensor, x: Tensor) -> None:
         self.ring[self.room.row_ids, pos % self.R] = x
 
-    def exact(self, pos: Tensor) -> Tensor:
+    def recent(self, pos: Tensor) -> Tensor:
         """Which tokens are in the ring, [B, S]."""
-        return self.room.positions >= self.first(pos)[:, None]
+        return self.room.positions > pos[:, None] - self.R
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         ring = self.ring[:, self.room.positions % self.R].transpose(1, 2)  # [B, Hkv, S, width]
-        x = torch.where(self.exact(pos)[:, None, :, None], ring, self.decoded())
+        x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
         return x if index is None else gather_rows(x, index)
 
     def formula(self) -> int:
@@ -2193,12 +2193,13 @@ class Packed(nn.Module):
 
     def bytes_of(self, n: float, length: int) -> float:
         """Bytes of n tokens of a row of `length`; those in the ring are taken to be among them."""
-        exact = min(n, length - max(0, self.first(length - 1)))
-        return exact * self.exact_bytes + (n - exact) * self.coded_bytes
+        recent = min(n, length, self.R)
+        return recent * self.exact_bytes + (n - recent) * self.coded_bytes
 
 
 class PackedKeys(Packed):
-    """Keys quantised per channel in groups of 32 tokens. They wait in the ring until R of them are there."""
+    """Keys quantised per channel in groups of 32 tokens, a block of R when it is full. Those of a block that
+    is not are exact; of a full one the ring has what its codes say."""
 
     kind = "channels"
 
@@ -2215,28 +2216,31 @@ class PackedKeys(Packed):
         groups = cache.store(heads, self.tokens // 32, width, 2, dtype=torch.float16)
         self.register_buffer("low_scale", groups)
 
-    def first(self, pos: Tensor | int) -> Tensor | int:
-        return pos // self.R * self.R
+    def decode(self, codes: Tensor, low_scale: Tensor) -> Tensor:
+        """Codes [..., S, width * bits / 8] to keys [..., S, width]."""
+        return dequantize(codes, low_scale, self.bits, 32, self.room.dtype, -2)
 
     def write_prompt(self, row: int, x: Tensor) -> None:
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
         self.codes[row, :, :full], self.low_scale[row, :, : full // 32] = codes, low_scale
-        super().write_prompt(row, x)
+        block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :]).transpose(0, 1)
+        super().write_prompt(row, torch.cat((x[: full - len(block)], block, x[full:])))
 
     def write(self, pos: Tensor, x: Tensor) -> None:
         super().write(pos, x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
         codes, low_scale = quantize(self.ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
-        rows, first = self.room.row_ids[:, None], self.first(pos)[:, None]
+        full = (pos % self.R == self.R - 1)[:, None, None, None]
+        self.ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), self.ring))
+        rows, first = self.room.row_ids[:, None], (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
         self.codes[rows, :, tokens] = codes.transpose(1, 2)
         self.low_scale[rows, :, groups] = low_scale.transpose(1, 2)
 
     def decoded(self) -> Tensor:
-        k = dequantize(self.codes, self.low_scale, self.bits, 32, self.room.dtype, -2)
-        return k[:, :, : self.room.capacity]
+        return self.decode(self.codes, self.low_scale)[:, :, : self.room.capacity]
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
@@ -2248,10 +2252,10 @@ class PackedKeys(Packed):
         coded = sum(weigh(x, plane).float() for x, plane in zip(parts, planes, strict=True))
         coded = coded + q[:, :, None].float() @ low[..., None]  # [B, Hkv, n, G, 32]
         coded = coded.transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
-        exact = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
+        recent = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
         places = self.room.positions
         return torch.where(
-            self.exact(pos)[:, None, None], exact[..., places % self.R], coded[..., : len(places)]
+            self.recent(pos)[:, None, None], recent[..., places % self.R], coded[..., : len(places)]
         )
 
     def stores(self) -> list[Tensor]:
@@ -2264,32 +2268,29 @@ class PackedValues(Packed):
     def __init__(self, cache: DenseCache, bits: int, R: int):
         c, tokens = cache.config, cache.room.capacity
         super().__init__(cache, bits, R, c.head_dim)
-        self.tokens, self.packed = tokens, Rows(cache, (tokens, c.n_kv_heads), c.head_dim, bits)
+        self.tokens, self.packed = tokens, Rows(cache, (c.n_kv_heads, tokens), c.head_dim, bits)
         self.coded_bytes = self.packed.bytes_of(c.kv_dim)
 
-    def first(self, pos: Tensor | int) -> Tensor | int:
-        return pos - self.R + 1
-
     def write_prompt(self, row: int, x: Tensor) -> None:
-        self.packed.write((row, slice(0, len(x))), x)
+        self.packed.write((row, slice(None), slice(0, len(x))), x.transpose(0, 1))
         super().write_prompt(row, x)
 
     def write(self, pos: Tensor, x: Tensor) -> None:
-        self.packed.write((self.room.row_ids, pos), x)
+        self.packed.write((self.room.row_ids, slice(None), pos), x)
         super().write(pos, x)
 
     def decoded(self) -> Tensor:
-        return self.packed.read((slice(None),)).transpose(1, 2)
+        return self.packed.read((slice(None),))
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
         recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
         recent = recent.masked_fill(position < 0, 0).to(self.ring.dtype) @ self.ring.transpose(1, 2)
         coded = CodedValues(*self.stores()[:2], self.bits)
-        return coded.mix(weights.masked_fill(self.exact(pos)[:, None, None], 0), pos) + recent
+        return coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
 
     def stores(self) -> list[Tensor]:
-        return [*(x.transpose(1, 2) for x in self.packed.stores()), self.ring]
+        return [*self.packed.stores(), self.ring]
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV

@@ -94,16 +94,16 @@ def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
 ) -> Tensor:  # fmt: skip
-    """kernels.attend, faster for two formats: keys in int8 that queries share (shares_int8), and chosen
-    tokens rebuilt from latents of all heads where heads share no keys (streams_basis): one kernel makes their
-    logits, and kernels.attend does the rest."""
-    natural = scale == q.shape[2] ** -0.5
-    if kind == "int8" and index is None and not window and natural:
+    """kernels.attend, faster for three formats: keys in int8 or KIVI's codes that queries share
+    (shares_keys), and chosen tokens rebuilt from latents of all heads where heads share no keys
+    (streams_basis): one kernel makes their logits, and kernels.attend does the rest."""
+    if kind in ("int8", "channels") and index is None and not window:
         packed = all(x.is_contiguous() for x in (*keys, *values))
+        rings = [len(stores) > 2 for stores in (keys, values)] == [kind == "channels"] * 2
         G, D = q.shape[1] // values[0].shape[1], q.shape[2]
-        if packed and shares_int8(q.device, G, D, bits, q.dtype) and aligned(keys[0], *values):
+        if packed and rings and shares_keys(q.device, G, D, bits, q.dtype) and aligned(*keys, *values):
             keys, values = checked_stores(q, kind, keys, values, bits, pos)
-            return _attend_int8_shared(q, *keys, *values[:2], pos, bits)
+            return _attend_shared(q, keys, values, pos, bits, scale)
     if kind == "latents" and index is not None and index.ndim == 2:
         latent, basis, bias = keys[0][:, 0], keys[2], keys[4]
         shared = keys[0].stride(1) == 0 or len(basis) == 1
@@ -326,157 +326,262 @@ def streams_basis(device: torch.device, B: int, n: int, Hkv: int, D: int, r: int
     return on_hopper(device) and fits and cdiv(B * n, 128) * Hkv >= 2 * SMS
 
 
-# ---------------------------------------------------------- attention over keys in int8 that queries share
+# --------------------------------------------------------- attention over keys in codes that queries share
+
+
+@triton.constexpr_function
+def _steps_ptx(BITS):
+    """PTX of _steps for the words $2 and $3 of two groups."""
+    return f"""{{ .reg .b32 scale; mov.b32 scale, {0x3C003C00 + 0x10001 * (BITS << 10)};
+        prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;
+        mul.f16x2 $1, $1, scale; sub.f16x2 $0, $0, $1; }}"""
+
+
+@gluon.jit
+def _steps(pairs, SIZES: gl.constexpr, zeros, BITS: gl.constexpr):
+    """(minimum, scale) of groups, a word each, to minimum - step and step = 2**BITS scale, bits of halves;
+    reshaped, and spread over words by adding zeros."""
+    WORDS: gl.constexpr = zeros.type.layout
+    low, step = gl.inline_asm_elementwise(
+        _steps_ptx(BITS), "=&r,=&r,r,r", [pairs], (gl.int16, gl.int16), is_pure=True, pack=2
+    )
+    low = gl.convert_layout(gl.reshape(low, SIZES), WORDS, assert_trivial=True) + zeros.to(gl.int16)
+    step = gl.convert_layout(gl.reshape(step, SIZES), WORDS, assert_trivial=True) + zeros.to(gl.int16)
+    return low, step
+
+
+@gluon.jit
+def _words(codes, SIZES: gl.constexpr, WORDS: gl.constexpr, CODES: gl.constexpr, BITS: gl.constexpr):
+    """Codes in shared memory as words for every plane, SIZES [T, PLANES, .., ..]; how far byte 0 of each is
+    to be rotated left; and zeros."""
+    plane = gl.arange(0, SIZES[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
+    zeros = gl.full(SIZES, 0, gl.int32, WORDS)
+    words = gl.reshape(codes.load(CODES), [SIZES[0], 1, SIZES[2], SIZES[3]])
+    words = gl.convert_layout(words, WORDS, assert_trivial=True) + zeros
+    return words, ((10 - BITS - plane * BITS) & 31)[None, :, None, None] + zeros, zeros
 
 
 @triton.constexpr_function
 def _decode_ptx(BITS):
-    """PTX of _decode_halves for two tokens: their words of codes $4 and $5, their groups' (minimum, scale) $6
-    and $7, and $8, how far left to rotate byte 0 -> $0 .. $3: of byte 0 .. 3 both tokens' values."""
+    """PTX of _decoded for two words of codes $4 and $5, whose byte 0 is to be rotated left by $6; of byte
+    0 .. 3, $8 .. $11 are minimum - step, $12 .. $15 step, and $0 .. $3 both words' values."""
     mask, one = 0x10001 * (((1 << BITS) - 1) << (10 - BITS)), 0x3C003C00  # two halves of 1.0
-    ptx = f"""mov.b32 code, {one + 0x10001 * (BITS << 10)};
-        prmt.b32 low, $6, $7, 0x5410; prmt.b32 step, $6, $7, 0x7632;
-        mul.f16x2 step, step, code; sub.f16x2 low, low, step;
-        prmt.b32 front, $4, $5, 0x5410; prmt.b32 back, $4, $5, 0x7632;"""
+    ptx = "prmt.b32 front, $4, $5, 0x5410; prmt.b32 back, $4, $5, 0x7632;"
     for byte, word in enumerate(("front", "front", "back", "back")):
-        ptx += f"""sub.u32 turn, $8, {byte % 2 * 8}; shf.l.wrap.b32 code, {word}, {word}, turn;
-            lop3.b32 code, code, {mask}, {one}, 0xEA; fma.rn.f16x2 ${byte}, code, step, low;"""
-    return "{ .reg .b32 front, back, low, step, code, turn; " + ptx + " }"
+        ptx += f"""sub.u32 turn, $6, {byte % 2 * 8}; shf.l.wrap.b32 code, {word}, {word}, turn;
+            lop3.b32 code, code, {mask}, {one}, 0xEA;
+            fma.rn.f16x2 ${byte}, code, ${12 + byte}, ${8 + byte};"""
+    return "{ .reg .b32 front, back, code, turn; " + ptx + " }"
 
 
 @gluon.jit
-def _decode_halves(words, pairs, turn, BITS: gl.constexpr):
-    """Words of codes, and of their groups' (minimum, scale), to the values of byte 0 .. 3, in fp16: a code as
-    the top bits of a mantissa reads 1 + code / 2**BITS (see kernels._decode), minimum + code * scale is then
-    one FMA, and two tokens, neighbours in a thread's registers, share every instruction."""
-    return gl.inline_asm_elementwise(
-        _decode_ptx(BITS), "=r,=r,=r,=r,r,r,r,r,r,r", [words, pairs, turn],
+def _decoded(words, turn, lows, steps, BITS: gl.constexpr):
+    """Words of codes to values [T, D] in fp16, given _steps of each byte's group: a code as the top bits of a
+    mantissa reads 1 + code / 2**BITS (see kernels._code_values), minimum + code * scale is then one FMA, and
+    two words, neighbours in a thread's registers, share every instruction."""
+    x0, x1, x2, x3 = gl.inline_asm_elementwise(
+        _decode_ptx(BITS), "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [words, turn, lows[0], lows[1], lows[2], lows[3], steps[0], steps[1], steps[2], steps[3]],
         (gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
     )  # fmt: skip
-
-
-@triton.constexpr_function
-def _word_layouts(T, PLANES, H):
-    """Layouts of T tokens' words for every plane [T, PLANES, H, 8], and to match, of codes as stored
-    [T, 8 H] and of their groups' (minimum, scale) [T, PLANES H]: each word in the thread that multiplies its
-    values. A warp has 4 pairs of tokens and 8 words, 32 channels of a plane, in its lanes, and the rest in
-    registers, neighbouring tokens first."""
-    tokens = [[1, 0, 0, 0]] + [[1 << i, 0, 0, 0] for i in range(3, T.bit_length() - 1)]
-    planes = [[0, 1 << i, 0, 0] for i in range(PLANES.bit_length() - 1)]
-    runs = [[0, 0, 1 << i, 0] for i in range(H.bit_length() - 1)]
-    lanes = [[2, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]]
-
-    def layout(place, registers, sizes):
-        bits = ([place(*bit) for bit in each] for each in (registers, lanes))
-        return gl.DistributedLinearLayout(*bits, [], [], sizes)
-
-    return (
-        layout(lambda *bit: list(bit), tokens + planes + runs, [T, PLANES, H, 8]),
-        layout(lambda t, p, h, word: [t, 8 * h + word], tokens + runs, [T, 8 * H]),
-        layout(lambda t, p, h, word: [t, H * p + h], tokens + planes + runs, [T, PLANES * H]),
-    )
+    x = gl.join(gl.join(x0, x2), gl.join(x1, x3))  # [T, PLANES, .., .., byte // 2, byte % 2]
+    return gl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2] * x.shape[3] * 4])
 
 
 @gluon.jit
-def _copy_tile(blocks, rings, ready, stage, row, some):
-    """Copies a tile of keys, codes and pairs, from `row` on, to a stage of the rings, if there is one."""
-    keys, codes, pairs = blocks
-    T: gl.constexpr = keys.block_shape[0]
-    BYTES: gl.constexpr = T * (keys.block_shape[1] + 4 * codes.block_shape[1] + 4 * pairs.block_shape[1])
-    hopper.mbarrier.expect(ready.index(stage), BYTES, pred=some)
-    for i in gl.static_range(3):
-        copy_block(blocks[i], [row, 0], ready.index(stage), rings[i].index(stage), pred=some)
-
-
-@gluon.jit
-def _int8_shared_kernel(
-    keys, codes, pairs, q_p, k_scale_p, pos_p, parts, S, scale,
-    G: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    # A program is one warp, and nothing moves between its threads but maxima: codes of keys come from shared
-    # memory as tensor cores take them, the logits are then where those take weights, and values are decoded
-    # where they are multiplied.
-    T: gl.constexpr = keys.block_shape[0]
-    D: gl.constexpr = keys.block_shape[1]
-    W: gl.constexpr = codes.block_shape[1]
-    H: gl.constexpr = W // 8
+def _decoded_keys(codes, pairs, BITS: gl.constexpr):
+    """A tile's keys [T, D], from words of codes [T, N] and (minimum, scale) of channels [D / 4, 4], each word
+    in the thread that multiplies it: lanes have 8 tokens, and the quarters of their words."""
+    T: gl.constexpr = codes.shape[0]
+    N: gl.constexpr = codes.shape[1]
     PLANES: gl.constexpr = 8 // BITS
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, N // 4, 1], [8, 1, 4, 1], [1, 1, 1, 1], [2, 0, 1, 3])
+    CODES: gl.constexpr = gl.BlockedLayout([1, N // 4], [8, 4], [1, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, N // 4, 4], [8, 4, 1], [1, 1, 1], [2, 1, 0])  # for 8 tokens
+    SIZES: gl.constexpr = [1, PLANES, N, 1]
+    words, turn, zeros = _words(codes, [T, PLANES, N, 1], WORDS, CODES, BITS)
+    even, odd = gl.split(gl.reshape(pairs.load(gl.SliceLayout(0, PAIRS)), [PLANES * N, 2, 2]))
+    pair0, pair2 = gl.split(even)
+    pair1, pair3 = gl.split(odd)
+    low0, step0 = _steps(pair0, SIZES, zeros, BITS)
+    low1, step1 = _steps(pair1, SIZES, zeros, BITS)
+    low2, step2 = _steps(pair2, SIZES, zeros, BITS)
+    low3, step3 = _steps(pair3, SIZES, zeros, BITS)
+    lows, steps = (low0, low1, low2, low3), (step0, step1, step2, step3)
+    return _decoded(words, turn, lows, steps, BITS)
+
+
+@gluon.jit
+def _decoded_values(codes, pairs, live, BITS: gl.constexpr):
+    """A tile's values [T, D], from words of codes [T, 8 H] and (minimum, scale) of groups [T, PLANES H]: of
+    tokens that are not live anything, NaN as well. Lanes have 4 pairs of tokens and 8 words, 32 channels of
+    a plane, and the rest is in registers, neighbouring tokens first."""
+    T: gl.constexpr = codes.shape[0]
+    H: gl.constexpr = codes.shape[1] // 8
+    PLANES: gl.constexpr = 8 // BITS
+    WORDS: gl.constexpr = gl.BlockedLayout([2, 1, 1, 1], [4, 1, 1, 8], [1, 1, 1, 1], [0, 3, 2, 1])
+    CODES: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [1, 1], [0, 1])
+    PAIRS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([2, 1, 1], [4, 8, 1], [1, 1, 1], [0, 1, 2]))
+    words, turn, zeros = _words(codes, [T, PLANES, H, 8], WORDS, CODES, BITS)
+    live = gl.convert_layout(live, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
+    low, step = _steps(gl.where(live, pairs.load(PAIRS), 0), [T, PLANES, H, 1], zeros, BITS)
+    return _decoded(words, turn, (low, low, low, low), (step, step, step, step), BITS)
+
+
+@gluon.jit
+def _key_columns(k, N: gl.constexpr):
+    """Keys [T, D] as columns [D, T], in the order in which threads have them: of a plane, the N words of
+    which lie in quarters, (word // 2 of a quarter, byte, quarter, word % 2)."""
+    T: gl.constexpr = k.shape[0]
+    D: gl.constexpr = k.shape[1]
+    k = gl.reshape(k, [T, D // (4 * N), 4, N // 8, 2, 4])
+    return gl.reshape(gl.permute(k, (1, 3, 5, 2, 4, 0)), [D, T])
+
+
+@gluon.jit
+def _value_columns(v):
+    """Values [T, D] as columns [D, T], in runs of 32 channels, (byte, word) of each."""
+    T: gl.constexpr = v.shape[0]
+    D: gl.constexpr = v.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(v, [T, D // 32, 8, 4]), (1, 3, 2, 0)), [D, T])
+
+
+@gluon.jit
+def _both_halves(products):
+    """Rows 0 to 7 and 8 to 15 of products [16, T], which lie in the same threads."""
+    return gl.split(gl.permute(gl.reshape(products, [2, 8, products.shape[1]]), (1, 2, 0)))
+
+
+@gluon.jit
+def _soften(logits, top, total, out):
+    """Online softmax: logits [8, T] -> their weights [T, 8] as tensor cores take them; top [8], total [8, T]
+    (summed over T at the end, not in every tile) and out [D, 8] to match."""
+    MMA: gl.constexpr = out.type.layout
+    new_top = gl.maximum(top, gl.max(logits, 1))
+    if gl.max(new_top - top, 0) > 0:
+        shrink = gl.exp2(top - new_top)
+        total *= shrink[:, None]
+        out *= gl.convert_layout(shrink, gl.SliceLayout(0, MMA))[None, :]
+        top = new_top
+    weight = gl.exp2(logits - top[:, None])
+    total += weight
+    weight = gl.permute(weight, (1, 0)).to(gl.float16)
+    weight = gl.convert_layout(weight, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+    return weight, top, total, out
+
+
+@gluon.jit
+def _copy_tiles(stores, stages, ready, stage, firsts, at, some):
+    """Copies a tile of every store, the rows `at` after its first one, to a stage, if there is one."""
+    for i in gl.static_range(len(stores)):
+        hopper.mbarrier.expect(ready.index(stage), stores[i].block_type.nbytes, pred=some)
+        copy_block(stores[i], [firsts[i] + at, 0], ready.index(stage), stages[i].index(stage), pred=some)
+
+
+@gluon.jit
+def _tiles(block, STAGES: gl.constexpr):
+    return gl.allocate_shared_memory(block.dtype, [STAGES] + block.block_shape, block.layout)
+
+
+@gluon.jit
+def _shared_keys_kernel(
+    keys, key_pairs, codes, pairs, q_p, k_scale_p, k_ring_p, v_ring_p, pos_p, parts, sizes, scale,
+    G: gl.constexpr, KEY_BITS: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    # A program is one warp, and nothing moves between its threads but maxima: keys in int8 come from shared
+    # memory as tensor cores take them, those of fewer bits and values are decoded where they are multiplied,
+    # and logits are where tensor cores take weights.
+    T: gl.constexpr = keys.block_shape[0]
+    N: gl.constexpr = keys.block_shape[1]
+    D: gl.constexpr = codes.block_shape[1] * 32 // BITS
+    INT8: gl.constexpr = KEY_BITS == 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, MMA, 4 if INT8 else 2)
+    KEYS: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if INT8 else 2)
+    VALUES: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
-    LAYOUTS: gl.constexpr = _word_layouts(T, PLANES, H)
-    WORDS: gl.constexpr = LAYOUTS[0]
-    CODES: gl.constexpr = LAYOUTS[1]
-    PAIRS: gl.constexpr = LAYOUTS[2]
+    k_tokens, S, R = sizes
     split, splits = gl.program_id(0), gl.num_programs(0)
-    row = gl.program_id(2).to(gl.int64) * gl.num_programs(1) + gl.program_id(1)
-    length = gl.load(pos_p + gl.program_id(2)) + 1
-    # Programs take tiles in turn: what is read at a time lies side by side, which memory serves faster.
+    h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
+    row, pos = b * Hkv + h, gl.load(pos_p + b)
+    length = gl.maximum(pos + 1 - R, 0)
+    # 1. Copies of the first tiles. Programs take tiles in turn: what is read at a time lies side by side,
+    # which memory serves faster.
     tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
-    first = (row * S).to(gl.int32)
-    k_ring = gl.allocate_shared_memory(keys.dtype, [STAGES, T, D], keys.layout)
-    code_ring = gl.allocate_shared_memory(codes.dtype, [STAGES, T, W], codes.layout)
-    pair_ring = gl.allocate_shared_memory(pairs.dtype, [STAGES, T, PLANES * H], pairs.layout)
+    first_k, first_v = (row * k_tokens).to(gl.int32), (row * S).to(gl.int32)
+    stores, firsts = (keys, codes, pairs), (first_k, first_v, first_v, first_k)
+    stages = (_tiles(keys, STAGES), _tiles(codes, STAGES), _tiles(pairs, STAGES))
+    if not INT8:
+        stores, stages = stores + (key_pairs,), stages + (_tiles(key_pairs, STAGES),)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        hopper.mbarrier.init(ready.index(slot), count=1)
+        hopper.mbarrier.init(ready.index(slot), count=len(stores))
     hopper.fence_async_shared()
     barrier()
-    blocks, rings = (keys, codes, pairs), (k_ring, code_ring, pair_ring)
     for slot in gl.static_range(STAGES):
-        _copy_tile(blocks, rings, ready, slot, first + (split + slot * splits) * T, slot < tiles)
-    # Rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones: their products meet in a thread.
+        _copy_tiles(stores, stages, ready, slot, firsts, (split + slot * splits) * T, slot < tiles)
+    # 2. The queries, and a softmax of nothing.
     g = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    high, low, q_scale = _split_rows(gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0))
-    query = gl.reshape(gl.permute(gl.join(high, low), (2, 0, 1)), [16, D])
-    query = gl.convert_layout(query, gl.DotOperandLayout(0, MMA, 4))
-    zeros = gl.full([16, T], 0, gl.int32, MMA)
-    of_queries, _ = gl.split(gl.permute(gl.reshape(zeros, [2, 8, T]), (1, 2, 0)))
-    LOGITS: gl.constexpr = of_queries.type.layout
+    query = gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0)
+    if INT8:  # rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones
+        high, rest, q_scale = _split_rows(query)
+        query = gl.reshape(gl.permute(gl.join(high, rest), (2, 0, 1)), [16, D])
+        nothing = gl.full([16, T], 0, gl.int32, MMA)
+    else:
+        query = query.to(gl.float16)
+        query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
+        query = gl.permute(_key_columns(query, N), (1, 0))
+        nothing = gl.full([16, T], 0.0, gl.float32, MMA)
+    query = gl.convert_layout(query, QUERIES)
+    coarse, _ = _both_halves(nothing)
+    LOGITS: gl.constexpr = coarse.type.layout
     QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    q_scale = gl.convert_layout(q_scale * scale, QUERY)
-    plane = gl.arange(0, PLANES, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-    spread = gl.full([T, PLANES, H, 8], 0, gl.int32, WORDS)
-    turn = ((10 - BITS - plane * BITS) & 31)[None, :, None, None] + spread
     top = gl.full([8], -1e30, gl.float32, QUERY)
-    total = gl.full([8, T], 0.0, gl.float32, LOGITS)  # summed over T at the end, not in every tile
+    total = gl.full([8, T], 0.0, gl.float32, LOGITS)
     out = gl.full([D, 8], 0.0, gl.float32, MMA)
-    place = split * T + gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
-    k_scale = gl.load(k_scale_p + row * S + place, mask=place < length, other=0.0)
+    token = gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
+    # 3. The last R tokens, exact.
+    if not INT8:
+        for start in range(split * T, gl.minimum(R, pos + 1), splits * T):
+            place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
+            at = ((b * R + place) * Hkv + h)[:, None] * D + d
+            k = gl.load(k_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
+            k = gl.convert_layout(_key_columns(k, N), KEYS)
+            logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
+            logits = gl.where((start + token <= pos)[None, :], logits * scale, float("-inf"))
+            weight, top, total, out = _soften(logits, top, total, out)
+            v = gl.load(v_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
+            out = ampere.mma_v2(gl.convert_layout(_value_columns(v), VALUES), weight, out)
+    # 4. The others.
+    token += split * T
+    if INT8:
+        q_scale = gl.convert_layout(q_scale * scale, QUERY)
+        k_scale = gl.load(k_scale_p + row * S + token, mask=token < length, other=0.0)
     for i in range(tiles):
         stage = i % STAGES
-        live, token_scale = place < length, k_scale
-        place += splits * T
-        k_scale = gl.load(k_scale_p + row * S + place, mask=place < length, other=0.0)
+        live = token < length
+        token += splits * T
         hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        k = k_ring.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 4))
-        products = gl.reshape(ampere.mma_v2(query, k, zeros), [2, 8, T])
-        coarse, fine = gl.split(gl.permute(products, (1, 2, 0)))
-        logits = (coarse * 254 + fine).to(gl.float32) * (q_scale[:, None] * token_scale[None, :])
+        if INT8:
+            token_scale = k_scale
+            k_scale = gl.load(k_scale_p + row * S + token, mask=token < length, other=0.0)
+            k = stages[0].index(stage).permute((1, 0)).load(KEYS)
+            coarse, fine = _both_halves(ampere.mma_v2(query, k, nothing))
+            logits = (coarse * 254 + fine).to(gl.float32) * (q_scale[:, None] * token_scale[None, :])
+        else:
+            k = _decoded_keys(stages[0].index(stage), stages[3].index(stage), KEY_BITS)
+            k = gl.convert_layout(_key_columns(k, N), KEYS)
+            logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
+            logits *= scale
         logits = gl.where(live[None, :], logits, float("-inf"))
-        new_top = gl.maximum(top, gl.max(logits, 1))
-        if gl.max(new_top - top, 0) > 0:
-            shrink = gl.exp2(top - new_top)
-            total *= shrink[:, None]
-            out *= gl.convert_layout(shrink, gl.SliceLayout(0, MMA))[None, :]
-            top = new_top
-        weight = gl.exp2(logits - top[:, None])
-        total += weight
-        weight = gl.permute(weight, (1, 0)).to(gl.float16)
-        weight = gl.convert_layout(weight, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
-        words = gl.reshape(code_ring.index(stage).load(CODES), [T, 1, H, 8])
-        pair = pair_ring.index(stage).load(PAIRS)  # of tokens past the end anything, NaN as well
-        real = gl.convert_layout(live, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
-        pair = gl.reshape(gl.where(real, pair, 0), [T, PLANES, H, 1])
-        words = gl.convert_layout(words, WORDS, assert_trivial=True) + spread
-        pair = gl.convert_layout(pair, WORDS, assert_trivial=True) + spread
-        v0, v1, v2, v3 = _decode_halves(words, pair, turn, BITS)
-        v = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [T, PLANES, H, 8, byte // 2, byte % 2]
-        v = gl.reshape(gl.permute(v, (1, 2, 4, 5, 3, 0)), [D, T])
-        out = ampere.mma_v2(gl.convert_layout(v, gl.DotOperandLayout(0, MMA, 2)), weight, out)
+        weight, top, total, out = _soften(logits, top, total, out)
+        v = _decoded_values(stages[1].index(stage), stages[2].index(stage), live, BITS)
+        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), VALUES), weight, out)
         barrier()
-        row_ahead = first + (split + (i + STAGES) * splits) * T
-        _copy_tile(blocks, rings, ready, stage, row_ahead, i + STAGES < tiles)
+        at = (split + (i + STAGES) * splits) * T
+        _copy_tiles(stores, stages, ready, stage, firsts, at, i + STAGES < tiles)
+    # 5. The result, or this split's part of it.
     total = gl.sum(total, 1)
     top_p, sum_p, out_p = parts
     if top_p is None:
@@ -487,37 +592,45 @@ def _int8_shared_kernel(
         gl.store(top_p + at, top, mask=g < G)
         gl.store(sum_p + at, total, mask=g < G)
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
-    m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]  # runs of 32 channels: (byte, word) of each
-    channel = m // 32 * 32 + m % 8 * 4 + m // 8 % 4
+    m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]
+    channel = m // 32 * 32 + m % 8 * 4 + m // 8 % 4  # see _value_columns
     at = (row * G + g) * splits + split
     gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=g < G)
 
 
-def _attend_int8_shared(
-    q: Tensor, k: Tensor, k_scale: Tensor, codes: Tensor, pairs: Tensor, pos: Tensor, bits: int
+def _attend_shared(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], pos: Tensor, bits: int, scale: float
 ) -> Tensor:
-    """attend of keys in int8 (see shares_int8), values in words. It is launched plainly, since programs of
-    one warp would crowd if they were let in early (see overlapped)."""
-    (B, Hq, D), (Hkv, S) = q.shape, k.shape[1:3]
+    """attend of keys in codes (see shares_keys), which are as kernels take them. It is launched plainly,
+    since programs of one warp would crowd if they were let in early (see overlapped)."""
+    (B, Hq, D), (_, Hkv, S, _) = q.shape, values[0].shape
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
     splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
     out, parts = split_outputs(q, splits, D)
-    blocks = []
-    for store in (k, codes, pairs):
-        store = store.view(B * Hkv * S, -1)
-        width = store.shape[1] * store.element_size()
-        layout = gl.NVMMASharedLayout(width if width > 16 else 0, 8 * store.element_size(), 2)
-        blocks.append(TensorDescriptor.from_tensor(store, [T, store.shape[1]], layout))
-    _int8_shared_kernel[splits, Hkv, B](
-        *blocks, q, k_scale, pos, parts, S, D**-0.5 * LOG2E, Hq // Hkv, bits, stages, num_warps=1
-    )
+    k, k_scale, codes, pairs = *keys[:2], *values[:2]
+    (k_tokens, width), key_pairs, rings, R = k.shape[2:], None, (None, None), 0
+    if k.dtype == torch.uint8:
+        k, key_pairs, k_scale = k.view(torch.int32), k_scale.view(B, Hkv, -1, 4), None
+        rings, R = (keys[2], values[2]), keys[2].shape[1]
+
+    def block(store):  # a matrix of rows, of which bulk copies take T
+        rows, itemsize = store.flatten(0, 2).flatten(1), store.element_size()
+        width = rows.shape[1] * itemsize
+        layout = gl.NVMMASharedLayout(width if width > 16 else 0, 8 * itemsize, 2)
+        return TensorDescriptor.from_tensor(rows, [T, rows.shape[1]], layout)
+
+    blocks = [store if store is None else block(store) for store in (k, key_pairs, codes, pairs)]
+    _shared_keys_kernel[splits, Hkv, B](
+        *blocks, q, k_scale, *rings, pos, parts, (k_tokens, S, R), scale * LOG2E, Hq // Hkv, width * 8 // D,
+        bits, stages, num_warps=1,
+    )  # fmt: skip
     return merge_splits(out, parts)
 
 
-def shares_int8(device: torch.device, G: int, D: int, bits: int, dtype: torch.dtype) -> bool:
-    """Whether keys in int8 that G queries share are attended by _int8_shared_kernel: up to 8 queries in bf16
-    (halves as it decodes them would be too coarse for fp16), packed values, heads of 128 (whose rows bulk
-    copies and a warp's lanes take)."""
+def shares_keys(device: torch.device, G: int, D: int, bits: int, dtype: torch.dtype) -> bool:
+    """Whether keys in codes that G queries share are attended by _shared_keys_kernel: up to 8 queries in
+    bf16 (halves as it decodes them would be too coarse for fp16), packed values, heads of 128 (whose rows
+    bulk copies and a warp's lanes take)."""
     return on_hopper(device) and G <= 8 and D == 128 and bits < 16 and dtype == torch.bfloat16
 
 

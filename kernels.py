@@ -895,7 +895,7 @@ def _channel_queries(q_p, h, keys, SHAPE: tl.constexpr):
 @jit
 def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of KIVI's keys: rows of codes, and for 32 tokens of each channel a minimum and a scale;
-    since the last multiple of R exact, in a ring. PER tokens of a tile lie in one such group."""
+    the last R in a ring. PER tokens of a tile lie in one such group."""
     codes_p, low_scale_p, ring_p, R, Hkv = keys
     CODES: tl.constexpr = SHAPE.CODES
     BITS: tl.constexpr = CODES.BITS
@@ -917,8 +917,7 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
     codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     k = codes * _half_at(pairs, 16) + _half_at(pairs, 0)
     k = tl.reshape(k, [T, PLANES * RUN]).to(query.dtype)
-    exact = live & (token >= pos // R * R)
-    k = _from_ring(k, ring_p, R, Hkv, exact, b, h, token, CODES)
+    k = _from_ring(k, ring_p, R, Hkv, b, h, token, live, pos, CODES)
     return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
@@ -979,13 +978,14 @@ def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
 
 
 @jit
-def _from_ring(x, ring_p, R, Hkv, exact, b, h, token, PACKING: tl.constexpr):
-    """x [T, C], but of tokens that are exact out of a ring [B, R, Hkv, D]."""
-    if tl.max(exact.to(tl.int32), 0) > 0:
+def _from_ring(x, ring_p, R, Hkv, b, h, token, live, pos, PACKING: tl.constexpr):
+    """x [T, C], but of the last R tokens out of a ring [B, R, Hkv, D]."""
+    recent = live & (token > pos - R)
+    if tl.max(recent.to(tl.int32), 0) > 0:
         channel, inside = _columns(PACKING)
         at = ((b * R + token % R) * Hkv + h)[:, None] * PACKING.D + channel[None, :]
-        ring = tl.load(ring_p + at, mask=exact[:, None] & inside[None, :], other=0.0)
-        x = tl.where(exact[:, None], ring, x)
+        ring = tl.load(ring_p + at, mask=recent[:, None] & inside[None, :], other=0.0)
+        x = tl.where(recent[:, None], ring, x)
     return x
 
 
@@ -1042,8 +1042,8 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
 
 @jit
 def _values(values, k, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C], plain or of codes, of which the last R tokens may lie in a ring [B, R, Hkv, DV], exact; where
-    there are none, the keys."""
+    """V [T, C], plain or of codes, of which the last R tokens may lie in a ring [B, R, Hkv, DV]; where there
+    are none, the keys."""
     values_p, pairs_p, ring_p, R, Hkv = values
     if values_p is None:
         v = k
@@ -1052,7 +1052,7 @@ def _values(values, k, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING
     else:
         v = _code_values(values_p, pairs_p, row, live, dtype, PACKING)
         if ring_p is not None:
-            v = _from_ring(v, ring_p, R, Hkv, live & (token > pos - R), b, h, token, PACKING)
+            v = _from_ring(v, ring_p, R, Hkv, b, h, token, live, pos, PACKING)
     return v
 
 
@@ -1233,12 +1233,11 @@ def attend(
                  rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are int8 with scales, or
                  of q's dtype without
         channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens, low_scale
-                 [B, Hkv, n, D, 2] fp16, ring [B, R, Hkv, D] of the tokens since the last multiple of R, which
-                 are exact
+                 [B, Hkv, n, D, 2] fp16, ring [B, R, Hkv, D] of the last R tokens, which are read there
         logits   none, but fp32 logits [B, Hkv, G, n], each query's in line: of the tokens of an index [B, n],
                  or without one of all
     values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8, low_scale
-    [.., DV / group, 2] fp16, and where the last R tokens are exact their ring [B, R, Hkv, DV]. index int32:
+    [.., DV / group, 2] fp16, and where the last R tokens lie in a ring, this [B, R, Hkv, DV]. index int32:
     the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens
     up to pos - z are attended, at most S. window: exact keys and values [B, z, Hkv, D and DV], filled from
     the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores

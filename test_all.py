@@ -1320,9 +1320,8 @@ def test_kivi_bytes_are_the_papers():
         cache = row_cache("kivi", model, 1, 4096, bits=bits, residual=32)
         token = 2 * 4 * 64 * 2
         assert cache.formula() == 4096 * token * ratio + 32 * token
-        # Of 4096 = 128 * 32 tokens 32 keys wait to be quantised, of 4097 one; 32 values are exact.
-        assert cache.bytes_read(4096) == (2 * 4096 - 64) * token / 2 * ratio + 64 * token / 2
-        assert cache.bytes_read(4097) == (2 * 4097 - 33) * token / 2 * ratio + 33 * token / 2
+        for n in (4096, 4097):  # the last 32 keys and values are read from their rings
+            assert cache.bytes_read(n) == (2 * n - 64) * token / 2 * ratio + 64 * token / 2
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -3102,7 +3101,7 @@ def with_ring(decoded, exact, read, seed, dtype, R=32):
     return truth, ring
 
 
-def stored_keys(form, dtype, read, D, pos, r=24):
+def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
     """Random stores of a format as kernels.attend takes them, NaN where a KV head does not read a token
     (read [B, Hkv, S]); and the keys [B, Hkv, S, D] that they hold, in fp32."""
     B, Hkv, S = read.shape
@@ -3115,9 +3114,9 @@ def stored_keys(form, dtype, read, D, pos, r=24):
         return [codes, poison(scale[..., 0], ~read)], codes * scale
     if form == "channels":
         places = torch.arange(S, device=DEVICE)
-        codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), 4, 32, -2)
-        decoded = compress.dequantize(codes, low_scale, 4, 32, dtype, -2)[:, :, :S].float()
-        exact = places >= (pos // 32 * 32)[:, None]
+        codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), bits, 32, -2)
+        decoded = compress.dequantize(codes, low_scale, bits, 32, dtype, -2)[:, :, :S].float()
+        exact = places > pos[:, None] - 32
         coded = F.pad(read & ~exact[:, None], (0, -S % 32)).unflatten(2, (-1, 32)).any(3)
         truth, ring = with_ring(decoded, exact, read, 4, dtype)
         return [codes, poison(low_scale, ~coded), ring], truth
@@ -3188,7 +3187,7 @@ def attend_case(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=
     if written:
         read = (places <= pos[:, None])[:, None].expand(-1, Hkv, -1)
     q = randn(B, Hq, D, dtype=dtype)
-    keys, k = stored_keys(form, dtype, read, D, pos, r)
+    keys, k = stored_keys(form, dtype, read, D, pos, r, 2 if bits == 2 else 4)
     values, v = stored_values(form, dtype, read, DV, bits, pos)
     window = [randn(B, z, Hkv, width, seed=7, dtype=dtype) for width in (D, DV)] if z else []
     if rise:
@@ -3734,7 +3733,7 @@ def test_operations_refuse_what_they_would_get_wrong(module, name, changes, mess
     ops, given = pytest.importorskip(module), good_arguments(name)
     operation = ops.attend if "kind" in given else getattr(ops, name)
     operation(**given)
-    for plan in ("streams_basis", "shares_int8"):
+    for plan in ("streams_basis", "shares_keys"):
         monkeypatch.setattr(ops, plan, lambda *_: True, raising=False)
     with pytest.raises(ValueError, match=message):
         operation(**given | {key: change(given.get(key)) for key, change in changes.items()})
@@ -5258,24 +5257,27 @@ def test_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     assert not takes(cuda, *fits)
 
 
+SHARED = [("int8", 2), ("int8", 4), ("int8", 8), ("channels", 2), ("channels", 4)]  # keys, bits of V
+
+
 @needs_hopper
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("form, bits", SHARED)
 @pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
 @poisoned
-def test_hopper_attend_int8_shared(hopper, monkeypatch, bits, G, programs):
+def test_hopper_attend_shared_keys(hopper, monkeypatch, form, bits, G, programs):
     """One program a head, which writes the result itself, several, and more than short rows have tiles."""
     monkeypatch.setattr(hopper, "SMS", programs)
     monkeypatch.setattr(kernels, "attend", None)
-    for B, S, Hkv, pos in ((4, 1001, 3, (1000, 0, 511, 32)), (2, 7, 1, (6, 2))):
-        check_attend(torch.bfloat16, "int8", "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
+    for B, S, Hkv, pos in ((4, 1001, 3, (1000, 0, 511, 32)), (2, 7, 1, (6, 2)), (3, 96, 2, (95, 64, 63))):
+        check_attend(torch.bfloat16, form, "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
 
 
 @pytest.mark.parametrize("joint", [True, False])
 def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
     asked = []
-    for plan in ("streams_basis", "shares_int8"):
+    for plan in ("streams_basis", "shares_keys"):
         monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
-    for kernel in ("_streamed_logits", "_attend_int8_shared"):
+    for kernel in ("_streamed_logits", "_attend_shared"):
         monkeypatch.setattr(hopper, kernel, None)
     case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("int8", "all", 1, 90, 2, 4)
     given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
@@ -5539,7 +5541,7 @@ LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint int8 latents", 32,
 LATENTS += [("joint int8 latents", 1, 1, 64, 4, 64, 256)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
-    ("_int8_shared_kernel", "mma.sync", 0, [("int8", 8, 4, 128, bits, 0, 0) for bits in (2, 4, 8)]),
+    ("_shared_keys_kernel", "mma.sync", 0, [(form, 8, 4, 128, bits, 0, 0) for form, bits in SHARED]),
     ("_linear_chain_kernel", "wgmma", 2, [(4, False), (16, True)]),  # the consumer, and who loads its inputs
 ]
 
@@ -5562,7 +5564,7 @@ def test_hopper_kernels_compile_without_a_gpu(hopper, kernel, multiply, waits, c
         hopper.{kernel} = Compile("{kernel}", hopper)
         kernels._attend_kernel = Compile("_attend_kernel")
         kernels.merge_splits = hopper.merge_splits = lambda out, *_: out
-        hopper.streams_basis = hopper.shares_int8 = hopper.chains_linears = lambda *_: True
+        hopper.streams_basis = hopper.shares_keys = hopper.chains_linears = lambda *_: True
         hopper.SMS, operation = 1, hopper.linear_chain if "chain" in "{kernel}" else hopper.attend
         for given in torch.load("{tmp_path}/calls", map_location="cpu"):
             operation(*given)
