@@ -174,6 +174,10 @@ class Room:
             return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, scale)
         return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], scale)
 
+    def fetch(self, *given: Tensor) -> None:
+        """fetch_rows of what is given."""
+        (self.kernels.fetch_rows if self.kernels else fetch_rows)(*given)
+
 
 class Cache(nn.Module):
     """The base of all caches: zeroed storage, exact attention in a prompt, the ledger, and `attends`."""
@@ -1673,7 +1677,6 @@ class LrqkCache(Cache):
         self.register_buffer("stamp", self.store(heads, self.slots, dtype=i32).fill_(-1))
         self.register_buffer("step", torch.zeros((), dtype=i32, device=room.device))
         self.register_buffer("counts", self.store(2, dtype=torch.int64))  # rows selected, rows missed
-        self.fetch = room.kernels.fetch_rows if room.kernels else fetch_rows
 
     def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         length, (w_q, w_k) = len(q), self.factorise(row, q, k)
@@ -1741,7 +1744,7 @@ class LrqkCache(Cache):
             self.slot_of[rows] = -1
         tables = (self.slot_of[rows], self.pos_of[rows], self.stamp[rows])
         place, miss = lrqk_resolve(index, live, *tables, self.step)
-        self.fetch(self.kv[rows], index, place, miss, self.hot[rows])
+        self.room.fetch(self.kv[rows], index, place, miss, self.hot[rows])
         self.counts[rows] += torch.stack((live, miss), 1).sum((2, 3))
 
     def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:

@@ -4763,6 +4763,16 @@ def test_the_benchmark_fills_a_layer_and_records_its_operators(case, names):
         assert len(sets) == 3 and len(stores) == 3
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_the_benchmark_copies_caches(method):
+    engine = make_engine(tiny_model().to(DEVICE), method, 1, 64, kernels_=True)
+    engine.prefill([random_ids(20)])
+    for cache in engine.caches:
+        _, copied = kernels.cold_sets(cache, 240e6, 1, [cache.room])
+        for x, y in zip(cache.buffers(), copied.buffers(), strict=True):
+            assert torch.equal(x, y) and x is not y
+
+
 def test_the_benchmark_counts_what_a_call_must_do():
     B, Hq, Hkv, S, D, r = 2, 4, 2, 80, 16, 8
     q, pos = randn(B, Hq, D), positions(S - 1, S - 1)
