@@ -183,7 +183,8 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
             return 64, RB, 4, 2, 2 * SMS
         return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 3, 3 * SMS)
     RB = min(power2(r_score, 16), 64)
-    return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (128, RB, 4, 3, 3 * SMS)
+    T = min(256, 8192 // RB, 4096 // HP)  # at most 16 KB of rows, and 16 KB of logits
+    return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
 
 
 @jit
@@ -195,6 +196,7 @@ def _scores_kernel(
     sums,  # fp32: softmax: running maxima [B, H, tiles, NP]; of splits maxima and sums [B, H, splits, NP]
     query_steps, steps, sizes, scale, per_block,
     N: tl.constexpr, NR: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, RULE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Logits scale q . row of a head's N queries, in log2 units but for the rule each; and for the others, of
     each split of the tokens, their maximum and the sum of exp(logit - maximum)."""
@@ -205,7 +207,7 @@ def _scores_kernel(
     rows_p, row_scale_p = rows
     tile_max_p, max_p, sum_p = sums
     length = tl.load(pos_p + b) + 1
-    NP: tl.constexpr = _padded(N, 16)
+    NP: tl.constexpr = _padded(N, 8)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
     # The tiles of this program, of the live ones only where a second kernel writes the scores.
     count = tiles if RULE == "each" else tl.cdiv(length, T)
@@ -213,30 +215,34 @@ def _scores_kernel(
     first, stop = split * share, tl.minimum((split + 1) * share, count)
     query_p += b * query_steps[0] + h * query_steps[2]
     query_at = query_p + n[:, None] * r_score + dims
-    # Halves of up to 2**15 keep 2**39 of range below the maximum: more than a score can notice.
-    BOOST: tl.constexpr = 2.0**15 if kept_p.dtype.element_ty == tl.float16 else 1.0
     # Int8 rows are multiplied as they are where the queries can be split once and for all tiles of a block.
     SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
-    top = tl.full([NP], float("-inf"), tl.float32)
-    total = tl.zeros([T, NP], tl.float32)  # summed over T at the end, not in every tile
+    # Over tokens T apart, and only at the end over all. The weights of softmax need one maximum at once.
+    top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
+    total = tl.zeros([T, NP], tl.float32)
     for block in range(first // per_block, tl.cdiv(stop, per_block)):
         tile_query_at = query_at + tl.cast(block, tl.int64) * query_steps[1]
         if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
             query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
             if SPLIT:
                 high, low, query_scale = _split_rows(query)
-        for tile in range(tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block)):
+        for tile in tl.range(
+            tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block), num_stages=STAGES
+        ):
             tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
             live = tokens < length
             row = b * steps[0] + h * steps[1] + tokens * steps[2]
+            row_scale = scale
+            if row_scale_p is not None:
+                row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
             logits = tl.zeros([T, NP], tl.float32)
             row_at = rows_p + row[:, None] * r + dims
             if NR == 1:
                 row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
                 if SPLIT:
-                    coarse = tl.dot(row_tile, tl.trans(high), out_dtype=tl.int32).to(tl.float32)
-                    fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32).to(tl.float32)
-                    logits = (coarse * 254 + fine) * query_scale[None, :]
+                    coarse = tl.dot(row_tile, tl.trans(high), out_dtype=tl.int32)
+                    fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32)
+                    logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
                 else:
                     row_tile = row_tile.to(query.dtype)
                     logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
@@ -246,25 +252,28 @@ def _scores_kernel(
                     row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
                     part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                     logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-            if row_scale_p is not None:
-                logits *= tl.load(row_scale_p + row, mask=live, other=0.0)[:, None]
-            logits = tl.where(live[:, None], logits * scale, float("-inf"))
-            if RULE != "softmax":
-                at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
-                tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
-            if RULE != "each":
-                new_top = tl.maximum(top, tl.max(logits, 0))
-                weight = tl.exp2(logits - new_top[None, :])
-                total = total * tl.exp2(top - new_top)[None, :] + weight
-                top = new_top
-            if RULE == "softmax":
-                at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
-                tl.store(at, (weight * BOOST).to(kept_p.dtype.element_ty), mask=live[:, None])
-                tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n, top)
+            if tile < stop:  # always: what lies in a branch does not delay the loads of the next tile
+                logits = tl.where(live[:, None], logits * row_scale, float("-inf"))
+                if RULE != "softmax":
+                    at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
+                    tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
+                if RULE != "each":
+                    new_top = logits
+                    if RULE == "softmax":  # halves of up to 2**15 keep 2**39 of range below a maximum
+                        new_top = tl.max(logits, 0)[None, :] - 15
+                    new_top = tl.maximum(top, new_top)
+                    weight = tl.exp2(logits - new_top)
+                    total = total * tl.exp2(top - new_top) + weight
+                    top = new_top
+                if RULE == "softmax":
+                    at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
+                    tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
+                    tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
     if RULE != "each":
         at = ((b * H + h) * splits + split) * NP + n
-        tl.store(max_p + at, top)
-        tl.store(sum_p + at, tl.sum(total, 0))
+        largest = tl.max(top, 0)
+        tl.store(max_p + at, largest)
+        tl.store(sum_p + at, tl.sum(total * tl.exp2(top - largest[None, :]), 0))
 
 
 @jit
@@ -282,8 +291,7 @@ def _reduce_scores_kernel(
     h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     length, tiles = tl.load(pos_p + b) + 1, tl.cdiv(S, T)
     tile_max_p, max_p, sum_p = sums
-    NP: tl.constexpr = _padded(N, 16)
-    BOOST: tl.constexpr = 2.0**15 if kept_p.dtype.element_ty == tl.float16 else 1.0
+    NP: tl.constexpr = _padded(N, 8)
     n, split = tl.arange(0, NP if RULE == "softmax" else _padded(N)), tl.arange(0, SP)
     at = ((b * H + h) * splits + split[:, None]) * NP + n[None, :]
     tops = tl.load(max_p + at, mask=(split < splits)[:, None], other=float("-inf"))
@@ -292,19 +300,19 @@ def _reduce_scores_kernel(
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=3):
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-        live = tokens < length
+        live, some = tokens < length, (n < N) & (n * 0 + tile * T < length)
         if RULE == "softmax":
-            some = (n < N) & (n * 0 + tile * T < length)
             tile_max_at = tile_max_p + ((b * H + h) * tiles + tile) * NP + n
             tile_top = tl.load(tile_max_at, mask=some, other=float("-inf"))
-            factor = tl.exp2(tile_top - top) / (total * BOOST)
+            factor = tl.exp2(tile_top - top) / total
             kept_at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
             kept = tl.load(kept_at, mask=live[:, None], other=0.0)
             score = tl.sum(kept.to(tl.float32) * tl.where(some, factor, 0.0)[None, :], 1)
         else:
             kept_at = kept_p + ((b * H + h) * N + n[:, None]) * S + tokens[None, :]
-            kept = tl.load(kept_at, mask=(n < N)[:, None] & live[None, :], other=float("-inf"))
-            score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-38)))[:, None], 0)
+            # Wide loads need a mask that is alike for many tokens, as `live` is not known to be.
+            kept = tl.load(kept_at, mask=some[:, None] & (tokens < S)[None, :], other=float("-inf"))
+            score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-37)))[:, None], 0)
             score *= 0.6931471805599453  # ln 2
         tl.store(out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
 
@@ -344,7 +352,7 @@ def scores(
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     if rule == "largest" and N == 1:
         rule = "each"  # which ranks tokens alike
-    NP, soft = power2(N, 16), rule == "softmax"
+    NP, soft = power2(N, 8), rule == "softmax"
     T, RB, warps, stages, programs = softmax_config(NP, r_score, tile_itemsize(queries.dtype, rows))
     if block:
         T = min(T, block & -block)  # a power of two that divides it
@@ -362,7 +370,7 @@ def scores(
     _scores_kernel[splits, H, B](
         queries, (rows, row_scale), pos, kept, sums, query_steps, steps, (S, tiles, r_score, r),
         scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, cdiv(r_score, RB), T,
-        RB, rule, num_warps=warps, num_stages=stages, **overlapped(rows.device),
+        RB, rule, stages, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":
         return kept
