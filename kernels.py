@@ -1152,7 +1152,8 @@ def _attend_kernel(
         value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
         logits, k = LOGITS(queries, keys, b, h, key_row, place, token, live, pos, scale, SHAPE)
         v = _values(values, k, b, h, value_row, token, live, pos, dtype, PACKING)
-        top, total, out = _attend_tile(logits, live, v, top, total, out)
+        if SHAPE.STAGES > 2 or tile < stop:  # a branch where no other load would be in flight: as for scores
+            top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
     top_p, sum_p, out_p = parts
     total = tl.sum(total, 0)
