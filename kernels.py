@@ -671,6 +671,7 @@ class Shape(NamedTuple):
     CODES: Packing | None = None  # of channels
     PER: int = 0  # tokens of a tile in one group of channels
     UNIT: int = 1  # what all ranks of heads are multiples of
+    EARLY: bool = False  # a branch, always taken, keeps the softmax behind the loads of the next tile
 
 
 @jit
@@ -1152,7 +1153,7 @@ def _attend_kernel(
         value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
         logits, k = LOGITS(queries, keys, b, h, key_row, place, token, live, pos, scale, SHAPE)
         v = _values(values, k, b, h, value_row, token, live, pos, dtype, PACKING)
-        if SHAPE.STAGES > 2 or tile < stop:  # a branch where no other load would be in flight: as for scores
+        if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
     top_p, sum_p, out_p = parts
@@ -1274,6 +1275,8 @@ def attend(
     T, warps, stages, fill = attend_config(kind, packing.D, q.element_size(), roomy(q.device))
     if kind == "channels" and index is not None:
         sizes["PER"] = 1  # chosen tokens each look their group up
+    if kind == "rows":  # two products of wgmma have two tiles in shared memory: the branch reads the older
+        sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
     SHAPE = Shape(G, GP, D, power2(D, 32 if kind == "int8" else 16), T, stages, **sizes)
     splits = attend_splits(n, B * programs, fill)

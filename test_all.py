@@ -3318,11 +3318,14 @@ def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
         (2, 300, 8, 36, 36, (299, 31), False),
         (2, 90, 3, 600, 520, (89, 31), True),
         (3, 40, 8, 1024, 768, (39, 15, 0), True),
+        (1, 500, 8, 256, 192, (497,), False),
+        (1, 500, 4, 24, 16, (497,), False),
     ],
 )
 @poisoned
 def test_kernel_attend_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
-    """In one kernel; and rows too wide for it, by their logits."""
+    """In one kernel, whose programs have several tiles; and rows too wide for it, by their logits."""
+    monkeypatch.setattr(kernels, "attend_splits", lambda *_: 1 if S == 500 else 3)
     calls, scores = [], kernels.scores
     monkeypatch.setattr(kernels, "scores", lambda *given: calls.append(given) or scores(*given))
     pos, q, rows = positions(*pos), randn(B, Hq, W, dtype=dtype), randn(B, S, W, seed=1, dtype=dtype)
@@ -3444,6 +3447,20 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
                     assert touch not in before, (name, touch)
     """
     run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
+
+
+def test_rows_that_are_loaded_early_have_two_tiles_in_shared_memory():
+    """On Hopper, where a tile is read in a branch after the loads of the next one have begun."""
+    program = """
+        kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
+        kernels.merge_splits, pos = lambda out, *_: out, zeros(2, dtype=i32)
+        for W, DV in ((40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
+            kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, 1.0)
+            assert f"memdesc<2x64x{kernels.power2(W, 16)}x" in compiled[-1][1].asm["ttgir"], (W, DV)
+        kernels.attend_latent(zeros(2, 32, 32), zeros(2, 4992, 32), pos, 32, 1.0)
+        assert "scf.if" not in compiled[-1][1].asm["ttgir"]
+    """
+    run_for_hopper(program)
 
 
 # ---- heads of unequal rank, rows of host memory
