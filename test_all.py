@@ -3454,11 +3454,10 @@ def test_rows_that_are_loaded_early_have_two_tiles_in_shared_memory():
     program = """
         kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
         kernels.merge_splits, pos = lambda out, *_: out, zeros(2, dtype=i32)
-        for W, DV in ((40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
+        for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
             kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, 1.0)
-            assert f"memdesc<2x64x{kernels.power2(W, 16)}x" in compiled[-1][1].asm["ttgir"], (W, DV)
-        kernels.attend_latent(zeros(2, 32, 32), zeros(2, 4992, 32), pos, 32, 1.0)
-        assert "scf.if" not in compiled[-1][1].asm["ttgir"]
+            code = compiled[-1][1].asm["ttgir"]
+            assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
     """
     run_for_hopper(program)
 
@@ -3649,6 +3648,8 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
         engine.prefill([random_ids(n, n) for n in (5, 31, 58)])
         results.append((decode_rows(engine, 3, lambda ids: False).token_ids, engine.logits.cpu()))
         assert calls == (set(operations.split()) if kernels_ else set())
+        cache = engine.caches[0]
+        kernels.cold_sets(cache, 240e6, 1, [cache.room])  # the benchmark can copy it
     assert results[0][0] == results[1][0]
     assert error(results[1][1], results[0][1]) < 1e-5
 
@@ -4778,16 +4779,6 @@ def test_the_benchmark_fills_a_layer_and_records_its_operators(case, names):
         sets = kernels.cold_sets(args, 100e6, 1)
         stores = {x.data_ptr() for each in sets for x in torch.utils._pytree.tree_leaves(each[:1])}
         assert len(sets) == 3 and len(stores) == 3
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_benchmark_copies_caches(method):
-    engine = make_engine(tiny_model().to(DEVICE), method, 1, 64, kernels_=True)
-    engine.prefill([random_ids(20)])
-    for cache in engine.caches:
-        _, copied = kernels.cold_sets(cache, 240e6, 1, [cache.room])
-        for x, y in zip(cache.buffers(), copied.buffers(), strict=True):
-            assert torch.equal(x, y) and x is not y
 
 
 def test_the_benchmark_counts_what_a_call_must_do():
