@@ -488,8 +488,9 @@ class DenseCache(Cache):
     """Post-RoPE K and V of every token: the truth that all others are measured against.
 
     The base of the caches that keep K and V by position: `select` names the tokens that a step attends.
-    bits below 16: K and V in KIVI's codes, of which the last `residual` tokens stay exact. width: numbers of
-    a stored key, else the head dim. tokens: how many of a row are stored, else all."""
+    bits below 16: K and V in KIVI's codes, but for the keys of an unfinished block and the last values
+    (residual). width: numbers of a stored key, else the head dim. tokens: how many of a row are stored, else
+    all."""
 
     def __init__(self, room: Room, bits: int = 16, residual: int = 128, width: int = 0, tokens: int = 0):
         super().__init__(room)
@@ -2161,7 +2162,7 @@ class KiviSettings:
     """KIVI (arXiv 2402.02750): keys quantised per channel, values per token; all tokens attended."""
 
     bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4), sets="bytes")
-    residual: int = setting(128, "R: last tokens that stay exact")
+    residual: int = setting(128, "R: last values that stay exact, and keys of a block")
 
 
 class Packed(nn.Module):
@@ -2201,8 +2202,8 @@ class Packed(nn.Module):
 
 
 class PackedKeys(Packed):
-    """Keys quantised per channel in groups of 32 tokens, a block of R when it is full. Those of a block that
-    is not are exact; of a full one the ring has what its codes say."""
+    """Keys quantised per channel in groups of 32 tokens, R tokens at a time. The keys of an unfinished block
+    are exact. When a block is full, its slots of the ring get the decoded keys."""
 
     kind = "channels"
 

@@ -99,9 +99,10 @@ def attend(
     (streams_basis): one kernel makes their logits, and kernels.attend does the rest."""
     if kind in ("int8", "channels") and index is None and not window:
         packed = all(x.is_contiguous() for x in (*keys, *values))
-        rings = [len(stores) > 2 for stores in (keys, values)] == [kind == "channels"] * 2
-        G, D = q.shape[1] // values[0].shape[1], q.shape[2]
-        if packed and rings and shares_keys(q.device, G, D, bits, q.dtype) and aligned(*keys, *values):
+        rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]  # alike, or none
+        G, D = q.shape[1] // values[0].shape[1], values[0].shape[3] * 8 // bits
+        fits = packed and rings and D == q.shape[2]
+        if fits and shares_keys(q.device, G, D, bits, q.dtype) and aligned(*keys, *values):
             keys, values = checked_stores(q, kind, keys, values, bits, pos)
             return _attend_shared(q, keys, values, pos, bits, scale)
     if kind == "latents" and index is not None and index.ndim == 2:
@@ -472,14 +473,14 @@ def _soften(logits, top, total, out):
 
 @gluon.jit
 def _copy_tiles(stores, stages, ready, stage, firsts, at, some):
-    """Copies a tile of every store, the rows `at` after its first one, to a stage, if there is one."""
+    """Copies a tile of every store to a stage, if there is one: the rows from firsts + at on."""
     for i in gl.static_range(len(stores)):
         hopper.mbarrier.expect(ready.index(stage), stores[i].block_type.nbytes, pred=some)
         copy_block(stores[i], [firsts[i] + at, 0], ready.index(stage), stages[i].index(stage), pred=some)
 
 
 @gluon.jit
-def _tiles(block, STAGES: gl.constexpr):
+def _ring_of(block, STAGES: gl.constexpr):
     return gl.allocate_shared_memory(block.dtype, [STAGES] + block.block_shape, block.layout)
 
 
@@ -504,15 +505,15 @@ def _shared_keys_kernel(
     split, splits = gl.program_id(0), gl.num_programs(0)
     h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
     row, pos = b * Hkv + h, gl.load(pos_p + b)
-    length = gl.maximum(pos + 1 - R, 0)
+    length = gl.maximum(pos + 1 - R, 0)  # tokens that are read from codes
     # 1. Copies of the first tiles. Programs take tiles in turn: what is read at a time lies side by side,
     # which memory serves faster.
     tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
     first_k, first_v = (row * k_tokens).to(gl.int32), (row * S).to(gl.int32)
     stores, firsts = (keys, codes, pairs), (first_k, first_v, first_v, first_k)
-    stages = (_tiles(keys, STAGES), _tiles(codes, STAGES), _tiles(pairs, STAGES))
+    stages = (_ring_of(keys, STAGES), _ring_of(codes, STAGES), _ring_of(pairs, STAGES))
     if not INT8:
-        stores, stages = stores + (key_pairs,), stages + (_tiles(key_pairs, STAGES),)
+        stores, stages = stores + (key_pairs,), stages + (_ring_of(key_pairs, STAGES),)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         hopper.mbarrier.init(ready.index(slot), count=len(stores))
@@ -541,7 +542,7 @@ def _shared_keys_kernel(
     total = gl.full([8, T], 0.0, gl.float32, LOGITS)
     out = gl.full([D, 8], 0.0, gl.float32, MMA)
     token = gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
-    # 3. The last R tokens, exact.
+    # 3. The last R tokens, from their rings.
     if not INT8:
         for start in range(split * T, gl.minimum(R, pos + 1), splits * T):
             place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
@@ -610,7 +611,7 @@ def _attend_shared(
     k, k_scale, codes, pairs = *keys[:2], *values[:2]
     (k_tokens, width), key_pairs, rings, R = k.shape[2:], None, (None, None), 0
     if k.dtype == torch.uint8:
-        k, key_pairs, k_scale = k.view(torch.int32), k_scale.view(B, Hkv, -1, 4), None
+        k, k_scale, key_pairs = k.view(torch.int32), None, k_scale.view(B, Hkv, -1, 4)  # a tile: 32 rows
         rings, R = (keys[2], values[2]), keys[2].shape[1]
 
     def block(store):  # a matrix of rows, of which bulk copies take T

@@ -192,14 +192,14 @@ def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
     rows,  # [B, H, S, r] of the queries' dtype, and None; or int8, and a scale each, [B, H, S] fp32
     pos_p,  # [B] int32
-    kept_p,  # softmax: exp(logit - running maximum) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
-    sums,  # fp32: softmax: running maxima [B, H, tiles, NP]; of splits maxima and sums [B, H, splits, NP]
+    kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
+    sums,  # fp32: softmax: tops [B, H, tiles, NP]; of splits tops and sums [B, H, splits, NP]
     query_steps, steps, sizes, scale, per_block,
     N: tl.constexpr, NR: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, RULE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Logits scale q . row of a head's N queries, in log2 units but for the rule each; and for the others, of
-    each split of the tokens, their maximum and the sum of exp(logit - maximum)."""
+    each split of the tokens, top, their maximum (softmax: less 15), and the sum of exp2(logit - top)."""
     _wait_for_previous()
     split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -217,7 +217,7 @@ def _scores_kernel(
     query_at = query_p + n[:, None] * r_score + dims
     # Int8 rows are multiplied as they are where the queries can be split once and for all tiles of a block.
     SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
-    # Over tokens T apart, and only at the end over all. The weights of softmax need one maximum at once.
+    # Of every T-th token, joined at the end; softmax keeps its weights, so it needs one maximum for all.
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
     for block in range(first // per_block, tl.cdiv(stop, per_block)):
@@ -335,7 +335,7 @@ def scores(
         each     a score a query, its logit -> [B, H * N, S]
         softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
         largest  the largest of the log-softmax of a head's queries -> [B, H, S]
-    fp32, -inf beyond pos. For softmax a program keeps exp(logit - running maximum) in half precision (2 bytes
+    fp32, -inf beyond pos. For softmax a program keeps 2^15 exp(logit - running maximum) in fp16 (2 bytes
     a query and token) until maximum and sum of the row are known; a second kernel multiplies it by
     exp(that maximum - maximum) / sum. Truth: compress.sals_scores and group_scores."""
     *_, H, N, r_score = queries.shape
@@ -1247,7 +1247,7 @@ def attend(
         logits   none, but fp32 logits [B, Hkv, G, n], each query's in line: of the tokens of an index [B, n],
                  or without one of all
     values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8, low_scale
-    [.., DV / group, 2] fp16, and where the last R tokens lie in a ring, this [B, R, Hkv, DV]. index int32:
+    [.., DV / group, 2] fp16, and if the last R tokens are read from a ring, it [B, R, Hkv, DV]. index int32:
     the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens
     up to pos - z are attended, at most S. window: exact keys and values [B, z, Hkv, D and DV], filled from
     the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores
