@@ -183,7 +183,7 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
             return 64, RB, 4, 2, 2 * SMS
         return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 3, 3 * SMS)
     RB = min(power2(r_score, 16), 64)
-    T = min(256, 8192 // RB, 4096 // HP)  # at most 16 KB of rows, and 16 KB of logits
+    T = max(16, min(256, 8192 // RB, 4096 // HP))  # 16 KB of rows and of logits at most, if it can be
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
 
 
