@@ -174,9 +174,10 @@ class Room:
             return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, scale)
         return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], scale)
 
-    def fetch(self, *given: Tensor) -> None:
-        """fetch_rows of what is given."""
-        (self.kernels.fetch_rows if self.kernels else fetch_rows)(*given)
+    def fetch(self, rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
+        """hot[place] = rows[index] where miss, as fetch_rows says."""
+        fetch = self.kernels.fetch_rows if self.kernels else fetch_rows
+        fetch(rows, index, place, miss, hot)
 
 
 class Cache(nn.Module):
@@ -2177,8 +2178,7 @@ class Packed(nn.Module):
         self.exact_bytes = heads * width * self.room.dtype.itemsize
 
     def write_prompt(self, row: int, x: Tensor) -> None:
-        recent = torch.arange(max(0, len(x) - self.R), len(x), device=x.device)
-        self.ring[row, recent % self.R] = x[recent]
+        Window(self.ring.transpose(1, 2), 0, self.R).write_prompt(row, x)
 
     def write(self, pos: Tensor, x: Tensor) -> None:
         self.ring[self.room.row_ids, pos % self.R] = x
@@ -2228,8 +2228,10 @@ class PackedKeys(Packed):
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
         self.codes[row, :, :full], self.low_scale[row, :, : full // 32] = codes, low_scale
-        block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :]).transpose(0, 1)
-        super().write_prompt(row, torch.cat((x[: full - len(block)], block, x[full:])))
+        super().write_prompt(row, x)
+        if full:  # the last full block fills the ring from slot 0 on; the keys after it lie there now
+            block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :]).transpose(0, 1)
+            self.ring[row, len(x) - full :] = block[len(x) - full :]
 
     def write(self, pos: Tensor, x: Tensor) -> None:
         super().write(pos, x)

@@ -616,8 +616,8 @@ def _attend_shared(
 
     def block(store):  # a matrix of rows, of which bulk copies take T
         rows, itemsize = store.flatten(0, 2).flatten(1), store.element_size()
-        width = rows.shape[1] * itemsize
-        layout = gl.NVMMASharedLayout(width if width > 16 else 0, 8 * itemsize, 2)
+        nbytes = rows.shape[1] * itemsize
+        layout = gl.NVMMASharedLayout(nbytes if nbytes > 16 else 0, 8 * itemsize, 2)
         return TensorDescriptor.from_tensor(rows, [T, rows.shape[1]], layout)
 
     blocks = [store if store is None else block(store) for store in (k, key_pairs, codes, pairs)]

@@ -226,6 +226,7 @@ def _scores_kernel(
             query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
             if SPLIT:
                 high, low, query_scale = _split_rows(query)
+        # Stages that the loop itself names keep in flight what no product takes, too: the scales.
         for tile in tl.range(
             tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block), num_stages=STAGES
         ):
