@@ -28,7 +28,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -83,16 +82,20 @@ def read_texts(files: list[Path]) -> Iterator[str]:
             yield text
 
 
-def text_ids(tokenizer, files: list[Path], most: int) -> np.ndarray:
-    """Up to `most` token ids of the texts, one text after another."""
-    ids: list[int] = []
+def text_ids(tokenizer, files: list[Path], most: int, bos: bool = False) -> np.ndarray:
+    """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS."""
+    arrays, total = [], 0
+    bar = Progress("tokens", most)
     for text in read_texts(files):
-        ids += tokenizer.encode(text, bos=False)
-        if len(ids) >= most:
+        arrays.append(np.array(tokenizer.encode(text, bos=bos), np.int32))
+        total += len(arrays[-1])
+        bar.tick(len(arrays[-1]))
+        if total >= most:
             break
-    if not ids:
+    bar.close()
+    if not total:
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
-    return np.array(ids[:most])
+    return np.concatenate(arrays)[:most]
 
 
 def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
@@ -103,7 +106,7 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
         raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}; give more text")
     if count < asked:
         print(f"note: the text has {count} windows of {length} tokens, not {asked}", file=sys.stderr)
-    tokens = torch.from_numpy(ids[: count * length]).view(count, length)
+    tokens = torch.from_numpy(ids[: count * length]).long().view(count, length)
     if tokenizer.add_bos:
         tokens[:, 0] = tokenizer.bos_id
     return tokens
@@ -740,27 +743,6 @@ def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
     return made.getvalue()
 
 
-def tokenize_files(files: list[Path], tokenizer, max_tokens: int, workers: int) -> np.ndarray:
-    """All texts as one array of token ids, each led by BOS; stops after max_tokens."""
-    global _encode
-    _encode = tokenizer.encode  # forked workers inherit it: tokenizers cannot be pickled
-    kind, arrays, total = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32, [], 0
-    quiet = (signal.SIGINT, signal.SIG_IGN)  # an interrupt ends the parent, which ends its workers
-    with get_context("fork").Pool(workers, signal.signal, quiet) as pool:
-        for ids in pool.imap(_encode_text, read_texts(files), chunksize=16):
-            arrays.append(np.array(ids, kind))
-            total += len(ids)
-            if total >= max_tokens:
-                break
-    if not arrays:
-        raise UserError("no text of at least 200 characters to train on; give more --text")
-    return np.concatenate(arrays)
-
-
-def _encode_text(text: str) -> list[int]:
-    return _encode(text)
-
-
 def text_share(text: str) -> tuple[Path, float]:
     """PATH:SHARE, or PATH for a share of 1."""
     path, share = text.rsplit(":", 1) if ":" in text[1:] else (text, "1")
@@ -801,7 +783,7 @@ def run_train(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(args.out)
         initialise(model, args.seed)
     started = time.time()
-    tokens = [tokenize_files(f, tokenizer, args.max_tokens, args.workers) for f in files]
+    tokens = [text_ids(tokenizer, f, args.max_tokens, bos=True) for f in files]
     print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, list(shares))
     lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with

@@ -3927,11 +3927,13 @@ def test_texts_come_once(tmp_path):
     assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == [once]
 
 
-def test_windows_begin_with_bos(tmp_path):
-    (tmp_path / "a.txt").write_text("some words and more " * 100)
-    tokenizer = load_tokenizer(NANO)
-    tokens = calibrate.windows(tokenizer, [tmp_path / "a.txt"], 32, 3)
-    assert tokens.shape == (3, 32) and (tokens[:, 0] == tokenizer.bos_id).all()
+def test_windows_and_texts_of_training_begin_with_bos(tmp_path):
+    files, tokenizer = [tmp_path / "a.txt", tmp_path / "b.txt"], load_tokenizer(NANO)
+    for file in files:
+        file.write_text(f"{file} some words and more " * 100)
+    assert calibrate.windows(tokenizer, files, 32, 3)[:, 0].tolist() == [tokenizer.bos_id] * 3
+    ids = np.concatenate([tokenizer.encode(text) for text in calibrate.read_texts(files)])
+    assert (calibrate.text_ids(tokenizer, files, len(ids) - 9, bos=True) == ids[:-9]).all()
 
 
 def test_texts_are_drawn_by_their_shares():
@@ -4921,8 +4923,7 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, 
         (tmp_path / name).write_text(name * 100)
     read = mock.Mock(side_effect=UserError("read"))
     monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
-    monkeypatch.setattr(calibrate, "windows", read)
-    monkeypatch.setattr(calibrate, "tokenize_files", read)
+    monkeypatch.setattr(calibrate, "text_ids", read)
     shutil.copy(NANO / "tokenizer.model", tmp_path)
     for line in (f"train --out {tmp_path} --text {tmp_path}", "fit --method sals", "eval"):
         assert "read" in cli.refusal(line)
