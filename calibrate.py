@@ -1804,12 +1804,11 @@ def run_convert(args: argparse.Namespace) -> None:
             (made / name).write_bytes(data)
         load_tokenizer(made)  # refuses it before the long part
         write_weights(plan, made / "model.safetensors", dtype)
-    command = f"fit --checkpoint {out} --method"
     if args.fit:
-        fit = parse_args([*command.split(), args.fit])
+        fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
         fit.text, fit.windows, fit.window = args.text, args.windows, args.window
         fit.run(fit)
-    print(f"next: python calibrate.py {command} all")
+    print(f"next: python calibrate.py fit --checkpoint {out} --method all")
     print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
 
 
