@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
@@ -1597,10 +1598,11 @@ def run_pairs(args: argparse.Namespace) -> dict:
 # ----------------------------------------------------------------------------------- conversion of GGUF files
 # The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
+GGUF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")  # also get BOS, and whole words before merges
 GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
-    **dict.fromkeys(("default", "gpt-2"), [model_file.GPT2_SPLIT]),
+    "gpt-2": [model_file.GPT2_SPLIT],
     **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", model_file.GPT2_SPLIT]),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), [model_file.LLAMA3_SPLIT]),
+    **dict.fromkeys((*GGUF_LLAMA3, "smaug-bpe", "dbrx"), [model_file.LLAMA3_SPLIT]),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [model_file.QWEN2_SPLIT]),
 }
 GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -1625,7 +1627,7 @@ def gguf_path(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     package = name.replace("-", "_")
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    spec = PathFinder.find_spec(package) if package.isidentifier() else None
     folders = spec.submodule_search_locations or [] if spec else []
     files = [file for folder in folders for file in Path(folder).rglob("*.gguf")]
     if len(files) != 1:
@@ -1650,7 +1652,10 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
 def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
     """rope_scaling of config.json; rope_freqs.weight divides the frequencies, as Llama 3.1's scaling does."""
     given = {key.split(".")[-1]: value for key, value in values.items() if key.startswith("rope.scaling.")}
-    kind, _ = given.pop("type", "none"), given.pop("finetuned", None)
+    kind, _ = given.pop("type", "linear"), given.pop("finetuned", None)
+    given["factor"] = given.get("factor", values.get("rope.scale_linear")) or 1.0  # the latter is its old name
+    if kind in ("linear", "yarn") and given["factor"] == 1:
+        kind = "none"
     if "rope_freqs.weight" in tensors:
         factors = torch.from_numpy(np.array(tensors.pop("rope_freqs.weight").data, np.float64))
         inv_freq = values.get("rope.freq_base", 1e4) ** -(torch.arange(0, head_dim, 2).double() / head_dim)
@@ -1745,7 +1750,9 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
     """The tokenizer's files, name -> contents. Raises UserError for a kind that is not supported."""
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
-    tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre", "default")
+    tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre")
+    if kind == "gpt2" and pre is None:
+        raise UserError("it does not say how text is cut (tokenizer.ggml.pre); give one of a newer llama.cpp")
     if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
         raise UserError(f"its tokenizer {kind!r} with the pre-tokenizer {pre!r} is not supported")
     types, splits = ggml.get("token_type") or [1] * len(tokens), GGUF_SPLITS.get(pre)
@@ -1757,21 +1764,28 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     ids = {name: ggml.get(f"{key}_token_id") for name, key in GGUF_IDS.items()}
     ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
     settings = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None} | {
-        "tokenizer_class": "LlamaTokenizer" if kind == "llama" else "PreTrainedTokenizerFast",
-        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or splits == [model_file.LLAMA3_SPLIT]),
+        "tokenizer_class": "PreTrainedTokenizerFast",  # LlamaTokenizer would cut "the the" otherwise
+        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or pre in GGUF_LLAMA3),
         "added_tokens_decoder": added,
         "chat_template": meta.get("tokenizer.chat_template"),
         "clean_up_tokenization_spaces": False,
     }
-    files = {"tokenizer_config.json": settings, "generation_config.json": {"eos_token_id": sorted(ends)}}
+    stop = {"eos_token_id": sorted(ends)} if ends else {}  # transformers refuses an empty list
+    files = {"tokenizer_config.json": settings, "generation_config.json": stop}
     if kind == "llama":
         pieces = zip(tokens, ggml["scores"], types, strict=True)
         spaced = ggml.get("add_space_prefix", True)
         return files | {"tokenizer.model": model_file.sentencepiece_model(pieces, spaced)}
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != 5}
     made = model_file.byte_level_json(vocab, ggml["merges"], splits, nfc=splits == [model_file.QWEN2_SPLIT])
-    made["model"]["ignore_merges"] = splits == [model_file.LLAMA3_SPLIT]
+    made["model"]["ignore_merges"] = pre in GGUF_LLAMA3
     made["added_tokens"] = [{"id": i, **token} for i, token in added.items()]
+    if settings["add_bos_token"] and (bos := settings.get("bos_token")):
+        first, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+        names = {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}}
+        single, pair = [first, text], [first, text, {"Sequence": {"id": "B", "type_id": 1}}]
+        post = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": names}
+        made["post_processor"] = post
     return files | {"tokenizer.json": made}
 
 
@@ -1783,6 +1797,8 @@ def run_convert(args: argparse.Namespace) -> None:
         python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
     there = check_folder("--out", out)
+    if args.fit:
+        text_files(args.text or STDLIB)  # refuses it before the long part
     meta, tensors = read_gguf(path)
     with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
@@ -1802,7 +1818,7 @@ def run_convert(args: argparse.Namespace) -> None:
         for name, data in files.items():
             data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
             (made / name).write_bytes(data)
-        load_tokenizer(made)  # refuses it before the long part
+        load_tokenizer(made)  # the same
         write_weights(plan, made / "model.safetensors", dtype)
     if args.fit:
         fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
