@@ -88,7 +88,8 @@ def text_ids(tokenizer, files: list[Path], most: int, bos: bool = False) -> np.n
     arrays, total = [], 0
     bar = Progress("tokens", most)
     for text in read_texts(files):
-        arrays.append(np.array(tokenizer.encode(text, bos=bos), np.int32))
+        text = text[: 16 * (most - total)]  # more than so many tokens
+        arrays.append(np.array(tokenizer.encode(text, bos=bos)[: most - total], np.int32))
         total += len(arrays[-1])
         bar.tick(len(arrays[-1]))
         if total >= most:
@@ -96,7 +97,7 @@ def text_ids(tokenizer, files: list[Path], most: int, bos: bool = False) -> np.n
     bar.close()
     if not total:
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
-    return np.concatenate(arrays)[:most]
+    return np.concatenate(arrays)
 
 
 def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
@@ -655,9 +656,18 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list]:
-    """Gathers Ctrl-C in a list that the block looks at; raises KeyboardInterrupt at its end if one came."""
-    interrupts = []
-    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+    """A list that takes the first Ctrl-C, for the block to look at. KeyboardInterrupt comes at its end, or at
+    the second Ctrl-C."""
+    interrupts, process = [], os.getpid()
+
+    def interrupt(*_) -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+        if os.getpid() == process:  # its workers end with it
+            interrupts.append(True)
+            print("stopping after this step; Ctrl-C again: at once, without --state", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
     finally:
@@ -679,6 +689,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False,
     read = sum(stage.batch * stage.length for stage in plan[:done])
     recent = []  # losses since the last line of the log
     if log and not done:
+        log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("tokens,loss\n")
     loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
     with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
@@ -713,7 +724,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False,
             raise UserError(f"the weights are no numbers after step {done}; nothing is saved: lower --lr")
         if state:
             save_state(state, model, optimizer, done)
-    return done == total
+    return done >= total
 
 
 def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
@@ -783,13 +794,9 @@ def run_train(args: argparse.Namespace) -> None:
                 (partial / "tokenizer.model").write_bytes(pieces)
         tokenizer = load_tokenizer(args.out)
         initialise(model, args.seed)
-    started = time.time()
     tokens = [text_ids(tokenizer, f, args.max_tokens, bos=True) for f in files]
-    print(f"tokens read: {[len(t) for t in tokens]} in {time.time() - started:.0f} s", file=sys.stderr)
     hay = Haystack(tokenizer, tokens, list(shares))
     lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
-    for path in filter(None, (args.state, args.log)):
-        path.parent.mkdir(parents=True, exist_ok=True)
     loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
     done = train(model.to(device), hay, stages, lr, *loop)
     save_checkpoint(model, args.out, args.source)
@@ -1164,7 +1171,9 @@ class Candidate:
         shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}
 
         def costs(options: dict, capacity: int) -> dict[str, float]:
-            return method_costs(model, self.method, settings_from(self.method, options), artifact, capacity)
+            settings = settings_from(self.method, options)
+            caches = generate.plan_caches(model, self.method, settings, artifact, 1, capacity)
+            return generate.cost_shares(settings, caches)
 
         for capacity in sorted(rows):
             if capacity not in self.used:
@@ -1176,13 +1185,6 @@ class Candidate:
             settings = settings_from(self.method, self.used[capacity])
             generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
         return artifact
-
-
-def method_costs(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, float]:
-    """generate.cost_shares of a row of `capacity` tokens."""
-    return generate.cost_shares(
-        settings, generate.plan_caches(model, method, settings, artifact, 1, capacity)
-    )
 
 
 def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:
@@ -1653,7 +1655,7 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
     """rope_scaling of config.json; rope_freqs.weight divides the frequencies, as Llama 3.1's scaling does."""
     given = {key.split(".")[-1]: value for key, value in values.items() if key.startswith("rope.scaling.")}
     kind, _ = given.pop("type", "linear"), given.pop("finetuned", None)
-    given["factor"] = given.get("factor", values.get("rope.scale_linear")) or 1.0  # the latter is its old name
+    given["factor"] = given.get("factor", values.get("rope.scale_linear")) or 1.0  # its old name
     if kind in ("linear", "yarn") and given["factor"] == 1:
         kind = "none"
     if "rope_freqs.weight" in tensors:
@@ -1751,10 +1753,8 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     """The tokenizer's files, name -> contents. Raises UserError for a kind that is not supported."""
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
     tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre")
-    if kind == "gpt2" and pre is None:
-        raise UserError("it does not say how text is cut (tokenizer.ggml.pre); give one of a newer llama.cpp")
     if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
-        raise UserError(f"its tokenizer {kind!r} with the pre-tokenizer {pre!r} is not supported")
+        raise UserError(f"its tokenizer {kind!r} with tokenizer.ggml.pre {pre!r} is not supported")
     types, splits = ggml.get("token_type") or [1] * len(tokens), GGUF_SPLITS.get(pre)
     flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
     for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
@@ -1781,11 +1781,11 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     made["model"]["ignore_merges"] = pre in GGUF_LLAMA3
     made["added_tokens"] = [{"id": i, **token} for i, token in added.items()]
     if settings["add_bos_token"] and (bos := settings.get("bos_token")):
-        first, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-        names = {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}}
-        single, pair = [first, text], [first, text, {"Sequence": {"id": "B", "type_id": 1}}]
-        post = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": names}
-        made["post_processor"] = post
+        texts = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        pair = [{"SpecialToken": {"id": bos, "type_id": 0}}, *texts]
+        named = {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}}
+        post = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair}
+        made["post_processor"] = post | {"special_tokens": named}
     return files | {"tokenizer.json": made}
 
 
@@ -1822,8 +1822,7 @@ def run_convert(args: argparse.Namespace) -> None:
         write_weights(plan, made / "model.safetensors", dtype)
     if args.fit:
         fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
-        fit.text, fit.windows, fit.window = args.text, args.windows, args.window
-        fit.run(fit)
+        run_fit(argparse.Namespace(**vars(fit) | {n: vars(args)[n] for n in ("text", "windows", "window")}))
     print(f"next: python calibrate.py fit --checkpoint {out} --method all")
     print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
 
@@ -1848,13 +1847,13 @@ def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
 
 
 def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) -> np.ndarray:
-    """One column of a CSV file, NaN for an empty cell. Raises UserError where it is missing or no number."""
+    """One column of a CSV file, "nan" for an empty cell. UserError where it is missing or no `kind`."""
     try:
         return np.array([kind(row[name] or "nan") for row in rows])
     except KeyError:
         raise UserError(f"{path}: it has no column {name!r}") from None
-    except ValueError:
-        raise UserError(f"{path}: the column {name!r} holds what is no number") from None
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise UserError(f"{path}: the column {name!r}: {error}") from None
 
 
 def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
@@ -1866,9 +1865,10 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
     scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (KINDS, "kl "))
     shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
     figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
-    figures = {y: np.ma.masked_invalid(each).mean(0).filled(np.nan) for y, each in figures.items() if each}
+    figures = {y: each for y, each in figures.items() if (np.array(each) > 0).any()}
+    figures = {y: np.ma.masked_invalid(each).mean(0).filled(np.nan) for y, each in figures.items()}
     if not figures:
-        raise UserError(f"{path}: it has no column of a task or of a KL")
+        raise UserError(f"{path}: no task and no KL in it is above 0")
     label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}
     with picture(png, len(figures), 2) as axes:
         for line, (label, y) in zip(axes, figures.items(), strict=True):
@@ -1887,7 +1887,7 @@ def plot_times(path: Path, rows: list[dict], png: Path) -> None:
     if unit == "us":
         csv_column(path, rows, "dense_us")  # refuses a table that lacks it
         rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
-    kinds = {"model": str, "batch": str, "length": float, "method": str, unit: float}
+    kinds = {"model": str, "batch": str, "length": positive, "method": str, unit: positive}
     columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
     panels = {}
     for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
@@ -1918,9 +1918,12 @@ def run_plot(args: argparse.Namespace) -> None:
     require("matplotlib", "pictures need matplotlib")
     check_folder("--out", args.out)
     for path in args.csv:
-        rows = list(csv.DictReader(generate.read_text(path).splitlines()))
-        if not rows:
-            raise UserError(f"{path}: it has no rows")
+        try:
+            rows = list(csv.DictReader(generate.read_text(path).splitlines()))
+        except csv.Error as error:
+            raise UserError(f"{path}: {error}") from None
+        if not rows or None in set().union(*rows):
+            raise UserError(f"{path}: it has no rows, or one that is longer than the first line")
         plot = plot_times if rows[0].keys() & {"ms", "us"} else plot_quality
         plot(path, rows, args.out / f"{path.stem}.png")
 
@@ -2013,7 +2016,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")
     p.option("--lr", positive, None, "peak learning rate (default 2e-3); with --from a constant one (2e-4)")
     p.option("--seed", whole(0), 0, "of weights and batches")
-    p.option("--workers", whole(1, 256), 12, "processes that make batches")
+    p.option("--workers", whole(1, 256), min(12, os.cpu_count() or 1), "processes that make batches")
     p.option("--state", Path, None, "file that keeps weights and moments, to stop and resume")
     p.option("--minutes", positive, math.inf, "stop (and keep the state) after this time")
     p.option("--log", Path, None, "CSV of tokens read and mean loss, a line every 20 steps")

@@ -55,7 +55,7 @@ class Progress:
         Progress.outer = Progress.outer or self
 
     def tick(self, n: int = 1) -> None:
-        self.done += n
+        self.done = min(self.done + n, self.total)
         now = time.time()
         # On a terminal the bar moves in place; in a log file a line every ten seconds is enough.
         start, end, pause = ("\r", "  ", 0.1) if sys.stderr.isatty() else ("", "\n", 10)
@@ -1036,6 +1036,7 @@ def run_command(run: Callable[[], None]) -> None:
             raise
         fail(f"not enough memory ({told.splitlines()[0]}); use a smaller model, fewer or shorter rows")
     except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
 
 
