@@ -656,8 +656,7 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list]:
-    """A list that takes the first Ctrl-C, for the block to look at. KeyboardInterrupt comes at its end, or at
-    the second Ctrl-C."""
+    """A list that takes the first Ctrl-C; KeyboardInterrupt comes when the block ends, or at the second."""
     interrupts, process = [], os.getpid()
 
     def interrupt(*_) -> None:
@@ -921,10 +920,9 @@ def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Tas
     """One key with several values, asked for all at once, in the order of the text."""
     pairs = numbered_keys(rng, n_keys, n_values)
     rng.shuffle(pairs)
-    facts = number_facts(pairs)
     groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
     ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
-    return [Task(facts, ask.format(key), f" {', '.join(ns)}.", ns) for key, ns in groups.items()]
+    return [Task(number_facts(pairs), ask.format(k), f" {', '.join(ns)}.", ns) for k, ns in groups.items()]
 
 
 def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
@@ -1839,7 +1837,6 @@ def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-        axis.margins(0.15)
     yield axes
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -1864,20 +1861,23 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
         raise UserError(f"{path}: it has no row of dense")
     scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (KINDS, "kl "))
     shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
+    losses = [np.where(each > 0, each, np.nan) for each in losses]  # dense's 0 has no logarithm
     figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
-    figures = {y: each for y, each in figures.items() if (np.array(each) > 0).any()}
-    figures = {y: np.ma.masked_invalid(each).mean(0).filled(np.nan) for y, each in figures.items()}
+    figures = {y: np.ma.masked_invalid(each) for y, each in figures.items() if np.isfinite(each).any()}
     if not figures:
         raise UserError(f"{path}: no task and no KL in it is above 0")
-    label_style = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 6, "rotation": 40}
+    kinds = [re.split(r"\W", name)[0] for name in names]  # a colour each; its rows differ in their markers
+    order = [*dict.fromkeys(kinds)]
     with picture(png, len(figures), 2) as axes:
-        for line, (label, y) in zip(axes, figures.items(), strict=True):
+        for line, (label, each) in zip(axes, figures.items(), strict=True):
             for axis, (cost, x) in zip(line, costs.items(), strict=True):
                 axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
-                for name, *point in zip(names, x, y, strict=True):
-                    if np.isfinite(point).all() and (point[1] > 0 or "KL" not in label):
-                        axis.plot(*point, "o", color="black" if name == "dense" else None)
-                        axis.annotate(name, point, **label_style)
+                points = zip(names, kinds, x, each.mean(0).filled(np.nan), strict=True)
+                for n, (name, kind, *point) in enumerate(points):
+                    i, variant = order.index(kind), kinds[:n].count(kind) % 6
+                    marker, color = "os^DvPX*<>hp"[i // 10 % 2 * 6 + variant], f"C{i}"
+                    axis.plot(*point, marker, color="black" if kind == "dense" else color, label=name)
+        axis.figure.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize=8)
 
 
 def plot_times(path: Path, rows: list[dict], png: Path) -> None:
