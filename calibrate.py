@@ -139,7 +139,7 @@ def check_folder(option: str, folder: Path) -> Path:
 
 def check_file(option: str, path: Path | None) -> None:
     """The same for one file, if there is to be one."""
-    if path and (path.is_dir() or path.exists() and not os.access(path, os.W_OK)):
+    if path and path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         raise UserError(f"{option} {path}: no file can be written there")
     if path and not path.exists():
         check_folder(option, path.parent)
@@ -564,7 +564,6 @@ def run_ranks(args: argparse.Namespace) -> dict:
             for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
                 axis.plot(ranks[name], marker="o", label=label)
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
-            axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return {"energy": args.energy, "width": width, **ranks}
 
 
@@ -682,7 +681,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False,
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
-    total, started, running = len(plan), time.time(), None
+    total, started = len(plan), time.time()
     batches, order = TrainingBatches(hay, plan, seed), range(done, total)
     batches = DataLoader(batches, None, sampler=order, num_workers=workers, pin_memory=cuda)
     read = sum(stage.batch * stage.length for stage in plan[:done])
@@ -705,18 +704,17 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False,
             optimizer.zero_grad(set_to_none=True)
             done, read = done + 1, read + weights.numel()
             recent.append(loss.detach())
-            running = recent[-1] if running is None else running.lerp(recent[-1], 0.02)
             if done % 20 == 0 or done == total:
+                mean = torch.stack(recent).mean().item()
+                recent.clear()
                 if log:
                     with log.open("a") as file:
-                        file.write(f"{read},{torch.stack(recent).mean().item():.4f}\n")
-                recent.clear()
-            if done % 100 == 0 or done == total:
-                mean, shape = running.item(), f"{tokens.shape[0]}x{weights.shape[1]}"
-                line = f"step {done}/{total}  {shape}  loss {mean:.3f}  {time.time() - started:.0f} s"
-                print(line, file=sys.stderr, flush=True)
+                        file.write(f"{read},{mean:.4f}\n")
                 if not math.isfinite(mean):
                     break
+                if done % 100 == 0 or done == total:
+                    line = f"step {done}/{total}  {tokens.shape[0]}x{weights.shape[1]}  loss {mean:.3f}  "
+                    print(f"{line}{time.time() - started:.0f} s", file=sys.stderr, flush=True)
             if interrupts or done < total and time.time() - started > 60 * minutes:
                 break
         if not all(p.isfinite().all() for p in model.parameters()):
@@ -760,8 +758,7 @@ def text_share(text: str) -> tuple[Path, float]:
     try:
         return Path(path), positive(share)
     except (ValueError, argparse.ArgumentTypeError):
-        fault = "write PATH or PATH:SHARE, such as books:0.5, with a share above 0"
-        raise UserError(f"--text {text}: {fault}") from None
+        raise UserError(f"--text {text}: write PATH or PATH:SHARE, such as books:0.5") from None
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -1397,9 +1394,6 @@ def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     writer = csv.DictWriter(table, columns, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
-    if path.exists() and not path.is_file():  # a pipe or a device
-        path.write_text(table.getvalue(), newline="")
-        return
     path = path.resolve()  # what a link points to
     with replacing(path.parent, path.name) as partial:
         (partial / path.name).write_text(table.getvalue(), newline="")
@@ -1459,8 +1453,7 @@ def run_overlap(args: argparse.Namespace) -> dict:
         prompts = prompts or [eval_sample(hay, args.task, i, args.length)[0] for i in range(args.samples)]
         results[candidate.label] = overlap_scores(engine, prompts)
         if not any(results[candidate.label]):
-            fault = f"it attends all {args.length} tokens; give one that selects"
-            raise UserError(f"--method {candidate.label}: {fault}")
+            raise UserError(f"--method {candidate.label}: it attends all {args.length} tokens; give another")
     print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
     for text, scores in results.items():
         print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
@@ -1830,14 +1823,20 @@ def run_convert(args: argparse.Namespace) -> None:
 
 @contextmanager
 def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Axes [rows, columns] to draw on; the PNG file is written when the block ends."""
+    """Axes [rows, columns] to draw on; the PNG file is written, with one legend, when the block ends."""
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
     figure = Figure(figsize=(6.5 * columns, 4.5 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
+        axis.tick_params(which="minor", labelsize=6)
     yield axes
+    legend = {}
+    for axis in axes.flat:
+        legend |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        axis.set_visible(axis.has_data())
+    figure.legend(legend.values(), legend.keys(), loc="outside right center", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(path)
@@ -1877,7 +1876,6 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
                     i, variant = order.index(kind), kinds[:n].count(kind) % 6
                     marker, color = "os^DvPX*<>hp"[i // 10 % 2 * 6 + variant], f"C{i}"
                     axis.plot(*point, marker, color="black" if kind == "dense" else color, label=name)
-        axis.figure.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize=8)
 
 
 def plot_times(path: Path, rows: list[dict], png: Path) -> None:
@@ -1891,20 +1889,21 @@ def plot_times(path: Path, rows: list[dict], png: Path) -> None:
     columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
     panels = {}
     for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
-        panels.setdefault(f"{model}, {batch} rows", {}).setdefault(method, {})[length] = each
-    with picture(png, 1, len(panels)) as (axes,):
-        for axis, (title, times) in zip(axes, panels.items(), strict=True):
+        panels.setdefault(f"{model}, batch {batch}", {}).setdefault(method, {})[length] = each
+    order = [*dict.fromkeys(method for times in panels.values() for method in times)]
+    with picture(png, -(-len(panels) // 2), min(2, len(panels))) as axes:
+        for axis, (title, times) in zip(axes.flat, panels.items(), strict=False):
             axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
             logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
-            for n, (method, (x, y)) in enumerate(logs.items()):
-                style = {"color": "black", "linewidth": 3} if method == dense else {}
-                (line,) = axis.plot(np.exp(x), np.exp(y), marker=".^s"[n // 10 % 3], label=method, **style)
+            for method, (x, y) in logs.items():
+                n, style = order.index(method), {"color": "black", "linewidth": 3} if method == dense else {}
+                style = {"color": f"C{n}", "marker": ".^s"[n // 10 % 3], "label": method} | style
+                axis.plot(np.exp(x), np.exp(y), **style)
                 above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
                 (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
                 part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
                 where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
-                axis.plot(*where, "o", color=line.get_color())
-            axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+                axis.plot(*where, "o", color=style["color"], markersize=10, markeredgecolor="white", zorder=3)
 
 
 def run_plot(args: argparse.Namespace) -> None:

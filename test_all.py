@@ -4928,7 +4928,7 @@ def test_plot_draws_time_against_length_and_where_a_method_becomes_faster(cli, t
     code, out, err = cli(f"plot {tmp_path}/t.csv --out {tmp_path}")
     assert (code, out) == (0, f"{tmp_path}/t.png\n"), err
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    assert [axis.get_title() for axis in drawn] == ["7b, 1 rows", "7b, 8 rows"]
+    assert [axis.get_title() for axis in drawn] == ["7b, batch 1", "7b, batch 8"]
     lines = {line.get_label(): line for line in drawn[0].lines if line.get_linestyle() != "None"}
     assert lines.keys() == {"sals", "loki", "dense (cuDNN)"}
     assert lines["dense (cuDNN)"].get_ydata() == pytest.approx([4, 64])
