@@ -88,8 +88,10 @@ def text_ids(tokenizer, files: list[Path], most: int, bos: bool = False) -> np.n
     arrays, total = [], 0
     bar = Progress("tokens", most)
     for text in read_texts(files):
-        text = text[: 16 * (most - total)]  # more than so many tokens
-        arrays.append(np.array(tokenizer.encode(text, bos=bos)[: most - total], np.int32))
+        size = 16 * (most - total)  # characters of so many tokens, but where blanks make long ones
+        while len(ids := tokenizer.encode(text[:size], bos=bos)) < most - total and size < len(text):
+            size *= 4
+        arrays.append(np.array(ids[: most - total], np.int32))
         total += len(arrays[-1])
         bar.tick(len(arrays[-1]))
         if total >= most:
@@ -431,8 +433,7 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
 
 
-RANDOM_TOKENS = 1 << 15  # the paper: at least 8K
-FLOOR_WINDOWS = 8  # windows of text on which accuracy is measured
+RANDOM_TOKENS, FLOOR_WINDOWS = 1 << 15, 8  # the paper: at least 8K; of text, where accuracy is measured
 
 
 def fdc_kept(tensors: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
@@ -1755,7 +1756,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     ids = {name: ggml.get(f"{key}_token_id") for name, key in GGUF_IDS.items()}
     ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
     settings = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None} | {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # LlamaTokenizer would cut "the the" otherwise
+        "tokenizer_class": "PreTrainedTokenizerFast",  # LlamaTokenizer reads leading blanks otherwise
         "add_bos_token": ggml.get("add_bos_token", kind == "llama" or pre in GGUF_LLAMA3),
         "added_tokens_decoder": added,
         "chat_template": meta.get("tokenizer.chat_template"),
@@ -1809,7 +1810,7 @@ def run_convert(args: argparse.Namespace) -> None:
         for name, data in files.items():
             data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
             (made / name).write_bytes(data)
-        load_tokenizer(made)  # the same
+        load_tokenizer(made)  # refuses it before the long part
         write_weights(plan, made / "model.safetensors", dtype)
     if args.fit:
         fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
