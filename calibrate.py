@@ -116,13 +116,11 @@ def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
     return tokens
 
 
-def load_with_windows(args: argparse.Namespace, held: bool = False) -> tuple[Llama, Tensor]:
-    """The model, and windows of --text, or of the standard library: to evaluate on (held), or to fit on."""
-    model, tokenizer = load(args)
-    c = model.config
+def text_windows(args: argparse.Namespace, c: ModelConfig, tokenizer, held: bool = False) -> Tensor:
+    """Windows of --text, or of the standard library: to evaluate on (held), or to fit on."""
     files = text_files(args.text or STDLIB, None if args.text else held)
     longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
-    return model, windows(tokenizer, files, longest, args.windows)
+    return windows(tokenizer, files, longest, args.windows)
 
 
 def require(package: str, what: str) -> None:
@@ -521,7 +519,8 @@ def run_fit(args: argparse.Namespace) -> None:
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
-    model, tokens = load_with_windows(args)
+    model, tokenizer = load(args)
+    tokens = text_windows(args, model.config, tokenizer)
     check_folder("--checkpoint", args.checkpoint)
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
@@ -551,7 +550,8 @@ def run_ranks(args: argparse.Namespace) -> dict:
     if args.png:
         require("matplotlib", "pictures need matplotlib")
         check_file("--png", args.png)
-    model, tokens = load_with_windows(args)
+    model, tokenizer = load(args)
+    tokens = text_windows(args, model.config, tokenizer)
     moments = key_moments(model, tokens, "ranks")
     ranks = {name: compress.rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
     width = model.config.kv_dim
@@ -1362,7 +1362,7 @@ def run_eval(args: argparse.Namespace) -> dict:
     if args.equal_bytes or args.equal_tokens:
         print_equal(args, candidates)
     device = generate.device_name(torch.device(args.device))
-    return provenance() | {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
+    return {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
 
 
 def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], Haystack]:
@@ -1376,10 +1376,6 @@ def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], 
     texts = {name: windows(tokenizer, own, length, rows) for name, own in files.items() if rows}
     hidden_in = text_ids(tokenizer, text_files(args.haystack) if args.haystack else files["python"], 1 << 19)
     return texts, Haystack(tokenizer, [hidden_in])
-
-
-def provenance() -> dict:
-    return {"command": " ".join(sys.argv), "torch": torch.__version__}
 
 
 def eval_columns(rows: list[dict]) -> list[str]:
@@ -1458,7 +1454,7 @@ def run_overlap(args: argparse.Namespace) -> dict:
     print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
     for text, scores in results.items():
         print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
-    return results
+    return {"scores": results}
 
 
 # -------------------------------------------------------------------------------------- Loki's masked prefill
@@ -1523,7 +1519,8 @@ def run_masked(args: argparse.Namespace) -> dict:
     by d principal components. k is a share of the final length for all rows, or of each row's own length.
 
         python calibrate.py masked --k 0.25 --d 0.5 0.25"""
-    model, tokens = load_with_windows(args, held=True)
+    model, tokenizer = load(args)
+    tokens = text_windows(args, model.config, tokenizer, held=True)
     artifact = load_artifact(args.checkpoint, "loki", model)
     basis, length = artifact[f"{compress.loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
     perplexity = partial(masked_perplexity, model, tokens)
@@ -1535,7 +1532,7 @@ def run_masked(args: argparse.Namespace) -> dict:
         results.append(row)
     print(f"perplexity of {len(tokens)} windows of {length} tokens, each row masked to its k best")
     print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
-    return provenance() | {"rows": results}
+    return {"rows": results}
 
 
 # ----------------------------------------------------------------------------- what EliteKV's two halves lose
@@ -1564,7 +1561,8 @@ def run_pairs(args: argparse.Namespace) -> dict:
     evenly), and the share of the weights' energy that one latent of K and V loses, or one of each.
 
         python calibrate.py pairs --r 4 8 16 --share 0.25"""
-    model, tokens = load_with_windows(args, held=True)
+    model, tokenizer = load(args)
+    tokens = text_windows(args, model.config, tokenizer, held=True)
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV; give the one it was made of")
     c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
@@ -1658,19 +1656,18 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
         if kind == "none" and torch.allclose(scaled * factors, inv_freq, rtol=1e-4, atol=0):
             return rope
         kind = "by rope_freqs.weight"
-    if kind == "none":
+    if kind == "none" and given.get("attn_factor", 1) == 1:
         return None
-    if kind not in ("linear", "yarn") or not given.keys() <= GGUF_ROPE.keys():
-        raise UserError(f"RoPE scaling {kind} with {[*given]} is not supported; linear, yarn and llama3 are")
+    if kind not in ("linear", "yarn") or given.keys() - GGUF_ROPE or not min(given.values()) > 0:
+        raise UserError(f"RoPE scaling {kind} with {given} is not supported; linear, yarn and llama3 are")
     return {"rope_type": kind} | {GGUF_ROPE[key]: value for key, value in given.items()}
 
 
 def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
     """The model's shape. Raises UserError for what this project cannot compute."""
     arch = meta["general.architecture"]
-    families = model_file.FAMILIES
-    if arch not in families:
-        raise UserError(f"architecture {arch!r} is not supported; supported: {', '.join(families)}")
+    if arch not in model_file.FAMILIES:
+        raise UserError(f"architecture {arch} is not supported; supported: {', '.join(model_file.FAMILIES)}")
     if meta.get("split.count", 1) > 1:
         raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
     values = {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
@@ -1742,7 +1739,7 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
 
 
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
-    """The tokenizer's files, name -> contents. Raises UserError for a kind that is not supported."""
+    """The tokenizer's files, name -> contents, and its part of config.json. UserError for other kinds."""
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
     tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre")
     if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
@@ -1753,17 +1750,20 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
         if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces, as in llama.cpp
             strips = meta["general.architecture"] == "phi3" and token not in ("<unk>", "<s>", "<|endoftext|>")
             added[i] = {"content": token, "special": type_ == 3, "rstrip": strips, **flags}
-    ids = {name: ggml.get(f"{key}_token_id") for name, key in GGUF_IDS.items()}
-    ends = {ids["eos"], ggml.get("eot_token_id"), ggml.get("eom_token_id")} - {None}
-    settings = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None} | {
+    ids = {key.removesuffix("_token_id"): i for key, i in ggml.items() if key.endswith("_token_id")}
+    ids = {key: i for key, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}  # as llama.cpp does
+    ends = {i for i, token in added.items() if token["content"] in model_file.STOP_TOKENS}
+    ends |= {ids[key] for key in ("eos", "eot", "eom") if key in ids}
+    settings = {f"{name}_token": tokens[ids[key]] for name, key in GGUF_IDS.items() if key in ids} | {
         "tokenizer_class": "PreTrainedTokenizerFast",  # LlamaTokenizer reads leading blanks otherwise
         "add_bos_token": ggml.get("add_bos_token", kind == "llama" or pre in GGUF_LLAMA3),
         "added_tokens_decoder": added,
         "chat_template": meta.get("tokenizer.chat_template"),
         "clean_up_tokenization_spaces": False,
     }
+    config = {f"{name}_token_id": ids.get(key) for name, key in GGUF_IDS.items()}
     stop = {"eos_token_id": sorted(ends)} if ends else {}  # transformers refuses an empty list
-    files = {"tokenizer_config.json": settings, "generation_config.json": stop}
+    files = {"tokenizer_config.json": settings, "config.json": config, "generation_config.json": stop}
     if kind == "llama":
         pieces = zip(tokens, ggml["scores"], types, strict=True)
         spaced = ggml.get("add_space_prefix", True)
@@ -1789,14 +1789,11 @@ def run_convert(args: argparse.Namespace) -> None:
         python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
     there = check_folder("--out", out)
-    if args.fit:
-        text_files(args.text or STDLIB)  # refuses it before the long part
     meta, tensors = read_gguf(path)
     with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
         plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
-    ids = {f"{name}_token_id": meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_IDS.items()}
-    files["config.json"] = config.to_hf() | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    files["config.json"] |= config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
     ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
     if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
@@ -1810,7 +1807,9 @@ def run_convert(args: argparse.Namespace) -> None:
         for name, data in files.items():
             data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
             (made / name).write_bytes(data)
-        load_tokenizer(made)  # refuses it before the long part
+        tokenizer = load_tokenizer(made)  # refuses it before the long part
+        if args.fit:
+            text_windows(args, config, tokenizer)  # refuses a text that is too short
         write_weights(plan, made / "model.safetensors", dtype)
     if args.fit:
         fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
@@ -1874,8 +1873,8 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
                 axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
                 points = zip(names, kinds, x, each.mean(0).filled(np.nan), strict=True)
                 for n, (name, kind, *point) in enumerate(points):
-                    i, variant = order.index(kind), kinds[:n].count(kind) % 6
-                    marker, color = "os^DvPX*<>hp"[i // 10 % 2 * 6 + variant], f"C{i}"
+                    i, variant = order.index(kind), kinds[:n].count(kind)
+                    marker, color = "os^DvPX*<>hp"[(i // 10 * 6 + variant) % 12], f"C{i}"
                     axis.plot(*point, marker, color="black" if kind == "dense" else color, label=name)
 
 
@@ -1919,7 +1918,8 @@ def run_plot(args: argparse.Namespace) -> None:
     check_folder("--out", args.out)
     for path in args.csv:
         try:
-            rows = list(csv.DictReader(generate.read_text(path).splitlines()))
+            text = generate.read_text(path).replace("$", r"\$")  # matplotlib would read it as mathematics
+            rows = list(csv.DictReader(text.splitlines()))
         except csv.Error as error:
             raise UserError(f"{path}: {error}") from None
         if not rows or None in set().union(*rows):
@@ -2039,7 +2039,7 @@ def run() -> None:
         raise UserError("of these commands only eval takes torchrun; start the others with python")
     figures = args.run(args)
     if figures and args.json:
-        print(json.dumps(figures))
+        print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__} | figures))
 
 
 def main() -> None:

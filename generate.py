@@ -367,7 +367,7 @@ def valid_text(read: Callable[[], str], source: str | Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    return valid_text(lambda: path.read_text(encoding="utf-8"), path)
+    return valid_text(lambda: path.read_text(encoding="utf-8-sig"), path)  # without a byte-order mark
 
 
 def prompt_text(prompt: str) -> str:

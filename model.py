@@ -785,7 +785,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             tokenizer.add_token(int(i), token)
         tokens = (settings.get("bos_token"), settings.get("eos_token"))
         bos, eos = (token["content"] if isinstance(token, dict) else token for token in tokens)
-        tokenizer.bos_id = special.get(bos) if tokenizer.bos_id is None else tokenizer.bos_id
+        if is_model or tokenizer.bos_id is None:  # the template of a tokenizer.json says what leads a text
+            tokenizer.bos_id = special.get(bos, tokenizer.bos_id)
         if settings.get("add_bos_token") is not None:
             tokenizer.add_bos = bool(settings["add_bos_token"])
         tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}

@@ -2694,15 +2694,16 @@ def test_gguf_sentencepiece_ids(source, space, tmp_path):
     tests, ids = ((sp.is_unknown, 2), (sp.is_control, 3), (sp.is_byte, 6)), range(sp.vocab_size())
     meta = {"tokens": list(map(sp.id_to_piece, ids)), "scores": list(map(sp.get_score, ids))}
     meta["token_type"] = [next((kind for test, kind in tests if test(i)), 1) for i in ids]
-    meta |= {"model": "llama", "bos_token_id": sp.bos_id(), "eos_token_id": sp.eos_id()}
+    bos = sp.bos_id() if space else sp.eos_id()  # the model's own, or another one that the metadata names
+    meta |= {"model": "llama", "bos_token_id": bos, "eos_token_id": sp.eos_id()}
     meta = {f"tokenizer__ggml__{key}": value for key, value in meta.items()}
     theirs = hf_model("llama-2", vocab_size=len(ids))
     path = write_gguf(tmp_path / "m.gguf", theirs, **meta, tokenizer__ggml__add_space_prefix=space)
     (tokenizer, auto), oracle = with_auto(convert(path, tmp_path / "out")), load_tokenizer(source)
-    assert tokenizer.add_bos and tokenizer.bos_id == sp.bos_id() and tokenizer.drop_space == space
+    assert tokenizer.add_bos and tokenizer.bos_id == bos and tokenizer.drop_space == space
     code = Path(json.__file__).read_text()
     for text in [*TEXTS, code, *code.splitlines()]:
-        expected = oracle.encode(text) if space else [sp.bos_id(), *oracle.encode_continuation(text)]
+        expected = oracle.encode(text) if space else [bos, *oracle.encode_continuation(text)]
         assert tokenizer.encode(text) == expected
         assert auto.encode(text) == expected or "</s>" in text  # for transformers a special token
         assert tokenizer.decode(tokenizer.encode(text)) == oracle.decode(oracle.encode(text))
@@ -2720,10 +2721,14 @@ def test_gguf_rope_scaling_as_llama_cpp_reads_it():
     assert rope(scaling__type="none", scaling__factor=4.0) is None
 
 
-def test_gguf_without_an_end(tmp_path):
-    auto = pytest.importorskip("transformers").AutoModelForCausalLM
-    out = convert(tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__eos_token_id=None), tmp_path / "out")
-    assert auto.from_pretrained(out).generate(tiny_tokens(1, 4), max_new_tokens=2).shape == (1, 6)
+@pytest.mark.parametrize("eos", [None, -1, 288, 1.5, True])
+@pytest.mark.parametrize("kind, ends", [(3, [266]), (1, None)])  # <|im_end|>, special or plain text
+def test_gguf_ends_by_name_where_the_id_is_none(eos, kind, ends, tmp_path):
+    auto, types = pytest.importorskip("transformers").AutoModelForCausalLM, [1] * 265 + [3, kind] + [5] * 21
+    changes = {"tokenizer__ggml__token_type": types, "tokenizer__ggml__eos_token_id": eos}
+    theirs = auto.from_pretrained(out := convert(tiny_gguf(tmp_path / "m.gguf", **changes), tmp_path / "out"))
+    assert theirs.generate(tiny_tokens(1, 4), max_new_tokens=2).shape == (1, 6)
+    assert theirs.generation_config.eos_token_id == ends and load_tokenizer(out).stop_ids == set(ends or [])
 
 
 def truncate(path: Path, share: float = 0.5) -> None:
@@ -2744,6 +2749,8 @@ BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or 
     ("cannot be 262144 layers", {"llama__block_count": 1 << 18}),
     ("only a part of each head", {"llama__rope__dimension_count": 6}),
     ("RoPE scaling longrope", {"llama__rope__scaling__type": "longrope"}),
+    ("RoPE scaling linear", {"llama__rope__scaling__factor": -4.0}),
+    ("'attn_factor': 2.0", {"llama__rope__scaling__attn_factor": 2.0}),
     ("by rope_freqs.weight", {"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}),
     ("blk.0.ffn_gate_exps.weight has no place", {"blk__0__ffn_gate_exps__weight": HUGE}),
     ("tensor blk.2.attn_norm.weight is missing", {"llama__block_count": 3}),
@@ -2783,6 +2790,7 @@ def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
     check_refusal("no such file", "nothing")
     check_refusal("no such file", "__main__")
     check_refusal("no such file", path, "--fit", "sals", "--text", "nothing")
+    check_refusal("at least 200", path, "--fit", "sals", "--text", str(ROOT / "ruff.toml"))
     check_refusal("0 .gguf", "no-model")
     check_refusal("2 .gguf", "two_models")
     with mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=1000)):
@@ -4866,11 +4874,10 @@ def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
 
 
 def test_a_prompt_may_fill_all_positions():
-    generate.check_capacity(512, tiny_config())
-    generate.check_capacity(64, tiny_config(sliding_window=64))
-    for capacity, config in ((513, tiny_config()), (65, tiny_config(sliding_window=64))):
+    for most, config in ((512, tiny_config()), (64, tiny_config(sliding_window=64))):
+        generate.check_capacity(most, config)
         with pytest.raises(UserError):
-            generate.check_capacity(capacity, config)
+            generate.check_capacity(most + 1, config)
 
 
 def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
@@ -4945,6 +4952,7 @@ BAD_CSV = {  # a table, and what the error says; None: it can be drawn
     PLOT_HEAD: "no rows",
     f"{PLOT_HEAD}\nsals,1,2,3,4": "no row of dense",
     f"{PLOT_HEAD}\ndense,1,2,0,9\nsals,1,2": None,  # no KL to draw, and cells that are missing
+    f"\ufeff{PLOT_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4": None,  # a byte-order mark, and what TeX refuses
     f"{PLOT_HEAD}\ndense,1,2,0,0": "above 0",
     f"{PLOT_HEAD}\ndense,1,2,0,9,9": "longer than the first",
     f"{PLOT_HEAD}\ndense,x,2,0,9": "'bytes/token': could not convert",
@@ -4968,10 +4976,10 @@ def test_masked_and_overlap_print_and_give_json(cli):
     assert [row["method"] for row in rows] == ["dense", "k=0.25 final", "k=0.25 per_row"]
     assert (rows[1]["kept rows"], rows[1]["kept pairs"]) == calibrate.kept_shares(0.25, 64, "final")
     line = "overlap --length 200 --task single --samples 2 --method"
-    (scores,) = cli.json(f"{line} loki:k=0.25").values()
+    (scores,) = cli.json(f"{line} loki:k=0.25")["scores"].values()
     assert len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
     assert " ".join(f"{s:.3f}" for s in scores) in cli.out
-    (scores,) = cli.json(f"{line} sals:skip=0,critical=200").values()
+    (scores,) = cli.json(f"{line} sals:skip=0,critical=200")["scores"].values()
     assert scores == [None, *[pytest.approx(1, abs=1e-5)] * 3]  # layer 0 attends every token
     assert "it attends all 200" in cli.refusal(f"{line} dense")
 
