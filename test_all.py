@@ -2314,13 +2314,13 @@ def test_ids_outside_the_vocabulary_and_padding(tmp_path):
 
 def test_bos_is_added_as_the_files_say(tmp_path):
     template = BOS | {"special_tokens": {"<s>": {"ids": [256]}}}
-    steps = {"type": "Sequence", "processors": [BYTE_LEVEL, template]}
-    plain, bosed = (tokenizer_json(added=special_tokens("<s>"), post_processor=x) for x in (None, steps))
+    steps, added = {"type": "Sequence", "processors": [BYTE_LEVEL, template]}, special_tokens("<s>", "<x>")
+    plain, bosed = (tokenizer_json(added=added, post_processor=x) for x in (None, steps))
     for name, data, settings, expected in [
         ("plain", plain, {"bos_token": "<s>"}, [0]),
         ("template", bosed, {}, [256, 0]),
         ("off", bosed, {"add_bos_token": False}, [0]),
-        ("null", bosed, {"add_bos_token": None}, [256, 0]),
+        ("null", bosed, {"add_bos_token": None, "bos_token": "<x>"}, [256, 0]),
         ("on", plain, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, [256, 0]),
     ]:
         tokenizer = tokenizer_of(tmp_path / name, tokenizer=data, tokenizer_config=settings)
