@@ -895,11 +895,7 @@ def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, 
     if side > (words := min(len(ADJECTIVES), len(NOUNS))):
         raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
-    return numbered(rng, rng.sample(pairs, n), each)
-
-
-def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
-    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
+    return [(key, str(rng.randrange(10000, 100000))) for key in rng.sample(pairs, n) for _ in range(each)]
 
 
 def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
@@ -935,7 +931,7 @@ def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Tas
 def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
     """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
     names = rng.sample(NAMES, n_chains * (n_hops + 1))
-    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
+    chains = [(names[i::n_chains], str(rng.randrange(10000, 100000))) for i in range(n_chains)]
     facts = []
     for chain, value in chains:
         facts += [f"\nStore {value} in {chain[0]}.\n"]
@@ -967,8 +963,7 @@ def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None
     if kind == "multivalue":
         return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, room // 4))), 4)
     if kind == "multiquery":
-        n = n_facts or rng.randint(4, max(4, min(16, room)))
-        return tasks_multiquery(rng, n, 4)
+        return tasks_multiquery(rng, n_facts or rng.randint(4, max(4, min(16, room))), 4)
     if kind == "variables":
         return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, room // 5))), 4)
     return tasks_frequent(rng, n_tokens // 100)
@@ -1590,12 +1585,16 @@ def run_pairs(args: argparse.Namespace) -> dict:
 # ----------------------------------------------------------------------------------- conversion of GGUF files
 # The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-GGUF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")  # also get BOS, and whole words before merges
+LEAD, UPPER, LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_SPLIT = f"{LEAD}{UPPER}*{LOWER}+|{LEAD}{UPPER}+{LOWER}*"  # Mistral Nemo's: aWord is cut in two
+TEKKEN_SPLIT += r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GGUF_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # before merges; also get BOS
 GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
     "gpt-2": [model_file.GPT2_SPLIT],
     **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", model_file.GPT2_SPLIT]),
-    **dict.fromkeys((*GGUF_LLAMA3, "smaug-bpe", "dbrx"), [model_file.LLAMA3_SPLIT]),
+    **dict.fromkeys((*GGUF_WHOLE_WORDS, "smaug-bpe", "dbrx"), [model_file.LLAMA3_SPLIT]),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [model_file.QWEN2_SPLIT]),
+    "tekken": [TEKKEN_SPLIT],
 }
 GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
@@ -1611,7 +1610,6 @@ GGUF_CONFIG = {  # names in config.json and in a GGUF file
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "sliding_window": "attention.sliding_window",
 }
-GGUF_OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta", "sliding_window")
 
 
 def gguf_path(name: str) -> Path:
@@ -1650,7 +1648,7 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
         kind = "none"
     if "rope_freqs.weight" in tensors:
         factors = torch.from_numpy(np.array(tensors.pop("rope_freqs.weight").data, np.float64))
-        inv_freq = values.get("rope.freq_base", 1e4) ** -(torch.arange(0, head_dim, 2).double() / head_dim)
+        inv_freq = values["rope.freq_base"] ** -(torch.arange(0, head_dim, 2).double() / head_dim)
         rope = model_file.LLAMA31_ROPE | {"factor": factors.max().item()}
         scaled, _ = model_file.scale_llama3(inv_freq, rope, None)
         if kind == "none" and torch.allclose(scaled * factors, inv_freq, rtol=1e-4, atol=0):
@@ -1670,9 +1668,8 @@ def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
         raise UserError(f"architecture {arch} is not supported; supported: {', '.join(model_file.FAMILIES)}")
     if meta.get("split.count", 1) > 1:
         raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
-    values = {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
-    names = {name: key for name, key in GGUF_CONFIG.items() if key in values or name not in GGUF_OPTIONAL}
-    config = {name: values[key] for name, key in names.items()} | {
+    values = {"rope.freq_base": 1e4} | {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
+    config = {name: values.get(key) for name, key in GGUF_CONFIG.items()} | {
         # llama.cpp's llama is a mistral where it has a window
         "model_type": "mistral" if arch == "llama" and values.get("attention.sliding_window") else arch,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
@@ -1746,17 +1743,18 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
         raise UserError(f"its tokenizer {kind!r} with tokenizer.ggml.pre {pre!r} is not supported")
     types, splits = ggml.get("token_type") or [1] * len(tokens), GGUF_SPLITS.get(pre)
     flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
+    phi3 = kind == "llama" and meta["general.architecture"] == "phi3"  # Phi-4 has the same architecture
     for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
-        if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces, as in llama.cpp
-            strips = meta["general.architecture"] == "phi3" and token not in ("<unk>", "<s>", "<|endoftext|>")
+        if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces
+            strips = phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
             added[i] = {"content": token, "special": type_ == 3, "rstrip": strips, **flags}
     ids = {key.removesuffix("_token_id"): i for key, i in ggml.items() if key.endswith("_token_id")}
-    ids = {key: i for key, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}  # as llama.cpp does
+    ids = {key: i for key, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
     ends = {i for i, token in added.items() if token["content"] in model_file.STOP_TOKENS}
     ends |= {ids[key] for key in ("eos", "eot", "eom") if key in ids}
     settings = {f"{name}_token": tokens[ids[key]] for name, key in GGUF_IDS.items() if key in ids} | {
         "tokenizer_class": "PreTrainedTokenizerFast",  # LlamaTokenizer reads leading blanks otherwise
-        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or pre in GGUF_LLAMA3),
+        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or pre in GGUF_WHOLE_WORDS),
         "added_tokens_decoder": added,
         "chat_template": meta.get("tokenizer.chat_template"),
         "clean_up_tokenization_spaces": False,
@@ -1765,12 +1763,14 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     stop = {"eos_token_id": sorted(ends)} if ends else {}  # transformers refuses an empty list
     files = {"tokenizer_config.json": settings, "config.json": config, "generation_config.json": stop}
     if kind == "llama":
+        unknown = ids.get("unknown", 0)  # sentencepiece has one; files call it control, and padding unknown
+        types = [2 if i == unknown else 5 if type_ == 2 else type_ for i, type_ in enumerate(types)]
         pieces = zip(tokens, ggml["scores"], types, strict=True)
         spaced = ggml.get("add_space_prefix", True)
         return files | {"tokenizer.model": model_file.sentencepiece_model(pieces, spaced)}
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != 5}
     made = model_file.byte_level_json(vocab, ggml["merges"], splits, nfc=splits == [model_file.QWEN2_SPLIT])
-    made["model"]["ignore_merges"] = pre in GGUF_LLAMA3
+    made["model"]["ignore_merges"] = pre in GGUF_WHOLE_WORDS
     made["added_tokens"] = [{"id": i, **token} for i, token in added.items()]
     if settings["add_bos_token"] and (bos := settings.get("bos_token")):
         texts = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")

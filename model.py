@@ -223,7 +223,7 @@ class ModelConfig:
             "qkv_bias": bias or family == "qwen2",
             "out_bias": bias and family != "qwen2",
             "qk_norm": family == "qwen3",
-            "sliding_window": hf.get("sliding_window") if windowed else None,
+            "sliding_window": (hf.get("sliding_window") or None) if windowed else None,
         }
         flags = {"tied": "tie_word_embeddings", "mlp_bias": "mlp_bias", "elitekv": "elitekv"}
         made |= {name: hf.get(key) or False for name, key in flags.items()}

@@ -2584,7 +2584,7 @@ def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
         "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
         "rope.dimension_count": width,
         "attention.key_length": width,
-        "attention.sliding_window": getattr(c, "sliding_window", None),
+        "attention.sliding_window": getattr(c, "sliding_window", None) or {"phi3": 0}.get(arch),  # as Phi-4's
     }
     tensors = {}
     if form in ("linear", "yarn"):
@@ -2670,12 +2670,12 @@ def with_auto(folder: Path) -> tuple:
     return load_tokenizer(folder), pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken"])
 def test_gguf_token_ids(pre, tmp_path):
     path = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre=pre, tokenizer__chat_template="<|im_start|>")
     tokenizer, oracle = with_auto(convert(path, tmp_path / "out"))
     rng = random.Random(0)
-    alphabet = "the 12.!\n\t'sa\u00e9\u4f60 e\u0301"
+    alphabet = "the 12.!\n\t'saBL\u00e9\u4f60 e\u0301"
     texts = [*TEXTS, *("".join(rng.choices(alphabet, k=20)) for _ in range(300)), "the  the 12 1212 !!"]
     for text in (text for text in texts if "<|" not in text):
         assert tokenizer.encode(text) == oracle.encode(text)
@@ -2683,7 +2683,8 @@ def test_gguf_token_ids(pre, tmp_path):
     assert tokenizer.decode([265, 259, 267, 270]) == "the<think>"
     assert tokenizer.stop_ids == {266} and tokenizer.chat_template == "<|im_start|>"
     made = model_file.read_json(tmp_path / "out" / "tokenizer.json")["model"]
-    assert tokenizer.add_bos == made["ignore_merges"] == (pre == "llama-bpe") and tokenizer.bos_id == 265
+    whole_words = pre in ("llama-bpe", "tekken")
+    assert tokenizer.add_bos == made["ignore_merges"] == whole_words and tokenizer.bos_id == 265
 
 
 @pytest.mark.parametrize("source", [NANO, REAL / LLAMA2], ids=["nano", "llama2"])
@@ -2691,13 +2692,14 @@ def test_gguf_token_ids(pre, tmp_path):
 def test_gguf_sentencepiece_ids(source, space, tmp_path):
     pytest.importorskip("google.protobuf")  # transformers reads a tokenizer.model with it
     sp = sentencepiece_of(source)
-    tests, ids = ((sp.is_unknown, 2), (sp.is_control, 3), (sp.is_byte, 6)), range(sp.vocab_size())
-    meta = {"tokens": list(map(sp.id_to_piece, ids)), "scores": list(map(sp.get_score, ids))}
-    meta["token_type"] = [next((kind for test, kind in tests if test(i)), 1) for i in ids]
+    unknown = 2 if space else 3  # llama.cpp writes either
+    tests, ids = ((sp.is_unknown, unknown), (sp.is_control, 3), (sp.is_byte, 6)), range(sp.vocab_size())
+    meta = {"tokens": [*map(sp.id_to_piece, ids), "[PAD]"], "scores": [*map(sp.get_score, ids), 0.0]}
+    meta["token_type"] = [*(next((kind for test, kind in tests if test(i)), 1) for i in ids), 2]
     bos = sp.bos_id() if space else sp.eos_id()  # the model's own, or another one that the metadata names
     meta |= {"model": "llama", "bos_token_id": bos, "eos_token_id": sp.eos_id()}
     meta = {f"tokenizer__ggml__{key}": value for key, value in meta.items()}
-    theirs = hf_model("llama-2", vocab_size=len(ids))
+    theirs = hf_model("llama-2", vocab_size=len(ids) + 1)
     path = write_gguf(tmp_path / "m.gguf", theirs, **meta, tokenizer__ggml__add_space_prefix=space)
     (tokenizer, auto), oracle = with_auto(convert(path, tmp_path / "out")), load_tokenizer(source)
     assert tokenizer.add_bos and tokenizer.bos_id == bos and tokenizer.drop_space == space
@@ -2743,7 +2745,7 @@ BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or 
     ("truncated", lambda path: truncate(path, 0.9)),  # in its tensors
     ("is not supported; supported: llama", {"general__architecture": "gpt2"}),
     ("one of 2 parts", {"split__count": 2}),
-    ("attention.head_count", {"llama__attention__head_count": None}),
+    ("metadata cannot be used", {"llama__attention__head_count": None}),
     ("max_positions is '256'", {"llama__context_length": "256"}),
     ("metadata cannot be used", {"llama__attention__head_count_kv": [4, 2]}),
     ("cannot be 262144 layers", {"llama__block_count": 1 << 18}),
