@@ -288,8 +288,8 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, perplexity, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
-    scored = max(1, trial.shape[1] // 8)
-    bar = Progress("trial", 2 * scored)
+    prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
+    bar = Progress("trial", 2 * (trial.shape[1] - prefix))
     for name in ("pre", "post"):
         mean = moments[name].mean
         joint = moments[name].second - mean[:, :, None] * mean[:, None]  # covariance [L, Hkv*D, Hkv*D]
@@ -299,7 +299,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
         room = Room(model, *trial.shape)
         caches = compress.build_loki(model, compress.LokiSettings(basis=name), room, tensors)
         engine = Engine(model, caches, room, Sampling())
-        perplexity[name] = eval_perplexity(engine, trial, trial.shape[1] - scored, None, bar)[0]
+        perplexity[name] = math.exp(eval_perplexity(engine, trial, prefix, None, bar)[0].mean())
     bar.close()
     tensors["better"] = torch.tensor(int(perplexity["post"] <= perplexity["pre"]))
     kept = (values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)).mean()
@@ -1222,14 +1222,14 @@ def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callabl
 @torch.inference_mode()
 def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar) -> tuple:
     """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
-    tokens [B, prefix + n] -> perplexity over the n tokens, each row's mean KL (nats) of `reference` [n, B, V]
-    to this cache's log-probabilities (0 without), and these (fp16, on the CPU)."""
+    tokens [B, prefix + n] -> each row's mean loss over the n tokens and mean KL of `reference` [n, B, V] to
+    this cache's log-probabilities (0 without), both in nats, and these (fp16, on the CPU)."""
     tokens = tokens.to(engine.room.device)
     engine.prefill(tokens[:, :prefix].tolist())
-    loss, kl, kept = 0.0, np.zeros(len(tokens)), []
+    loss, kl, kept = np.zeros(len(tokens)), np.zeros(len(tokens)), []
     for i in range(prefix, tokens.shape[1]):
         log_p = engine.logits.float().log_softmax(-1)  # [B, V]
-        loss -= log_p.gather(1, tokens[:, i : i + 1]).mean().item()
+        loss -= log_p.gather(1, tokens[:, i : i + 1])[:, 0].cpu().numpy()
         if reference is not None:
             dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
             kl += (dense.exp() * (dense - log_p)).sum(-1).cpu().numpy()
@@ -1237,8 +1237,7 @@ def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tens
         engine.tokens.copy_(tokens[:, i])
         engine.step()
         bar.tick()
-    n = tokens.shape[1] - prefix
-    return math.exp(loss / n), (kl / n).clip(0), torch.stack(kept)
+    return loss / len(kept), (kl / len(kept)).clip(0), torch.stack(kept)
 
 
 @torch.inference_mode()
@@ -1259,10 +1258,11 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
     row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
-        ppl, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
+        loss, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
         reference.setdefault(name, log_p)
+        ppl = math.exp(loss.mean())
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
-        row["errors"][f"kl {name}"] = standard_error(kl)
+        row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
         own = [result for cache in engine.caches if (result := cache.result())]
         seen += itertools.chain(*model_file.gathered(own))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}

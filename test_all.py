@@ -1826,8 +1826,8 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
     searched = calibrate.fdc_accuracy(model, tokens, tensors, rate)[1].item()
     before = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     engine = make_engine(model, "fdc", *tokens.shape, tensors, rate=rate)
-    cached, _, _ = calibrate.eval_perplexity(engine, tokens, 1, None, generate.Progress("test", 1000))
-    assert abs(cached / searched - 1) < 1e-4
+    losses, _, _ = calibrate.eval_perplexity(engine, tokens, 1, None, generate.Progress("test", 1000))
+    assert math.exp(losses.mean()) == pytest.approx(searched, 1e-4)
     numbers = sum(int(columns.sum()) for columns in kept.values())
     assert sum(cache.measured() for cache in engine.caches) == tokens.numel() * numbers * 4
     lost = int((~kept["v"]).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
@@ -2692,11 +2692,10 @@ def test_gguf_token_ids(pre, tmp_path):
 def test_gguf_sentencepiece_ids(source, space, tmp_path):
     pytest.importorskip("google.protobuf")  # transformers reads a tokenizer.model with it
     sp = sentencepiece_of(source)
-    unknown = 2 if space else 3  # llama.cpp writes either
+    bos, unknown = (sp.bos_id(), 2) if space else (sp.eos_id(), 3)  # files may name another BOS and type
     tests, ids = ((sp.is_unknown, unknown), (sp.is_control, 3), (sp.is_byte, 6)), range(sp.vocab_size())
     meta = {"tokens": [*map(sp.id_to_piece, ids), "[PAD]"], "scores": [*map(sp.get_score, ids), 0.0]}
     meta["token_type"] = [*(next((kind for test, kind in tests if test(i)), 1) for i in ids), 2]
-    bos = sp.bos_id() if space else sp.eos_id()  # the model's own, or another one that the metadata names
     meta |= {"model": "llama", "bos_token_id": bos, "eos_token_id": sp.eos_id()}
     meta = {f"tokenizer__ggml__{key}": value for key, value in meta.items()}
     theirs = hf_model("llama-2", vocab_size=len(ids) + 1)
@@ -4096,7 +4095,7 @@ def test_masked_prefill_equals_full_attention_exact_top_k_and_decoding():
     # With a k of each row's own, every row does what a decode step does through the cache.
     engine, bar = make_engine(tiny_model(), "loki", 2, 64, k=0.25, d=0.25), generate.Progress("test", 63)
     decoded = calibrate.eval_perplexity(engine, tokens, 1, None, bar)[0]
-    assert decoded == pytest.approx(masked(0.25, "per_row", basis, 0.25), 1e-4)
+    assert math.exp(decoded.mean()) == pytest.approx(masked(0.25, "per_row", basis, 0.25), 1e-4)
 
 
 def test_a_long_fit_says_what_it_will_take(capsys):
@@ -4114,10 +4113,10 @@ def test_perplexity_and_kl_through_the_cache():
         engine, bar = make_engine(model, method, 2, 50, **options), generate.Progress("test", 10)
         return calibrate.eval_perplexity(engine, tokens, 40, dense, bar)
 
-    ppl, _, dense = perplexity("dense")
+    loss, _, dense = perplexity("dense")
     log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
-    reference = (-log_p.gather(-1, tokens[:, 40:, None]).mean()).exp()
-    assert abs(ppl / reference - 1) < 1e-4  # a full forward's
+    full = -log_p.gather(-1, tokens[:, 40:, None]).mean((1, 2))
+    assert loss == pytest.approx(full.detach().numpy(), rel=1e-4)  # of each row
     _, kl, _ = perplexity("dense", dense)
     assert (kl >= 0).all() and (kl < 1e-5).all()  # to itself
     _, kl, other = perplexity("streaming", dense, sinks=1, recent=4)
@@ -4620,6 +4619,7 @@ def test_eval_prints_dense_first_and_json(cli, tmp_path):
     rows = cli.json(line)["rows"]
     assert [row["method"] for row in rows] == ["dense", lossy]
     assert rows[0]["kl python"] == 0 and rows[1]["kl python"] > 1e-3
+    assert all(0 < row["errors"]["ppl python"] < row["ppl python"] for row in rows)
     assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
     assert len(rows[0]["depth 200"]) == 2  # two samples fill two of the five fifths
