@@ -1873,9 +1873,9 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
                 axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
                 points = zip(names, kinds, x, each.mean(0).filled(np.nan), strict=True)
                 for n, (name, kind, *point) in enumerate(points):
-                    i, variant = order.index(kind), kinds[:n].count(kind)
-                    marker, color = "os^DvPX*<>hp"[(i // 10 * 6 + variant) % 12], f"C{i}"
-                    axis.plot(*point, marker, color="black" if kind == "dense" else color, label=name)
+                    i, marker = order.index(kind), "os^DvPX*<>hp"[kinds[:n].count(kind) % 12]
+                    color = "black" if kind == "dense" else f"C{i}"  # there are ten
+                    axis.plot(*point, marker, color=color, alpha=0.5 ** (i // 10), label=name)
 
 
 def plot_times(path: Path, rows: list[dict], png: Path) -> None:

@@ -2660,7 +2660,7 @@ def test_gguf_logits_agree_with_transformers(family, tmp_path):
             assert error(ours.output(ours(ids)), reference) < 1e-4
             assert torch.equal(ours.tok_embeddings.weight, stored.model.embed_tokens.weight)
         assert error(auto.from_pretrained(out).eval()(ids).logits, reference) < 1e-4
-        if family in ("llama-2", "qwen2") and importlib.util.find_spec("accelerate"):
+        if family in ("llama-2", "mistral", "qwen2") and importlib.util.find_spec("accelerate"):
             loaded = auto.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
             assert error(loaded(ids).logits, reference) < 1e-4
 
