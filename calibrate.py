@@ -1736,7 +1736,7 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
 
 
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
-    """The tokenizer's files, name -> contents, and its part of config.json. UserError for other kinds."""
+    """File name -> contents; of config.json only the tokenizer's part. UserError for a kind not supported."""
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
     tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre")
     if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
