@@ -431,7 +431,8 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
 
 
-RANDOM_TOKENS, FLOOR_WINDOWS = 1 << 15, 8  # the paper: at least 8K; of text, where accuracy is measured
+RANDOM_TOKENS = 1 << 15  # the paper: at least 8K
+FLOOR_WINDOWS = 8  # windows of text on which accuracy is measured
 
 
 def fdc_kept(tensors: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
@@ -445,17 +446,13 @@ def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accurac
     """F_p (FDC sec. 5.2): the largest rate that keeps `accuracy` of the dense model's on tokens [N, S].
     -> the rate, its accuracy and perplexity over the dense ones, by bisection of the rates that matter."""
     rates = compress.fdc_rates(tensors["qk.values"], tensors["v.values"])
-    bar = Progress("rate", len(rates).bit_length() + 2)
-
-    def measure(rate: float) -> Tensor:
-        bar.tick()
-        return fdc_accuracy(model, tokens, tensors, rate)
-
-    dense = measure(0.0)
+    bar = Progress("rate", len(rates).bit_length() + 1)
+    dense = fdc_accuracy(model, tokens, tensors, 0.0)
     low, high, best = 0, len(rates), dense  # rates[low] holds the floor, rates[high] does not
     while high - low > 1:
         middle = (low + high) // 2
-        found = measure(rates[middle])
+        found = fdc_accuracy(model, tokens, tensors, rates[middle])
+        bar.tick()
         if found[0] >= accuracy * dense[0]:
             low, best = middle, found
         else:
@@ -511,7 +508,7 @@ FITS = {
 MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
 
 
-def run_fit(args: argparse.Namespace) -> None:
+def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     """Fit what a method needs and store it beside the checkpoint.
 
     It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
@@ -520,7 +517,7 @@ def run_fit(args: argparse.Namespace) -> None:
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
     model, tokenizer = load(args)
-    tokens = text_windows(args, model.config, tokenizer)
+    tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
     check_folder("--checkpoint", args.checkpoint)
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
@@ -895,7 +892,11 @@ def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, 
     if side > (words := min(len(ADJECTIVES), len(NOUNS))):
         raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
-    return [(key, str(rng.randrange(10000, 100000))) for key in rng.sample(pairs, n) for _ in range(each)]
+    return numbered(rng, rng.sample(pairs, n), each)
+
+
+def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
+    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
 
 
 def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
@@ -931,7 +932,7 @@ def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Tas
 def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
     """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
     names = rng.sample(NAMES, n_chains * (n_hops + 1))
-    chains = [(names[i::n_chains], str(rng.randrange(10000, 100000))) for i in range(n_chains)]
+    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
     facts = []
     for chain, value in chains:
         facts += [f"\nStore {value} in {chain[0]}.\n"]
@@ -1668,10 +1669,11 @@ def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
         raise UserError(f"architecture {arch} is not supported; supported: {', '.join(model_file.FAMILIES)}")
     if meta.get("split.count", 1) > 1:
         raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
-    values = {"rope.freq_base": 1e4} | {key.removeprefix(f"{arch}."): value for key, value in meta.items()}
-    config = {name: values.get(key) for name, key in GGUF_CONFIG.items()} | {
+    optional = dict.fromkeys(("attention.head_count_kv", "attention.key_length", "attention.sliding_window"))
+    values = optional | {"rope.freq_base": 1e4} | {key.removeprefix(f"{arch}."): meta[key] for key in meta}
+    config = {name: values[key] for name, key in GGUF_CONFIG.items()} | {
         # llama.cpp's llama is a mistral where it has a window
-        "model_type": "mistral" if arch == "llama" and values.get("attention.sliding_window") else arch,
+        "model_type": "mistral" if arch == "llama" and values["attention.sliding_window"] else arch,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
@@ -1788,7 +1790,7 @@ def run_convert(args: argparse.Namespace) -> None:
 
         python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
-    there = check_folder("--out", out)
+    free = shutil.disk_usage(check_folder("--out", out)).free
     meta, tensors = read_gguf(path)
     with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
@@ -1798,7 +1800,6 @@ def run_convert(args: argparse.Namespace) -> None:
     if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
     size = sum(math.prod(shape) for shape, _, _ in plan.values()) * dtype.itemsize
-    free = shutil.disk_usage(there).free
     need = f"{path} in {args.dtype}: needs {human(size)} of disk ({human(free)} are free)"
     if size > free:
         raise UserError(need)
@@ -1808,12 +1809,11 @@ def run_convert(args: argparse.Namespace) -> None:
             data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
             (made / name).write_bytes(data)
         tokenizer = load_tokenizer(made)  # refuses it before the long part
-        if args.fit:
-            text_windows(args, config, tokenizer)  # refuses a text that is too short
+        tokens = text_windows(args, config, tokenizer) if args.fit else None  # and a text that is too short
         write_weights(plan, made / "model.safetensors", dtype)
     if args.fit:
         fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
-        run_fit(argparse.Namespace(**vars(fit) | {n: vars(args)[n] for n in ("text", "windows", "window")}))
+        run_fit(argparse.Namespace(**vars(fit) | {"text": args.text}), tokens)
     print(f"next: python calibrate.py fit --checkpoint {out} --method all")
     print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
 

@@ -2744,7 +2744,7 @@ BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or 
     ("truncated", lambda path: truncate(path, 0.9)),  # in its tensors
     ("is not supported; supported: llama", {"general__architecture": "gpt2"}),
     ("one of 2 parts", {"split__count": 2}),
-    ("metadata cannot be used", {"llama__attention__head_count": None}),
+    ("attention.head_count", {"llama__attention__head_count": None}),
     ("max_positions is '256'", {"llama__context_length": "256"}),
     ("metadata cannot be used", {"llama__attention__head_count_kv": [4, 2]}),
     ("cannot be 262144 layers", {"llama__block_count": 1 << 18}),
