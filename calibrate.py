@@ -1599,6 +1599,7 @@ GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: b
 }
 GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+GGUF_ROPE |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 GGUF_CONFIG = {  # names in config.json and in a GGUF file
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -1643,6 +1644,8 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
 def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
     """rope_scaling of config.json; rope_freqs.weight divides the frequencies, as Llama 3.1's scaling does."""
     given = {key.split(".")[-1]: value for key, value in values.items() if key.startswith("rope.scaling.")}
+    plain = {"yarn_attn_factor": 1, "yarn_ext_factor": 1, "attn_factor": 1}.items()
+    given = {key: value for key, value in given.items() if (key, value) not in plain}
     kind, _ = given.pop("type", "linear"), given.pop("finetuned", None)
     given["factor"] = given.get("factor", values.get("rope.scale_linear")) or 1.0  # its old name
     if kind in ("linear", "yarn") and given["factor"] == 1:
@@ -1655,7 +1658,7 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
         if kind == "none" and torch.allclose(scaled * factors, inv_freq, rtol=1e-4, atol=0):
             return rope
         kind = "by rope_freqs.weight"
-    if kind == "none" and given.get("attn_factor", 1) == 1:
+    if kind == "none" and "attn_factor" not in given:
         return None
     if kind not in ("linear", "yarn") or given.keys() - GGUF_ROPE or not min(given.values()) > 0:
         raise UserError(f"RoPE scaling {kind} with {given} is not supported; linear, yarn and llama3 are")
@@ -1671,7 +1674,10 @@ def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
         raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
     optional = dict.fromkeys(("attention.head_count_kv", "attention.key_length", "attention.sliding_window"))
     values = optional | {"rope.freq_base": 1e4} | {key.removeprefix(f"{arch}."): meta[key] for key in meta}
+    head_dim = values["attention.key_length"] or values["embedding_length"] // values["attention.head_count"]
     config = {name: values[key] for name, key in GGUF_CONFIG.items()} | {
+        "head_dim": head_dim,
+        "rope_scaling": gguf_rope(values, tensors, head_dim),
         # llama.cpp's llama is a mistral where it has a window
         "model_type": "mistral" if arch == "llama" and values["attention.sliding_window"] else arch,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
@@ -1682,7 +1688,6 @@ def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
     config = ModelConfig.from_hf(config)
     if values.get("rope.dimension_count", config.head_dim) != config.head_dim:
         raise UserError("only a part of each head is rotated, which is not supported")
-    config.rope_scaling = gguf_rope(values, tensors, config.head_dim)
     config.check()
     return config
 
@@ -1726,7 +1731,8 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
     head += b" " * (-len(head) % 8)
     with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
-        for shape, tensor, heads in tracked("convert", plan.values()):
+        bar = Progress("convert, MB", end / 1e6)  # not tensors: the first is often the largest
+        for shape, tensor, heads in plan.values():
             data = tensor.data
             if heads:
                 data = data.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
@@ -1734,7 +1740,8 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
                 part = torch.from_numpy(np.array(dequantize(rows, tensor.tensor_type))).to(dtype)
                 if not part.isfinite().all():
                     raise UserError(f"tensor {tensor.name} holds numbers that are not finite in {dtype}")
-                file.write(part.flatten().view(torch.uint8).numpy())
+                bar.tick(file.write(part.flatten().view(torch.uint8).numpy()) / 1e6)
+        bar.close()
 
 
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
@@ -1743,7 +1750,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre")
     if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
         raise UserError(f"its tokenizer {kind!r} with tokenizer.ggml.pre {pre!r} is not supported")
-    types, splits = ggml.get("token_type") or [1] * len(tokens), GGUF_SPLITS.get(pre)
+    types, splits = list(ggml.get("token_type") or [1] * len(tokens)), GGUF_SPLITS.get(pre)
     flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
     phi3 = kind == "llama" and meta["general.architecture"] == "phi3"  # Phi-4 has the same architecture
     for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
@@ -1754,6 +1761,8 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     ids = {key: i for key, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
     ends = {i for i, token in added.items() if token["content"] in model_file.STOP_TOKENS}
     ends |= {ids[key] for key in ("eos", "eot", "eom") if key in ids}
+    for i in ends & added.keys():
+        added[i]["special"], types[i] = True, 3  # some files call them words
     settings = {f"{name}_token": tokens[ids[key]] for name, key in GGUF_IDS.items() if key in ids} | {
         "tokenizer_class": "PreTrainedTokenizerFast",  # LlamaTokenizer reads leading blanks otherwise
         "add_bos_token": ggml.get("add_bos_token", kind == "llama" or pre in GGUF_WHOLE_WORDS),

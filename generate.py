@@ -50,11 +50,11 @@ class Progress:
 
     outer = None
 
-    def __init__(self, label: str, total: int):
+    def __init__(self, label: str, total: float):
         self.label, self.total, self.done, self.started, self.shown = label, total, 0, time.time(), 0.0
         Progress.outer = Progress.outer or self
 
-    def tick(self, n: int = 1) -> None:
+    def tick(self, n: float = 1) -> None:
         self.done = min(self.done + n, self.total)
         now = time.time()
         # On a terminal the bar moves in place; in a log file a line every ten seconds is enough.
@@ -62,8 +62,8 @@ class Progress:
         if self is Progress.outer and now - self.started > 2 and now - self.shown > pause:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
-            bar = ("#" * (30 * self.done // self.total)).ljust(30, ".")
-            line = f"{start}{self.label} [{bar}] {self.done}/{self.total}, {left:.0f} s left"
+            bar = ("#" * int(30 * self.done / self.total)).ljust(30, ".")
+            line = f"{start}{self.label} [{bar}] {self.done:.0f}/{self.total:.0f}, {left:.0f} s left"
             print(line, end=end, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:

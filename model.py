@@ -33,11 +33,23 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+FAMILIES = {  # the first fields of ModelConfig, which a config.json may leave out as in transformers
+    "llama": (4096, 32, 32, None, None, 11008, 32000, 2048, 10000.0, None, 1e-6),
+    "mistral": (4096, 32, 32, 8, None, 14336, 32000, 131072, 10000.0, None, 1e-6),
+    "qwen2": (4096, 32, 32, 32, None, 22016, 151936, 32768, 10000.0, None, 1e-6),
+    "qwen3": (4096, 32, 32, 32, 128, 22016, 151936, 32768, 10000.0, None, 1e-6),
+    "phi3": (3072, 32, 32, None, None, 8192, 32064, 4096, 10000.0, None, 1e-5),
+}
 
 
 class UserError(Exception):
     """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
+
+
+def absent(folder: Path, fault: str) -> UserError:
+    """The error for a folder without some file; of a Hugging Face cache it names the folder inside."""
+    snapshot = max(folder.glob("snapshots/*/config.json"), default=None)
+    return UserError(f"{folder}: {fault}" + (f", such as {snapshot.parent}" if snapshot else ""))
 
 
 @contextmanager
@@ -155,7 +167,7 @@ class ModelConfig:
         """Reads folder/config.json. Raises UserError for anything that this file cannot compute exactly."""
         path = folder / "config.json"
         if not path.is_file():
-            raise UserError(f"{folder}: no config.json there; give the folder of a Hugging Face download")
+            raise absent(folder, "no config.json there; give the folder of a Hugging Face download")
         with checked(path, "not a usable config"):
             config = cls.from_hf(read_json(path))
             config.check()
@@ -200,34 +212,42 @@ class ModelConfig:
             raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
         if hf.get("hidden_act", "silu") != "silu":
             raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; only silu (SwiGLU) is")
-        if hf.get("quantization_config"):
-            raise UserError("quantised checkpoints are not supported; give the bf16, fp16 or fp32 one")
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        hf = dict(zip((f.metadata["hf"] for f in fields(cls)[:11]), FAMILIES[family], strict=True)) | hf
+        if quantised := hf.get("quantization_config"):
+            fault = f"checkpoints quantised by {quantised.get('quant_method', 'a method')} are not supported"
+            raise UserError(f"{fault}; give the bf16, fp16 or fp32 one")
+        rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_SCALINGS:
             raise UserError(f"RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_SCALINGS)}")
         if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
             raise UserError("partial_rotary_factor below 1 is not supported: every head dim must be rotated")
         n_heads = hf["num_attention_heads"]
-        n_kv_heads = hf.get("num_key_value_heads") or n_heads
+        n_kv_heads, positions = hf.get("num_key_value_heads") or n_heads, hf["max_position_embeddings"]
         if n_heads % n_kv_heads:
             raise UserError(f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly")
+        original = "original_max_position_embeddings"
+        rope |= {"rope_type": kind, original: hf.get(original) or rope.get(original) or positions}
+        if kind in ("linear", "yarn"):  # they reach beyond what the model was made for
+            positions = max(positions, math.floor(rope[original] * rope["factor"]))
         bias = hf.get("attention_bias") or False
         windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
+        window = hf.get("sliding_window", None if family == "phi3" else 4096) or None
         given = {f.name: hf[f.metadata["hf"]] for f in fields(cls) if f.metadata.get("hf") in hf}
         made = {
             "n_kv_heads": n_kv_heads,
+            "max_positions": positions,
             "head_dim": hf.get("head_dim") or hf["hidden_size"] // n_heads,
-            "rope_theta": rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
-            "rope_scaling": None if kind == "default" else {**rope, "rope_type": kind},
+            "rope_theta": rope.get("rope_theta") or hf["rope_theta"],
+            "rope_scaling": None if kind == "default" else rope,
             "qkv_bias": bias or family == "qwen2",
             "out_bias": bias and family != "qwen2",
             "qk_norm": family == "qwen3",
-            "sliding_window": (hf.get("sliding_window") or None) if windowed else None,
+            "sliding_window": window if windowed else None,
         }
         flags = {"tied": "tie_word_embeddings", "mlp_bias": "mlp_bias", "elitekv": "elitekv"}
         made |= {name: hf.get(key) or False for name, key in flags.items()}
-        return cls(**{"max_positions": 2048, "norm_eps": 1e-6} | given | made)
+        return cls(**given | made)
 
     def to_hf(self) -> dict:
         """What from_hf reads, as a config.json has it."""
@@ -269,7 +289,7 @@ def scale_llama3(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Ten
 def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
     """YaRN (arXiv 2309.00071): blends by wavelength, and scales cos and sin to keep the logits' spread."""
     half, factor = config.head_dim // 2, rope["factor"]
-    original = rope.get("original_max_position_embeddings") or config.max_positions
+    original = rope["original_max_position_embeddings"]
 
     def pair_of(turns: float) -> float:  # the pair that makes `turns` full turns over the original context
         share = math.log(original / (turns * 2 * math.pi)) / math.log(config.rope_theta)
@@ -287,7 +307,7 @@ def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tenso
     scale = rope.get("attention_factor")
     if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         scale = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
-    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, scale or mscale(1.0)
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, mscale(1.0) if scale is None else scale
 
 
 ROPE_SCALINGS = {
@@ -591,7 +611,8 @@ def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, lis
         elif name in slots and list(slots[name].shape) != shape:
             fault = f"is {shape}, but config.json asks for {list(slots[name].shape)}"
         elif name in slots and dtype not in ("F64", "F32", "F16", "BF16"):
-            fault = f"holds {dtype} numbers, but weights must be floating point"
+            kind = dtype.replace("F8_", "fp8 ")
+            raise UserError(f"{file}: tensor {name} holds {kind} numbers; give bf16, fp16 or fp32 weights")
         if fault:
             raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
     if missing := [name for name in slots if name not in headers]:
@@ -604,8 +625,12 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
 
     Raises UserError for a missing, truncated or foreign file, for tensors that disagree with config.json
     (before any memory is taken), and for numbers that are not finite."""
-    files, config = weight_files(folder), ModelConfig.from_folder(folder)
+    config, files = ModelConfig.from_folder(folder), weight_files(folder)
     headers = weight_headers(files)
+    pair = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in headers]
+    if config.tied and len(pair) == 2:  # whatever config.json says, the files may hold a head of its own
+        matrices = (safe_open(headers[name][0], "pt").get_tensor(name) for name in pair)
+        config.tied = torch.equal(*(matrix.flatten().view(torch.uint8) for matrix in matrices))
     if config.n_layers > len(headers):
         fault = f"config.json asks for {config.n_layers} layers, there are {len(headers)} tensors"
         raise UserError(f"{folder}: {fault}; the two do not belong together")
@@ -613,14 +638,14 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
         check_weights(folder, Llama(config), headers)
     model = empty_model(config, device, dtype)
     slots, rank = weight_slots(model, headers), ranks()[0]
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in (name for name in slots if headers[name][0] == file):
-                copy_share(tensors.get_tensor(name), slots[name], name, config, model.config)
-                if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
-                    slots[name].zero_()  # one rank adds it to the sum
-                if not torch.stack(slots[name].aminmax()).isfinite().all():
-                    raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
+    for name, slot in slots.items():
+        file = headers[name][0]
+        with safe_open(file, "pt") as tensors:  # opened for each, so that its pages leave the memory again
+            copy_share(tensors.get_tensor(name), slot, name, config, model.config)
+        if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
+            slot.zero_()  # one rank adds it to the sum
+        if not torch.stack(slot.aminmax()).isfinite().all():
+            raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
     model.fingerprint = fingerprint(files)
     return model
 
@@ -660,21 +685,26 @@ ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 
 Segment = tuple[str, bool]  # some text, and whether it is the name of a special token
+AddedTokens = dict[str, tuple[int, dict]]  # name -> id, and flags as a tokenizer.json has them
 
 
 @dataclass
 class Tokenizer:
     """Turns text into token ids and back; made by `load_tokenizer`."""
 
-    encode_text: Callable[[str], list[int]]  # plain text only: it never yields a special token
+    encode_text: Callable[[str, bool], list[int]]  # of text and whether it gets the space that some put first
     pieces: list[bytes]  # what each id stands for; b"" for special tokens and the padding of the embedding
-    special_tokens: dict[str, int]
+    special_tokens: dict[str, int]  # by name; no text of a user's ever becomes one
     bos_id: int | None = None
     add_bos: bool = False  # do this model's prompts start with BOS?
     drop_space: bool = False  # sentencepiece puts a space before a text; decoding drops it again
     vocab_size: int = 0  # ids that the tokenizer knows; the model's embedding may have more
     stop_ids: set[int] = field(default_factory=set)
     strip_after: set[int] = field(default_factory=set)  # special tokens that swallow the blanks after them
+    space_once: bool = False  # is only the start of a text given that space, and no text after a token?
+    # Added tokens that are not special: those that are found in the text, and in what `normalize` makes of it
+    plain_tokens: tuple[AddedTokens, AddedTokens] = field(default_factory=lambda: ({}, {}))
+    normalize: Callable[[str, bool], str] = lambda text, space: text
     chat_template: str = ""  # the model's own Jinja, read only to guess the chat style
 
     def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
@@ -682,12 +712,8 @@ class Tokenizer:
 
         bos: put BOS first if this model's prompts start with it and the text does not already.
         allow_special: read names such as <|eot_id|> in the text as those tokens; never for a user's text."""
-        segments = [(text, False)]
-        if allow_special and self.special_tokens:
-            longest_first = sorted(self.special_tokens, key=len, reverse=True)
-            parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
-            segments = [(part, i % 2 == 1) for i, part in enumerate(parts)]
-        return self.encode_segments(segments, bos)
+        special = {name: (i, {}) for name, i in self.special_tokens.items()} if allow_special else {}
+        return self.encode_segments([(part, i is not None) for part, i in split_at(text, special)], bos)
 
     def encode_segments(self, segments: list[Segment], bos: bool = True) -> list[int]:
         """Token ids of text and special tokens in turn; UserError for a special token that is not there."""
@@ -696,7 +722,8 @@ class Tokenizer:
             if not is_special:
                 # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                ids += self.encode_text(text.lstrip() if ids and ids[-1] in self.strip_after else text)
+                text = text.lstrip() if ids and ids[-1] in self.strip_after else text
+                ids += self.encode_plain(text, not (self.space_once and ids))
             elif text in self.special_tokens:
                 ids.append(self.special_tokens[text])
             else:
@@ -705,21 +732,38 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         return ids
 
-    def add_token(self, i: int, token: dict) -> None:
-        """Adds one of Hugging Face's added tokens. Raises ValueError for an id or a name that is none."""
-        name = token["content"].encode()  # ValueError for half a surrogate pair
+    def encode_plain(self, text: str, space: bool) -> list[int]:
+        """Token ids of text, none of a special token; space: does it get the space that some put first?"""
+        ids, special = [], {*self.special_tokens.values()}
+        for raw, token in split_at(text, self.plain_tokens[0]):
+            plain = split_at(self.normalize(raw, space), self.plain_tokens[1])
+            for part, i in plain if token is None else [(raw, token)]:
+                found = self.encode_text(part, space) if i is None else [i]
+                if not special.isdisjoint(found):  # sentencepiece knows some names as words: letter by letter
+                    found = [j for c in part for j in self.encode_text(c, False) if j not in special]
+                ids += found
+                space = not self.space_once
+        return ids
+
+    def add_token(self, i: int, token: dict, special: Collection[str] = ()) -> None:
+        """Adds one of Hugging Face's added tokens; special: names of special ones. Raises ValueError."""
+        text, normalized = token["content"], bool(token.get("normalized", True))
+        name = text.encode()  # ValueError for half a surrogate pair
+        special = token.get("special") or text in {*special, *self.special_tokens, *STOP_TOKENS}
         self.pieces += [b""] * (token_id(i) + 1 - len(self.pieces))
-        self.pieces[i] = b"" if token.get("special") else name
-        if name:
-            self.special_tokens[token["content"]] = i
-        if token.get("rstrip"):
+        self.pieces[i] = b"" if special else name
+        for known in self.plain_tokens:  # the last file counts
+            known.pop(text, None)
+        if special and token.get("rstrip"):
             self.strip_after.add(i)
+        if special and text:
+            self.special_tokens[text] = i
+        elif text:
+            self.plain_tokens[normalized][self.normalize(text, True) if normalized else text] = i, token
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of text that goes on from earlier text: no BOS, no first space of sentencepiece."""
-        if not self.drop_space:
-            return self.encode_text(text)
-        return self.encode_text("\n" + text)[len(self.encode_text("\n")) :]
+        """Token ids of text that goes on from earlier text: no BOS, no first space."""
+        return self.encode_plain(text, False)
 
     def decode(self, ids: Iterable[int], after: Iterable[int] = ()) -> str:
         """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
@@ -727,6 +771,25 @@ class Tokenizer:
         after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b)."""
         stream = StreamDecoder(self, after)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
+
+
+def split_at(text: str, tokens: AddedTokens) -> Iterator[tuple[str, int | None]]:
+    """Cuts text at added tokens, the longest first, as Hugging Face does: parts with None, they with ids."""
+    pattern, end = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))), 0
+    for match in re.finditer(pattern, text) if tokens else ():
+        (i, token), (start, stop) = tokens[match.group()], match.span()
+        if token.get("single_word") and re.search(r"\w", text[start - 1 : start] + text[stop : stop + 1]):
+            continue
+        if token.get("lstrip"):
+            start = end + len(text[end:start].rstrip())
+        if token.get("rstrip"):
+            stop = re.compile(r"\s*").match(text, stop).end()
+        if end < start:
+            yield text[end:start], None
+        yield text[start:stop], i
+        end = stop
+    if end < len(text):
+        yield text[end:], None
 
 
 class StreamDecoder:
@@ -754,7 +817,7 @@ class StreamDecoder:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load a checkpoint folder's tokenizer.model, else its tokenizer.json, else its vocab.json + merges.txt.
 
-    Added tokens, stop ids and whether to add BOS also come from the *config.json files beside it.
+    Added tokens, stop ids and whether to add BOS also come from the JSON files beside it.
     UserError if the files are missing, damaged, or of a kind that is not supported."""
     folder = Path(folder)
     names = ("tokenizer_config", "config", "generation_config", "added_tokens")
@@ -762,9 +825,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     files = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")
     names = [name for name in files if (folder / name).exists()]
     if not names or names == ["merges.txt"] and not (folder / "vocab.json").exists():
-        raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
+        raise absent(folder, "no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
+    data = read_json(folder / "tokenizer.json")
     with checked(path := folder / names[0]):
-        data = read_json(path) if path.name == "tokenizer.json" else {}
         if path.name == "merges.txt":  # of GPT-2 and Qwen2
             is_gpt2 = "GPT2" in str(settings.get("tokenizer_class"))
             lines = path.read_text(encoding="utf-8").split("\n")
@@ -773,23 +836,28 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             data = byte_level_json(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
         is_model = path.name.startswith("tokenizer.model")
         tokenizer = load_tokenizer_model(path.read_bytes()) if is_model else load_tokenizer_json(data)
-        special = tokenizer.special_tokens
+    with checked(folder / "tokenizer_config.json"):
+        ends = {key: token for key, token in settings.items() if key.endswith("_token")}
+        ends = {key: token["content"] if isinstance(token, dict) else token for key, token in ends.items()}
+        named, bos, eos = {*ends.values()}, ends.get("bos_token"), ends.get("eos_token")
+    with checked(folder / "tokenizer.json"):
         for token in data.get("added_tokens") or []:
-            tokenizer.add_token(token["id"], token)
-    with checked(folder / "added_tokens.json"):
-        for name, i in added.items():
-            if name not in special:
-                tokenizer.add_token(i, {"content": name, "special": True})
+            tokenizer.add_token(token["id"], token, named)
+        if is_model:
+            scheme = (data.get("pre_tokenizer") or {}).get("prepend_scheme")
+            tokenizer.space_once = scheme == "first" if data else settings.get("legacy") is False
     with checked(folder / "tokenizer_config.json"):
         for i, token in (settings.get("added_tokens_decoder") or {}).items():
-            tokenizer.add_token(int(i), token)
-        tokens = (settings.get("bos_token"), settings.get("eos_token"))
-        bos, eos = (token["content"] if isinstance(token, dict) else token for token in tokens)
-        if is_model or tokenizer.bos_id is None:  # the template of a tokenizer.json says what leads a text
-            tokenizer.bos_id = special.get(bos, tokenizer.bos_id)
-        if settings.get("add_bos_token") is not None:
-            tokenizer.add_bos = bool(settings["add_bos_token"])
-        tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
+            tokenizer.add_token(int(i), token, named)
+    special = tokenizer.special_tokens
+    with checked(folder / "added_tokens.json"):  # it does not say which are special
+        for name in added.keys() - {*special, *tokenizer.plain_tokens[0], *tokenizer.plain_tokens[1]}:
+            tokenizer.add_token(added[name], {"content": name, "special": True})
+    if is_model or tokenizer.bos_id is None:  # the template of a tokenizer.json says what leads a text
+        tokenizer.bos_id = special.get(bos, tokenizer.bos_id)
+    if settings.get("add_bos_token") is not None:
+        tokenizer.add_bos = bool(settings["add_bos_token"])
+    tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
     for name, data in (("config.json", config), ("generation_config.json", generation)):
         with checked(folder / name):
             ids = data.get("eos_token_id")
@@ -841,9 +909,14 @@ def load_sentencepiece(data: bytes) -> Tokenizer:
             pieces[i] = sp.decode([i]).encode()  # each model has its own sign for it
         elif sp.is_control(i):
             pieces[i], special[name] = b"", i
-    adds_space = sp.encode("a", out_type=str)[0].startswith("▁")
     bos_id = None if sp.bos_id() < 0 else sp.bos_id()
-    return Tokenizer(sp.encode, pieces, special, bos_id, add_bos=True, drop_space=adds_space)
+    spaced = "".join(sp.encode("a", out_type=str))  # some models have the space after each word
+
+    def encode(text: str, space: bool) -> list[int]:
+        lead = "" if space or not spaced.startswith("▁") else "\n"
+        return sp.encode(lead + text)[len(sp.encode(lead)) :]
+
+    return Tokenizer(encode, pieces, special, bos_id, add_bos=True, drop_space="▁" in spaced)
 
 
 def load_tokenizer_json(data: dict) -> Tokenizer:
@@ -855,7 +928,8 @@ def load_tokenizer_json(data: dict) -> Tokenizer:
     normalizers, splits = steps("normalizer", "normalizers"), steps("pre_tokenizer", "pretokenizers")
     model = data["model"]
     if model.get("type", "BPE") == "BPE" and "ByteLevel" in [step["type"] for step in splits]:
-        tokenizer = load_byte_level(model, normalizers, splits)
+        added = {token["content"] for token in data.get("added_tokens") or []}
+        tokenizer = load_byte_level(model, normalizers, splits, added)
     elif model.get("type", "BPE") == "BPE" and model.get("byte_fallback"):
         tokenizer = load_sentencepiece_json(data, normalizers + splits)
     else:
@@ -867,10 +941,11 @@ def load_tokenizer_json(data: dict) -> Tokenizer:
     return tokenizer
 
 
-def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) -> Tokenizer:
+def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict], added: set[str]) -> Tokenizer:
     """A byte-level BPE in GPT-2's notation; UserError for a step that is not supported."""
     patterns = []
     for step in splits:
+        patterns += [None] * bool(step.get("add_prefix_space"))
         if step["type"] == "ByteLevel":
             patterns += [GPT2_SPLIT] if step.get("use_regex", True) else []
         elif step["type"] == "Digits":
@@ -899,7 +974,11 @@ def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict]) ->
     unknown = vocab.get(model.get("unk_token"))
     known = {c: unknown for c, byte in byte_of.items() if not 32 <= byte < 127} | vocab
     ids = [known[word] for word in words]
-    return Tokenizer(bpe_encoder(ranks, ids, patterns or [r"[\s\S]+"], bool(kinds)), pieces, {})
+    unmerged = {pieces[i]: i for word, i in vocab.items() if pieces[i] and word not in added}
+    whole = {piece: i for piece, i in unmerged.items() if model.get("ignore_merges") and piece not in ranks}
+    encode = bpe_encoder(ranks, ids, patterns, whole)
+    normalize = (lambda text, space: unicodedata.normalize("NFC", text)) if kinds else Tokenizer.normalize
+    return Tokenizer(encode, pieces, {}, normalize=normalize)
 
 
 def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -> dict:
@@ -961,40 +1040,43 @@ def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     scores = {word: -rank for rank, word in enumerate(ranked)}
     words = sorted(vocab, key=vocab.get)
     tokenizer = load_sentencepiece(sentencepiece_model((w, scores.get(w, 0), kinds[w]) for w in words))
-    prefix = steps[0].get("prepend_scheme", "never") != "never" or PREPEND in steps
-    has_space = (" ", "▁") * (PREPEND not in steps)  # Metaspace adds none to a text that starts with one
-    encode = tokenizer.encode_text
-    tokenizer.encode_text = lambda text: encode(
-        " " + text if prefix and text and not text.startswith(has_space) else text
-    )
-    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=prefix)
+    scheme = steps[0].get("prepend_scheme", "always" if PREPEND in steps else "never")
+    spaced, encode = scheme != "never", tokenizer.encode_text
+    if ESCAPE in steps:  # the space comes before the text is split at some of the added tokens, else after
+        tokenizer.normalize = lambda text, space: ("▁" * (space and spaced) + text).replace(" ", "▁")
+    elif spaced:
+        tokenizer.encode_text = lambda t, space: encode(" " * (space and t[0] not in " ▁") + t, space)
+    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=spaced, space_once=scheme == "first")
 
 
-def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bool = False) -> Callable:
+def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list, whole: Collection = ()) -> Callable:
     """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank.
 
-    A byte whose id is None is left out of the text. Raises ValueError where tiktoken would panic."""
+    A pattern of None: a space is put before each part. whole: the ids of parts that are not merged. A byte
+    whose id is None is left out of the text. Raises ValueError where tiktoken would panic."""
     import regex  # tiktoken depends on it
     import tiktoken
 
     if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
         raise ValueError("it lacks some of the 256 bytes")
-    absent = {word[0] for word, rank in ranks.items() if ids[rank] is None}
-    # tiktoken drops what its pattern does not match, so match that too
-    patterns = [f"{pattern}|(?:(?!{pattern})[\\s\\S])++" for pattern in patterns]
-    splits = [regex.compile(pattern) for pattern in patterns]
-    bpe = tiktoken.Encoding("bpe", pat_str=patterns[-1], mergeable_ranks=ranks, special_tokens={})
+    absent = bytes(word[0] for word, rank in ranks.items() if ids[rank] is None)
+    rest = "|(?:(?!{0})[\\s\\S])++"  # what a pattern does not match is a part, too
+    splits = [pattern and regex.compile(pattern + rest.format(pattern)) for pattern in patterns]
+    bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
 
-    def encode(text: str) -> list[int]:
-        text = unicodedata.normalize("NFC", text) if nfc else text
-        # Meta's tokenizer cuts too: a million blanks in a row overflow the stack of tiktoken's regex
-        parts = [text[i : i + 400_000] for i in range(0, len(text), 400_000)]
-        lacks = not absent.isdisjoint(text.encode()) if absent else False
-        for split in splits if lacks else splits[:-1]:
-            parts = [match.group() for part in parts for match in split.finditer(part)]
-        if lacks:  # tiktoken takes bytes that are no UTF-8 one part at a time
-            whole = filter(None, (part.encode().translate(None, bytes(absent)) for part in parts))
-            return [ids[rank] for part in whole for rank in bpe._encode_single_piece(part)]
-        return [ids[rank] for part in parts for rank in bpe.encode_ordinary(part)]
+    def encode_part(part: bytes) -> list[int]:
+        if part in whole:
+            return [whole[part]]
+        known = part.translate(None, absent)
+        return [ids[rank] for rank in bpe._encode_single_piece(known)] if known else []
+
+    def encode(text: str, space: bool) -> list[int]:
+        parts = [text]
+        for split in splits:
+            if split:
+                parts = [match.group() for part in parts for match in split.finditer(part)]
+            else:
+                parts = [" " * ((space or i > 0) and part[0] != " ") + part for i, part in enumerate(parts)]
+        return [i for part in parts for i in encode_part(part.encode())]
 
     return encode

@@ -363,7 +363,7 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
 
 def test_config_reads_windows():
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
-    shape |= {"model_type": "qwen2", "vocab_size": 96, "sliding_window": 32}
+    shape |= {"model_type": "qwen2", "vocab_size": 96, "sliding_window": 32, "num_key_value_heads": 4}
     for family, window in {"qwen2": None, "mistral": 32, "phi3": 32, "llama": None}.items():
         assert model_file.ModelConfig.from_hf(shape | {"model_type": family}).sliding_window == window
     assert model_file.ModelConfig.from_hf(shape | {"use_sliding_window": True}).sliding_window == 32
@@ -4273,7 +4273,10 @@ DAMAGE = [
     ("no config.json", lambda f: (f / "config.json").unlink()),
     ("not valid JSON", lambda f: (f / "config.json").write_text("{")),
     ("not a JSON object", lambda f: (f / "config.json").write_text("[]")),
-    ("not a usable config", lambda f: (f / "config.json").write_text('{"model_type": "llama"}')),
+    (
+        "not a usable config",
+        lambda f: (f / "config.json").write_text('{"model_type": "llama", "rope_scaling": 5}'),
+    ),
     ("model.norm.weight is not finite", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
     ("holds I32 numbers", lambda f: put_weight(f, NORM, torch.ones(48, dtype=torch.int32))),
     ("holds C64 numbers", lambda f: put_weight(f, NORM, torch.ones(48) * 1j)),
