@@ -214,8 +214,8 @@ class ModelConfig:
             raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; only silu (SwiGLU) is")
         hf = dict(zip((f.metadata["hf"] for f in fields(cls)[:11]), FAMILIES[family], strict=True)) | hf
         if quantised := hf.get("quantization_config"):
-            fault = f"checkpoints quantised by {quantised.get('quant_method', 'a method')} are not supported"
-            raise UserError(f"{fault}; give the bf16, fp16 or fp32 one")
+            method = quantised.get("quant_method", "some method")
+            raise UserError(f"quantised by {method}: not supported; give the bf16, fp16 or fp32 checkpoint")
         rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_SCALINGS:
@@ -232,7 +232,6 @@ class ModelConfig:
             positions = max(positions, math.floor(rope[original] * rope["factor"]))
         bias = hf.get("attention_bias") or False
         windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
-        window = hf.get("sliding_window", None if family == "phi3" else 4096) or None
         given = {f.name: hf[f.metadata["hf"]] for f in fields(cls) if f.metadata.get("hf") in hf}
         made = {
             "n_kv_heads": n_kv_heads,
@@ -243,7 +242,7 @@ class ModelConfig:
             "qkv_bias": bias or family == "qwen2",
             "out_bias": bias and family != "qwen2",
             "qk_norm": family == "qwen3",
-            "sliding_window": window if windowed else None,
+            "sliding_window": windowed and hf.get("sliding_window", 4096 * (family != "phi3")) or None,
         }
         flags = {"tied": "tie_word_embeddings", "mlp_bias": "mlp_bias", "elitekv": "elitekv"}
         made |= {name: hf.get(key) or False for name, key in flags.items()}
@@ -627,8 +626,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     (before any memory is taken), and for numbers that are not finite."""
     config, files = ModelConfig.from_folder(folder), weight_files(folder)
     headers = weight_headers(files)
-    pair = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in headers]
-    if config.tied and len(pair) == 2:  # whatever config.json says, the files may hold a head of its own
+    pair = {"lm_head.weight", "model.embed_tokens.weight"}
+    if config.tied and headers.keys() >= pair:  # the files may hold a head of its own
         matrices = (safe_open(headers[name][0], "pt").get_tensor(name) for name in pair)
         config.tied = torch.equal(*(matrix.flatten().view(torch.uint8) for matrix in matrices))
     if config.n_layers > len(headers):
@@ -748,10 +747,9 @@ class Tokenizer:
     def add_token(self, i: int, token: dict, special: Collection[str] = ()) -> None:
         """Adds one of Hugging Face's added tokens; special: names of special ones. Raises ValueError."""
         text, normalized = token["content"], bool(token.get("normalized", True))
-        name = text.encode()  # ValueError for half a surrogate pair
         special = token.get("special") or text in {*special, *self.special_tokens, *STOP_TOKENS}
         self.pieces += [b""] * (token_id(i) + 1 - len(self.pieces))
-        self.pieces[i] = b"" if special else name
+        self.pieces[i] = text.encode() * (not special)  # ValueError for half a surrogate pair
         for known in self.plain_tokens:  # the last file counts
             known.pop(text, None)
         if special and token.get("rstrip"):
