@@ -594,6 +594,12 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
 # -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
 
 
+def as_fp16(x: Tensor) -> Tensor:
+    """x in fp16, rounded for those who read it in fp32, too: Inductor drops x.half().float(), and here it
+    cannot, since the bits are whole numbers in between."""
+    return (x.half().view(torch.int16) & -1).view(torch.float16)
+
+
 def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
     """Asymmetric codes of groups along `dim`: of channels within each token, as KIVI's values, or with dim -2
     of tokens within each channel, as its keys (arXiv 2402.02750).
@@ -604,8 +610,8 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
     # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
-    low = low.half()
-    scale = ((high - low.float()) / (2**bits - 1)).half()
+    low = as_fp16(low)
+    scale = as_fp16((high - low.float()) / (2**bits - 1))
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
     codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
     planes = codes.flatten(dim - 1, dim).to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]

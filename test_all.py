@@ -636,6 +636,18 @@ def test_quantiser_bounds_and_exact_cases(bits):
     assert not changed[0, 0, :32].any() and not changed[1:].any() and not changed[0, 1:].any()
 
 
+def test_compiled_codes_are_of_the_minimum_and_scale_that_are_stored():
+    """They equal the eager ones to the bit, and so does what they stand for."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, 128) * torch.logspace(-9, 1, 128)
+
+    def codes():
+        return [part for how in ((2, -2), (8, -1)) for part in coded(x, *how)]
+
+    torch.compiler.reset()
+    assert all(map(torch.equal, torch.compile(codes, dynamic=False, fullgraph=True)(), codes()))
+
+
 # -------------------------------------------------------------------------------------------- SALS invariants
 
 
