@@ -2262,13 +2262,13 @@ class PackedKeys(Packed):
         planes = ((codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
         parts = (x.contiguous() for x in weights.chunk(8 // self.bits, -1))
         coded = sum(weigh(x, plane).float() for x, plane in zip(parts, planes, strict=True))
-        coded = coded + q[:, :, None].float() @ low[..., None]  # [B, Hkv, n, G, 32]
-        coded = coded.transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
-        recent = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
         places = self.room.positions
-        return torch.where(
-            self.recent(pos)[:, None, None], recent[..., places % self.R], coded[..., : len(places)]
-        )
+        coded = coded.transpose(2, 3).flatten(3)[..., : len(places)]  # of [B, Hkv, n, G, 32]
+        # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor
+        # loops over whole groups, and the tokens of the last one get no value.
+        coded = coded + (q.float() @ low.mT)[..., places // 32]  # [B, Hkv, G, S]
+        recent = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
+        return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
 
     def stores(self) -> list[Tensor]:
         return [self.codes, self.low_scale, self.ring]
