@@ -253,12 +253,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
 def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
     """The x sinks and, of the tokens between these and the z recent ones, the y best.
 
-    scores [B, ..., S] fp32, of which -inf is never chosen, pos [B] -> index [B, ..., x + y] int32, x and y
-    cut to S; -1 where a row has no such token. wanted [B]: how many of the y a row takes, else all."""
+    scores [B, ..., S] fp32, of which -inf and NaN are never chosen, pos [B] -> index [B, ..., x + y] int32, x
+    and y cut to S; -1 where a row has no such token. wanted [B]: how many of the y a row takes, else all."""
     places = torch.arange(scores.shape[-1], device=scores.device)
     rows = (-1, *[1] * (scores.ndim - 1))
     last = (pos - z).view(rows)  # the newest token outside of the recent ones
-    candidates = scores.masked_fill((places < x) | (places > last), -torch.inf)
+    never = (places < x) | (places > last) | scores.isnan()  # topk would take NaN for the largest
+    candidates = scores.masked_fill(never, -torch.inf)
     best, index = candidates.topk(min(y, len(places)), sorted=wanted is not None)
     live = best > -torch.inf
     if wanted is not None:

@@ -774,16 +774,17 @@ def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(bloc
 @pytest.mark.parametrize("length", [1, 7, 8, 12, 13, 14, 40])
 @pytest.mark.parametrize("wanted", [None, (6, 2), (0, 1)])
 def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
-    """Of each row and head, in plain Python; a score of -inf is never chosen."""
+    """Of each row and head, in plain Python; a score of -inf or NaN is never chosen."""
     torch.manual_seed(length)
-    scores = torch.randn(2, 3, 40).masked_fill(torch.rand(2, 3, 40) < 0.2, -torch.inf)
+    scores, chance = torch.randn(2, 3, 40), torch.rand(2, 3, 40)
+    scores = scores.masked_fill(chance < 0.2, -torch.inf).masked_fill(chance > 0.9, torch.nan)
     pos = torch.tensor([length - 1, max(0, length - 2)])
     chosen = compress.select(scores, pos, x=3, y=6, z=4, wanted=wanted and torch.tensor(wanted))
     assert chosen.shape == (2, 3, 9)
     for row, head in itertools.product(range(2), range(3)):
         old = range(max(0, int(pos[row]) - 3))
-        best = sorted(old[3:], key=lambda j: -scores[row, head, j])[: wanted[row] if wanted else 6]
-        best = [j for j in best if scores[row, head, j] > -torch.inf]
+        best = [j for j in old[3:] if scores[row, head, j] > -torch.inf]
+        best = sorted(best, key=lambda j: -scores[row, head, j])[: wanted[row] if wanted else 6]
         assert sorted(j for j in chosen[row, head].tolist() if j >= 0) == sorted([*old[:3], *best])
 
 
@@ -3009,6 +3010,7 @@ SCORES = {  # of normal numbers [B, S]
     "heavy": lambda x: (x * 8).exp(),
     "offset": lambda x: x + 500,
     "masked": lambda x: x.masked_fill(randn(*x.shape, seed=1) < 0.5, -torch.inf),  # more than can be spared
+    "NaN": lambda x: x.masked_fill(x > 2, torch.nan).masked_fill(x < -2, torch.nan).copysign(x),
     "extremes": lambda x: LEVELS[(x.abs() * 2.5).long().clamp(max=7)],
     "one chunk": lambda x: x + 50 * in_chunk(x),  # has all winners: the slow path must save it
     # The same, and what that chunk drops is next above the threshold.
@@ -3099,7 +3101,8 @@ def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
         got, want = (index[b][index[b] >= 0].long() for index in (out, truth))
         assert (out[b] >= -1).all() and len(got) == len(got.unique()) == len(want)
         assert (got <= pos[b] - z).all() and torch.equal(out[b, :x], truth[b, :x])
-        assert torch.equal(scores[b, got].sort().values, scores[b, want].sort().values)
+        got, want = (scores[b, index].sort().values for index in (got, want))
+        assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True)  # a sink's may be NaN
     assert torch.equal(out, again)
 
 
