@@ -1568,11 +1568,15 @@ def test_pca_attention_is_full_attention_on_projected_keys(group, d):
 
 
 def test_loki_fit_is_a_centred_pca_of_each_head():
-    model, tokens = tiny_model(), tiny_tokens(8, 64)
+    model, tokens = tiny_model(qkv_bias=True), tiny_tokens(8, 64)
+    model.layers[2].attention.wqkv.bias.fill_(3)  # keys that are far from centred, after RoPE, too
     tensors, facts = calibrate.fit_loki(model, tokens, key_moments(model, tokens, "test"), 0.5)
-    keys = observed(model, tokens)[2][1].flatten(0, 1)[:, 1].double()  # layer 2, head 1, before RoPE
-    values = tensors["pre.eigenvalues"][2, 1].double()
-    assert_best_basis(keys - keys.mean(0), tensors["pre.basis"][2, 1], (1, 4, 12), values)
+    every = observed(model, tokens)[2][1]  # of layer 2, before RoPE
+    tables = rope_tables(model.config, 64, CPU)
+    for kind, keys in (("post", apply_rope(every, *tables)), ("pre", every)):
+        keys = keys.flatten(0, 1)[:, 1].double()  # of head 1
+        values = tensors[f"{kind}.eigenvalues"][2, 1].double()
+        assert_best_basis(keys - keys.mean(0), tensors[f"{kind}.basis"][2, 1], (1, 4, 12), values)
     worse, better = ("pre", "post") if tensors["better"] else ("post", "pre")
     assert float(facts[f"perplexity_{better}"]) <= float(facts[f"perplexity_{worse}"])
     moved = keys @ orthonormal(16, 5).double() * 3 + 7  # Rank@v is blind to rotation, scale and shift
@@ -5175,6 +5179,16 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
         truth = calibrate.eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
         assert error(basis @ basis.T, truth @ truth.T) < 1e-3
         assert torch.equal(own["scale"], made["scale"][:, heads])
+
+
+def test_a_rank_has_its_share_of_elitekvs_latent(folder, monkeypatch):
+    """And one number at least. Each rank's factors are of its own heads: together they hold d_ckv."""
+    model = load_model(folder, CPU, torch.float32)
+    for d_ckv, n, own in ((40, 2, 20), (41, 4, 10), (3, 4, 1)):
+        put_artifact(folder, "elitekv", artifact_of("elitekv", model) | {"d_ckv": torch.tensor(d_ckv)}, model)
+        play_rank(monkeypatch, n - 1, n)
+        cache = fitted_engine(folder, "elitekv", 1, 20).caches[0]
+        assert cache.token_bytes() == 4 * (own + 2 * 2 * cache.config.n_kv_heads), (d_ckv, n)
 
 
 if __name__ == "__main__":
