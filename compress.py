@@ -1780,12 +1780,15 @@ class LrqkCache(Cache):
         return total + dense_bytes(self.room) - self.host_bytes()
 
     def bytes_read(self, length: int) -> int:
-        """A_K of every token that left the ring, then K and V of the selected and the recent ones, all on the
-        device. What misses is read from host memory besides: miss_rate() of the selected rows."""
+        """A_K of every token that left the ring, K and V of the selected and the recent ones, stamps of all
+        slots, slot and position of the selected ones, and the bases, all on the device. What misses is read
+        from host memory besides: miss_rate() of the selected rows."""
         c, size, recent = self.config, self.room.dtype.itemsize, min(self.z, length)
         old = length - recent
-        attended = recent + min(self.chosen, old)
-        return (old * self.rank + attended * 2 * c.head_dim) * c.n_kv_heads * size
+        chosen = min(self.chosen, old)
+        numbers = old * self.rank + (recent + chosen) * 2 * c.head_dim
+        tables = self.slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
+        return (numbers * size + tables * 4) * c.n_kv_heads
 
 
 def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: Artifact) -> list[Cache]:

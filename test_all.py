@@ -1775,7 +1775,8 @@ def test_lrqk_bytes_of_host_and_device():
     dense = compress.dense_bytes(cache.room)
     assert cache.host_bytes() == cache.kv.nbytes == dense
     assert cache.a_k.nbytes == dense // 8 and cache.hot.shape[2] == 30
-    assert cache.bytes_read(400) == 2 * 4 * (390 * 32 + 30 * 2 * 128)
+    tables = 20 + 2 * 20 + 2 * 32 * 128  # stamps, slots and positions, bases
+    assert cache.bytes_read(400) == 2 * 4 * (390 * 32 + 30 * 2 * 128 + tables)
     on_device = compress.LrqkCache(cache.room, compress.LrqkSettings(k=20, recent=10, kv_device="cuda"))
     assert on_device.host_bytes() == 0 and on_device.measured() == cache.measured() + dense
 
