@@ -253,12 +253,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
 def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
     """The x sinks and, of the tokens between these and the z recent ones, the y best.
 
-    scores [B, ..., S] fp32, of which -inf is never chosen, pos [B] -> index [B, ..., x + y] int32, x and y
-    cut to S; -1 where a row has no such token. wanted [B]: how many of the y a row takes, else all."""
+    scores [B, ..., S] fp32, of which -inf and NaN are never chosen, pos [B] -> index [B, ..., x + y] int32, x
+    and y cut to S; -1 where a row has no such token. wanted [B]: how many of the y a row takes, else all."""
     places = torch.arange(scores.shape[-1], device=scores.device)
     rows = (-1, *[1] * (scores.ndim - 1))
     last = (pos - z).view(rows)  # the newest token outside of the recent ones
-    candidates = scores.masked_fill((places < x) | (places > last), -torch.inf)
+    never = (places < x) | (places > last) | scores.isnan()  # topk would take NaN for the largest
+    candidates = scores.masked_fill(never, -torch.inf)
     best, index = candidates.topk(min(y, len(places)), sorted=wanted is not None)
     live = best > -torch.inf
     if wanted is not None:
@@ -594,6 +595,12 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
 # -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
 
 
+def as_fp16(x: Tensor) -> Tensor:
+    """x in fp16, rounded for those who read it in fp32, too: Inductor drops x.half().float(), and here it
+    cannot, since the bits are whole numbers in between."""
+    return (x.half().view(torch.int16) & -1).view(torch.float16)
+
+
 def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
     """Asymmetric codes of groups along `dim`: of channels within each token, as KIVI's values, or with dim -2
     of tokens within each channel, as its keys (arXiv 2402.02750).
@@ -604,8 +611,8 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
     # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
-    low = low.half()
-    scale = ((high - low.float()) / (2**bits - 1)).half()
+    low = as_fp16(low)
+    scale = as_fp16((high - low.float()) / (2**bits - 1))
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
     codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
     planes = codes.flatten(dim - 1, dim).to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
@@ -1773,12 +1780,15 @@ class LrqkCache(Cache):
         return total + dense_bytes(self.room) - self.host_bytes()
 
     def bytes_read(self, length: int) -> int:
-        """A_K of every token that left the ring, then K and V of the selected and the recent ones, all on the
-        device. What misses is read from host memory besides: miss_rate() of the selected rows."""
+        """A_K of every token that left the ring, K and V of the selected and the recent ones, stamps of all
+        slots, slot and position of the selected ones, and the bases, all on the device. What misses is read
+        from host memory besides: miss_rate() of the selected rows."""
         c, size, recent = self.config, self.room.dtype.itemsize, min(self.z, length)
         old = length - recent
-        attended = recent + min(self.chosen, old)
-        return (old * self.rank + attended * 2 * c.head_dim) * c.n_kv_heads * size
+        chosen = min(self.chosen, old)
+        numbers = old * self.rank + (recent + chosen) * 2 * c.head_dim
+        tables = self.slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
+        return (numbers * size + tables * 4) * c.n_kv_heads
 
 
 def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: Artifact) -> list[Cache]:
@@ -2256,13 +2266,13 @@ class PackedKeys(Packed):
         planes = ((codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
         parts = (x.contiguous() for x in weights.chunk(8 // self.bits, -1))
         coded = sum(weigh(x, plane).float() for x, plane in zip(parts, planes, strict=True))
-        coded = coded + q[:, :, None].float() @ low[..., None]  # [B, Hkv, n, G, 32]
-        coded = coded.transpose(2, 3).flatten(3)  # [B, Hkv, G, n * 32]
-        recent = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
         places = self.room.positions
-        return torch.where(
-            self.recent(pos)[:, None, None], recent[..., places % self.R], coded[..., : len(places)]
-        )
+        coded = coded.transpose(2, 3).flatten(3)[..., : len(places)]  # of [B, Hkv, n, G, 32]
+        # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor
+        # loops over whole groups, and the tokens of the last one get no value.
+        coded = coded + (q.float() @ low.mT)[..., places // 32]  # [B, Hkv, G, S]
+        recent = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
+        return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
 
     def stores(self) -> list[Tensor]:
         return [self.codes, self.low_scale, self.ring]
