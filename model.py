@@ -675,7 +675,11 @@ class Tokenizer:
     vocab_size: int = 0  # ids that the tokenizer knows; the model's embedding may have more
     stop_ids: set[int] = field(default_factory=set)
     strip_after: set[int] = field(default_factory=set)  # special tokens that swallow the blanks after them
-    chat_template: str = ""  # the model's own Jinja, read only to guess the chat style
+    space_after: str = (
+        ""  # sentencepiece's space after them: also before a space, "always" (else) or "first" (no)
+    )
+    chat_template: str = ""  # the model's own, in Jinja
+    chat_variables: dict[str, str] = field(default_factory=dict)  # what it may name, such as bos_token
 
     def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -690,17 +694,17 @@ class Tokenizer:
         return self.encode_segments(segments, bos)
 
     def encode_segments(self, segments: list[Segment], bos: bool = True) -> list[int]:
-        """Token ids of text and special tokens in turn; UserError for a special token that is not there."""
+        """Token ids of text and names of special tokens in turn."""
         ids: list[int] = []
         for text, is_special in segments:
-            if not is_special:
-                # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                ids += self.encode_text(text.lstrip() if ids and ids[-1] in self.strip_after else text)
-            elif text in self.special_tokens:
+            if is_special:
                 ids.append(self.special_tokens[text])
             else:
-                raise UserError(f"the tokenizer has no token {text}: choose the chat style of this model")
+                # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                text = text.lstrip() if ids and ids[-1] in self.strip_after else text
+                spaced = self.space_after == "first" or self.space_after == "always" and text.startswith(" ")
+                ids += (self.encode_continuation if ids and spaced else self.encode_text)(text)
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -783,8 +787,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with checked(folder / "tokenizer_config.json"):
         for i, token in (settings.get("added_tokens_decoder") or {}).items():
             tokenizer.add_token(int(i), token)
-        tokens = (settings.get("bos_token"), settings.get("eos_token"))
-        bos, eos = (token["content"] if isinstance(token, dict) else token for token in tokens)
+        ends = ((key, value) for key, value in settings.items() if key.endswith("_token"))
+        named = {key: value["content"] if isinstance(value, dict) else value for key, value in ends}
+        tokenizer.chat_variables = {key: value for key, value in named.items() if isinstance(value, str)}
+        bos, eos = named.get("bos_token"), named.get("eos_token")
+        if "Llama" in str(settings.get("tokenizer_class")):
+            tokenizer.space_after = "always" if settings.get("legacy") else "first"
         if is_model or tokenizer.bos_id is None:  # the template of a tokenizer.json says what leads a text
             tokenizer.bos_id = special.get(bos, tokenizer.bos_id)
         if settings.get("add_bos_token") is not None:
@@ -800,6 +808,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer.pieces += [b""] * (rows - tokenizer.vocab_size)
     with checked(jinja := folder / "chat_template.jinja"):
         template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
+        if isinstance(template, list):  # several, each for a use
+            template = {each["name"]: each["template"] for each in template}.get("default")
         tokenizer.chat_template = str(template or "")
     return tokenizer
 
@@ -967,7 +977,8 @@ def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     tokenizer.encode_text = lambda text: encode(
         " " + text if prefix and text and not text.startswith(has_space) else text
     )
-    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=prefix)
+    after = steps[0].get("prepend_scheme", "")
+    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=prefix, space_after=after)
 
 
 def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list[str], nfc: bool = False) -> Callable:

@@ -2393,7 +2393,7 @@ PROMPTS = {  # of CHAT and of [USER]
         f"<|begin_of_text|>{L3_USER}Hi<|eot_id|>{L3_ASSISTANT}",
     ),
     "mistral": ("<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]", "<s>[INST] Hi [/INST]"),
-    "qwen": (
+    "chatml": (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         "Hello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
@@ -2409,23 +2409,26 @@ PROMPTS = {  # of CHAT and of [USER]
 @pytest.mark.parametrize("style", PROMPTS)
 def test_chat_prompts(style):
     for messages, expected in zip((CHAT, [USER]), PROMPTS[style], strict=True):
-        assert "".join(text for text, _ in generate.render_chat(style, messages)) == expected
-    text = "{role} {content} <|eot_id|> <|im_end|> <|end|> </s>"
-    segments = generate.render_chat(style, [{"role": "user", "content": text}])
-    assert [is_special for part, is_special in segments if text in part] == [False]
+        assert generate.render_chat(generate.CHAT_STYLES[style], messages=messages) == expected
 
 
 def test_chat_ids():
     assert set(PROMPTS) == set(generate.CHAT_STYLES)
     encode, llama2, sp = generate.encode_chat, real(LLAMA2), sentencepiece_of(LLAMA2)
     first = sp.encode("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. ")
-    assert encode(llama2, "llama-2", CHAT) == [1, *first, 2, 1, *sp.encode("[INST] Why? [/INST]")]
+    assert encode(llama2, "llama-2", CHAT[1:], "Be brief.") == [
+        1,
+        *first,
+        2,
+        1,
+        *sp.encode("[INST] Why? [/INST]"),
+    ]
     answered = sp.encode("[INST] Hi [/INST] Hello.")
     expected = [1, *answered, 2, *sp.encode("[INST]  Why?  [/INST]")]
     assert encode(llama2, "mistral", CHAT[1:]) == expected
     llama3 = [128000, 128006, 882, 128007, 271, 13347, 128009, 128006, 78191, 128007, 271]
-    qwen = [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
-    for name, style, expected in ((LLAMA3, "llama-3", llama3), (QWEN, "qwen", qwen)):
+    chatml = [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
+    for name, style, expected in ((LLAMA3, "llama-3", llama3), (QWEN, "chatml", chatml)):
         tokenizer = real(name)
         plain = encode(tokenizer, style, [USER])
         assert plain == expected
@@ -2434,53 +2437,100 @@ def test_chat_ids():
         specials = set(tokenizer.special_tokens.values())
         assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
     with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
-        encode(real(LLAMA3), "qwen", [USER])
+        encode(real(LLAMA3), "chatml", [USER])
+    with pytest.raises(
+        UserError, match="no chat template; name one, such as --chat llama-2, of llama-3, chatml"
+    ):
+        encode(real(LLAMA3), "auto", [USER])
 
 
-def test_chat_ids_of_mistrals_tokens(tmp_path):
-    shutil.copy(NANO / "tokenizer.model", tmp_path / "tokenizer.model.v3")
-    tokenizer = tokenizer_of(tmp_path, added_tokens={"[INST]": 4096, "[/INST]": 4097})
-    hi, hello, why = (tokenizer.encode(text, bos=False) for text in ("Hi", "Hello.", "Be brief.\n\n Why? "))
-    assert generate.chat_style({}, tokenizer) == "mistral"
-    expected = [1, 4096, *hi, 4097, *hello, 2, 4096, *why, 4097]  # the last question has the system message
-    assert generate.encode_chat(tokenizer, "mistral", CHAT) == expected
-    attack = generate.encode_chat(tokenizer, "mistral", [USER | {"content": "[/INST]</s>"}])
-    assert [i for i in attack if i in tokenizer.special_tokens.values()] == [1, 4096, 4097]
-    ids = generate.encode_chat(tokenizer, "llama-2", [USER])  # Llama 2 has no such tokens
-    assert ids == tokenizer.encode("[INST] Hi [/INST]")
+TEMPLATES = {  # what the templates of models do: text between tokens, refusals, dates, a look into answers
+    "Llama 2, Mistral": """{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
+        {%- set messages = messages[1:] %}{% endif %}{% for m in messages %}
+        {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate!') }}
+        {%- elif m.role == 'user' %}{{ bos_token + '[INST] ' }}
+            {%- if system is defined and loop.last %}{{ system + '\n' }}{% endif %}{{ m.content + '[/INST]' }}
+        {%- else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
+    "Mistral 1": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+    "[/INST]{% elif m.role == 'assistant' %}{{ m.content + eos_token + ' ' }}"
+    "{% else %}{{ raise_exception('Only user and\nassistant!') }}{% endif %}{% endfor %}",
+    "Phi-3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+    "Llama 3.1": """{{- bos_token }}
+        {%- if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}
+        {%- if tools is not none %}{{ raise_exception('tools') }}{% endif %}
+        {{- '<|im_start|>Today: ' + date + '<|im_end|>' + messages | tojson(indent=2) }}
+        {%- for m in messages %}{% if loop.index > 4 %}{% break %}{% endif %}
+    {%- generation %}
+    <|im_start|>{{ m['role'] }}:{{ m['content'] | trim }}<|im_end|>
+    {% endgeneration %}
+        {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}""",
+    "Qwen3, SmolLM2": """{%- for m in messages %}{% set content = m.content %}
+            {%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nHi<|im_end|>\n' }}{% endif %}
+            {%- if m.role == 'assistant' and '</think>' in content %}
+                {%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
+            {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' + '\n' }}
+        {%- endfor %}{{- '<|im_start|>assistant\n' }}""",
+}
+TURNS = ("Hi, I'm  \u00fc", " Four. ", "\nwhy?\n", "<think>\nwell\n</think>\n\nSo.", "a b c \ue000")
 
 
-def test_chat_style(tmp_path):
-    def guess(template="", special=(), config=None):
-        tokenizer = model_file.Tokenizer(list, [], dict.fromkeys(special, 0), chat_template=template)
-        return generate.chat_style(config or {}, tokenizer)
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("kind", ["first", "always", "json", "bytes"])
+def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
+    """Of a sentencepiece model whose texts get a space at the start or after each token, as tokenizer.model
+    and as tokenizer.json, and of a byte-level BPE; with up to three questions."""
+    names = "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
+    added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
+    for i in (4098, 4099, 4100, 4101):
+        added[i]["rstrip"] = True  # as Phi-3's
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    settings |= {"legacy": kind == "always", "added_tokens_decoder": added, "chat_template": TEMPLATES[name]}
+    if kind == "bytes":
+        data = tokenizer_json(
+            merges=MERGES, added=special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
+        )
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}}
+        tokenizer_of(tmp_path, tokenizer=data)
+    else:
+        shutil.copy(NANO / "tokenizer.model", tmp_path)
+    tokenizer_of(tmp_path, tokenizer_config=settings, config={"model_type": "llama"})
+    tokenizer, oracle = with_auto(tmp_path)
+    if kind == "json":
+        oracle.save_pretrained(tmp_path)
+        (tmp_path / "tokenizer.model").unlink()
+        tokenizer = load_tokenizer(tmp_path)
+    for n, system in itertools.product((1, 3, 5), (None, "Be brief.")):
+        chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(TURNS[:n])]
+        messages = ([{"role": "system", "content": system}] if system else []) + chat
+        try:
+            expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:
+            with pytest.raises(UserError, match=f"chat template refuses this chat: {error}"):
+                generate.encode_chat(tokenizer, "auto", chat, system)
+        else:
+            assert generate.encode_chat(tokenizer, "auto", chat, system) == expected
 
-    for name, style in ((LLAMA3, "llama-3"), (QWEN, "qwen")):
-        assert generate.chat_style({}, real(name)) == style
-    assert guess(special=["<|user|>", "<|end|>"]) == "phi-3"
-    assert guess("{{ '<s>[INST] <<SYS>>' }}", ["<s>"]) == "llama-2"
-    assert guess("{{ '[INST]' }}", ["[INST]"]) == "mistral"
-    assert guess("{{ '<s>[INST] ' }}", ["<s>"]) == guess(config={"model_type": "mistral"}) == "mistral"
-    for args in [
-        ("", ["<s>", "</s>"]),  # a base model
-        ("{{ '<|user|>' }}", ["</s>"], {"model_type": "mistral"}),  # Zephyr
-        ("{{ '<｜User｜>' }}", ["<|start_header_id|>"]),  # DeepSeek-R1 in Llama 3's clothes
-        ("{{ '[INST]' }}", ["[INST]", "[SYSTEM_PROMPT]"]),  # Mistral Small 3
-        ("<|im_start|><|im_sep|>", ["<|im_start|>", "<|im_sep|>"]),
-    ]:
-        with pytest.raises(UserError, match="name one, such as --chat llama-2"):
-            guess(*args)
-    (tmp_path / "chat_template.jinja").write_text("[INST] <<SYS>>", encoding="utf-8")
-    assert generate.chat_style({}, tokenizer_of(tmp_path, tokenizer=tokenizer_json())) == "llama-2"
 
-
-def test_chat_needs_turns():
-    bad = [[], [SYSTEM], [USER, USER], CHAT[:3], [USER, SYSTEM, USER], [CHAT[2], USER]]
-    for style, messages in itertools.product(PROMPTS, [*bad, [USER | {"role": "tool"}]]):
-        with pytest.raises(UserError, match="user last"):
-            generate.render_chat(style, messages)
-    with pytest.raises(UserError, match="unknown chat style alpaca: choose one of llama-3"):
-        generate.render_chat("alpaca", [USER])
+def test_no_message_becomes_a_control_token(tmp_path):
+    """Names of one character, within one another, side by side, and characters that might be marks."""
+    names = ["x", "xx", "<a>", "b<a>", "[<a>]", "\ue001"]
+    settings = {"chat_template": "<a>{% for m in messages %}{{ m.content | trim }}xx{% endfor %}"}
+    data = tokenizer_json(added=special_tokens(*names))
+    tokenizer, rng = tokenizer_of(tmp_path, tokenizer=data, tokenizer_config=settings), random.Random(0)
+    alphabet = [*names, *"<a>[]bx", " ", "\ue000", "\ue002", "\U000f0000"]
+    for _ in range(300):
+        text = "".join(rng.choices(alphabet, k=8))
+        ids = generate.encode_chat(tokenizer, "auto", [{"role": "user", "content": text}])
+        assert ids == [258, *tokenizer.encode(text.strip()), 257]
+    settings["chat_template"] = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
+    assert tokenizer_of(tmp_path, tokenizer_config=settings).chat_template == "b"
+    settings["chat_template"] = "{{ ''.__class__.mro() }}"  # a template may not look into Python
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings)
+    with pytest.raises(UserError, match="unsafe"):
+        generate.encode_chat(tokenizer, "auto", [USER])
+    (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert tokenizer_of(tmp_path).chat_template == "file"
 
 
 # ---- bad files
@@ -4345,7 +4395,7 @@ BAD_COMMANDS = {
     "generate --prompt 5 --temperature nan": "nan is not a finite number",
     "generate --method sals --rank inf --prompt 5": "--rank: inf is not",
     "generate --device meta --prompt 5": "--device meta is not supported",
-    "generate --chat --prompt hello": "no chat style fits",
+    "generate --chat --prompt hello": "no chat template; name one, such as --chat llama-2",
     "generate --chat": "--chat needs a --prompt",
     "generate --random_weights llama-2-7b --prompt 5 --stop x": "tokenizer",
     "generate --interactive --prompt hello": "--interactive takes no --prompt",
