@@ -328,9 +328,7 @@ def render_chat(template: str, **variables) -> str:
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
 
-def encode_chat(
-    tokenizer: model_file.Tokenizer, style: str, chat: list[dict[str, str]], system: str | None = None
-) -> list[int]:
+def encode_chat(tokenizer, style: str, chat: list[dict[str, str]], system: str | None = None) -> list[int]:
     """Token ids of the prompt for the next answer. What a message says never becomes a control token.
 
     style: one of CHAT_STYLES, or "auto" for the tokenizer's own template. chat: dicts with role and content,
