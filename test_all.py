@@ -4360,6 +4360,56 @@ def test_a_long_stop_text_stops(cli):
     assert len(cli.json(f"{line} --stop {shlex.quote(stop)}")["text"][0]) < 105 < len(whole)
 
 
+def test_a_stop_text_may_begin_with_the_space_of_the_first_token(cli):
+    line = "generate --ignore_eos --max_new_tokens 9 --prompt"
+    texts = {word: cli.json(f"{line} '{word}'")["text"][0] for word in ("the", "hello", "one", "two", "a")}
+    word, text = next((word, text) for word, text in texts.items() if text[0] == " " and text[1:2].strip())
+    report = cli.json(f"{line} '{word}' --stop '{text[:2]}'")
+    assert report["new_tokens"] == [0]  # the token that completes it is not part of the text
+
+
+def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
+    norm = load_file(folder / WEIGHTS)["model.norm.weight"]
+    put_weight(folder, "model.norm.weight", torch.full_like(norm, 6e4))
+    line = "generate --prompt hello --max_new_tokens 3 --dtype"
+    assert "not finite in fp16; use --dtype bf16 or fp32" in cli.refusal(f"{line} fp16")
+    assert cli(f"{line} bf16")[0] == 0
+    engine = make_engine(tiny_model(), "dense", 1, 9)
+    engine.prefill([[5]])
+    with mock.patch.object(
+        engine.model, "decode", lambda *_: torch.full((1, engine.logits.shape[1]), torch.nan)
+    ):
+        with pytest.raises(UserError, match="not finite in fp32"):
+            decode_rows(engine, 3, lambda ids: False)
+
+
+def test_a_prompt_without_tokens_is_refused(cli, folder):
+    data = tokenizer_json(vocab=LACKING["vocab"] | {f"<{i}>": 300 + i for i in range(9)})
+    (folder / "tokenizer.model").unlink()
+    tokenizer_of(folder, tokenizer=data)
+    assert "the prompt has no tokens" in cli.refusal("generate --prompt \x04")
+
+
+def test_a_failed_compile_ends_in_one_line_or_falls_back(cli, capsys):
+    broken = {"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}
+    with torch._inductor.config.patch(broken):
+        told = cli.refusal("generate --prompt hello --compile")
+    assert "/no/compiler" in told and told.endswith("; use --no-compile\n")
+    error = torch._inductor.exc.InductorError(
+        ValueError("C++ compile error\n\nOutput:\ng++: no room\nx"), None
+    )
+    args = SimpleNamespace(compile=None, temperature=0, top_k=0, top_p=1)
+    room = SimpleNamespace(device=torch.device("cuda"))
+    with (
+        mock.patch.dict(METHODS, dense=mock.Mock()),
+        mock.patch.object(generate, "idle_note", lambda *_: ""),
+        mock.patch.object(generate, "Engine", side_effect=[error, "eager"]) as engines,
+    ):
+        assert generate.build_engine(None, args, "dense", None, room, {}) == "eager"
+    assert [call.args[-2:] for call in engines.call_args_list] == [(True, True), (False, True)]
+    assert "the step is not compiled (ValueError: C++ compile error: g++: no room)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("message,damage", DAMAGE)
 def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
     damage(folder) if callable(damage) else edit_json(folder / "config.json", **damage)
@@ -4386,6 +4436,8 @@ BAD_COMMANDS = {
     "generate --method sals --kv_bits 4": "--kv_bits is neither an option nor a setting of sals",
     "generate --method sals --bits 3": "--bits",
     "generate --prompt ''": "empty",
+    "generate --checkpoint again --prompt hi --system x": "--system needs --chat",
+    "generate --chat --prompt hi --system ''": "not empty",
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "no such file",
     "generate --prompt 600": "more than the model's 512",
@@ -4454,7 +4506,6 @@ BAD_COMMANDS = {
     "eval --facts 3 --tasks multiquery": "--facts: 3 is not",
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
     "eval --haystack few.txt": "no text of at least 200 characters",
-    "eval --lengths 200 --prefix 40 --samples 2147483647 --rows 2147483647": "not enough memory",
     "overlap --length 200": "ask for longer prompts",
     "overlap --length 600": "more than the model's 512",
     "overlap --length 400 --samples 2147483647": "not enough memory",
@@ -4633,6 +4684,23 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, 
     assert error(seen[1], engine.logits) < 1e-5
 
 
+@pytest.mark.parametrize("chat", ["", "--chat mistral --system brief"])
+def test_a_full_chat_forgets_its_oldest_turns(chat, cli, checkpoint, monkeypatch):
+    prefill = mock.Mock(side_effect=Engine.prefill, autospec=True)
+    monkeypatch.setattr(Engine, "prefill", lambda engine, prompts: prefill(engine, prompts))
+    turns = [f"turn {i} of the chat" for i in range(6)]
+    line = f"generate --interactive {chat} --max_new_tokens 12 --context 100"
+    code, out, err = cli(line, stdin="\n".join(turns))
+    assert code == 0 and out.count("> ") == 7
+    assert "note: the cache is full; the oldest turn is forgotten" in err and prefill.call_count > 1
+    tokenizer = load_tokenizer(checkpoint)
+    ((last,),) = prefill.call_args.args[1:]
+    text = tokenizer.decode(last)
+    assert last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(chat)
+    assert len(last) + 12 <= 100
+    assert cli(line, stdin="long " * 200)[0] == 2 and "raise --context" in cli.err
+
+
 @pytest.mark.parametrize("method", ["dense", "sals"])
 def test_random_weights_take_prompts_beyond_the_trained_length(method, cli, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", tiny_config(max_positions=64))
@@ -4660,6 +4728,56 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
     assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
+
+
+def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    out = tmp_path / "cache" / "fits"
+    for method in ("loki", "sals"):
+        assert cli(f"fit --method {method} --out {out} --windows 2 --window 64")[0] == 0
+    assert before == {path: path.read_bytes() for path in folder.iterdir()}
+    assert (out / WEIGHTS).is_symlink() and not (out / "loki.safetensors").is_symlink()
+    assert cli(f"generate --checkpoint {out} --method loki --prompt hello --max_new_tokens 3")[0] == 0
+    with mock.patch.object(os, "access", lambda *_: False):
+        assert "give --out FOLDER: no file can be written" in cli.refusal("fit --method loki")
+
+
+def test_a_tokenizer_of_more_ids_than_the_model_is_named(cli, tmp_path, monkeypatch):
+    save_checkpoint(tiny_model(vocab_size=300, tied=True), tmp_path)
+    shutil.copy(NANO / "tokenizer.model", tmp_path)
+    monkeypatch.setattr(generate, "NANO", tmp_path)
+    monkeypatch.setattr(calibrate, "NANO", tiny_config(vocab_size=300))
+    (tmp_path / "a.txt").write_text("some words to train on " * 99)
+    for line in (
+        "fit --method loki --windows 2 --window 32",
+        "eval --method dense --samples 0 --prefix 20 --continuation 4",
+        "overlap --method topk --length 400",
+        f"train --out {tmp_path} --text {tmp_path}/a.txt --stages 1x64x1",
+    ):
+        told = cli.refusal(line)
+        assert "has 4096 ids, the model's vocabulary 300; the tokenizer belongs to another model" in told
+
+
+def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeypatch):
+    rows, retrieval = [], calibrate.eval_retrieval
+
+    def score(engine, *args):
+        rows.append(engine.room.rows)
+        if len(rows) == 3:  # kivi's first, after dense's two
+            raise torch.OutOfMemoryError("no memory")
+        return retrieval(engine, *args)
+
+    monkeypatch.setattr(calibrate, "eval_retrieval", score)
+    row = make_engine(tiny_model(vocab_size=4096), "dense", 1, 400 + calibrate.ANSWER_ROOM).caches
+    monkeypatch.setattr(generate, "free_memory", lambda _: int(2.5 * sum(cache.formula() for cache in row)))
+    line = "eval --method kivi --method streaming --samples 3 --rows 3 --lengths 400 --perplexity_rows 0"
+    results = cli.json(f"{line} --tasks single")["rows"]
+    assert [row["method"] for row in results] == ["dense", "streaming"] and rows[:2] == [2, 2]
+    assert "kivi: no row: no memory" in cli.err
+    monkeypatch.setattr(calibrate, "eval_retrieval", mock.Mock(side_effect=UserError("not this model")))
+    assert "not this model" in cli.refusal(
+        f"{line} --tasks single"
+    )  # dense's own row: nothing to compare with
 
 
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
