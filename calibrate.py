@@ -83,8 +83,11 @@ def read_texts(files: list[Path]) -> Iterator[str]:
             yield text
 
 
-def text_ids(tokenizer, files: list[Path], most: int, bos: bool = False) -> np.ndarray:
-    """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS."""
+def text_ids(
+    tokenizer, files: list[Path], most: int, vocabulary: int | None = None, bos: bool = False
+) -> np.ndarray:
+    """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
+    Raises UserError for an id outside the model's vocabulary."""
     arrays, total = [], 0
     bar = Progress("tokens", most)
     for text in read_texts(files):
@@ -99,12 +102,16 @@ def text_ids(tokenizer, files: list[Path], most: int, bos: bool = False) -> np.n
     bar.close()
     if not total:
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
-    return np.concatenate(arrays)
+    ids = np.concatenate(arrays)
+    if vocabulary and ids.max() >= vocabulary:
+        counts = f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {vocabulary}"
+        raise UserError(f"{counts}; the tokenizer belongs to another model")
+    return ids
 
 
-def windows(tokenizer, files: list[Path], length: int, count: int) -> Tensor:
+def windows(tokenizer, files: list[Path], length: int, count: int, vocabulary: int | None = None) -> Tensor:
     """Token ids [count, length] of consecutive windows of the texts, led by BOS if the model wants it."""
-    ids, asked = text_ids(tokenizer, files, count * length), count
+    ids, asked = text_ids(tokenizer, files, count * length, vocabulary), count
     count = len(ids) // length
     if not count:
         raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}; give more text")
@@ -120,7 +127,7 @@ def text_windows(args: argparse.Namespace, c: ModelConfig, tokenizer, held: bool
     """Windows of --text, or of the standard library: to evaluate on (held), or to fit on."""
     files = text_files(args.text or STDLIB, None if args.text else held)
     longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
-    return windows(tokenizer, files, longest, args.windows)
+    return windows(tokenizer, files, longest, args.windows, c.vocab_size)
 
 
 def require(package: str, what: str) -> None:
@@ -513,12 +520,18 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
 
     It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
     the checkpoint's folder, for generate and eval. `--method all` fits every method that can take the model.
+    Where that folder cannot be written, as a Hugging Face cache, `--out` makes one of links to its files.
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
+    check_folder("--out", args.out) if args.out else check_folder("give --out FOLDER", args.checkpoint)
     model, tokenizer = load(args)
     tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
-    check_folder("--checkpoint", args.checkpoint)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for file in args.checkpoint.iterdir():
+            if file.is_file() and not os.path.lexists(args.out / file.name):
+                (args.out / file.name).symlink_to(file.resolve())
     methods = FITS if args.method == "all" else [args.method]
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
@@ -531,7 +544,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
                 raise
             print(f"{method}: not fitted: {error}", file=sys.stderr)
             continue
-        path = artifact_path(args.checkpoint, method)
+        path = artifact_path(args.out or args.checkpoint, method)
         save_artifact(tensors, path, {"method": method} | compress.model_identity(model) | source | facts)
         size = human(path.stat().st_size)
         print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
@@ -788,7 +801,7 @@ def run_train(args: argparse.Namespace) -> None:
                 (partial / "tokenizer.model").write_bytes(pieces)
         tokenizer = load_tokenizer(args.out)
         initialise(model, args.seed)
-    tokens = [text_ids(tokenizer, f, args.max_tokens, bos=True) for f in files]
+    tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
     hay = Haystack(tokenizer, tokens, list(shares))
     lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
     loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
@@ -1142,11 +1155,18 @@ class Candidate:
         settings_from(method, options)
         return cls(text, method, options, Path(folder) if folder else None)
 
-    def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched: bool = False) -> Engine:
-        """An engine over freshly loaded weights, since a method may change them; watched: by Watched."""
-        model = self.load(args)
-        artifact = self.check(args, model, {capacity: rows})
-        method, room = METHODS[self.method], Room(model, rows, capacity)
+    def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched=False, least=None) -> Engine:
+        """An engine over freshly loaded weights, since a method may change them; watched: by Watched.
+        least: it has fewer rows, down to this, where the memory holds no more."""
+        model, artifact = self.load(args), None
+        while artifact is None:
+            try:
+                artifact = self.check(args, model, {capacity: rows})
+            except UserError:
+                if rows <= (least or rows):
+                    raise
+                rows = rows * 7 // 8
+        method, room = METHODS[self.method], Room(model, min(model_file.gathered(rows)), capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
         caches = [Watched(cache) for cache in caches] if watched else caches
         return Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
@@ -1289,7 +1309,7 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
     score of `single` for each fifth of the depth ("depth LENGTH"), and standard errors ("errors")."""
     row = {"errors": {}}
     for length in args.lengths:
-        engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM)
+        engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM, least=1)
         rows = engine.room.rows
         row |= ledger(engine, length)
         for kind in args.tasks:
@@ -1322,14 +1342,14 @@ def run_eval(args: argparse.Namespace) -> dict:
     if not args.samples and not args.perplexity_rows:
         raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
     candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
-    uptrained = ModelConfig.from_folder(args.checkpoint).elitekv  # such a checkpoint has no dense form
-    if candidates[0].method != "dense" and not uptrained:
+    config = ModelConfig.from_folder(args.checkpoint)
+    if candidates[0].method != "dense" and not config.elitekv:  # uptrained, it has no dense form
         candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
     tokenizer = load_tokenizer(args.checkpoint)
-    texts, hay = eval_texts(args, tokenizer)
+    texts, hay = eval_texts(args, tokenizer, config.vocab_size)
 
-    batch, length = min(args.rows, args.samples), args.prefix + args.continuation
-    capacities = {n + ANSWER_ROOM: batch for n in args.lengths if batch}  # and their rows
+    length = args.prefix + args.continuation
+    capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
     for tokens in texts.values():
         capacities[length] = max(len(tokens), capacities.get(length, 0))
     for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
@@ -1345,8 +1365,14 @@ def run_eval(args: argparse.Namespace) -> dict:
     bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
     results, reference = [], {}
     for candidate in candidates:
-        row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-        tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
+        try:
+            row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
+            tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
+        except (UserError, MemoryError, torch.OutOfMemoryError) as error:
+            if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
+                raise
+            bar.note(f"{candidate.label}: no row: {error or 'not enough memory'}")
+            continue
         row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
         results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
         columns = eval_columns(results)
@@ -1361,7 +1387,7 @@ def run_eval(args: argparse.Namespace) -> dict:
     return {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
 
 
-def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], Haystack]:
+def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[dict[str, Tensor], Haystack]:
     """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
     files = {"python": text_files(STDLIB, held=True)}
     for path in args.text or []:
@@ -1369,8 +1395,9 @@ def eval_texts(args: argparse.Namespace, tokenizer) -> tuple[dict[str, Tensor], 
             raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
         files[path.stem] = text_files(path)
     length, rows = args.prefix + args.continuation, args.perplexity_rows
-    texts = {name: windows(tokenizer, own, length, rows) for name, own in files.items() if rows}
-    hidden_in = text_ids(tokenizer, text_files(args.haystack) if args.haystack else files["python"], 1 << 19)
+    texts = {name: windows(tokenizer, f, length, rows, vocabulary) for name, f in files.items() if rows}
+    hay_files = text_files(args.haystack) if args.haystack else files["python"]
+    hidden_in = text_ids(tokenizer, hay_files, 1 << 19, vocabulary)
     return texts, Haystack(tokenizer, [hidden_in])
 
 
@@ -1437,9 +1464,12 @@ def run_overlap(args: argparse.Namespace) -> dict:
     attention, how much lies on the tokens that the cache attends?
 
         python calibrate.py overlap --method sals --method loki --length 4096"""
-    generate.check_capacity(args.length, ModelConfig.from_folder(args.checkpoint), "--length")
+    config = ModelConfig.from_folder(args.checkpoint)
+    generate.check_capacity(args.length, config, "--length")
     tokenizer = load_tokenizer(args.checkpoint)
-    hay = Haystack(tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19)])
+    hay = Haystack(
+        tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19, config.vocab_size)]
+    )
     results, prompts = {}, []
     for candidate in map(Candidate.parse, args.method or ["sals"]):
         engine = candidate.engine(args, args.samples, args.length, watched=True)
@@ -1968,6 +1998,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
     about = "directions stored, as a share of Hkv*D; any rank up to it can be chosen later"
     p.option("--max_rank", fraction, 0.5, about)
+    p.option("--out", Path, None, "a folder for the fits, with links to the checkpoint", metavar="FOLDER")
     p.option("--accuracy", fraction, 0.99, "fdc: the share of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
@@ -1982,7 +2013,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
     p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
-    p.option("--rows", whole(1), 10, "prompts decoded as one batch")
+    p.option("--rows", whole(1), 10, "prompts decoded as one batch, fewer where the memory holds no more")
     p.option("--haystack", Path, None, "text to hide facts in (default: held-out Python sources)")
     p.option("--csv", Path, None, "also write the table to this file")
     about = "give each method the settings with which its {} are at most this share of dense"

@@ -22,12 +22,16 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
@@ -225,7 +229,14 @@ class Engine:
         for hook in hooks:
             hook.remove()
         bar.close()
+        self.check_logits()
         self._sample()
+
+    def check_logits(self) -> None:
+        """Raises UserError where the last logits are no numbers to choose by."""
+        if not self.logits.isfinite().all():
+            kind = next(name for name, dtype in DTYPES.items() if dtype == self.logits.dtype)
+            raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
 
     def feed(self, ids: list[int]) -> None:
         """Reads more of the prompt, the same for every row, token by token through the cache."""
@@ -279,73 +290,67 @@ def decode_rows(
         if made <= stride:
             output.first_token_s = time.time() - started
     output.decode_s, output.steps = time.time() - started, made - 1
+    engine.check_logits()
     return output
 
 
 # ----------------------------------------------------------------------------------------------- chat prompts
 
-CHAT_STYLES = {  # what gives a style away; how its chats begin, a message, and an answer where it differs
-    "llama-3": (
-        "<|start_header_id|>",
-        "<|begin_of_text|>",
-        "<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>",
-    ),
-    "qwen": ("<|im_start|>", "", "<|im_start|>{role}\n{text}<|im_end|>\n"),
-    "phi-3": ("<|end|>", "", "<|{role}|>\n{text}<|end|>\n"),
-    "llama-2": ("<<SYS>>", "<s>", "[INST] {text} [/INST]", " {text} </s><s>"),
-    "mistral": ("[INST]", "<s>", "[INST] {text} [/INST]", " {text}</s>"),
+CHAT_STYLES = {  # short chat templates, for folders that have none; Jinja drops the last line end of each
+    "llama-3": "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n\n",
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n\n",
+    "phi-3": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n\n",
+    "llama-2": "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {% if loop.index == 2 %}<<SYS>>\n"
+    "{{ messages[0].content }}\n<</SYS>>\n\n{% endif %}{{ m.content | trim }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content | trim }} </s>{% endif %}{% endfor %}",
+    "mistral": "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.index == 2 %}"
+    "{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}",
 }
 
 
-def chat_style(config: dict, tokenizer: model_file.Tokenizer) -> str:
-    """A guess at a model's chat style; UserError if none fits. config: the contents of its config.json."""
-    evidence = tokenizer.chat_template or " ".join(tokenizer.special_tokens)
-    if not tokenizer.chat_template and config.get("model_type") == "mistral":
-        evidence += "[INST]"
-    # of other formats: Mistral Small 3, Phi-4
-    if not {"[SYSTEM_PROMPT]", "<|im_sep|>"} & tokenizer.special_tokens.keys():
-        for style, (marker, *_) in CHAT_STYLES.items():
-            if marker in evidence:
-                return style
-    styles = ", ".join(CHAT_STYLES)
-    raise UserError(f"no chat style fits this model; name one, such as --chat llama-2, of {styles}")
+def render_chat(template: str, **variables) -> str:
+    """A chat template's text, with all that transformers gives it; UserError in the template's own words."""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    room.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    room.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    marks = r"({%[-+]?\s*)(end)?generation\b"  # of what is trained on
+    template = re.sub(marks, lambda m: m[1] + ("endif" if m[2] else "if true"), template)
+    try:
+        return room.from_string(template).render(variables, tools=None, documents=None)
+    except Exception as error:  # whatever a template does
+        raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
 
-def render_chat(style: str, messages: list[dict[str, str]], tokens: bool = False) -> list[model_file.Segment]:
-    """The prompt for the next answer, in segments, so that what a message says is never a special token.
+def encode_chat(tokenizer, style: str, chat: list[dict[str, str]], system: str | None = None) -> list[int]:
+    """Token ids of the prompt for the next answer. What a message says never becomes a control token.
 
-    messages: dicts with role and content: maybe a system message, then user and assistant in turn, user last.
-    tokens: are [INST] and [/INST] tokens, as in Mistral's second format and the third?"""
-    if style not in CHAT_STYLES:
-        raise UserError(f"unknown chat style {style}: choose one of {', '.join(CHAT_STYLES)}")
-    roles = [message["role"] for message in messages]
-    has_system = roles[:1] == ["system"]
-    turns = roles[has_system:]
-    if turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
-        raise UserError("a chat is a system message or none, then user and assistant in turn, user last")
-    stripped = style in ("llama-2", "llama-3")
-    texts = [message["content"].strip() if stripped else message["content"] for message in messages]
-    _, opening, message, *answers = CHAT_STYLES[style]
-    tokens = tokens and style == "mistral"
-    if tokens:  # the tokenizer puts the spaces between them
-        message, answers = "[INST]{text}[/INST]", ["{text}</s>"]
-    if answers and has_system:  # goes with the first question, or with the last where there are tokens
-        roles, (system, *texts), place = turns, texts, -1 if tokens else 0
-        system = f"<<SYS>>\n{system}\n<</SYS>>" if style == "llama-2" else system
-        texts[place] = f"{system}\n\n{texts[place]}"
-
-    forms = {"assistant": answers[0]} if answers else {}
-    parts = [opening, *(forms.get(role, message).replace("{role}", role) for role in roles)]
-    parts += [] if answers else message.replace("{role}", "assistant").split("{text}")[:1]
-    marks = r"(<[^>]*>|\[/?INST\])" if tokens else r"(<[^>]*>)"
-    said = iter(texts)
-    pieces = enumerate(re.split(marks, "".join(parts)))
-    return [(re.sub("{text}", lambda _: next(said), piece), i % 2 == 1) for i, piece in pieces if piece]
-
-
-def encode_chat(tokenizer: model_file.Tokenizer, style: str, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of the prompt that `render_chat` makes, BOS included where the model wants it."""
-    return tokenizer.encode_segments(render_chat(style, messages, "[INST]" in tokenizer.special_tokens))
+    style: one of CHAT_STYLES, or "auto" for the tokenizer's own template. chat: dicts with role and content,
+    user and assistant in turn, user last. Raises UserError where the template or a token of it is missing."""
+    special, template = tokenizer.special_tokens, CHAT_STYLES.get(style, tokenizer.chat_template)
+    if not template:
+        styles = ", ".join(CHAT_STYLES)
+        raise UserError(f"this model has no chat template; name one, such as --chat llama-2, of {styles}")
+    needs = re.findall(r"</?s>|<\|\w+\|>", template) if style in CHAT_STYLES else []
+    if missing := [name for name in needs if name not in special]:
+        raise UserError(f"the tokenizer has no token {missing[0]}: choose the chat style of this model")
+    chat = ([{"role": "system", "content": system}] if system else []) + chat
+    # A mark in each control token's name that a message holds: no name is found there, all else stays.
+    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+    said = "".join([template, *special, *(message["content"] for message in chat)])
+    mark = next(c for c in map(chr, range(0xE000, 0x110000)) if c not in said)  # most are for private use
+    start = re.compile(f"(?={names})(.)", re.DOTALL)
+    chat = [message | {"content": start.sub(rf"\1{mark}", message["content"])} for message in chat]
+    text = render_chat(template, messages=chat, add_generation_prompt=True, **tokenizer.chat_variables)
+    parts = enumerate(re.split(f"({names})(?!{mark})", text))
+    segments = [(part.replace(mark, ""), i % 2 == 1) for i, part in parts if part]
+    return tokenizer.encode_segments(segments, bos=bool(needs))  # a model's own template says what leads it
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -398,6 +403,8 @@ def parse_prompt(prompt: str, tokenizer, config: ModelConfig, seed: int) -> list
 def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, config: ModelConfig) -> int:
     """The cache's capacity in tokens. Raises UserError where prompt and new tokens do not fit."""
     longest = max(map(len, prompts)) + extra
+    if not all(prompts):
+        raise UserError("the prompt has no tokens; give some text")
     if outside := [i for ids in prompts for i in ids if not 0 <= i < config.vocab_size]:
         fault = f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}"
         raise UserError(f"{fault}; the tokenizer belongs to another model")
@@ -414,14 +421,11 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, co
 def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens") -> None:
     """Raises UserError for more positions than the model was made for, with what to shorten."""
     if capacity > c.max_positions:
-        raise UserError(
-            f"{capacity} positions are more than the model's {c.max_positions}; shorten {shorten}"
-        )
+        fault = f"{capacity} positions are more than the model's {c.max_positions}"
+        raise UserError(f"{fault}; shorten {shorten}")
     if c.sliding_window and capacity > c.sliding_window:
-        raise UserError(
-            f"this model attends a sliding window of {c.sliding_window} tokens, which is not supported "
-            f"beyond it; shorten {shorten} to {c.sliding_window}"
-        )
+        fault = f"this model attends a sliding window of {c.sliding_window} tokens, and no more is supported"
+        raise UserError(f"{fault}; shorten {shorten} to {c.sliding_window}")
 
 
 def load(args: argparse.Namespace, needs_tokenizer: bool = True) -> tuple[Llama, object]:
@@ -534,7 +538,15 @@ def build_engine(
     graphed = room.device.type == "cuda"
     compiled = graphed if args.compile is None else args.compile
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    return Engine(model, caches, room, sampling, compiled, graphed)
+    try:
+        return Engine(model, caches, room, sampling, compiled, graphed)
+    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
+        first, *output = str(error).split("\nOutput:\n")  # what a C++ compiler said
+        cause = ": ".join(text.split("\n")[0] for text in (first, *output))
+        if args.compile:
+            raise UserError(f"--compile failed ({cause}); use --no-compile") from error
+    print(f"note: the step is not compiled ({cause})", file=sys.stderr)
+    return Engine(model, caches, room, sampling, False, graphed)
 
 
 def run_prompts(
@@ -552,7 +564,8 @@ def run_prompts(
     window = 16 + len(stop_text.encode())  # tokens that surely hold a stop text that has just ended
 
     def stops(ids: list[int]) -> bool:
-        return ids[-1] in stop_ids or bool(stop_text) and stop_text in tokenizer.decode(ids[-window:])
+        said = tokenizer.decode(ids[-window:], after=prompts[0]) if stop_text else ""  # keeps a first space
+        return ids[-1] in stop_ids or bool(stop_text) and stop_text in said
 
     if not asks:
         stride = 16 if engine.room.device.type == "cuda" else 1
@@ -744,11 +757,8 @@ def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
 
 
 def chosen_settings(args: argparse.Namespace, method: str) -> dict:
-    return {
-        f.name: getattr(args, f.name)
-        for f in dataclasses.fields(METHODS[method].settings)
-        if hasattr(args, f.name)
-    }
+    names = (f.name for f in dataclasses.fields(METHODS[method].settings))
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def add_device_option(parser: Parser) -> None:
@@ -774,10 +784,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.option("--random_weights", str, None, about, metavar="SHAPE", choices=list(model_file.SHAPES))
     parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
-    about = (
-        "text, a file, stdin, or N random tokens; repeat it for a batch of prompts of any lengths "
-        "(default: demo.txt of the checkpoint, with the questions at its end)"
-    )
+    about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
     parser.option("--prompt", str, None, about, action="append", metavar="TEXT|@FILE|-|N")
     about = "a question to feed after the prompt through the cache; repeat it for several, one by one"
     parser.option("--ask", str, None, about, action="append", metavar="TEXT")
@@ -795,8 +802,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "the Triton kernels, or plain PyTorch (default: kernels on CUDA)"
     parser.flag("--kernels", about, argparse.BooleanOptionalAction)
     parser.flag("--interactive", "read one turn a line from the terminal")
-    about = "wrap prompts as the model's chats are; auto: as its own template tells"
+    about = "wrap prompts as the model's chats are; auto: by its own template"
     parser.option("--chat", str, None, about, nargs="?", const="auto", choices=("auto", *CHAT_STYLES))
+    parser.option("--system", str, None, "with --chat: the system message", metavar="TEXT")
     # The method decides which settings exist, so it is read first.
     early = Parser(add_help=False)
     early.add_argument("--method", default="dense")
@@ -809,23 +817,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     for wrong, fault in (
         (args.temperature < 0, "--temperature must be at least 0"),
         (made and texts, "random weights have no tokenizer for --chat, --stop, --ask or --interactive"),
-        (
-            made and not random_ids(args),
-            "random weights have no tokenizer and no demo; give --prompt INTEGER",
-        ),
+        (made and not random_ids(args), "random weights have no tokenizer; give --prompt INTEGER"),
         (made and args.checkpoint != NANO, "--random_weights stands in for a --checkpoint; give one of them"),
-        (
-            args.interactive and batch,
-            "--interactive takes no --prompt, --ask, --stop, --batch_size or --json",
-        ),
+        (args.interactive and batch, "--interactive takes no --prompt, --ask, --stop, --batch_size, --json"),
         (args.chat and not (args.interactive or args.prompt), "--chat needs a --prompt, or --interactive"),
         (args.chat and args.ask, "--ask is fed as it stands; ask in a --chat by --interactive"),
+        (args.system and not args.chat, "--system needs --chat"),
     ):
         if wrong:
             raise UserError(fault)
-    for text in (*(args.ask or ()), args.stop):
-        if text is not None and not valid_text(lambda text=text: text, "--ask or --stop"):
-            raise UserError("--ask and --stop need a text that is not empty")
+    for text in (*(args.ask or ()), args.stop, args.system):
+        if text is not None and not valid_text(lambda text=text: text, "--ask, --stop or --system"):
+            raise UserError("--ask, --stop and --system need a text that is not empty")
     return args
 
 
@@ -855,9 +858,8 @@ def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[lis
         document, demo_asks = demo_prompt(args.checkpoint)
         prompts, asks = [tokenizer.encode(document)], asks or demo_asks
     elif args.chat:
-        style = style_of(args, model.config, tokenizer)
-        chats = [[{"role": "user", "content": prompt_text(p)}] for p in args.prompt]
-        prompts = [encode_chat(tokenizer, style, chat) for chat in chats]
+        chats = ([{"role": "user", "content": prompt_text(p)}] for p in args.prompt)
+        prompts = [encode_chat(tokenizer, args.chat, chat, args.system) for chat in chats]
     else:
         prompts = [parse_prompt(p, tokenizer, model.config, args.seed + i) for i, p in enumerate(args.prompt)]
     rows = args.batch_size or len(prompts)
@@ -866,11 +868,6 @@ def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[lis
     if rows < len(prompts):
         raise UserError(f"--batch_size {rows} is less than the {len(prompts)} prompts given")
     return prompts, rows, asks
-
-
-def style_of(args: argparse.Namespace, config: ModelConfig, tokenizer) -> str:
-    """The chat style that --chat names, or that the model's own template gives away."""
-    return chat_style({"model_type": config.family}, tokenizer) if args.chat == "auto" else args.chat
 
 
 def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], Callable[[], None]]:
@@ -938,8 +935,13 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     check_capacity(capacity, model.config, "--context")
     options = chosen_settings(args, args.method)
     engine = build_engine(model, args, *prepare(model, args.method, options, args, 1, capacity))
-    style = style_of(args, model.config, tokenizer) if args.chat else None
     history, transcript, held = [], [], 0  # messages, token ids, and how many of these the cache holds
+
+    def read_history() -> list[int]:
+        if args.chat:
+            return encode_chat(tokenizer, args.chat, history, args.system)
+        return tokenizer.encode("".join(message["content"] for message in history).removeprefix("\n"))
+
     torch.manual_seed(args.seed)
     while True:
         line = first_reads(read_turn)
@@ -947,26 +949,24 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
             return print()
         if not line:
             continue
-        history.append({"role": "user", "content": line})
-        if style:
-            ids = encode_chat(tokenizer, style, history)
-        elif transcript:
-            ids = transcript + tokenizer.encode_continuation("\n" + line)
-        else:
-            ids = tokenizer.encode(line)
-        if len(ids) + args.max_new_tokens > capacity:
-            raise UserError(
-                f"the conversation fills the cache of {capacity} tokens; start again with more --context"
-            )
+        history.append({"role": "user", "content": line if args.chat or not history else "\n" + line})
+        goes_on = transcript and not args.chat
+        ids = transcript + tokenizer.encode_continuation("\n" + line) if goes_on else read_history()
+        while len(ids) + args.max_new_tokens > capacity and len(history) > 1:
+            print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
+            del history[:2]
+            ids = read_history()
+        check_lengths([ids], args.max_new_tokens, capacity, model.config)
         if held and ids[:held] == transcript[:held]:
             engine.feed(ids[held:])
         else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
-        emit, finish = streamer(tokenizer, () if style else ids)
+        emit, finish = streamer(tokenizer, () if args.chat else ids)
         output = decode_rows(engine, args.max_new_tokens, lambda ids: ids[-1] in tokenizer.stop_ids, emit)
         finish()
         made = output.token_ids[0]
-        history.append({"role": "assistant", "content": tokenizer.decode(made)})
+        answer = tokenizer.decode(made, after=() if args.chat else ids)
+        history.append({"role": "assistant", "content": answer})
         stop = [] if output.stop_token is None else [output.stop_token]
         transcript, held = [*ids, *made, *stop], int(engine.pos[0])  # the last token may not be written yet
 

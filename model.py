@@ -700,11 +700,12 @@ class Tokenizer:
     vocab_size: int = 0  # ids that the tokenizer knows; the model's embedding may have more
     stop_ids: set[int] = field(default_factory=set)
     strip_after: set[int] = field(default_factory=set)  # special tokens that swallow the blanks after them
-    space_once: bool = False  # is only the start of a text given that space, and no text after a token?
+    space_after: str = ""  # "first": text after a token gets no space; "always": only if it has none; "": one
     # Added tokens that are not special: those that are found in the text, and in what `normalize` makes of it
     plain_tokens: tuple[AddedTokens, AddedTokens] = field(default_factory=lambda: ({}, {}))
     normalize: Callable[[str, bool], str] = lambda text, space: text
-    chat_template: str = ""  # the model's own Jinja, read only to guess the chat style
+    chat_template: str = ""  # the model's own, in Jinja
+    chat_variables: dict[str, str] = field(default_factory=dict)  # what it may name, such as bos_token
 
     def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -715,18 +716,16 @@ class Tokenizer:
         return self.encode_segments([(part, i is not None) for part, i in split_at(text, special)], bos)
 
     def encode_segments(self, segments: list[Segment], bos: bool = True) -> list[int]:
-        """Token ids of text and special tokens in turn; UserError for a special token that is not there."""
+        """Token ids of text and names of special tokens in turn."""
         ids: list[int] = []
         for text, is_special in segments:
-            if not is_special:
+            if is_special:
+                ids.append(self.special_tokens[text])
+            else:
                 # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 text = text.lstrip() if ids and ids[-1] in self.strip_after else text
-                ids += self.encode_plain(text, not (self.space_once and ids))
-            elif text in self.special_tokens:
-                ids.append(self.special_tokens[text])
-            else:
-                raise UserError(f"the tokenizer has no token {text}: choose the chat style of this model")
+                ids += self.encode_plain(text, self.spaced(text) if ids else True)
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -735,14 +734,19 @@ class Tokenizer:
         """Token ids of text, none of a special token; space: does it get the space that some put first?"""
         ids, special = [], {*self.special_tokens.values()}
         for raw, token in split_at(text, self.plain_tokens[0]):
+            space = self.spaced(raw) if ids else space
             plain = split_at(self.normalize(raw, space), self.plain_tokens[1])
             for part, i in plain if token is None else [(raw, token)]:
+                space = self.spaced(part) if ids else space
                 found = self.encode_text(part, space) if i is None else [i]
                 if not special.isdisjoint(found):  # sentencepiece knows some names as words: letter by letter
                     found = [j for c in part for j in self.encode_text(c, False) if j not in special]
                 ids += found
-                space = not self.space_once
         return ids
+
+    def spaced(self, text: str) -> bool:
+        """Does text after a token get the space that sentencepiece puts first?"""
+        return not self.space_after or self.space_after == "always" and not text.startswith(" ")
 
     def add_token(self, i: int, token: dict, special: Collection[str] = ()) -> None:
         """Adds one of Hugging Face's added tokens; special: names of special ones. Raises ValueError."""
@@ -843,7 +847,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             tokenizer.add_token(token["id"], token, named)
         if is_model:
             scheme = (data.get("pre_tokenizer") or {}).get("prepend_scheme")
-            tokenizer.space_once = scheme == "first" if data else settings.get("legacy") is False
+            if data or "Llama" in str(settings.get("tokenizer_class")):
+                scheme = scheme if data else "always" if settings.get("legacy") else "first"
+                tokenizer.space_after = scheme or ""
+            elif settings.get("legacy") is False:
+                tokenizer.space_after = "first"
     with checked(folder / "tokenizer_config.json"):
         for i, token in (settings.get("added_tokens_decoder") or {}).items():
             tokenizer.add_token(int(i), token, named)
@@ -851,6 +859,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with checked(folder / "added_tokens.json"):  # it does not say which are special
         for name in added.keys() - {*special, *tokenizer.plain_tokens[0], *tokenizer.plain_tokens[1]}:
             tokenizer.add_token(added[name], {"content": name, "special": True})
+    tokenizer.chat_variables = {key: token for key, token in ends.items() if isinstance(token, str)}
     if is_model or tokenizer.bos_id is None:  # the template of a tokenizer.json says what leads a text
         tokenizer.bos_id = special.get(bos, tokenizer.bos_id)
     if settings.get("add_bos_token") is not None:
@@ -866,6 +875,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer.pieces += [b""] * (rows - tokenizer.vocab_size)
     with checked(jinja := folder / "chat_template.jinja"):
         template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
+        if isinstance(template, list):  # several, each for a use
+            template = {each["name"]: each["template"] for each in template}.get("default")
         tokenizer.chat_template = str(template or "")
     return tokenizer
 
@@ -1044,7 +1055,8 @@ def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
         tokenizer.normalize = lambda text, space: ("▁" * (space and spaced) + text).replace(" ", "▁")
     elif spaced:
         tokenizer.encode_text = lambda t, space: encode(" " * (space and t[0] not in " ▁") + t, space)
-    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=spaced, space_once=scheme == "first")
+    after = "first" if scheme == "first" else ""
+    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=spaced, space_after=after)
 
 
 def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list, whole: Collection = ()) -> Callable:

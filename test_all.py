@@ -2560,7 +2560,7 @@ PROMPTS = {  # of CHAT and of [USER]
         f"<|begin_of_text|>{L3_USER}Hi<|eot_id|>{L3_ASSISTANT}",
     ),
     "mistral": ("<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]", "<s>[INST] Hi [/INST]"),
-    "qwen": (
+    "chatml": (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         "Hello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
@@ -2576,23 +2576,26 @@ PROMPTS = {  # of CHAT and of [USER]
 @pytest.mark.parametrize("style", PROMPTS)
 def test_chat_prompts(style):
     for messages, expected in zip((CHAT, [USER]), PROMPTS[style], strict=True):
-        assert "".join(text for text, _ in generate.render_chat(style, messages)) == expected
-    text = "{role} {content} <|eot_id|> <|im_end|> <|end|> </s>"
-    segments = generate.render_chat(style, [{"role": "user", "content": text}])
-    assert [is_special for part, is_special in segments if text in part] == [False]
+        assert generate.render_chat(generate.CHAT_STYLES[style], messages=messages) == expected
 
 
 def test_chat_ids():
     assert set(PROMPTS) == set(generate.CHAT_STYLES)
     encode, llama2, sp = generate.encode_chat, real(LLAMA2), sentencepiece_of(LLAMA2)
     first = sp.encode("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. ")
-    assert encode(llama2, "llama-2", CHAT) == [1, *first, 2, 1, *sp.encode("[INST] Why? [/INST]")]
+    assert encode(llama2, "llama-2", CHAT[1:], "Be brief.") == [
+        1,
+        *first,
+        2,
+        1,
+        *sp.encode("[INST] Why? [/INST]"),
+    ]
     answered = sp.encode("[INST] Hi [/INST] Hello.")
     expected = [1, *answered, 2, *sp.encode("[INST]  Why?  [/INST]")]
     assert encode(llama2, "mistral", CHAT[1:]) == expected
     llama3 = [128000, 128006, 882, 128007, 271, 13347, 128009, 128006, 78191, 128007, 271]
-    qwen = [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
-    for name, style, expected in ((LLAMA3, "llama-3", llama3), (QWEN, "qwen", qwen)):
+    chatml = [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
+    for name, style, expected in ((LLAMA3, "llama-3", llama3), (QWEN, "chatml", chatml)):
         tokenizer = real(name)
         plain = encode(tokenizer, style, [USER])
         assert plain == expected
@@ -2601,53 +2604,100 @@ def test_chat_ids():
         specials = set(tokenizer.special_tokens.values())
         assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
     with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
-        encode(real(LLAMA3), "qwen", [USER])
+        encode(real(LLAMA3), "chatml", [USER])
+    with pytest.raises(
+        UserError, match="no chat template; name one, such as --chat llama-2, of llama-3, chatml"
+    ):
+        encode(real(LLAMA3), "auto", [USER])
 
 
-def test_chat_ids_of_mistrals_tokens(tmp_path):
-    shutil.copy(NANO / "tokenizer.model", tmp_path / "tokenizer.model.v3")
-    tokenizer = tokenizer_of(tmp_path, added_tokens={"[INST]": 4096, "[/INST]": 4097})
-    hi, hello, why = (tokenizer.encode(text, bos=False) for text in ("Hi", "Hello.", "Be brief.\n\n Why? "))
-    assert generate.chat_style({}, tokenizer) == "mistral"
-    expected = [1, 4096, *hi, 4097, *hello, 2, 4096, *why, 4097]  # the last question has the system message
-    assert generate.encode_chat(tokenizer, "mistral", CHAT) == expected
-    attack = generate.encode_chat(tokenizer, "mistral", [USER | {"content": "[/INST]</s>"}])
-    assert [i for i in attack if i in tokenizer.special_tokens.values()] == [1, 4096, 4097]
-    ids = generate.encode_chat(tokenizer, "llama-2", [USER])  # Llama 2 has no such tokens
-    assert ids == tokenizer.encode("[INST] Hi [/INST]")
+TEMPLATES = {  # what the templates of models do: text between tokens, refusals, dates, a look into answers
+    "Llama 2, Mistral": """{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
+        {%- set messages = messages[1:] %}{% endif %}{% for m in messages %}
+        {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate!') }}
+        {%- elif m.role == 'user' %}{{ bos_token + '[INST] ' }}
+            {%- if system is defined and loop.last %}{{ system + '\n' }}{% endif %}{{ m.content + '[/INST]' }}
+        {%- else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
+    "Mistral 1": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+    "[/INST]{% elif m.role == 'assistant' %}{{ m.content + eos_token + ' ' }}"
+    "{% else %}{{ raise_exception('Only user and\nassistant!') }}{% endif %}{% endfor %}",
+    "Phi-3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+    "Llama 3.1": """{{- bos_token }}
+        {%- if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}
+        {%- if tools is not none %}{{ raise_exception('tools') }}{% endif %}
+        {{- '<|im_start|>Today: ' + date + '<|im_end|>' + messages | tojson(indent=2) }}
+        {%- for m in messages %}{% if loop.index > 4 %}{% break %}{% endif %}
+    {%- generation %}
+    <|im_start|>{{ m['role'] }}:{{ m['content'] | trim }}<|im_end|>
+    {% endgeneration %}
+        {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}""",
+    "Qwen3, SmolLM2": """{%- for m in messages %}{% set content = m.content %}
+            {%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nHi<|im_end|>\n' }}{% endif %}
+            {%- if m.role == 'assistant' and '</think>' in content %}
+                {%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
+            {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' + '\n' }}
+        {%- endfor %}{{- '<|im_start|>assistant\n' }}""",
+}
+TURNS = ("Hi, I'm  \u00fc", " Four. ", "\nwhy?\n", "<think>\nwell\n</think>\n\nSo.", "a b c \ue000")
 
 
-def test_chat_style(tmp_path):
-    def guess(template="", special=(), config=None):
-        tokenizer = model_file.Tokenizer(list, [], dict.fromkeys(special, 0), chat_template=template)
-        return generate.chat_style(config or {}, tokenizer)
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("kind", ["first", "always", "json", "bytes"])
+def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
+    """Of a sentencepiece model whose texts get a space at the start or after each token, as tokenizer.model
+    and as tokenizer.json, and of a byte-level BPE; with up to three questions."""
+    names = "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
+    added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
+    for i in (4098, 4099, 4100, 4101):
+        added[i]["rstrip"] = True  # as Phi-3's
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    settings |= {"legacy": kind == "always", "added_tokens_decoder": added, "chat_template": TEMPLATES[name]}
+    if kind == "bytes":
+        data = tokenizer_json(
+            merges=MERGES, added=special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
+        )
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}}
+        tokenizer_of(tmp_path, tokenizer=data)
+    else:
+        shutil.copy(NANO / "tokenizer.model", tmp_path)
+    tokenizer_of(tmp_path, tokenizer_config=settings, config={"model_type": "llama"})
+    tokenizer, oracle = with_auto(tmp_path)
+    if kind == "json":
+        oracle.save_pretrained(tmp_path)
+        (tmp_path / "tokenizer.model").unlink()
+        tokenizer = load_tokenizer(tmp_path)
+    for n, system in itertools.product((1, 3, 5), (None, "Be brief.")):
+        chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(TURNS[:n])]
+        messages = ([{"role": "system", "content": system}] if system else []) + chat
+        try:
+            expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:
+            with pytest.raises(UserError, match=f"chat template refuses this chat: {error}"):
+                generate.encode_chat(tokenizer, "auto", chat, system)
+        else:
+            assert generate.encode_chat(tokenizer, "auto", chat, system) == expected
 
-    for name, style in ((LLAMA3, "llama-3"), (QWEN, "qwen")):
-        assert generate.chat_style({}, real(name)) == style
-    assert guess(special=["<|user|>", "<|end|>"]) == "phi-3"
-    assert guess("{{ '<s>[INST] <<SYS>>' }}", ["<s>"]) == "llama-2"
-    assert guess("{{ '[INST]' }}", ["[INST]"]) == "mistral"
-    assert guess("{{ '<s>[INST] ' }}", ["<s>"]) == guess(config={"model_type": "mistral"}) == "mistral"
-    for args in [
-        ("", ["<s>", "</s>"]),  # a base model
-        ("{{ '<|user|>' }}", ["</s>"], {"model_type": "mistral"}),  # Zephyr
-        ("{{ '<｜User｜>' }}", ["<|start_header_id|>"]),  # DeepSeek-R1 in Llama 3's clothes
-        ("{{ '[INST]' }}", ["[INST]", "[SYSTEM_PROMPT]"]),  # Mistral Small 3
-        ("<|im_start|><|im_sep|>", ["<|im_start|>", "<|im_sep|>"]),
-    ]:
-        with pytest.raises(UserError, match="name one, such as --chat llama-2"):
-            guess(*args)
-    (tmp_path / "chat_template.jinja").write_text("[INST] <<SYS>>", encoding="utf-8")
-    assert generate.chat_style({}, tokenizer_of(tmp_path, tokenizer=tokenizer_json())) == "llama-2"
 
-
-def test_chat_needs_turns():
-    bad = [[], [SYSTEM], [USER, USER], CHAT[:3], [USER, SYSTEM, USER], [CHAT[2], USER]]
-    for style, messages in itertools.product(PROMPTS, [*bad, [USER | {"role": "tool"}]]):
-        with pytest.raises(UserError, match="user last"):
-            generate.render_chat(style, messages)
-    with pytest.raises(UserError, match="unknown chat style alpaca: choose one of llama-3"):
-        generate.render_chat("alpaca", [USER])
+def test_no_message_becomes_a_control_token(tmp_path):
+    """Names of one character, within one another, side by side, and characters that might be marks."""
+    names = ["x", "xx", "<a>", "b<a>", "[<a>]", "\ue001"]
+    settings = {"chat_template": "<a>{% for m in messages %}{{ m.content | trim }}xx{% endfor %}"}
+    data = tokenizer_json(added=special_tokens(*names))
+    tokenizer, rng = tokenizer_of(tmp_path, tokenizer=data, tokenizer_config=settings), random.Random(0)
+    alphabet = [*names, *"<a>[]bx", " ", "\ue000", "\ue002", "\U000f0000"]
+    for _ in range(300):
+        text = "".join(rng.choices(alphabet, k=8))
+        ids = generate.encode_chat(tokenizer, "auto", [{"role": "user", "content": text}])
+        assert ids == [258, *tokenizer.encode(text.strip()), 257]
+    settings["chat_template"] = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
+    assert tokenizer_of(tmp_path, tokenizer_config=settings).chat_template == "b"
+    settings["chat_template"] = "{{ ''.__class__.mro() }}"  # a template may not look into Python
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings)
+    with pytest.raises(UserError, match="unsafe"):
+        generate.encode_chat(tokenizer, "auto", [USER])
+    (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert tokenizer_of(tmp_path).chat_template == "file"
 
 
 # ---- bad files
@@ -4493,6 +4543,56 @@ def test_a_long_stop_text_stops(cli):
     assert len(cli.json(f"{line} --stop {shlex.quote(stop)}")["text"][0]) < 105 < len(whole)
 
 
+def test_a_stop_text_may_begin_with_the_space_of_the_first_token(cli):
+    line = "generate --ignore_eos --max_new_tokens 9 --prompt"
+    texts = {word: cli.json(f"{line} '{word}'")["text"][0] for word in ("the", "hello", "one", "two", "a")}
+    word, text = next((word, text) for word, text in texts.items() if text[0] == " " and text[1:2].strip())
+    report = cli.json(f"{line} '{word}' --stop '{text[:2]}'")
+    assert report["new_tokens"] == [0]  # the token that completes it is not part of the text
+
+
+def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
+    norm = load_file(folder / WEIGHTS)["model.norm.weight"]
+    put_weight(folder, "model.norm.weight", torch.full_like(norm, 6e4))
+    line = "generate --prompt hello --max_new_tokens 3 --dtype"
+    assert "not finite in fp16; use --dtype bf16 or fp32" in cli.refusal(f"{line} fp16")
+    assert cli(f"{line} bf16")[0] == 0
+    engine = make_engine(tiny_model(), "dense", 1, 9)
+    engine.prefill([[5]])
+    with mock.patch.object(
+        engine.model, "decode", lambda *_: torch.full((1, engine.logits.shape[1]), torch.nan)
+    ):
+        with pytest.raises(UserError, match="not finite in fp32"):
+            decode_rows(engine, 3, lambda ids: False)
+
+
+def test_a_prompt_without_tokens_is_refused(cli, folder):
+    data = tokenizer_json(vocab=LACKING["vocab"] | {f"<{i}>": 300 + i for i in range(9)})
+    (folder / "tokenizer.model").unlink()
+    tokenizer_of(folder, tokenizer=data)
+    assert "the prompt has no tokens" in cli.refusal("generate --prompt \x04")
+
+
+def test_a_failed_compile_ends_in_one_line_or_falls_back(cli, capsys):
+    broken = {"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}
+    with torch._inductor.config.patch(broken):
+        told = cli.refusal("generate --prompt hello --compile")
+    assert "/no/compiler" in told and told.endswith("; use --no-compile\n")
+    error = torch._inductor.exc.InductorError(
+        ValueError("C++ compile error\n\nOutput:\ng++: no room\nx"), None
+    )
+    args = SimpleNamespace(compile=None, temperature=0, top_k=0, top_p=1)
+    room = SimpleNamespace(device=torch.device("cuda"))
+    with (
+        mock.patch.dict(METHODS, dense=mock.Mock()),
+        mock.patch.object(generate, "idle_note", lambda *_: ""),
+        mock.patch.object(generate, "Engine", side_effect=[error, "eager"]) as engines,
+    ):
+        assert generate.build_engine(None, args, "dense", None, room, {}) == "eager"
+    assert [call.args[-2:] for call in engines.call_args_list] == [(True, True), (False, True)]
+    assert "the step is not compiled (ValueError: C++ compile error: g++: no room)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("message,damage", DAMAGE)
 def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
     damage(folder) if callable(damage) else edit_json(folder / "config.json", **damage)
@@ -4519,6 +4619,8 @@ BAD_COMMANDS = {
     "generate --method sals --kv_bits 4": "--kv_bits is neither an option nor a setting of sals",
     "generate --method sals --bits 3": "--bits",
     "generate --prompt ''": "empty",
+    "generate --checkpoint again --prompt hi --system x": "--system needs --chat",
+    "generate --chat --prompt hi --system ''": "not empty",
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "no such file",
     "generate --prompt 600": "more than the model's 512",
@@ -4528,7 +4630,7 @@ BAD_COMMANDS = {
     "generate --prompt 5 --temperature nan": "nan is not a finite number",
     "generate --method sals --rank inf --prompt 5": "--rank: inf is not",
     "generate --device meta --prompt 5": "--device meta is not supported",
-    "generate --chat --prompt hello": "no chat style fits",
+    "generate --chat --prompt hello": "no chat template; name one, such as --chat llama-2",
     "generate --chat": "--chat needs a --prompt",
     "generate --random_weights llama-2-7b --prompt 5 --stop x": "tokenizer",
     "generate --interactive --prompt hello": "--interactive takes no --prompt",
@@ -4587,7 +4689,6 @@ BAD_COMMANDS = {
     "eval --facts 3 --tasks multiquery": "--facts: 3 is not",
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
     "eval --haystack few.txt": "no text of at least 200 characters",
-    "eval --lengths 200 --prefix 40 --samples 2147483647 --rows 2147483647": "not enough memory",
     "overlap --length 200": "ask for longer prompts",
     "overlap --length 600": "more than the model's 512",
     "overlap --length 400 --samples 2147483647": "not enough memory",
@@ -4766,6 +4867,23 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, 
     assert error(seen[1], engine.logits) < 1e-5
 
 
+@pytest.mark.parametrize("chat", ["", "--chat mistral --system brief"])
+def test_a_full_chat_forgets_its_oldest_turns(chat, cli, checkpoint, monkeypatch):
+    prefill = mock.Mock(side_effect=Engine.prefill, autospec=True)
+    monkeypatch.setattr(Engine, "prefill", lambda engine, prompts: prefill(engine, prompts))
+    turns = [f"turn {i} of the chat" for i in range(6)]
+    line = f"generate --interactive {chat} --max_new_tokens 12 --context 100"
+    code, out, err = cli(line, stdin="\n".join(turns))
+    assert code == 0 and out.count("> ") == 7
+    assert "note: the cache is full; the oldest turn is forgotten" in err and prefill.call_count > 1
+    tokenizer = load_tokenizer(checkpoint)
+    ((last,),) = prefill.call_args.args[1:]
+    text = tokenizer.decode(last)
+    assert last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(chat)
+    assert len(last) + 12 <= 100
+    assert cli(line, stdin="long " * 200)[0] == 2 and "raise --context" in cli.err
+
+
 @pytest.mark.parametrize("method", ["dense", "sals"])
 def test_random_weights_take_prompts_beyond_the_trained_length(method, cli, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", tiny_config(max_positions=64))
@@ -4793,6 +4911,56 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
     assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
+
+
+def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    out = tmp_path / "cache" / "fits"
+    for method in ("loki", "sals"):
+        assert cli(f"fit --method {method} --out {out} --windows 2 --window 64")[0] == 0
+    assert before == {path: path.read_bytes() for path in folder.iterdir()}
+    assert (out / WEIGHTS).is_symlink() and not (out / "loki.safetensors").is_symlink()
+    assert cli(f"generate --checkpoint {out} --method loki --prompt hello --max_new_tokens 3")[0] == 0
+    with mock.patch.object(os, "access", lambda *_: False):
+        assert "give --out FOLDER: no file can be written" in cli.refusal("fit --method loki")
+
+
+def test_a_tokenizer_of_more_ids_than_the_model_is_named(cli, tmp_path, monkeypatch):
+    save_checkpoint(tiny_model(vocab_size=300, tied=True), tmp_path)
+    shutil.copy(NANO / "tokenizer.model", tmp_path)
+    monkeypatch.setattr(generate, "NANO", tmp_path)
+    monkeypatch.setattr(calibrate, "NANO", tiny_config(vocab_size=300))
+    (tmp_path / "a.txt").write_text("some words to train on " * 99)
+    for line in (
+        "fit --method loki --windows 2 --window 32",
+        "eval --method dense --samples 0 --prefix 20 --continuation 4",
+        "overlap --method topk --length 400",
+        f"train --out {tmp_path} --text {tmp_path}/a.txt --stages 1x64x1",
+    ):
+        told = cli.refusal(line)
+        assert "has 4096 ids, the model's vocabulary 300; the tokenizer belongs to another model" in told
+
+
+def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeypatch):
+    rows, retrieval = [], calibrate.eval_retrieval
+
+    def score(engine, *args):
+        rows.append(engine.room.rows)
+        if len(rows) == 3:  # kivi's first, after dense's two
+            raise torch.OutOfMemoryError("no memory")
+        return retrieval(engine, *args)
+
+    monkeypatch.setattr(calibrate, "eval_retrieval", score)
+    row = make_engine(tiny_model(vocab_size=4096), "dense", 1, 400 + calibrate.ANSWER_ROOM).caches
+    monkeypatch.setattr(generate, "free_memory", lambda _: int(2.5 * sum(cache.formula() for cache in row)))
+    line = "eval --method kivi --method streaming --samples 3 --rows 3 --lengths 400 --perplexity_rows 0"
+    results = cli.json(f"{line} --tasks single")["rows"]
+    assert [row["method"] for row in results] == ["dense", "streaming"] and rows[:2] == [2, 2]
+    assert "kivi: no row: no memory" in cli.err
+    monkeypatch.setattr(calibrate, "eval_retrieval", mock.Mock(side_effect=UserError("not this model")))
+    assert "not this model" in cli.refusal(
+        f"{line} --tasks single"
+    )  # dense's own row: nothing to compare with
 
 
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
