@@ -5,11 +5,10 @@ On a Hopper GPU compress.py takes this module in kernels.py's place. It has the 
 arguments. Each runs its kernel of this file where that serves, and otherwise the one of kernels.py; every
 other name is kernels.py's own. This file is optional: delete it and everything still runs.
 
-`python hopper.py` benchmarks these operators. The names of sizes are those of kernels.py.
+The names of sizes are those of kernels.py.
 """
 
 import functools
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -991,7 +990,3 @@ def chains_linears(x: Tensor, *inputs: int) -> bool:
     before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
     fits = len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
     return fits and on_hopper(x.device)
-
-
-if __name__ == "__main__":
-    kernels.main(sys.modules[__name__])
