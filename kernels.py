@@ -1,6 +1,24 @@
 """Triton kernels of the compressed caches, each with a thin wrapper that checks its input.
 
-`python calibrate.py speed` times them.
+    method                                     operations
+    dense, streaming                           attend (plain)
+    SALS                                       scores, select, attend (latents; layers that are skipped: int8)
+    Loki, topk, quest, doublesparse, shadowkv  scores, select, attend (plain)
+    LRQK                                       scores, select, fetch_rows, attend (plain)
+    H2O                                        scores, attend_logits
+    Palu; KIVI and --kv_bits                   attend (latents); attend (channels)
+    EliteKV                                    attend_latent
+    FDC                                        fdc_attend
+
+    operation                   kernel                                  its truth, in compress.py
+    scores                      _scores_kernel, _reduce_scores_kernel   sals_scores, group_scores
+    select                      _survivors_kernel, _select_kernel       select
+    attend, attend_logits,      _attend_kernel, _merge_kernel; a kind   attend, over what the stores read
+    attend_latent, fdc_attend   of keys is two functions (KEYS)
+    fetch_rows                  _fetch_kernel                           fetch_rows
+
+Changed a kernel? `pytest test_all.py -k kernel` holds all of them to their truths, on a GPU in two minutes;
+`-k compile` compiles them for GPUs that are not there. `python calibrate.py speed` times them.
 
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
 dim, r rank. `pos` [B] int32 is the position of every row's newest token and is read on the device only, so

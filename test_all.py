@@ -2986,7 +2986,7 @@ def test_kernel_select(case):
     check_select(*case)
 
 
-def test_select_chunks_keep_enough_of_every_row():
+def test_kernel_select_chunks_keep_enough_of_every_row():
     lengths = (4096, 4097, 8192, 8193, 30000, 131072, 1 << 20)
     for S, y in itertools.product(lengths, (1, 16, 432, 1968, 4096, 16384, 32768)):
         plan = kernels.select_chunks(S, min(y, S))
@@ -3000,7 +3000,7 @@ def test_select_chunks_keep_enough_of_every_row():
 
 @pytest.mark.parametrize("S, y, to_topk", [(8193, 4, False), (8193, 8000, True), (8192, 8000, False)])
 @pytest.mark.parametrize("wanted", [None, 3])
-def test_long_rows_of_which_much_is_selected_go_to_topk(S, y, to_topk, wanted, monkeypatch):
+def test_kernel_select_leaves_long_rows_to_topk(S, y, to_topk, wanted, monkeypatch):
     """In several passes over the row the kernel would take longer."""
     calls, select_kernel = [], kernels.select
     monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
@@ -3245,7 +3245,7 @@ PLANS = [("kernels", "ranks_at_once", 1), ("hopper", "streams_basis", -1)]  # an
 
 @pytest.mark.parametrize("module, plan, place", PLANS)
 @pytest.mark.parametrize("form", JOINT_LATENTS)
-def test_plans_to_attend_count_numbers_of_fp32_where_the_model_is(monkeypatch, form, module, plan, place):
+def test_kernel_plans_count_numbers_of_fp32_where_the_model_is(monkeypatch, form, module, plan, place):
     ops, seen = pytest.importorskip(module), []
     own = getattr(ops, plan)
     monkeypatch.setattr(ops, plan, lambda *given: seen.append(given[place]) or own(*given))
@@ -3363,7 +3363,7 @@ def run_for_hopper(*programs, capability=90):
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90])
-def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability):
+def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capability):
     """Of every format and rule at the sizes of an 8B and a 7B model, for the triton that is installed. Where
     launches overlap, kernels wait for the one before they touch memory."""
     program = """
@@ -3410,7 +3410,7 @@ def test_kernels_compile_for_every_gpu_within_99_kb_of_shared_memory(capability)
     run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
 
 
-def test_rows_that_are_loaded_early_have_two_tiles_in_shared_memory():
+def test_operations_compile_with_two_tiles_of_rows_that_are_loaded_early():
     """On Hopper, where a tile is read in a branch after the loads of the next one have begun."""
     program = """
         kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
@@ -5123,7 +5123,7 @@ def test_hopper_may_be_deleted(checkpoint, monkeypatch, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_hopper_operators_do_what_torch_compile_is_told(hopper):
+def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
     """On Hopper linear_chain, and attention over int8 keys, run kernels of this file."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     check_attend_operator(hopper, dtype, FORMATS if ON_HOPPER else FORMATS[:1], 2, 64)
@@ -5162,7 +5162,7 @@ LATENT_SIZES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", JOINT_LATENTS)
 @poisoned
-def test_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes):
+def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes):
     B, Hkv, D, chunks, n, bits, z, programs = sizes
     if programs:
         monkeypatch.setattr(streamed, "SMS", programs)
@@ -5173,7 +5173,7 @@ def test_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes):
 
 @needs_hopper
 @poisoned
-def test_hopper_attend_windows_of_several_tiles_and_real_sizes(streamed):
+def test_kernel_hopper_attend_windows_of_several_tiles_and_real_sizes(streamed):
     for rise in RISES:
         case = (torch.float16, "joint latents", "row", 3, 200, 2, 1, 64, 64, 4, 100, (199, 120, 30))
         check_attend(*case, r=64, rise=rise, written=True, ops=streamed)
@@ -5189,7 +5189,7 @@ WINDOWED = [(HALF, 2, 16, 33), (WHOLE, 4, 130, 90), (WHOLE, 8, 5, 84), (HALF, 4,
 
 @pytest.mark.parametrize("dtype, bits, z, n", WINDOWED)
 @poisoned
-def test_hopper_attends_by_logits_beside_an_exact_window(streamed, monkeypatch, dtype, bits, z, n):
+def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkeypatch, dtype, bits, z, n):
     """As _streamed_logits makes them, for which no interpreter is; where there is no token anything."""
     S = z + 84
     case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
@@ -5206,7 +5206,7 @@ def test_hopper_attends_by_logits_beside_an_exact_window(streamed, monkeypatch, 
     close(streamed.attend(q, kind, keys, *rest), truth, dtype)
 
 
-def test_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
+def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     takes, cuda = hopper.streams_basis, torch.device("cuda")
     fits = [16, 448, 32, 128, 512, 2]  # B, n, Hkv, D, r, itemsize
@@ -5226,7 +5226,7 @@ SHARED = [("int8", 2), ("int8", 4), ("int8", 8), ("channels", 2), ("channels", 4
 @pytest.mark.parametrize("form, bits", SHARED)
 @pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
 @poisoned
-def test_hopper_attend_shared_keys(hopper, monkeypatch, form, bits, G, programs):
+def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, form, bits, G, programs):
     """One program a head, which writes the result itself, several, and more than short rows have tiles."""
     monkeypatch.setattr(hopper, "SMS", programs)
     monkeypatch.setattr(kernels, "attend", None)
@@ -5235,7 +5235,7 @@ def test_hopper_attend_shared_keys(hopper, monkeypatch, form, bits, G, programs)
 
 
 @pytest.mark.parametrize("joint", [True, False])
-def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
+def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
     asked = []
     for plan in ("streams_basis", "shares_keys"):
         monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
@@ -5253,7 +5253,7 @@ def test_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, m
 
 @needs_hopper
 @pytest.mark.parametrize("form", JOINT_LATENTS)
-def test_hopper_attends_latents_with_the_same_bits_again(streamed, form):
+def test_kernel_hopper_attends_latents_with_the_same_bits_again(streamed, form):
     """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
     would show."""
     cases = []
@@ -5279,7 +5279,7 @@ OVERLAPPING += [("streamed", 32, 32, 4, 0), ("streamed", 32, 32, 2, 1)]
 @needs_hopper
 @pytest.mark.parametrize("rule", ["each", "softmax"])
 @pytest.mark.parametrize("fixture, Hq, Hkv, bits, int8", OVERLAPPING)
-def test_launches_that_overlap_give_the_same_steps(request, monkeypatch, rule, fixture, Hq, Hkv, bits, int8):
+def test_kernel_launches_that_overlap_agree(request, monkeypatch, rule, fixture, Hq, Hkv, bits, int8):
     """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
     B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
     hopper = request.getfixturevalue(fixture)
@@ -5371,7 +5371,7 @@ REAL_CHAINS = [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 409
 @pytest.mark.parametrize("programs", [3, 20, 132])
 @pytest.mark.parametrize("biased", [False, True])
 @poisoned
-def test_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased):
+def test_kernel_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased):
     names = ("shared_memory_per_block_optin", "major", "minor")
     device = {name: getattr(torch.cuda.get_device_properties(0), name) for name in names}
     few = SimpleNamespace(multi_processor_count=programs, **device)
@@ -5388,7 +5388,7 @@ def test_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased)
 
 @needs_hopper
 @pytest.mark.parametrize("rows, sizes, size", pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300]))
-def test_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
+def test_kernel_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
     """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
     epsilons."""
     chains, outs, graphs = [chain_inputs(rows, *sizes, size=size), chain_inputs(2, 64, 512, 96, 200)], [], []
@@ -5426,7 +5426,7 @@ def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
     assert error(logits[1], logits[0]) < 5e-2
 
 
-def test_hopper_linear_chain_refuses(hopper):
+def test_kernel_hopper_linear_chain_refuses(hopper):
     names = ("attended", "x", "weights", "biases", "norms", "eps")
     given = dict(zip(names, chain_inputs(2, 48, 64, 32, 40, biased=True), strict=True))
 
@@ -5506,8 +5506,8 @@ COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for
 ]
 
 
-@pytest.mark.parametrize("kernel, multiply, waits, cases", COMPILED)
-def test_hopper_kernels_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
+@pytest.mark.parametrize("kernel, multiply, waits, cases", COMPILED, ids=["latents", "shared", "chain"])
+def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
     def arguments(what, *sizes):
         if kernel == "_linear_chain_kernel":
             return chain_inputs(what, 512, 256, 768, 1000, *sizes)
