@@ -1451,8 +1451,6 @@ def run_overlap(args: argparse.Namespace) -> dict:
 # ------------------------------------------------------------------------------------------------------ speed
 # Weights are random, and all rows are full. Sets of inputs take turns, so that they come from memory, as in a
 # model, where other layers' weights push them out of the chip's caches.
-
-# Name -> name in model.SHAPES, the shapes that a GPU times by default.
 SPEED_MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8b", ["8x32768", "1x131072"])}
 SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
@@ -1581,8 +1579,8 @@ class Bench:
         """Microseconds of PyTorch's attention over plain K and V, on CUDA by cuDNN."""
         sizes = (B, Hq, 1, D), (B, Hkv, S, D), (B, Hkv, S, D)
         inputs = [torch.randn(size, dtype=self.dtype, device=self.device) for size in sizes]
-        attend = partial(F.scaled_dot_product_attention, enable_gqa=Hq > Hkv)
-        calls = [partial(attend, *each) for each in cold_sets(inputs, bytes_of(inputs), bytes_of(inputs))]
+        sets = cold_sets(inputs, bytes_of(inputs), bytes_of(inputs))
+        calls = [partial(F.scaled_dot_product_attention, *each, enable_gqa=Hq > Hkv) for each in sets]
         cudnn = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
         with cudnn if self.device.type == "cuda" else nullcontext():
             return call_time(calls, self.device)
@@ -1610,11 +1608,14 @@ class Bench:
         yield {"method": case, "us": us, "dense_us": dense_us, "limit_us": read / self.bandwidth}
 
     def operation(self, config: ModelConfig, B: int, S: int, case: str) -> Iterator[dict]:
-        """The times of the operators that a layer calls in a decode step, its linear layers included."""
+        """The times of the operators that a layer calls in a decode step, linear_chain included."""
         layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
-        x = torch.randn(B, config.dim, dtype=qkv.dtype, device=qkv.device)
+        ends, x = (layer.attention_norm, layer.attention.wqkv), torch.randn(B, config.dim).to(qkv)
         with Recorder() as recorder:
-            model_file.decode_layer(layer, qkv, x, pos, cache, layer.attention_norm, layer.attention.wqkv)
+            if hasattr(ops := cache.room.kernels, "chained_layer") and ops.chains_linears(x):
+                ops.chained_layer(layer, qkv, x, pos, cache, *ends)
+            else:
+                layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
         for name, function, args, out in recorder.calls:
             nbytes, flops = work_of(name, args, out)
             limit = max(nbytes / self.bandwidth, flops / self.flops)
@@ -1651,8 +1652,6 @@ def run_speed(args: argparse.Namespace) -> dict:
         python calibrate.py speed --table method --model 8b --shape 8x32768 --method dense sals"""
     device, dtype = generate.device_and_dtype(args)
     check_file("--csv", args.csv)
-    if args.no_hopper:
-        sys.modules["hopper"] = None  # as if there were no such file
     tables = args.table or ["operation", "method"][device.type == "cpu" :]
     if "operation" in tables and device.type == "cpu":
         raise UserError("--table operation needs a CUDA GPU; give --table method")
@@ -1662,12 +1661,10 @@ def run_speed(args: argparse.Namespace) -> dict:
     for table, model in itertools.product(tables, args.model or SPEED_MODELS):
         shape, usual = SPEED_MODELS[model]
         c = dataclasses.replace(model_file.SHAPES[shape], n_layers=4, vocab_size=256, max_positions=1 << 20)
-        if device.type == "cpu":
-            usual = ["1x4096"]
-        elif table == "breakeven":  # shapes at which K and V of a layer take 4 GB at most
+        if table == "breakeven":  # shapes at which K and V of a layer take 4 GB at most
             usual = [x for x, (B, S) in SPEED_SHAPES.items() if B in (1, 8) and B * S * c.kv_dim <= 1 << 30]
         rows_of = bench.operation if table == "operation" else bench.method
-        shapes = [SPEED_SHAPES[x] for x in args.shape or usual]
+        shapes = [SPEED_SHAPES[x] for x in args.shape or (["1x4096"] if device.type == "cpu" else usual)]
         for (B, S), case in itertools.product(shapes, args.method or speed_cases(1, 1)):
             try:
                 for row in rows_of(c, B, S, case):
@@ -2106,7 +2103,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     for name, choices in (lists | {"method": speed_cases(1, 1)}).items():
         p.option(f"--{name}", str, None, ", ".join(choices), nargs="+", choices=[*choices], metavar="NAME")
     p.option("--csv", Path, None, "also write the rows to this file")
-    p.flag("--no-hopper", "time kernels.py on a Hopper GPU, too")
     generate.add_device_option(p)
     p.set_defaults(dtype="auto")
 

@@ -5340,7 +5340,7 @@ def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
 
 
 def chain_truth(attended, x, weights, biases, norms, eps):
-    """linear_chain in fp32, as model.decode_layer has it."""
+    """linear_chain in fp32, as model.Layer has it."""
     w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
 
     def norm(x, i):
@@ -5477,6 +5477,7 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
             layer.ffn_norm.eps = 0.1  # another than the first norm's
         options = {"sals": SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
         engine = make_engine(model, method, 2, 40, **options)
+        assert engine.decode is (hopper.decode_in_chains if chained else Llama.decode)
         logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 21)], [random_ids(2)] * 2))
         assert len(calls) == 2 * len(model.layers) * chained
     assert error(logits[1], logits[0]) < 1e-5
