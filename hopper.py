@@ -91,11 +91,15 @@ def _wait_for_all(counter_p, goal):
 @operator(attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
+    positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """kernels.attend, faster for three formats: keys in int8 or KIVI's codes that queries share
     (shares_keys), and chosen tokens rebuilt from latents of all heads where heads share no keys
-    (streams_basis): one kernel makes their logits, and kernels.attend does the rest."""
+    (streams_basis): one kernel makes their logits, and kernels.attend does the rest. Paged storage is
+    kernels.attend's alone."""
+    if positions is not None:
+        return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale, positions)
     if kind in ("int8", "channels") and index is None and not window:
         packed = all(x.is_contiguous() for x in (*keys, *values))
         rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]  # alike, or none

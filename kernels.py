@@ -8,16 +8,17 @@
     H2O                                        scores, attend_logits
     Palu; KIVI and --kv_bits                   attend (latents); attend (channels)
     EliteKV                                    attend_latent
-    FDC                                        fdc_attend
+    FDC                                        attend_ragged
 
     operation                   kernel                                  its truth, in compress.py
     scores                      _scores_kernel, _reduce_scores_kernel   sals_scores, group_scores
     select                      _survivors_kernel, _select_kernel       select
     attend, attend_logits,      _attend_kernel, _merge_kernel; a kind   attend, over what the stores read
-    attend_latent, fdc_attend   of keys is two functions (KEYS)
+    attend_latent,              of keys is two functions (KEYS)
+    attend_ragged               the same                                attend, a head at a time
     fetch_rows                  _fetch_kernel                           fetch_rows
 
-Changed a kernel? `pytest test_all.py -k kernel` holds all of them to their truths, on a GPU in two minutes;
+Changed a kernel? On a GPU, `pytest test_all.py -k kernel` holds all of them to their truths, and
 `-k compile` compiles them for GPUs that are not there. `python calibrate.py speed` times them.
 
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
@@ -196,10 +197,18 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
 
 
 @jit
+def _up_to(positions_p, at, inside, length):
+    """Which rows hold a token of a position below `length`."""
+    position = tl.load(positions_p + at, mask=inside, other=-1)
+    return (position >= 0) & (position < length)
+
+
+@jit
 def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
     rows,  # [B, H, S, r] of the queries' dtype, and None; or int8, and a scale each, [B, H, S] fp32
     pos_p,  # [B] int32
+    positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
     sums,  # fp32: softmax: tops [B, H, tiles, NP]; of splits tops and sums [B, H, splits, NP]
     query_steps, steps, sizes, scale, per_block,
@@ -218,7 +227,7 @@ def _scores_kernel(
     NP: tl.constexpr = _padded(N, 8)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
     # The tiles of this program, of the live ones only where a second kernel writes the scores.
-    count = tiles if RULE == "each" else tl.cdiv(length, T)
+    count = tiles if RULE == "each" or positions_p is not None else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
     first, stop = split * share, tl.minimum((split + 1) * share, count)
     query_p += b * query_steps[0] + h * query_steps[2]
@@ -240,6 +249,8 @@ def _scores_kernel(
         ):
             tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
             live = tokens < length
+            if positions_p is not None:
+                live = _up_to(positions_p, b * S + tokens, tokens < S, length)
             row = b * steps[0] + h * steps[1] + tokens * steps[2]
             row_scale = scale
             if row_scale_p is not None:
@@ -290,6 +301,7 @@ def _reduce_scores_kernel(
     kept_p,  # of _scores_kernel, as the sums
     sums,
     pos_p,  # [B] int32
+    positions_p,  # [B, S] int32, or None
     out_p,  # [B, H, S] fp32
     S, splits, N: tl.constexpr, T: tl.constexpr, SP: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
@@ -310,6 +322,8 @@ def _reduce_scores_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=3):
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live, some = tokens < length, (n < N) & (n * 0 + tile * T < length)
+        if positions_p is not None:
+            live, some = _up_to(positions_p, b * S + tokens, tokens < S, length), n < N
         if RULE == "softmax":
             tile_max_at = tile_max_p + ((b * H + h) * tiles + tile) * NP + n
             tile_top = tl.load(tile_max_at, mask=some, other=float("-inf"))
@@ -327,14 +341,14 @@ def _reduce_scores_kernel(
 
 
 @operator(
-    lambda queries, rows, row_scale, pos, scale, rule, block=0: rows.new_empty(
+    lambda queries, rows, row_scale, pos, scale, rule, block=0, positions=None: rows.new_empty(
         (len(rows), rows.shape[1] * (queries.shape[-2] if rule == "each" else 1), rows.shape[2]),
         dtype=torch.float32,
     )
 )
 def scores(
     queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0
+    block: int = 0, positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Scores of a row's tokens from the leading dims of what is stored of them, which is read once.
 
@@ -344,9 +358,12 @@ def scores(
         each     a score a query, its logit -> [B, H * N, S]
         softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
         largest  the largest of the log-softmax of a head's queries -> [B, H, S]
-    fp32, -inf beyond pos. For softmax a program keeps 2^15 exp(logit - running maximum) in fp16 (2 bytes
-    a query and token) until maximum and sum of the row are known; a second kernel multiplies it by
-    exp(that maximum - maximum) / sum. Truth: compress.sals_scores and group_scores."""
+    fp32, -inf beyond pos. positions [B, S] int32, for paged storage: each row's position, negative for
+    an empty row. Without it row s has position s.
+
+    For softmax a program keeps 2^15 exp(logit - running maximum) in fp16 (2 bytes a query and token) until
+    maximum and sum of the row are known. A second kernel multiplies it by exp(that maximum - maximum) / sum.
+    Truth: compress.sals_scores and group_scores."""
     *_, H, N, r_score = queries.shape
     (B, _, S, r), blocks = rows.shape, tuple(queries.shape[1:-3])
     fits = len(queries) == B and r_score <= r
@@ -357,7 +374,8 @@ def scores(
     need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two
     dtype = queries.dtype if row_scale is None else torch.int8
     steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
-    check(pos=(pos, torch.int32, B), queries=(queries[0], queries.dtype, *blocks, H, N, r_score))
+    given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
+    check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     if rule == "largest" and N == 1:
         rule = "each"  # which ranks tokens alike
@@ -377,7 +395,7 @@ def scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, (rows, row_scale), pos, kept, sums, query_steps, steps, (S, tiles, r_score, r),
+        queries, (rows, row_scale), pos, positions, kept, sums, query_steps, steps, (S, tiles, r_score, r),
         scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, cdiv(r_score, RB), T,
         RB, rule, stages, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
@@ -385,8 +403,9 @@ def scores(
         return kept
     out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
     _reduce_scores_kernel[max(1, min(cdiv(S, T), fill * SMS // (B * H))), H, B](
-        kept, sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=4, **overlapped(rows.device)
-    )
+        kept, sums, pos, positions, out, S, splits, N, T, power2(splits), rule, num_warps=4,
+        **overlapped(rows.device),
+    )  # fmt: skip
     return out
 
 
@@ -1100,6 +1119,8 @@ def _attend_kernel(
     keys,  # stores of the format of keys
     values,  # stores of _values
     index_p,  # [B, sets, n] int32, -1: none; None: all tokens that are not in the window
+    positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
+    S,  # None, too
     window,  # exact keys [B, z, Hkv, D] after RoPE and values [B, z, Hkv, DV]; None twice: there is none
     pos_p,  # [B] int32
     parts,  # maxima, sums [B, Hq, splits] and out [B, Hq, splits, DV], fp32; of one split the result alone
@@ -1121,7 +1142,7 @@ def _attend_kernel(
     # 1. The tokens of this split.
     pos = tl.load(pos_p + b)
     length = n
-    if index_p is None:
+    if index_p is None and positions_p is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
     share = tl.cdiv(tl.cdiv(length, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
@@ -1158,10 +1179,16 @@ def _attend_kernel(
         else:
             token = place
             live = place < length
+        position = token
+        if positions_p is not None:
+            position = tl.load(positions_p + b * S + token, mask=live, other=-1)
+            live = live & (position >= 0)
+            if index_p is None:
+                live = live & (position <= pos - z)
         key_row = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
         value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
-        logits, k = LOGITS(queries, keys, b, h, key_row, place, token, live, pos, scale, SHAPE)
-        v = _values(values, k, b, h, value_row, token, live, pos, dtype, PACKING)
+        logits, k = LOGITS(queries, keys, b, h, key_row, place, position, live, pos, scale, SHAPE)
+        v = _values(values, k, b, h, value_row, position, live, pos, dtype, PACKING)
         if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
@@ -1239,7 +1266,8 @@ def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, 
 @operator(attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
+    positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Attention of one token a row, q [B, Hq, D] after RoPE, over stored tokens -> [B, Hq, DV].
 
@@ -1259,8 +1287,11 @@ def attend(
     [.., DV / group, 2] fp16, and if the last R tokens are read from a ring, it [B, R, Hkv, DV]. index int32:
     the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens
     up to pos - z are attended, at most S. window: exact keys and values [B, z, Hkv, D and DV], filled from
-    the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores
-    read."""
+    the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores read.
+
+    positions [B, S] int32, for paged storage: each row's position, negative for an empty row. RoPE, rings and
+    liveness use it. An index then names rows; without one all rows of positions 0 to pos - z are attended.
+    Without positions row s has position s."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
@@ -1272,12 +1303,13 @@ def attend(
         value_stores, value_steps, packing = packed_values(q, values, bits)
     chosen = torch.Size([B, n]) if index is None else index.shape
     need(len(chosen) in (2, 3) and chosen[0] == B, f"index must be [{B}, .., n], not {list(chosen)}")
-    n, sets = chosen[-1], chosen[1:-1].numel()
+    S, n, sets = n, chosen[-1], chosen[1:-1].numel()
     need(sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}")
     z = window[0].shape[1] if window else 0
     beside = zip(("window keys", "window values"), window, (D, packing.D), strict=False)
     exact = {name: (x, q.dtype, B, z, Hkv, width) for name, x, width in beside}
     given = {"q": (q, q.dtype, B, Hq, D), "index": (index, torch.int32, *chosen)}
+    given["positions"] = (positions, torch.int32, B, S)
     check(pos=(pos, torch.int32, B), **given, **exact)
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
@@ -1291,9 +1323,9 @@ def attend(
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
-        q, key_stores, value_stores, index, tuple(window) or (None, None), pos, parts, key_steps, value_steps,
-        (n, z, sets, Hkv), scale * LOG2E, *functions, SHAPE, packing, num_warps=warps,
-        **overlapped(q.device),
+        q, key_stores, value_stores, index, positions, None if positions is None else S,
+        tuple(window) or (None, None), pos, parts, key_steps, value_steps, (n, z, sets, Hkv), scale * LOG2E,
+        *functions, SHAPE, packing, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
 
@@ -1354,14 +1386,14 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
 
 
 def rank_table(ranks: list[int], device: torch.device) -> Tensor:
-    """What fdc_attend reads, int32 [4, Hkv]: of each KV head d_qk; d_v; the sum of the ranks that are stored
-    before its K'; before its V'. ranks: d_qk of all heads, then d_v."""
+    """attend_ragged's table, int32 [4, Hkv]: of each KV head d_qk, d_v, and the sum of ranks stored before
+    its K' and before its V'. ranks: d_qk of all heads, then d_v."""
     before = itertools.accumulate(ranks[:-1], initial=0)
     return torch.tensor([*ranks, *before], dtype=torch.int32, device=device).view(4, -1)
 
 
 @operator(lambda q, packed, table, ranks, *_: q.new_empty(*q.shape[:2], max(ranks[len(ranks) // 2 :])))
-def fdc_attend(
+def attend_ragged(
     q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:
     """Attention of one token a row over the tokens 0..pos of heads of unequal rank.
@@ -1381,9 +1413,9 @@ def fdc_attend(
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
-        q, (packed, table, B, S, Hkv), (None,) * 5, None, (None, None), pos, parts, (0, 0, 0), (0, 0, 0),
-        (S, 0, 1, Hkv), scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE, packing_of(16, 1, DV, W),
-        num_warps=warps, **overlapped(q.device),
+        q, (packed, table, B, S, Hkv), (None,) * 5, None, None, None, (None, None), pos, parts, (0, 0, 0),
+        (0, 0, 0), (S, 0, 1, Hkv), scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
+        packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
 

@@ -3193,6 +3193,43 @@ def test_kernel_attend(dtype, form, tokens, sizes):
     check_attend(dtype, form, tokens, *sizes)
 
 
+@pytest.mark.parametrize("tokens", INDEXES)
+@pytest.mark.parametrize("module, form", [*(("kernels", form) for form in FORMATS[:5]), ("hopper", "int8")])
+@poisoned
+def test_kernel_attend_and_scores_of_pages(module, form, tokens):
+    """Through a shuffled page table, of which rows are empty or hold stale positions beyond pos."""
+    ops, (B, S, page) = pytest.importorskip(module), (2, 192, 16)
+    given, truth = attend_case(
+        torch.float32, form, tokens, B, S, 2, 2, 32, 32, 16, 8, (150, 37), written=True
+    )
+    q, kind, keys, values, bits, pos, index, window, scale = given
+    pages = torch.stack([torch.randperm(S // page) for _ in range(B)]).to(DEVICE)
+    held = (pages[..., None] * page + torch.arange(page, device=DEVICE)).flatten(1)  # the token of each row
+    place = held.argsort(1)  # the row of each token
+
+    def paged(x):
+        if x is None or x.shape[2:3] != (S,) or x.ndim < 3:
+            return x
+        return x.gather(2, held.view(B, 1, S, *[1] * (x.ndim - 3)).expand(x.shape))
+
+    positions_ = held.where((held <= pos[:, None]) | (held % 2 == 0), -1).int()
+    if index is not None:
+        rows = place.view(B, *[1] * (index.ndim - 2), S).expand(*index.shape[:-1], S)
+        index = rows.gather(-1, index.clamp(min=0).long()).where(index >= 0, -1).int()
+    stores = [*map(paged, keys)], [*map(paged, values)]
+    close(ops.attend(q, kind, *stores, bits, pos, index, window, scale, positions_), truth, torch.float32)
+    if kind == "latents":
+        return
+    k, k_scale = (*keys, None)[:2]
+    for rule in RULES:
+        unpaged = ops.scores(q.unflatten(1, (2, 2)), k, k_scale, pos, scale, rule)
+        out = ops.scores(q.unflatten(1, (2, 2)), *map(paged, (k, k_scale)), pos, scale, rule, 0, positions_)
+        out = out.gather(-1, place[:, None].expand(out.shape))
+        live = unpaged > -torch.inf
+        assert torch.equal(out > -torch.inf, live)
+        close(out[live], unpaged[live], torch.float32)
+
+
 # KV heads, D, tokens a tile, ranks a step, splits.
 TILES = [(2, 96, 16, 64, 1), (2, 128, 64, 32, 3), (1, 64, 32, 16, 70), (1, 160, 16, 64, 20)]
 
@@ -3386,18 +3423,21 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             cases = [("plain", [k], [k], 16, []), ("int8", [k.to(i8), scale], codes, 4, [])]
             cases += [("latents", keys, codes, 4, window) for keys in (latent, int8)]
             cases += [("channels", channels, [*codes, ring], 4, [])]
+            pages = zeros(B, S, dtype=i32)
             for kind, keys, values, bits, beside in cases:
                 for index in (None, zeros(B, H * G, 448, dtype=i32)):
                     kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0)
+                kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0, pages)
             for rule in ("each", "largest", "softmax"):
                 kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
+                kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule, 0, pages)
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
         kernels.scores(zeros(B, 39, 1, 32, 256), int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128)
         ranks = [96, 48, 80, 16]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
-        kernels.fdc_attend(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
+        kernels.attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
         assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
         for name, kernel in compiled:
             assert kernel.metadata.shared <= 99 * 1024, (name, kernel.metadata.shared)
@@ -3454,7 +3494,7 @@ def test_kernel_fdc_attend(dtype, sizes):
         q[:, h, :, rank:] = NAN
     packed = torch.cat([poison(part, later).flatten() for part in parts])
     stored = packed, kernels.rank_table(ranks, DEVICE), ranks
-    out = kernels.fdc_attend(q.flatten(1, 2), *stored, pos, 0.2).unflatten(1, (Hkv, G))
+    out = kernels.attend_ragged(q.flatten(1, 2), *stored, pos, 0.2).unflatten(1, (Hkv, G))
     for h, rank in enumerate(ranks[Hkv:]):
         close(out[:, h, :, :rank], truth[h], dtype)
         assert not out[:, h, :, rank:].any()
@@ -3513,7 +3553,7 @@ def test_kernel_operators_do_what_torch_compile_is_told():
     index = torch.arange(3, device=DEVICE).expand(B, Hkv, 3).contiguous()
     check(kernels.fetch_rows, (v, index, index, index > 1, randn(B, Hkv, 4, D)))
     table = kernels.rank_table([16] * 4, DEVICE)
-    check(kernels.fdc_attend, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
+    check(kernels.attend_ragged, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
@@ -3568,8 +3608,8 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("sals", SALS_0 | {"skip_as": "int8", "bits": 2}, 1, "int8 latents scores select"),
     ("sals", SALS_0 | {"skip_as": "int8", "bits": 16}, 4, "int8 latents scores select"),
     ("sals", SALS_0 | {"skip_as": "int8", "head_dim": 24}, 2, "select"),  # no kernel attends such heads
-    ("fdc", {"rate": 0.2}, 2, "fdc_attend"),
-    ("fdc", {"adaptive": False}, 8, "fdc_attend"),
+    ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
+    ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("palu", {}, 2, "latents"),
     ("kivi", {"residual": 32}, 4, "channels"),
     ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
@@ -3596,7 +3636,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
     """The same logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
     logits, calls, options = [], set(), dict(options)
     shape = {"n_layers": 2, "n_heads": 2 * group, "n_kv_heads": 2, "head_dim": options.pop("head_dim", 16)}
-    for name in ("attend", "attend_latent", "attend_logits", "fdc_attend", "scores", "select"):
+    for name in ("attend", "attend_latent", "attend_logits", "attend_ragged", "scores", "select"):
         operation = getattr(kernels, name)
 
         def spy(*given, name=name, operation=operation):
@@ -3632,7 +3672,7 @@ def good_arguments(name: str) -> dict:
         "scores": scores | {"pos": pos, "scale": 1.0},
         "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos},
         "attend_latent": {"q": randn(1, 2, 8), "latent": randn(1, 9, 8), "pos": pos, "DV": 8, "scale": 1.0},
-        "fdc_attend": fdc | {"pos": pos, "scale": 1.0},
+        "attend_ragged": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch,
         "value_packing": {"D": 32, "bits": 4},
     }[name]
@@ -3695,7 +3735,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("attend_logits", {"v": lambda v: v[:, :, :8]}, "v must be"),
     ("attend_latent", {"DV": instead(9)}, "leading 1 to 8"),
     ("attend_latent", {"latent": lambda _: randn(1, 9, 16)}, "latent must be"),
-    ("fdc_attend", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
+    ("attend_ragged", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
@@ -4702,7 +4742,7 @@ def test_speed_times_a_methods_operators_and_its_attention(cli, tmp_path, monkey
 
 @pytest.mark.parametrize(
     "case, names",
-    [("topk", ["scores", "select", "attend"]), ("fdc", ["fdc_attend"]), ("streaming", ["attend"])],
+    [("topk", ["scores", "select", "attend"]), ("fdc", ["attend_ragged"]), ("streaming", ["attend"])],
 )
 def test_speed_fills_a_layer_and_records_its_operators(case, names):
     B, S = 2, 64
