@@ -7,8 +7,10 @@ Evaluation always decodes token by token through the method's own cache, with th
 """
 
 import argparse
+import copy
 import csv
 import dataclasses
+import gc
 import importlib.util
 import inspect
 import io
@@ -24,8 +26,8 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.machinery import PathFinder
@@ -37,6 +39,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import compress
@@ -123,9 +126,9 @@ def windows(tokenizer, files: list[Path], length: int, count: int, vocabulary: i
     return tokens
 
 
-def text_windows(args: argparse.Namespace, c: ModelConfig, tokenizer, held: bool = False) -> Tensor:
-    """Windows of --text, or of the standard library: to evaluate on (held), or to fit on."""
-    files = text_files(args.text or STDLIB, None if args.text else held)
+def text_windows(args: argparse.Namespace, c: ModelConfig, tokenizer) -> Tensor:
+    """Windows of --text, or of what the standard library does not hold out, to fit on."""
+    files = text_files(args.text or STDLIB, None if args.text else False)
     longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
     return windows(tokenizer, files, longest, args.windows, c.vocab_size)
 
@@ -325,35 +328,27 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 
 
 @torch.inference_mode()
-def see_deltas(model: Llama, tokens: Tensor, see: Callable[[int, int, Tensor, Tensor, Tensor], None]) -> None:
-    """Runs tokens [N, S] and calls see(layer, KV head, deltas, q, k): `rope_deltas` of ELITE_ROWS random
-    queries of each window, and the head's q [N, S, G, D] and k [N, S, D]."""
+def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
+    """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and
+    by Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S], of each window ELITE_ROWS random
+    queries; the search itself is exact."""
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
-    bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
+    bar, found = Progress("elitekv", c.n_layers * c.n_kv_heads), []
 
-    def see_layer(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
         for h in range(c.n_kv_heads):
-            see(i, h, compress.rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin), q[:, :, h], k[:, :, h])
+            elite = compress.ropelite(compress.rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin))
+            order = compress.contribution(q[:, :, h], k[:, :, h]).argsort(descending=True)
+            found.append((*elite, order.cpu()))
             bar.tick()
 
-    observe(model, tokens.to(device), see_layer)
+    observe(model, tokens.to(device), see)
     bar.close()
-
-
-def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and
-    by Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S]; the search itself is exact."""
-    found, shape = [], (model.config.n_layers, model.config.n_kv_heads)
-
-    def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
-        found.append((*compress.ropelite(deltas), compress.contribution(q, k).argsort(descending=True).cpu()))
-
-    see_deltas(model, tokens, see)
-    results = (torch.stack(heads).unflatten(0, shape) for heads in zip(*found, strict=True))
-    return dict(zip(("elite", "distance", "contribution"), results, strict=True))
+    heads = (torch.stack(each).unflatten(0, (c.n_layers, -1)) for each in zip(*found, strict=True))
+    return dict(zip(("elite", "distance", "contribution"), heads, strict=True))
 
 
 @torch.inference_mode()
@@ -1483,134 +1478,241 @@ def run_overlap(args: argparse.Namespace) -> dict:
     return {"scores": results}
 
 
-# -------------------------------------------------------------------------------------- Loki's masked prefill
+# ------------------------------------------------------------------------------------------------------ speed
+# Weights are random, and all rows are full. Sets of inputs take turns, so that they come from memory, as in a
+# model, where other layers' weights push them out of the chip's caches.
+SPEED_MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8b", ["8x32768", "1x131072"])}
+SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
 
-def masked_attention(q, k, v, queries: Tensor, keys: Tensor, share: float, rule: str) -> Tensor:
-    """Attention of every row of a text to the k best of its causal keys, by a mask, as Loki's code has it.
-    q, v and k [B, S, H, D] after RoPE; queries and keys [B, S, H, d] score the tokens. rule: k is the same in
-    all rows, k_f S ("final", the paper's), or row t has its own, k_f (t + 1), as in decoding ("per_row")."""
-    length, n_kv_heads, out = q.shape[1], k.shape[2], []
-    k, v, keys = (x.transpose(1, 2)[:, :, None] for x in (k, v, keys))  # [B, Hkv, 1, S, D]
-    for rows in torch.arange(length, device=q.device).split(256):  # [256, S] logits a head at a time
-        part, scoring = (x[:, rows].unflatten(2, (n_kv_heads, -1)) for x in (q, queries))
-        part, scoring = (x.permute(0, 2, 3, 1, 4) for x in (part, scoring))  # [B, Hkv, G, rows, D]
-        later = torch.arange(length, device=q.device) > rows[:, None]  # [rows, S]
-        scores = (scoring @ keys.transpose(-1, -2)).float().masked_fill(later, -torch.inf)
-        count = rows_count(share, length, rule, rows)
-        index = scores.topk(int(count.max()), dim=-1).indices
-        best = torch.arange(index.shape[-1], device=q.device) < count[:, None]
-        kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, best.expand_as(index))
-        logits = (part @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-        weights = logits.masked_fill(~kept | later, -torch.inf).softmax(-1).to(v.dtype)
-        out.append((weights @ v).permute(0, 3, 1, 2, 4).flatten(2, 3))
-    return torch.cat(out, 1)
+def speed_cases(B: int, S: int, device: str = "cuda") -> dict[str, tuple[str, dict]]:
+    """Name -> method and settings beside the defaults. Most that select attend 1/8 of the tokens."""
+    made = {"dense": ("dense", {}), "sals": ("sals", {}), "sals-sum": ("sals", {"score": "sum"})}
+    made |= {"sals-bf16": ("sals", {"latent_bits": 16}), "loki": ("loki", {"k": 0.125, "d": 0.5})}
+    made |= {name: (name, {}) for name in ("elitekv", "fdc", "palu", "kivi", "shadowkv")}
+    made |= {name: (name, {"keep": 0.125}) for name in ("topk", "quest", "doublesparse", "h2o")}
+    made |= {"topk-4bit": ("topk", {"keep": 0.125, "kv_bits": 4})}
+    made |= {"lrqk": ("lrqk", {"kv_device": "cpu" if B == 1 else device})}
+    return made | {"streaming": ("streaming", {"recent": S // 8})}
 
 
-def rows_count(share: float, length: int, rule: str, rows: Tensor) -> Tensor:
-    """k of each row: floor(k_f S) or floor(k_f (t + 1)), at least 1."""
-    total = torch.full_like(rows, length) if rule == "final" else rows + 1
-    return (share * total).long().clamp(min=1)
+def call_time(calls: list[Callable], device: torch.device, between=lambda: None, runs: int = 15) -> float:
+    """Microseconds a call: the median over runs of all calls, on CUDA in one graph. `between` is untimed."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    if device.type == "cuda":
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for place in (torch.cuda.stream(stream), torch.cuda.graph(graph)):  # a capture cannot compile
+            with place:
+                run()
+            torch.cuda.synchronize()
+        run = graph.replay
+
+    def timed() -> float:
+        if device.type == "cpu":
+            begin = time.perf_counter()
+            run()
+            return (time.perf_counter() - begin) * 1e6
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+    started, times = time.perf_counter(), []
+    while time.perf_counter() - started < 0.05:  # until the clocks have settled after what ran before
+        timed()
+    for _ in range(runs):
+        between()
+        times.append(timed())
+    return sorted(times)[runs // 2] / len(calls)
 
 
-def kept_shares(share: float, length: int, rule: str) -> tuple[float, float]:
-    """Of the causal keys, what the k best are: mean over rows, and of all pairs of query and key.
-    For "final" and long texts k_f (1 + ln(1 / k_f)) and 2 k_f - k_f^2: the first k rows attend to all."""
-    rows = torch.arange(length)
-    kept = torch.minimum(rows_count(share, length, rule, rows), rows + 1).double()
-    return (kept / (rows + 1)).mean().item(), (kept.sum() / (rows + 1).sum()).item()
+def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
+    """x and deep copies of it, which share what is kept: as many as leave a cache of 60 MB cold, if a call
+    reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
+    n = max(2, min(256, math.ceil(240e6 / max(1, read)), int(16e9 / stored)))
+    return [x, *(copy.deepcopy(x, {id(each): each for each in kept}) for _ in range(n - 1))]
 
 
-def masked_perplexity(model: Llama, tokens: Tensor, share: float, rule: str, basis, d: float) -> float:
-    """Perplexity of tokens [N, S] by full forward passes under masked_attention.
-    basis: P of every layer [L, Hkv, D, D], of which the leading d_f D components score; None: exact top-k."""
-    c = model.config
-    width = max(1, round(d * c.head_dim))
-
-    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = queries, keys = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if basis is not None:
-            p = basis[i, ..., :width].to(q)  # [Hkv, D, d]
-            queries = (q.unflatten(2, (c.n_kv_heads, -1)) @ p).flatten(2, 3)
-            keys = (k[..., None, :] @ p)[..., 0, :]
-        return masked_attention(q, k, v, queries, keys, share, rule)
-
-    return full_passes(model, tokens, attend)[1].item()
-
-
-def run_masked(args: argparse.Namespace) -> dict:
-    """Perplexity under Loki's masked prefill: full forward passes, no cache.
-
-    So the paper's released code evaluates: each row of the text attends its k best keys, by exact logits or
-    by d principal components. k is a share of the final length for all rows, or of each row's own length.
-
-        python calibrate.py masked --k 0.25 --d 0.5 0.25"""
-    model, tokenizer = load(args)
-    tokens = text_windows(args, model.config, tokenizer, held=True)
-    artifact = load_artifact(args.checkpoint, "loki", model)
-    basis, length = artifact[f"{compress.loki_basis(args.basis, artifact)}.basis"], tokens.shape[1]
-    perplexity = partial(masked_perplexity, model, tokens)
-    results = [{"method": "dense", "exact": perplexity(1.0, "final", None, 1.0)}]
-    for rule, share in tracked("masked", [*itertools.product(("final", "per_row"), args.k)]):
-        row = {"method": f"k={share:g} {rule}", "exact": perplexity(share, rule, None, 1.0)}
-        row |= {f"d={d:g}": perplexity(share, rule, basis, d) for d in args.d}
-        row["kept rows"], row["kept pairs"] = kept_shares(share, length, rule)
-        results.append(row)
-    print(f"perplexity of {len(tokens)} windows of {length} tokens, each row masked to its k best")
-    print_table(results, list(dict.fromkeys(key for row in results for key in row))[1:])
-    return {"rows": results}
+def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool | None = None) -> tuple:
+    """A layer of random weights; its cache, which holds S - 1 tokens a row; the next token's position; and
+    an output of wqkv for it."""
+    name, settings = speed_cases(B, S, device.type)[case]
+    llama, method = model_file.empty_model(config, device, dtype), METHODS[name]
+    for weight in llama.parameters():
+        weight.normal_(0, 0.02)
+    room = Room(llama, B, S, kernels)
+    artifact = compress.random_artifact(name, config) if method.fitted else {}
+    caches = method.build(llama, settings_from(name, settings), room, artifact)
+    layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
+    prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=dtype, device=device))
+    layer.attention.attended(prompt, lambda *parts: cache.prefill(0, *parts))
+    for buffer in cache.buffers():
+        if buffer.shape[:1] == (B,):
+            buffer[1:] = buffer[:1]  # all rows are alike
+        elif buffer.ndim == 1:
+            buffer.normal_()  # FDC and Palu have all rows in one
+    return layer, cache, torch.full((B,), S - 1, dtype=torch.int32, device=device), prompt[-B:].clone()
 
 
-# ----------------------------------------------------------------------------- what EliteKV's two halves lose
+class Recorder(TorchDispatchMode):
+    """Keeps what is called of the kernels' operators: (name, operator, arguments, result)."""
+
+    calls = ()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.namespace.startswith("kv_"):  # made by kernels.operator
+            self.calls = (*self.calls, (function._opname, function, args, out))
+        return out
 
 
-def elite_distances(model: Llama, tokens: Tensor, orders: dict[str, list[Tensor]]) -> dict[str, list[float]]:
-    """How far the logits of tokens [N, S] lie from RoPE's when only some pairs, orders[name] [L, Hkv, r] for
-    each r, rotate: mean absolute difference over that of no pair rotated, a mean over layers and heads."""
-    results = {name: [[] for _ in sets] for name, sets in orders.items()}
-
-    def see(i: int, h: int, deltas: Tensor, q: Tensor, k: Tensor) -> None:
-        total = deltas.sum(0)
-        for name, sets in orders.items():
-            for result, pairs in zip(results[name], sets, strict=True):
-                rest = total - deltas[pairs[i, h].to(deltas.device)].sum(0)
-                result.append((rest.abs().mean() / total.abs().mean()).item())
-
-    see_deltas(model, tokens, see)
-    return {name: [sum(r) / len(r) for r in sets] for name, sets in results.items()}
+def bytes_of(*things) -> int:
+    """Bytes of the tensors in nested lists; views of one storage count once."""
+    tensors = [x for x in torch.utils._pytree.tree_leaves(things) if isinstance(x, Tensor)]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def run_pairs(args: argparse.Namespace) -> dict:
-    """What EliteKV loses by rotating few pairs, and by its latents.
+def work_of(name: str, args: tuple, out) -> tuple[float, float]:
+    """The least that a call can do: bytes, and FLOPs where they may take longer."""
+    fraction, flops = 1.0, 0.0  # of the arguments' bytes
+    if name == "scores":  # reads the leading dims of rows
+        fraction = args[0].shape[-1] / args[1].shape[-1]
+    if name == "attend":
+        q, kind, (latent, *_), (v, *_), _, _, index = args[:7]
+        heads, S = v.shape[1:3]
+        if index is not None:  # of a row, of each KV head or of each query head
+            fraction = min(1, index[0].numel() / (heads if index.ndim == 3 else 1) / S)
+        if kind == "latents":  # makes keys, in int8 at twice the rate of bf16
+            flops = fraction * len(q) * S * latent.shape[-1] * heads * q.shape[-1] * latent.element_size()
+    return fraction * bytes_of(args) + bytes_of(out), flops
 
-    For each r: how far the logits move if only r pairs of a head rotate (RoPElite's, by contribution, spread
-    evenly), and the share of the weights' energy that one latent of K and V loses, or one of each.
 
-        python calibrate.py pairs --r 4 8 16 --share 0.25"""
-    model, tokenizer = load(args)
-    tokens = text_windows(args, model.config, tokenizer, held=True)
-    if model.config.elitekv:
-        raise UserError("this checkpoint was uptrained for EliteKV; give the one it was made of")
-    c, artifact = model.config, load_artifact(args.checkpoint, "elitekv", model)
-    if not all(1 <= r <= c.head_dim // 2 for r in args.r):
-        raise UserError(f"--r: a head has 1 to {c.head_dim // 2} pairs")
-    orders = {name: [artifact[name][..., :r] for r in args.r] for name in ("elite", "contribution")}
-    uniform = [compress.uniform_order(c.head_dim // 2, r)[:r] for r in args.r]
-    orders["uniform"] = [pairs.expand(c.n_layers, c.n_kv_heads, -1) for pairs in uniform]
-    distances = elite_distances(model, tokens, orders)
-    rows = []
-    for i, r in enumerate(args.r):
-        row = {"method": f"r {r}"} | {name: d[i] for name, d in distances.items()}
-        row["d_ckv"] = round(args.share * 2 * c.kv_dim) - 2 * r * c.n_kv_heads
-        if 1 <= row["d_ckv"] <= min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
-            for lrd in ("joint", "separate"):
-                settings = EliteSettings(r, row["d_ckv"], lrd=lrd)
-                row[lrd] = 1 - elite_trial(model, tokens[:1], settings, artifact)[1]
-        rows.append(row)
-    print(f"{tokens.numel()} tokens: distance of the logits to RoPE's (none rotated: 1), and share of the")
-    print(f"weights' energy that J-LRD and S-LRD lose at {args.share:.1%} of the cache")
-    print_table(rows, [*distances, "d_ckv", "joint", "separate"])
-    return {"share": args.share, "rows": rows}
+class Bench:
+    """What `speed` times on a device. Its limits: bytes/us of a large read, on a GPU FLOP/us of a product."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype, cuda = device, dtype, device.type == "cuda"
+        x = torch.randn(16 if cuda else 2, 8192, 8192, dtype=dtype, device=device)
+        largest = torch.empty_like(x[..., 0])
+        self.bandwidth = x.nbytes / call_time([lambda: torch.amax(x, -1, out=largest)], device)
+        self.flops = 2 * 8192**3 / call_time([lambda: x[0] @ x[1]] * 4, device) if cuda else 0.0
+
+    @lru_cache  # noqa: B019
+    def dense(self, B: int, S: int, Hq: int, Hkv: int, D: int) -> float:
+        """Microseconds of PyTorch's attention over plain K and V, on CUDA by cuDNN."""
+        sizes = (B, Hq, 1, D), (B, Hkv, S, D), (B, Hkv, S, D)
+        inputs = [torch.randn(size, dtype=self.dtype, device=self.device) for size in sizes]
+        sets = cold_sets(inputs, bytes_of(inputs), bytes_of(inputs))
+        calls = [partial(F.scaled_dot_product_attention, *each, enable_gqa=Hq > Hkv) for each in sets]
+        cudnn = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
+        with cudnn if self.device.type == "cuda" else nullcontext():
+            return call_time(calls, self.device)
+
+    def method(self, config: ModelConfig, B: int, S: int, case: str) -> Iterator[dict]:
+        """The time of a method's attention in one layer. Limit: the bytes that its cache says it reads."""
+        layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
+        attention, read = layer.attention, cache.bytes_read(S) * B
+        kept = [x for x in vars(cache).values() if isinstance(x, Tensor) and x.ndim == 4]  # on the host
+        kept += [cache.room, attention.wqkv, attention.wo]
+        caches = cold_sets(cache, read, cache.measured(), kept)
+        tokens = [qkv.clone() for _ in caches]
+
+        def next_tokens() -> None:  # correlated by 0.8 with the last ones, so that LRQK misses some rows
+            for qkv in tokens:
+                qkv.mul_(0.8).add_(torch.randn_like(qkv), alpha=0.6)
+
+        def step(qkv: Tensor, cache: Cache) -> Tensor:
+            return attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+
+        torch._dynamo.reset()
+        calls = [*map(partial, [torch.compile(step, dynamic=False)] * len(caches), tokens, caches)]
+        us = call_time(calls, self.device, next_tokens)
+        dense_us = self.dense(B, S, config.n_heads, config.n_kv_heads, config.head_dim)
+        yield {"method": case, "us": us, "dense_us": dense_us, "limit_us": read / self.bandwidth}
+
+    def operation(self, config: ModelConfig, B: int, S: int, case: str) -> Iterator[dict]:
+        """The times of the operators that a layer calls in a decode step, linear_chain included."""
+        layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
+        ends, x = (layer.attention_norm, layer.attention.wqkv), torch.randn(B, config.dim).to(qkv)
+        with Recorder() as recorder:
+            if hasattr(ops := cache.room.kernels, "chained_layer") and ops.chains_linears(x):
+                ops.chained_layer(layer, qkv, x, pos, cache, *ends)
+            else:
+                layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+        for name, function, args, out in recorder.calls:
+            nbytes, flops = work_of(name, args, out)
+            limit = max(nbytes / self.bandwidth, flops / self.flops)
+            sets = cold_sets(args, nbytes, bytes_of(args))
+            us = call_time([partial(function, *each) for each in sets], self.device)
+            yield {"operator": f"{case} {name}", "us": us, "limit_us": limit, "fraction": limit / us}
+
+
+def breakeven(rows: list[dict]) -> dict[tuple, int | None]:
+    """(model, batch, method) -> the length from which on it beats dense; None where not at the longest."""
+    found = {}
+    for row in sorted((row for row in rows if "method" in row), key=lambda row: row["length"]):
+        key = row["model"], row["batch"], row["method"]
+        found[key] = (found.get(key) or row["length"]) if row["us"] < row["dense_us"] else None
+    return found
+
+
+def print_times(model, batch, length, name, *times) -> None:
+    print(f"{model:>5} {batch:>5} {length:>7}  {name:<26}" + "".join(f"{x:>11}" for x in times), flush=True)
+
+
+@torch.no_grad()
+def run_speed(args: argparse.Namespace) -> dict:
+    """Time kernels, and each method's attention beside dense.
+
+    Tables, in microseconds:
+        operation  each operator of the kernels alone, with arguments that a method gives it in a decode step
+        method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
+                   heads' results. dense_us is PyTorch's attention (on CUDA cuDNN's) over plain K and V
+        breakeven  the same at many lengths, and the length from which on a method is faster than dense
+    limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates. Default: of
+    each model, on a GPU the first two tables at two shapes, on a CPU the second at 1x4096.
+
+        python calibrate.py speed --table method --model 8b --shape 8x32768 --method dense sals"""
+    device, dtype = generate.device_and_dtype(args)
+    check_file("--csv", args.csv)
+    tables = args.table or ["operation", "method"][device.type == "cpu" :]
+    if "operation" in tables and device.type == "cpu":
+        raise UserError("--table operation needs a CUDA GPU; give --table method")
+    torch.manual_seed(0)
+    bench, rows = Bench(device, dtype), []
+    print(f"{bench.bandwidth / 1e6:.3g} TB/s, {bench.flops / 1e6:.3g} TFLOP/s")
+    for table, model in itertools.product(tables, args.model or SPEED_MODELS):
+        shape, usual = SPEED_MODELS[model]
+        c = dataclasses.replace(model_file.SHAPES[shape], n_layers=4, vocab_size=256, max_positions=1 << 20)
+        if table == "breakeven":  # shapes at which K and V of a layer take 4 GB at most
+            usual = [x for x, (B, S) in SPEED_SHAPES.items() if B in (1, 8) and B * S * c.kv_dim <= 1 << 30]
+        rows_of = bench.operation if table == "operation" else bench.method
+        shapes = [SPEED_SHAPES[x] for x in args.shape or (["1x4096"] if device.type == "cpu" else usual)]
+        for (B, S), case in itertools.product(shapes, args.method or speed_cases(1, 1)):
+            try:
+                for row in rows_of(c, B, S, case):
+                    row = {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
+                    rows.append({"model": model, "batch": B, "length": S} | row)
+                    if len(rows) < 2 or rows[-1].keys() != rows[-2].keys():
+                        print_times(*rows[-1])
+                    print_times(*rows[-1].values())
+            except Exception as error:  # most often for lack of memory
+                print_times(model, B, S, case, f" {type(error).__name__}: {error}".partition("\n")[0])
+            if args.csv:
+                save_csv(args.csv, list(dict.fromkeys(key for row in rows for key in row)), rows)
+            gc.collect()
+            torch.cuda.empty_cache()
+    if "breakeven" in tables:
+        for (model, batch, method), length in breakeven(rows).items():
+            print_times(model, batch, length or "never", f"from here on {method} is faster")
+    return {"device": generate.device_name(device), "rows": rows}
 
 
 # ----------------------------------------------------------------------------------- conversion of GGUF files
@@ -1919,8 +2021,8 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
 
 def plot_times(path: Path, rows: list[dict], png: Path) -> None:
     """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
-    where a method falls below dense: cuDNN's attention (dense_us), or the method of that name beside ms."""
-    unit, of, dense = ("us", "layer", "dense (cuDNN)") if "us" in rows[0] else ("ms", "step", "dense")
+    where a method falls below dense: PyTorch's attention (dense_us), or the method of that name beside ms."""
+    unit, of, dense = ("us", "layer", "dense (PyTorch)") if "us" in rows[0] else ("ms", "step", "dense")
     if unit == "us":
         csv_column(path, rows, "dense_us")  # refuses a table that lacks it
         rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
@@ -1949,7 +2051,7 @@ def run_plot(args: argparse.Namespace) -> None:
     """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
 
     An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
-    and read/step. Times are those of kernels.py --table breakeven --csv, or the columns model, batch, length,
+    and read/step. Times are those of speed --table breakeven --csv, or the columns model, batch, length,
     method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
 
         python calibrate.py plot docs/eval-nano.csv docs/speed.csv --out docs"""
@@ -1984,16 +2086,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             add(sub)
         return sub
 
-    def text_options(sub: Parser, default: str = "the Python standard library", windows: int = 128) -> None:
-        sub.option("--text", Path, None, f"a text file or folder (default: {default})")
-        sub.option("--windows", whole(1), windows, "how many windows of text to read")
+    def text_options(sub: Parser) -> None:
+        sub.option("--text", Path, None, "a text file or folder (default: the Python standard library)")
+        sub.option("--windows", whole(1), 128, "how many windows of text to read")
         sub.option("--window", whole(2), 2048, "tokens in a window")
 
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
 
     model = generate.add_model_options
-    held_text = partial(text_options, default="held-out Python sources", windows=8)
     p = command(run_fit, model, text_options)
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
     about = "directions stored, as a share of Hkv*D; any rank up to it can be chosen later"
@@ -2037,14 +2138,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--length", whole(1), 2048, "tokens of a prompt")
     p.option("--samples", whole(1), 8, "prompts")
 
-    p = command(run_masked, model, json_option, held_text)
-    p.option("--k", fraction, [0.5, 0.25, 0.125], "k_f: shares attended", nargs="+")
-    p.option("--d", fraction, [0.5, 0.25], "d_f: shares of D that score", nargs="+")
-    p.option("--basis", str, "auto", "keys P was fitted on", choices=("auto", "pre", "post"))
-
-    p = command(run_pairs, model, json_option, held_text)
-    p.option("--r", int, [4, 8, 16], "r: pairs of each head that rotate", nargs="+")
-    p.option("--share", fraction, 0.25, "share of the cache, which sets d_ckv")
+    p = command(run_speed, json_option)
+    lists = {"table": ("operation", "method", "breakeven"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
+    for name, choices in (lists | {"method": speed_cases(1, 1)}).items():
+        p.option(f"--{name}", str, None, ", ".join(choices), nargs="+", choices=[*choices], metavar="NAME")
+    p.option("--csv", Path, None, "also write the rows to this file")
+    generate.add_device_option(p)
+    p.set_defaults(dtype="auto")
 
     p = command(run_train)
     p.option("--out", Path, None, "folder for config.json and model.safetensors", required=True)

@@ -2587,7 +2587,7 @@ class FdcCache(Cache):
         """Attention of compressed queries [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
         if self.fused:
             stored = (self.packed, self.table, self.ranks, pos)
-            out = self.room.kernels.fdc_attend(q.flatten(1, 2).contiguous(), *stored, self.scale)
+            out = self.room.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, self.scale)
             return out.flatten(1)[:, self.v_columns]
         live, outputs = self.room.positions <= pos[:, None], []
         for queries, (k, v) in zip(q.unbind(1), self.heads(), strict=True):
@@ -2636,7 +2636,7 @@ def random_fdc(c: ModelConfig) -> Artifact:
 
 
 # How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to
-# read and test. (kernels.fdc_attend cuts all heads into as many parts.)
+# read and test. (kernels.attend_ragged cuts all heads into as many parts.)
 
 
 def longest_first(costs: list[float], workers: int) -> list[list[int]]:

@@ -174,9 +174,11 @@ class Engine:
         shape = (room.rows, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=room.dtype, device=room.device)  # of the last step
         started = time.time()
+        # hopper.py may offer a decode step of its own, with the same logits.
+        offer = getattr(room.kernels, "chained_decode", None)
+        chained = offer(model, room.rows) if offer and ranks()[1] == 1 else None
+        self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
-        # The last is of a kind of its own: it ends in the logits.
-        steps = (model_file.decode_first, model_file.decode_layer)
         self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]
         if compiled and sampling.temperature == 0:  # else the seed's random numbers would be others
             self.sampling = torch.compile(greedy, dynamic=False)
@@ -194,7 +196,7 @@ class Engine:
 
     def _step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
-        self.logits.copy_(self.model.decode(self.tokens, self.pos, self.caches, *self.steps))
+        self.logits.copy_(self.decode(self.model, self.tokens, self.pos, self.caches, *self.steps))
         self._sample()
         self.pos += 1
 

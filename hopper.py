@@ -5,11 +5,10 @@ On a Hopper GPU compress.py takes this module in kernels.py's place. It has the 
 arguments. Each runs its kernel of this file where that serves, and otherwise the one of kernels.py; every
 other name is kernels.py's own. This file is optional: delete it and everything still runs.
 
-`python hopper.py` benchmarks these operators. The names of sizes are those of kernels.py.
+The names of sizes are those of kernels.py.
 """
 
 import functools
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -92,11 +91,15 @@ def _wait_for_all(counter_p, goal):
 @operator(attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
+    positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """kernels.attend, faster for three formats: keys in int8 or KIVI's codes that queries share
     (shares_keys), and chosen tokens rebuilt from latents of all heads where heads share no keys
-    (streams_basis): one kernel makes their logits, and kernels.attend does the rest."""
+    (streams_basis): one kernel makes their logits, and kernels.attend does the rest. Paged storage is
+    kernels.attend's alone."""
+    if positions is not None:
+        return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale, positions)
     if kind in ("int8", "channels") and index is None and not window:
         packed = all(x.is_contiguous() for x in (*keys, *values))
         rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]  # alike, or none
@@ -944,7 +947,7 @@ def linear_chain(
     3 us in which little is read; here all programs run through all layers, and wait for one another between
     them with the next weights on their way. The first ones are read while the kernel before still runs, which
     must not write them (see overlapped). The first call on a device must not be in a capture. Truth:
-    model.decode_layer."""
+    model.Layer."""
     listed = [len(each) for each in (weights, biases, norms, eps)]
     need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
     matrices = all(each.ndim == 2 for each in (x, *weights))
@@ -993,5 +996,35 @@ def chains_linears(x: Tensor, *inputs: int) -> bool:
     return fits and on_hopper(x.device)
 
 
-if __name__ == "__main__":
-    kernels.main(sys.modules[__name__])
+# ---- a decode step of chains, in the place of Llama.decode: each ends in the next wqkv, or the logits
+
+
+def chained_first(embeddings, layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens [B] -> the output of the first layer's wqkv, and x [B, dim]."""
+    x = embeddings(tokens)
+    return layer.attention.wqkv(layer.attention_norm(x)), x
+
+
+def chained_layer(layer, qkv: Tensor, x: Tensor, pos: Tensor, cache, norm, linear) -> tuple[Tensor, Tensor]:
+    """The output of a layer's wqkv, and x [B, dim] -> x after the layer, and linear(norm(x))."""
+    attended = layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
+    mlp, norms = layer.feed_forward, (layer.ffn_norm, norm)
+    linears = (layer.attention.wo, mlp.w13, mlp.w2, linear)
+    weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
+    return linear_chain(attended, x, weights, biases, [n.weight for n in norms], [n.eps for n in norms])
+
+
+def decode_in_chains(model, tokens, pos, caches, first=chained_first, step=chained_layer) -> Tensor:
+    out, x = first(model.tok_embeddings, model.layers[0], tokens)
+    ends = [(layer.attention_norm, layer.attention.wqkv) for layer in model.layers[1:]]
+    for layer, cache, end in zip(model.layers, caches, [*ends, (model.norm, model.output)], strict=True):
+        x, out = step(layer, out, x, pos, cache, *end)
+    return out
+
+
+def chained_decode(model, rows: int) -> tuple | None:
+    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers."""
+    x = model.tok_embeddings.weight[:1].expand(rows, -1)
+    parts = [(layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2) for layer in model.layers]
+    fits = chains_linears(x, *{linear.in_features for linears in parts for linear in linears})
+    return (decode_in_chains, chained_first, chained_layer) if fits else None

@@ -1,6 +1,25 @@
 """Triton kernels of the compressed caches, each with a thin wrapper that checks its input.
 
-`python kernels.py` benchmarks them.
+    method                                     operations
+    dense, streaming                           attend (plain)
+    SALS                                       scores, select, attend (latents; layers that are skipped: int8)
+    Loki, topk, quest, doublesparse, shadowkv  scores, select, attend (plain)
+    LRQK                                       scores, select, fetch_rows, attend (plain)
+    H2O                                        scores, attend_logits
+    Palu; KIVI and --kv_bits                   attend (latents); attend (channels)
+    EliteKV                                    attend_latent
+    FDC                                        attend_ragged
+
+    operation                   kernel                                  its truth, in compress.py
+    scores                      _scores_kernel, _reduce_scores_kernel   sals_scores, group_scores
+    select                      _survivors_kernel, _select_kernel       select
+    attend, attend_logits,      _attend_kernel, _merge_kernel; a kind   attend, over what the stores read
+    attend_latent,              of keys is two functions (KEYS)
+    attend_ragged               the same                                attend, a head at a time
+    fetch_rows                  _fetch_kernel                           fetch_rows
+
+Changed a kernel? On a GPU, `pytest test_all.py -k kernel` holds all of them to their truths, and
+`-k compile` compiles them for GPUs that are not there. `python calibrate.py speed` times them.
 
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
 dim, r rank. `pos` [B] int32 is the position of every row's newest token and is read on the device only, so
@@ -8,25 +27,15 @@ that one CUDA graph is right for every length. No kernel needs the rest of the p
 its wrapper.
 """
 
-import argparse
-import copy
-import csv
 import functools
-import gc
 import itertools
-import json
 import math
-import os
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     import triton
@@ -188,10 +197,18 @@ def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
 
 
 @jit
+def _up_to(positions_p, at, inside, length):
+    """Which rows hold a token of a position below `length`."""
+    position = tl.load(positions_p + at, mask=inside, other=-1)
+    return (position >= 0) & (position < length)
+
+
+@jit
 def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
     rows,  # [B, H, S, r] of the queries' dtype, and None; or int8, and a scale each, [B, H, S] fp32
     pos_p,  # [B] int32
+    positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
     sums,  # fp32: softmax: tops [B, H, tiles, NP]; of splits tops and sums [B, H, splits, NP]
     query_steps, steps, sizes, scale, per_block,
@@ -210,7 +227,7 @@ def _scores_kernel(
     NP: tl.constexpr = _padded(N, 8)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
     # The tiles of this program, of the live ones only where a second kernel writes the scores.
-    count = tiles if RULE == "each" else tl.cdiv(length, T)
+    count = tiles if RULE == "each" or positions_p is not None else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
     first, stop = split * share, tl.minimum((split + 1) * share, count)
     query_p += b * query_steps[0] + h * query_steps[2]
@@ -232,6 +249,8 @@ def _scores_kernel(
         ):
             tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
             live = tokens < length
+            if positions_p is not None:
+                live = _up_to(positions_p, b * S + tokens, tokens < S, length)
             row = b * steps[0] + h * steps[1] + tokens * steps[2]
             row_scale = scale
             if row_scale_p is not None:
@@ -282,6 +301,7 @@ def _reduce_scores_kernel(
     kept_p,  # of _scores_kernel, as the sums
     sums,
     pos_p,  # [B] int32
+    positions_p,  # [B, S] int32, or None
     out_p,  # [B, H, S] fp32
     S, splits, N: tl.constexpr, T: tl.constexpr, SP: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
@@ -302,6 +322,8 @@ def _reduce_scores_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=3):
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live, some = tokens < length, (n < N) & (n * 0 + tile * T < length)
+        if positions_p is not None:
+            live, some = _up_to(positions_p, b * S + tokens, tokens < S, length), n < N
         if RULE == "softmax":
             tile_max_at = tile_max_p + ((b * H + h) * tiles + tile) * NP + n
             tile_top = tl.load(tile_max_at, mask=some, other=float("-inf"))
@@ -319,14 +341,14 @@ def _reduce_scores_kernel(
 
 
 @operator(
-    lambda queries, rows, row_scale, pos, scale, rule, block=0: rows.new_empty(
+    lambda queries, rows, row_scale, pos, scale, rule, block=0, positions=None: rows.new_empty(
         (len(rows), rows.shape[1] * (queries.shape[-2] if rule == "each" else 1), rows.shape[2]),
         dtype=torch.float32,
     )
 )
 def scores(
     queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0
+    block: int = 0, positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Scores of a row's tokens from the leading dims of what is stored of them, which is read once.
 
@@ -336,9 +358,12 @@ def scores(
         each     a score a query, its logit -> [B, H * N, S]
         softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
         largest  the largest of the log-softmax of a head's queries -> [B, H, S]
-    fp32, -inf beyond pos. For softmax a program keeps 2^15 exp(logit - running maximum) in fp16 (2 bytes
-    a query and token) until maximum and sum of the row are known; a second kernel multiplies it by
-    exp(that maximum - maximum) / sum. Truth: compress.sals_scores and group_scores."""
+    fp32, -inf beyond pos. positions [B, S] int32, for paged storage: each row's position, negative for
+    an empty row. Without it row s has position s.
+
+    For softmax a program keeps 2^15 exp(logit - running maximum) in fp16 (2 bytes a query and token) until
+    maximum and sum of the row are known. A second kernel multiplies it by exp(that maximum - maximum) / sum.
+    Truth: compress.sals_scores and group_scores."""
     *_, H, N, r_score = queries.shape
     (B, _, S, r), blocks = rows.shape, tuple(queries.shape[1:-3])
     fits = len(queries) == B and r_score <= r
@@ -349,7 +374,8 @@ def scores(
     need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two
     dtype = queries.dtype if row_scale is None else torch.int8
     steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
-    check(pos=(pos, torch.int32, B), queries=(queries[0], queries.dtype, *blocks, H, N, r_score))
+    given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
+    check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     if rule == "largest" and N == 1:
         rule = "each"  # which ranks tokens alike
@@ -369,7 +395,7 @@ def scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, (rows, row_scale), pos, kept, sums, query_steps, steps, (S, tiles, r_score, r),
+        queries, (rows, row_scale), pos, positions, kept, sums, query_steps, steps, (S, tiles, r_score, r),
         scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, cdiv(r_score, RB), T,
         RB, rule, stages, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
@@ -377,8 +403,9 @@ def scores(
         return kept
     out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
     _reduce_scores_kernel[max(1, min(cdiv(S, T), fill * SMS // (B * H))), H, B](
-        kept, sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=4, **overlapped(rows.device)
-    )
+        kept, sums, pos, positions, out, S, splits, N, T, power2(splits), rule, num_warps=4,
+        **overlapped(rows.device),
+    )  # fmt: skip
     return out
 
 
@@ -1092,6 +1119,8 @@ def _attend_kernel(
     keys,  # stores of the format of keys
     values,  # stores of _values
     index_p,  # [B, sets, n] int32, -1: none; None: all tokens that are not in the window
+    positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
+    S,  # None, too
     window,  # exact keys [B, z, Hkv, D] after RoPE and values [B, z, Hkv, DV]; None twice: there is none
     pos_p,  # [B] int32
     parts,  # maxima, sums [B, Hq, splits] and out [B, Hq, splits, DV], fp32; of one split the result alone
@@ -1113,7 +1142,7 @@ def _attend_kernel(
     # 1. The tokens of this split.
     pos = tl.load(pos_p + b)
     length = n
-    if index_p is None:
+    if index_p is None and positions_p is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
     share = tl.cdiv(tl.cdiv(length, T), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
@@ -1150,10 +1179,16 @@ def _attend_kernel(
         else:
             token = place
             live = place < length
+        position = token
+        if positions_p is not None:
+            position = tl.load(positions_p + b * S + token, mask=live, other=-1)
+            live = live & (position >= 0)
+            if index_p is None:
+                live = live & (position <= pos - z)
         key_row = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
         value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
-        logits, k = LOGITS(queries, keys, b, h, key_row, place, token, live, pos, scale, SHAPE)
-        v = _values(values, k, b, h, value_row, token, live, pos, dtype, PACKING)
+        logits, k = LOGITS(queries, keys, b, h, key_row, place, position, live, pos, scale, SHAPE)
+        v = _values(values, k, b, h, value_row, position, live, pos, dtype, PACKING)
         if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
@@ -1231,7 +1266,8 @@ def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, 
 @operator(attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
+    positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Attention of one token a row, q [B, Hq, D] after RoPE, over stored tokens -> [B, Hq, DV].
 
@@ -1251,8 +1287,11 @@ def attend(
     [.., DV / group, 2] fp16, and if the last R tokens are read from a ring, it [B, R, Hkv, DV]. index int32:
     the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens
     up to pos - z are attended, at most S. window: exact keys and values [B, z, Hkv, D and DV], filled from
-    the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores
-    read."""
+    the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores read.
+
+    positions [B, S] int32, for paged storage: each row's position, negative for an empty row. RoPE, rings and
+    liveness use it. An index then names rows; without one all rows of positions 0 to pos - z are attended.
+    Without positions row s has position s."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
@@ -1264,12 +1303,13 @@ def attend(
         value_stores, value_steps, packing = packed_values(q, values, bits)
     chosen = torch.Size([B, n]) if index is None else index.shape
     need(len(chosen) in (2, 3) and chosen[0] == B, f"index must be [{B}, .., n], not {list(chosen)}")
-    n, sets = chosen[-1], chosen[1:-1].numel()
+    S, n, sets = n, chosen[-1], chosen[1:-1].numel()
     need(sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}")
     z = window[0].shape[1] if window else 0
     beside = zip(("window keys", "window values"), window, (D, packing.D), strict=False)
     exact = {name: (x, q.dtype, B, z, Hkv, width) for name, x, width in beside}
     given = {"q": (q, q.dtype, B, Hq, D), "index": (index, torch.int32, *chosen)}
+    given["positions"] = (positions, torch.int32, B, S)
     check(pos=(pos, torch.int32, B), **given, **exact)
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
@@ -1283,9 +1323,9 @@ def attend(
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
-        q, key_stores, value_stores, index, tuple(window) or (None, None), pos, parts, key_steps, value_steps,
-        (n, z, sets, Hkv), scale * LOG2E, *functions, SHAPE, packing, num_warps=warps,
-        **overlapped(q.device),
+        q, key_stores, value_stores, index, positions, None if positions is None else S,
+        tuple(window) or (None, None), pos, parts, key_steps, value_steps, (n, z, sets, Hkv), scale * LOG2E,
+        *functions, SHAPE, packing, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
 
@@ -1346,14 +1386,14 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
 
 
 def rank_table(ranks: list[int], device: torch.device) -> Tensor:
-    """What fdc_attend reads, int32 [4, Hkv]: of each KV head d_qk; d_v; the sum of the ranks that are stored
-    before its K'; before its V'. ranks: d_qk of all heads, then d_v."""
+    """attend_ragged's table, int32 [4, Hkv]: of each KV head d_qk, d_v, and the sum of ranks stored before
+    its K' and before its V'. ranks: d_qk of all heads, then d_v."""
     before = itertools.accumulate(ranks[:-1], initial=0)
     return torch.tensor([*ranks, *before], dtype=torch.int32, device=device).view(4, -1)
 
 
 @operator(lambda q, packed, table, ranks, *_: q.new_empty(*q.shape[:2], max(ranks[len(ranks) // 2 :])))
-def fdc_attend(
+def attend_ragged(
     q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:
     """Attention of one token a row over the tokens 0..pos of heads of unequal rank.
@@ -1373,9 +1413,9 @@ def fdc_attend(
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
-        q, (packed, table, B, S, Hkv), (None,) * 5, None, (None, None), pos, parts, (0, 0, 0), (0, 0, 0),
-        (S, 0, 1, Hkv), scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE, packing_of(16, 1, DV, W),
-        num_warps=warps, **overlapped(q.device),
+        q, (packed, table, B, S, Hkv), (None,) * 5, None, None, None, (None, None), pos, parts, (0, 0, 0),
+        (0, 0, 0), (S, 0, 1, Hkv), scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
+        packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
 
@@ -1422,255 +1462,3 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
         _fetch_kernel[B * Hkv, cdiv(n, ROWS)](
             rows, index, place, miss, hot, S, n, slots, W, ROWS, num_warps=4
         )
-
-
-# -------------------------------------------------------------------------------------------------- benchmark
-#
-# Tables of times on a CUDA GPU, in microseconds:
-#     operation  each operator alone, with arguments that a method of compress.py gives it in a decode step
-#     method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
-#                heads' results. dense_us is cuDNN's attention over plain K and V
-#     breakeven  the same at many lengths, and the length from which on a method is faster than cuDNN
-# Weights are random, and all rows are full. A time is the median over replays of a CUDA graph of several sets
-# of inputs, so that they come from memory: in a model, other layers' weights push them out of the L2 cache.
-# limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates.
-
-# Name -> name in model.SHAPES, shapes of the first two tables.
-MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8b", ["8x32768", "1x131072"])}
-GRID = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
-
-
-def cases(B: int, S: int) -> dict[str, tuple[str, dict]]:
-    """Name -> method and settings beside the defaults. Most that select attend 1/8 of the tokens."""
-    made = {"dense": ("dense", {}), "sals": ("sals", {}), "sals-sum": ("sals", {"score": "sum"})}
-    made |= {"sals-bf16": ("sals", {"latent_bits": 16}), "loki": ("loki", {"k": 0.125, "d": 0.5})}
-    made |= {"lrqk": ("lrqk", {"kv_device": "cpu" if B == 1 else "cuda"})}
-    made |= {name: (name, {}) for name in ("elitekv", "fdc", "palu", "kivi", "shadowkv")}
-    made |= {name: (name, {"keep": 0.125}) for name in ("topk", "quest", "doublesparse", "h2o")}
-    made |= {"topk-4bit": ("topk", {"keep": 0.125, "kv_bits": 4})}
-    return made | {"streaming": ("streaming", {"recent": S // 8})}
-
-
-def graph_time(calls: list, between=lambda: None, replays: int = 15) -> float:
-    """Microseconds a call: the median over replays of one CUDA graph of all calls. `between` runs before each
-    replay and is not timed."""
-    graph, stream, times = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
-    stream.wait_stream(torch.cuda.current_stream())
-    for place in (torch.cuda.stream(stream), torch.cuda.graph(graph)):  # first what a capture cannot compile
-        with place:
-            for call in calls:
-                call()
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    while time.perf_counter() - started < 0.05:  # until the clocks have settled after what ran before
-        graph.replay()
-        torch.cuda.synchronize()
-    for _ in range(replays):
-        between()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(calls))
-    return sorted(times)[replays // 2]
-
-
-def measured_limits() -> tuple[float, float]:
-    """(bytes/us, FLOP/us) of this GPU: of a large read, and of a large product of bf16."""
-    x = torch.randn(1 << 15, 1 << 15, dtype=torch.bfloat16, device="cuda")
-    rows = torch.empty_like(x[0])
-    bandwidth = x.nbytes / graph_time([lambda: torch.amax(x, 1, out=rows)])
-    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
-    return bandwidth, 2 * 8192**3 / graph_time([lambda: a @ b] * 4)
-
-
-def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
-    """x and deep copies of it, which share what is kept: as many as leave an L2 of 60 MB cold, if a call
-    reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
-    n = max(2, min(256, math.ceil(240e6 / max(1, read)), int(16e9 / stored)))
-    return [x, *(copy.deepcopy(x, {id(each): each for each in kept}) for _ in range(n - 1))]
-
-
-@functools.cache
-def cudnn_time(B: int, S: int, Hq: int, Hkv: int, D: int) -> float:
-    """Microseconds of PyTorch's attention by cuDNN over plain K and V."""
-    sizes, nbytes = ((B, Hq, 1, D), (B, Hkv, S, D), (B, Hkv, S, D)), 4 * B * S * Hkv * D
-    inputs = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
-    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=Hq > Hkv)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        return graph_time([functools.partial(attend, *each) for each in cold_sets(inputs, nbytes, nbytes)])
-
-
-def filled_layer(ops, config, B: int, S: int, case: str, device: str = "cuda") -> tuple:
-    """A layer of random weights; its cache, which calls the operators of ops and holds S - 1 tokens a row;
-    the next token's position, and what wqkv may give for it."""
-    import compress  # nothing above imports the rest of the project
-    import model
-
-    name, settings = cases(B, S)[case]
-    llama, method = model.empty_model(config, torch.device(device), torch.bfloat16), compress.METHODS[name]
-    for weight in llama.parameters():
-        weight.normal_(0, 0.02)
-    room = compress.Room(llama, B, S, kernels=False)
-    room.kernels, room.rope_pairs = ops, ops.rope_pairs(room.cos, room.sin, room.dtype)
-    artifact = compress.random_artifact(name, config) if method.fitted else {}
-    caches = method.build(llama, compress.settings_from(name, settings), room, artifact)
-    layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
-    prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=room.dtype, device=device))
-    layer.attention.attended(prompt, lambda *parts: cache.prefill(0, *parts))
-    for buffer in cache.buffers():
-        if buffer.shape[:1] == (B,):
-            buffer[1:] = buffer[:1]  # all rows are alike
-        elif buffer.ndim == 1:
-            buffer.normal_()  # FDC and Palu have all rows in one
-    return layer, cache, torch.full((B,), S - 1, dtype=torch.int32, device=device), prompt[-B:].clone()
-
-
-def method_rows(ops, config, B: int, S: int, case: str, limits: tuple) -> Iterator[dict]:
-    """The time of a method's attention in one layer. Limit: the bytes that its cache says it reads."""
-    layer, cache, pos, qkv = filled_layer(ops, config, B, S, case)
-    attention, read = layer.attention, cache.bytes_read(S) * B
-    on_host = [x for x in vars(cache).values() if isinstance(x, Tensor) and x.ndim == 4]
-    caches = cold_sets(cache, read, cache.measured(), [cache.room, attention.wqkv, attention.wo, *on_host])
-    tokens = [qkv.clone() for _ in caches]
-
-    def next_tokens():  # with a correlation of 0.8 to the last ones, so that LRQK misses some rows
-        for qkv in tokens:
-            qkv.mul_(0.8).add_(torch.randn_like(qkv), alpha=0.6)
-
-    torch._dynamo.reset()
-    step = torch.compile(
-        lambda qkv, cache: attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)), dynamic=False
-    )
-    calls = [functools.partial(step, *each) for each in zip(tokens, caches, strict=True)]
-    us = graph_time(calls, next_tokens)
-    dense_us = cudnn_time(B, S, config.n_heads, config.n_kv_heads, config.head_dim)
-    yield {"method": case, "us": us, "dense_us": dense_us, "limit_us": read / limits[0]}
-
-
-class Recorder(TorchDispatchMode):
-    """Keeps what is called of the operators: (name, operator, arguments, result)."""
-
-    calls = ()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function.namespace.startswith("kv_"):  # made by `operator`
-            self.calls = (*self.calls, (function._opname, function, args, out))
-        return out
-
-
-def bytes_of(*things) -> int:
-    """Bytes of the tensors in nested lists; views of one storage count once."""
-    tensors = [x for x in torch.utils._pytree.tree_leaves(things) if isinstance(x, Tensor)]
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
-
-
-def work_of(name: str, args: tuple, out) -> tuple[float, float]:
-    """The least that a call can do: bytes, and FLOPs where they may take longer."""
-    share, flops = 1.0, 0.0  # share of the arguments' bytes
-    if name == "scores":  # reads the leading dims of rows
-        share = args[0].shape[-1] / args[1].shape[-1]
-    elif name == "attend":
-        q, kind, (latent, *_), (v, *_), _, _, index = args[:7]
-        heads, S = v.shape[1:3]
-        if index is not None:  # of a row, of each KV head or of each query head
-            share = min(1, index[0].numel() / (heads if index.ndim == 3 else 1) / S)
-        if kind == "latents":  # makes keys, in int8 at twice the rate of bf16
-            flops = share * len(q) * S * latent.shape[-1] * heads * q.shape[-1] * latent.element_size()
-    return share * bytes_of(args) + bytes_of(out), flops
-
-
-def operator_rows(ops, config, B: int, S: int, case: str, limits: tuple) -> Iterator[dict]:
-    """The times of what a layer calls in a decode step, its linear layers included."""
-    from model import decode_layer
-
-    layer, cache, pos, qkv = filled_layer(ops, config, B, S, case)
-    x = torch.randn(B, config.dim, dtype=qkv.dtype, device=qkv.device)
-    with Recorder() as recorder:
-        decode_layer(layer, qkv, x, pos, cache, layer.attention_norm, layer.attention.wqkv)
-    for name, function, args, out in recorder.calls:
-        nbytes, flops = work_of(name, args, out)
-        limit, sets = max(nbytes / limits[0], flops / limits[1]), cold_sets(args, nbytes, bytes_of(args))
-        us = graph_time([functools.partial(function, *each) for each in sets])
-        yield {"operator": f"{case} {name}", "us": us, "limit_us": limit, "share": limit / us}
-
-
-def benchmark(ops, table: str, name: str, shapes: Sequence, methods: Sequence, limits: tuple) -> Iterator:
-    """A table's rows of a model, at the usual shapes if none are given. What fails, most often for lack of
-    memory, says why in a line."""
-    import model
-
-    shape, usual = MODELS[name]
-    config = replace(model.SHAPES[shape], n_layers=4, vocab_size=256, max_positions=1 << 20)
-    if table == "breakeven":  # shapes at which K and V of a layer take 4 GB at most
-        usual = [at for at, (B, S) in GRID.items() if B in (1, 8) and B * S * config.kv_dim <= 1 << 30]
-    rows_of = operator_rows if table == "operation" else method_rows
-    for at, case in itertools.product(shapes or usual, methods):
-        B, S = GRID[at]
-        try:
-            for row in rows_of(ops, config, B, S, case, limits):
-                row = {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
-                yield {"model": name, "batch": B, "length": S} | row
-        except Exception as error:
-            show(name, B, S, case, f" {type(error).__name__}: {error}".partition("\n")[0])
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def breakeven(rows: list[dict]) -> dict[tuple, int | None]:
-    """(model, batch, method) -> the length from which on it beats cuDNN; None where not at the longest."""
-    found = {}
-    for row in sorted((row for row in rows if "method" in row), key=lambda row: row["length"]):
-        key = row["model"], row["batch"], row["method"]
-        found[key] = (found.get(key) or row["length"]) if row["us"] < row["dense_us"] else None
-    return found
-
-
-def show(model, batch, length, name, *times) -> None:
-    line = f"{model:>5} {batch:>5} {length:>7}  {name:<26}" + "".join(f"{each:>11}" for each in times)
-    print(line, file=sys.stderr, flush=True)
-
-
-def main(ops) -> None:
-    about = "Times on a CUDA GPU. Default: the first two tables, of all methods, at two shapes of each model."
-    parser = argparse.ArgumentParser(description=about)
-    parser.error = lambda message: parser.exit(2, f"error: {message}; see --help\n")
-    tables = ("operation", "method", "breakeven")
-    lists = {"table": tables, "model": MODELS, "method": cases(1, 1024), "shape": GRID}
-    for name, choices in lists.items():
-        parser.add_argument(f"--{name}", nargs="+", choices=choices, metavar="NAME", help=", ".join(choices))
-    parser.add_argument("--csv", help="write the rows to this file")
-    parser.add_argument("--json", action="store_true", help="one compact JSON line at the end")
-    options = parser.parse_args()
-    if options.csv and not os.path.isdir(os.path.dirname(options.csv) or "."):  # now, rather than afterwards
-        parser.error(f"--csv {options.csv}: there is no such folder")
-    if triton is None or not torch.cuda.is_available():
-        parser.error("the benchmark needs a CUDA GPU and triton")
-    torch.manual_seed(0)
-    torch.set_grad_enabled(False)
-    limits, rows = measured_limits(), []
-    print("{:.3g} TB/s, {:.3g} TFLOP/s".format(*(each / 1e6 for each in limits)), file=sys.stderr)
-    for table, name in itertools.product(options.table or tables[:2], options.model or MODELS):
-        for row in benchmark(ops, table, name, options.shape, options.method or lists["method"], limits):
-            if not rows or row.keys() != rows[-1].keys():
-                show(*row)
-            show(*row.values())
-            rows.append(row)
-    if "breakeven" in (options.table or ()):
-        show("model", "batch", "from", "method")
-        for (name, batch, method), length in breakeven(rows).items():
-            show(name, batch, length or "never", method)
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
-            writer.writeheader()
-            writer.writerows(rows)
-    if options.json:
-        versions = {"torch": torch.__version__, "triton": triton.__version__}
-        print(json.dumps({"device": torch.cuda.get_device_name(), "versions": versions, "rows": rows}))
-
-
-if __name__ == "__main__":
-    main(sys.modules[__name__])

@@ -362,7 +362,7 @@ class Attention(nn.Module):
         return self.wo(self.attended(self.wqkv(x), attend))
 
     def attended(self, qkv: Tensor, attend) -> Tensor:
-        """What wo takes, the heads' results side by side, of what wqkv gave."""
+        """From wqkv's output to the concatenated heads' outputs, the input of wo."""
         q, k, v, *folded = qkv.split(self.widths, dim=-1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [..., H, D]
         return attend(self.q_norm(q), self.k_norm(k), v, *folded).flatten(-2)
@@ -396,31 +396,20 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-def decode_first(embeddings: nn.Embedding, layer: Layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """What a decode step begins with: tokens [B] -> what the first layer's wqkv gives, and x [B, dim]."""
-    x = embeddings(tokens)
-    return layer.attention.wqkv(layer.attention_norm(x)), x
-
-
 def decode_layer(
-    layer: Layer, qkv: Tensor, x: Tensor, pos: Tensor, cache: nn.Module, norm: nn.RMSNorm, linear: nn.Linear
+    layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache: nn.Module
 ) -> tuple[Tensor, Tensor]:
-    """One layer of the decode step, its linear part in one kernel where that serves (hopper.linear_chain).
+    """One layer of a decode step: x [B, dim], and the last MLP's update of it -> the same after this layer.
 
-    qkv: what its wqkv gave; x [B, dim]: the residual stream -> x after the layer, and linear(norm(x)): the
-    next layer's wqkv or, after the last, the logits."""
-    attention, mlp, mlp_norm = layer.attention, layer.feed_forward, layer.ffn_norm
-    attended = attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
-    kernels, linears = cache.room.kernels, (attention.wo, mlp.w13, mlp.w2, linear)
-    widths = [each.in_features for each in linears[:3]]
-    chains = ranks()[1] == 1 and hasattr(kernels, "linear_chain")
-    if chains and kernels.chains_linears(x, *widths):
-        weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
-        norms, eps = [mlp_norm.weight, norm.weight], [mlp_norm.eps, norm.eps]
-        return kernels.linear_chain(attended.contiguous(), x, weights, biases, norms, eps)
-    x = x + attention.wo(attended)
-    x = x + mlp(mlp_norm(x))
-    return x, linear(norm(x))
+    x + update is summed here, and not in the layer before, so that torch.compile fuses it with the norm."""
+    x = x + update
+    x = x + layer.attention(layer.attention_norm(x), lambda *qkv: cache.decode(pos, *qkv))
+    return x, layer.feed_forward(layer.ffn_norm(x))
+
+
+def decode_logits(norm: nn.RMSNorm, output: nn.Linear, x: Tensor, update: Tensor) -> Tensor:
+    """The end of a decode step: logits [B, V]."""
+    return output(norm(x + update))
 
 
 class Llama(nn.Module):
@@ -460,15 +449,16 @@ class Llama(nn.Module):
         return self.output(self.norm(x[-1]))
 
     def decode(
-        self, tokens: Tensor, pos: Tensor, caches: list, first=decode_first, step=decode_layer
+        self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer, last=decode_logits
     ) -> Tensor:
-        """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V]."""
-        out, x = first(self.tok_embeddings, self.layers[0], tokens)
-        after = [(layer.attention_norm, layer.attention.wqkv) for layer in self.layers[1:]]
-        after.append((self.norm, self.output))
-        for layer, cache, (norm, linear) in zip(self.layers, caches, after, strict=True):
-            x, out = step(layer, out, x, pos, cache, norm, linear)
-        return out
+        """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V].
+
+        step and last: decode_layer and decode_logits, or what compiles them."""
+        x = self.tok_embeddings(tokens)  # [B, dim]
+        update = torch.zeros_like(x)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, update = step(layer, x, update, pos, cache)
+        return last(self.norm, self.output, x, update)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
