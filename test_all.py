@@ -5189,6 +5189,17 @@ def test_the_readmes_own_method_runs(cli):
     assert "keynorm" not in METHODS
 
 
+def test_the_docs_key_format_passes_its_own_test_on_the_kernel(tmp_path):
+    code = (ROOT / "docs/methods.md").read_text().split("```python\n")[1].split("```")[0]
+    path = tmp_path / "scaled.py"
+    path.write_text(code)  # Triton reads a kernel's source from its file
+    spec = importlib.util.spec_from_file_location("scaled", path)
+    with mock.patch.dict(kernels.KEYS):
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        module.test_scaled_keys_are_attended_as_in_pytorch()
+    assert "scaled" not in kernels.KEYS
+
+
 def test_sampling_options_and_the_seed_reach_the_draw(cli):
     def ids(options: str) -> list[list[int]]:
         return cli.json(f"generate --prompt hello --max_new_tokens 12 --ignore_eos {options}")["token_ids"]
