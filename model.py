@@ -675,9 +675,7 @@ class Tokenizer:
     vocab_size: int = 0  # ids that the tokenizer knows; the model's embedding may have more
     stop_ids: set[int] = field(default_factory=set)
     strip_after: set[int] = field(default_factory=set)  # special tokens that swallow the blanks after them
-    space_after: str = (
-        ""  # sentencepiece's space after them: also before a space, "always" (else) or "first" (no)
-    )
+    space_after: str = ""  # sentencepiece's space after them; "always": not before another, "first": no
     chat_template: str = ""  # the model's own, in Jinja
     chat_variables: dict[str, str] = field(default_factory=dict)  # what it may name, such as bos_token
 
