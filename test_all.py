@@ -4343,7 +4343,7 @@ def test_perplexity_and_kl_through_the_cache():
 def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
     right = lambda engine, hay, kind, seeds, *_: [float(s == 4) for s in seeds]  # noqa: E731
     monkeypatch.setattr(calibrate, "eval_retrieval", right)
-    candidate = SimpleNamespace(engine=lambda args, *size: make_engine(tiny_model(), "dense", *size))
+    candidate = SimpleNamespace(engine=lambda _, *size, least: make_engine(tiny_model(), "dense", *size))
     args = argparse.Namespace(lengths=[50], rows=2, samples=5, tasks=["single"], facts=4)
     row = calibrate.retrieval_row(candidate, args, None, generate.Progress("test", 5))
     assert row["single 50"] == 20 and row["depth 50"] == [0, 0, 0, 0, 100]
@@ -4543,9 +4543,7 @@ def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
     assert cli(f"{line} bf16")[0] == 0
     engine = make_engine(tiny_model(), "dense", 1, 9)
     engine.prefill([[5]])
-    with mock.patch.object(
-        engine.model, "decode", lambda *_: torch.full((1, engine.logits.shape[1]), torch.nan)
-    ):
+    with mock.patch.object(engine, "decode", lambda *_: torch.full((1, 96), torch.nan)):
         with pytest.raises(UserError, match="not finite in fp32"):
             decode_rows(engine, 3, lambda ids: False)
 
