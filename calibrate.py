@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, Dataset
 import compress
 import generate
 import model as model_file
-from compress import METHODS, Cache, EliteSettings, Room, artifact_path, load_artifact, settings_from
+from compress import METHODS, Cache, Context, EliteSettings, artifact_path, load_artifact, settings_from
 from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
 from model import Llama, ModelConfig, UserError, apply_rope, human, load_tokenizer, ranks, rope_tables
 
@@ -306,9 +306,9 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
         own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
         values, vectors = eigen(own.movedim(-1, 1))
         tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
-        room = Room(model, *trial.shape)
-        caches = compress.build_loki(model, compress.LokiSettings(basis=name), room, tensors)
-        engine = Engine(model, caches, room, Sampling())
+        context = Context(model, *trial.shape)
+        caches = compress.build_loki(model, compress.LokiSettings(basis=name), context, tensors)
+        engine = Engine(model, caches, context, Sampling())
         perplexity[name] = math.exp(eval_perplexity(engine, trial, prefix, None, bar)[0].mean())
     bar.close()
     tensors["better"] = torch.tensor(int(perplexity["post"] <= perplexity["pre"]))
@@ -963,18 +963,18 @@ def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
 
 def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
     """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
-    room = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
+    context = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
     if kind == "single":
         return tasks_numbers(rng, 1, 1)
     if kind == "multikey":
-        n = n_facts or rng.randint(2, max(2, min(32, room)))
+        n = n_facts or rng.randint(2, max(2, min(32, context)))
         return tasks_numbers(rng, n, 1 if n_facts else min(n, 8))
     if kind == "multivalue":
-        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, room // 4))), 4)
+        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, context // 4))), 4)
     if kind == "multiquery":
-        return tasks_multiquery(rng, n_facts or rng.randint(4, max(4, min(16, room))), 4)
+        return tasks_multiquery(rng, n_facts or rng.randint(4, max(4, min(16, context))), 4)
     if kind == "variables":
-        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, room // 5))), 4)
+        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, context // 5))), 4)
     return tasks_frequent(rng, n_tokens // 100)
 
 
@@ -1038,8 +1038,8 @@ def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[
     for task in rng.sample(questions, len(questions)):
         tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
         tail.append((hay.encode(task.answer + "\n"), ANSWER_WEIGHT))
-    room = n - sum(len(ids) for ids, _ in tail)
-    return [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, room))] + tail
+    context = n - sum(len(ids) for ids, _ in tail)
+    return [(p, FACT_WEIGHT if i % 2 else 1.0) for i, p in enumerate(hay.bury(rng, facts, context))] + tail
 
 
 def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
@@ -1068,9 +1068,9 @@ class Watched:
     NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a share of the length
 
     def __init__(self, cache: Cache):
-        c, room = cache.config, cache.room
-        self.cache, self.keys = cache, cache.store(c.n_kv_heads, room.capacity, c.head_dim)
-        self.sums = torch.zeros(1 + len(self.NAMES), dtype=torch.float64, device=room.device)
+        c, context = cache.config, cache.context
+        self.cache, self.keys = cache, context.zeros(c.n_kv_heads, context.capacity, c.head_dim)
+        self.sums = torch.zeros(1 + len(self.NAMES), dtype=torch.float64, device=context.device)
         for part in cache.modules():  # a cache may hold another one
             if isinstance(part, Cache):
                 part.watch = self.see
@@ -1086,15 +1086,15 @@ class Watched:
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         if k.shape[-1] == self.keys.shape[-1]:
-            self.keys[self.cache.room.row_ids, :, pos] = self.cache.rope(k, pos)
+            self.keys[self.cache.context.batch_ids, :, pos] = self.cache.rope(k, pos)
             self.query = self.cache.rope(q, pos)
         return self.cache.decode(pos, q, k, *rest)
 
     def see(self, pos: Tensor, index: Tensor, live: Tensor, recent: int) -> None:
-        """Called by the cache's decode (Cache.attends)."""
+        """Called by the cache's decode (Cache.report_selected)."""
         heads = (*index.shape[:-1], 1, 1)[:3]  # [B, Hkv or 1, G or 1]: the heads that select for themselves
         live, index = live.expand_as(index).reshape(*heads, -1), index.reshape(*heads, -1)
-        age = pos[:, None, None, None] - self.cache.room.positions  # [B, 1, 1, S]
+        age = pos[:, None, None, None] - self.cache.context.positions  # [B, 1, 1, S]
         chosen = torch.zeros(*heads, age.shape[-1], device=pos.device)
         chosen = chosen.scatter_add(-1, index.where(live, 0).long(), live.float()) > 0
         chosen = (chosen | (age < recent)) & (age >= 0)
@@ -1161,10 +1161,10 @@ class Candidate:
                 if rows <= (least or rows):
                     raise
                 rows = rows * 7 // 8
-        method, room = METHODS[self.method], Room(model, min(model_file.gathered(rows)), capacity)
-        caches = method.build(model, settings_from(self.method, self.used[capacity]), room, artifact)
+        method, context = METHODS[self.method], Context(model, min(model_file.gathered(rows)), capacity)
+        caches = method.build(model, settings_from(self.method, self.used[capacity]), context, artifact)
         caches = [Watched(cache) for cache in caches] if watched else caches
-        return Engine(model, caches, room, Sampling(), graphed=room.device.type == "cuda")
+        return Engine(model, caches, context, Sampling(), graphed=context.device.type == "cuda")
 
     def load(self, args: argparse.Namespace) -> Llama:
         """The model, of the candidate's own folder where it names one."""
@@ -1240,7 +1240,7 @@ def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tens
     """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
     tokens [B, prefix + n] -> each row's mean loss over the n tokens and mean KL of `reference` [n, B, V] to
     this cache's log-probabilities (0 without), both in nats, and these (fp16, on the CPU)."""
-    tokens = tokens.to(engine.room.device)
+    tokens = tokens.to(engine.context.device)
     engine.prefill(tokens[:, :prefix].tolist())
     loss, kl, kept = np.zeros(len(tokens)), np.zeros(len(tokens)), []
     for i in range(prefix, tokens.shape[1]):
@@ -1264,8 +1264,10 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
     samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in places]
     prompts, tasks = zip(*samples, strict=True)
     engine.prefill(prompts)
-    room = max(len(hay.encode(task.answer)) for task in tasks) + 4
-    output = generate.decode_rows(engine, room, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]), stride=16)
+    context = max(len(hay.encode(task.answer)) for task in tasks) + 4
+    output = generate.decode_rows(
+        engine, context, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]), stride=16
+    )
     return [t.score(hay.tokenizer.decode(ids)) for t, ids in zip(tasks, output.token_ids, strict=True)]
 
 
@@ -1292,7 +1294,7 @@ def standard_error(samples: np.ndarray) -> float:
 def ledger(engine: Engine, length: int) -> dict:
     """Measured bytes per token on the device and, where a method uses it, in host memory; and bytes that a
     step reads from a row of `length` tokens; of all ranks together."""
-    tokens = engine.room.rows * engine.room.capacity
+    tokens = engine.context.batch_size * engine.context.capacity
     own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
     measured, read, host = map(sum, zip(*itertools.chain(*model_file.gathered(own)), strict=True))
     row = {"bytes/token": measured / tokens, "read/step": read}
@@ -1305,7 +1307,7 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
     row = {"errors": {}}
     for length in args.lengths:
         engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM, least=1)
-        rows = engine.room.rows
+        rows = engine.context.batch_size
         row |= ledger(engine, length)
         for kind in args.tasks:
             scores = []
@@ -1547,9 +1549,9 @@ def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool
     llama, method = model_file.empty_model(config, device, dtype), METHODS[name]
     for weight in llama.parameters():
         weight.normal_(0, 0.02)
-    room = Room(llama, B, S, kernels)
+    context = Context(llama, B, S, kernels)
     artifact = compress.random_artifact(name, config) if method.fitted else {}
-    caches = method.build(llama, settings_from(name, settings), room, artifact)
+    caches = method.build(llama, settings_from(name, settings), context, artifact)
     layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
     prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=dtype, device=device))
     layer.attention.attended(prompt, lambda *parts: cache.prefill(0, *parts))
@@ -1620,7 +1622,7 @@ class Bench:
         layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
         attention, read = layer.attention, cache.bytes_read(S) * B
         kept = [x for x in vars(cache).values() if isinstance(x, Tensor) and x.ndim == 4]  # on the host
-        kept += [cache.room, attention.wqkv, attention.wo]
+        kept += [cache.context, attention.wqkv, attention.wo]
         caches = cold_sets(cache, read, cache.measured(), kept)
         tokens = [qkv.clone() for _ in caches]
 
@@ -1642,7 +1644,7 @@ class Bench:
         layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
         ends, x = (layer.attention_norm, layer.attention.wqkv), torch.randn(B, config.dim).to(qkv)
         with Recorder() as recorder:
-            if hasattr(ops := cache.room.kernels, "chained_layer") and ops.chains_linears(x):
+            if hasattr(ops := cache.context.kernels, "chained_layer") and ops.chains_linears(x):
                 ops.chained_layer(layer, qkv, x, pos, cache, *ends)
             else:
                 layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))

@@ -1,9 +1,13 @@
 """Every cache: its settings, its mathematics, what it stores. A method is one block of this file.
 
-A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFORE RoPE:
-    prefill(row, q, k, v, *folded)  a whole prompt, q [S, Hq, D], k and v [S, Hkv, D] -> attention [S, Hq, D]
-    decode(pos, q, k, v, *folded)   one token a row at positions pos [B], q [B, Hq, D] -> attention [B, Hq, D]
-    formula(), bytes_read()         the byte ledger: what the method says it stores and reads
+A block reads from top to bottom: the settings; the paper's algorithm as one pure function of plain tensors
+(`sals_step`, `lrqk_step`, ...); what we changed, each a function marked (ours); and the cache in the order of
+a decode step: write, score, select, attend.
+
+A cache belongs to one layer and holds all entries of a batch. It gets q, k, v BEFORE RoPE:
+    prefill(batch, q, k, v, *folded)  entry `batch`'s prompt, q [S, Hq, D], k and v [S, Hkv, D] -> [S, Hq, D]
+    decode(pos, q, k, v, *folded)     one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
+    formula(), bytes_read()           the byte ledger: what the method says it stores and reads
 `folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
 (its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
@@ -34,8 +38,8 @@ from model import (
     UserError,
     apply_rope,
     causal_attention,
+    local_part,
     rope_tables,
-    share,
 )
 
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
@@ -75,21 +79,29 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
 
 ONLY_ELITEKV = "this checkpoint was uptrained for EliteKV: run it with --method elitekv"
 
+# ---------------------------------------------------------------------------- the operations of a decode step
 
-class Room:
-    """What all caches of a run share: the model's shape, B rows of `capacity` tokens, RoPE, device, dtype,
-    and the Triton kernels (None: PyTorch does it all)."""
 
-    def __init__(self, model: Llama, rows: int, capacity: int, kernels: bool | None = None):
-        self.config, self.rows, self.capacity = model.config, rows, capacity
+class Context:
+    """What all caches of a run share: the model's shape, the batch, RoPE, and a decode step's operations.
+
+    An operation is a Triton kernel where there are kernels that take the shapes, else PyTorch, which is the
+    kernel's truth. No cache knows which of the two runs."""
+
+    def __init__(self, model: Llama, batch_size: int, capacity: int, kernels: bool | None = None):
+        self.config, self.batch_size, self.capacity = model.config, batch_size, capacity
         weight = model.tok_embeddings.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.cos, self.sin = rope_tables(model.config, capacity, self.device)  # [capacity, D/2] each
-        self.row_ids = torch.arange(rows, device=self.device)
+        self.batch_ids = torch.arange(batch_size, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
         self.kernels = triton_kernels(model.config, self.device, kernels)
         if self.kernels:
             self.rope_pairs = self.kernels.rope_pairs(self.cos, self.sin, self.dtype)
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Storage [B, *shape]. Zeroed, since a masked weight of 0 times a stray NaN would still be NaN."""
+        return torch.zeros(self.batch_size, *shape, dtype=dtype or self.dtype, device=self.device)
 
     def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
         """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
@@ -99,74 +111,104 @@ class Room:
         """The same of x [..., D], of one head each."""
         return self.rope(x[..., None, :], positions)[..., 0, :]
 
-    def select(self, scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted=None) -> Tensor:
-        """`select`, in its kernel where that is faster than topk: the one way in which methods select."""
-        if not (self.kernels and y) or self.kernels.select_passes(scores.shape[-1], y):
-            return select(scores, pos, x, y, z, wanted)
-        heads = scores.shape[1:-1].numel()
-        pos, wanted = (t if t is None else t.int().repeat_interleave(heads) for t in (pos, wanted))
-        index = self.kernels.select(scores.flatten(0, -2), pos, x, y, z, wanted)  # [B * heads, x + y]
-        return index.unflatten(0, scores.shape[:-1])
+    def scores(
+        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, scale=None
+    ) -> Tensor:
+        """Scores the tokens up to pos by the leading d numbers of what is stored of each.
 
-    def best(self, scores: Tensor, pos: Tensor, budget: tuple, wanted: Tensor | None = None) -> Tensor:
-        """What `select` gives for a budget (x, y, z), and the z recent tokens: index [B, ..., x + y + z]."""
-        index = self.select(scores, pos, *budget, wanted)
-        recent = pos.view(-1, *[1] * (index.ndim - 1)) - self.positions[: budget[2]]  # [B, 1, ..., z]
-        return torch.cat((index, recent.expand(*index.shape[:-1], -1)), -1)
-
-    def scores(self, q: Tensor, rows: Tensor, pos: Tensor, rule: str) -> Tensor:
-        """Scores of the tokens up to pos, from what is stored of them: the one way in which methods score.
-
-        q [B, Hq, d]; rows [B, Hkv, S, n], of which the d leading numbers count. rule each: a score a query,
-        its logit -> [B, Hkv, G, S]; largest: group_scores -> [B, Hkv, S]. fp32, -inf beyond pos."""
-        q, scale = q.unflatten(1, (rows.shape[1], -1)).to(rows.dtype), self.config.head_dim**-0.5
-        if self.kernels:
-            scores = self.kernels.scores(q.contiguous(), rows, None, pos.int(), scale, rule)
-            return scores.view(*q.shape[:3], -1) if rule == "each" else scores
+        q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. rows [B, H, S, >= d]: a
+        head of them serves N = Hq / H queries; row_scale [B, H, S]: of rows that are codes. rule:
+            each     every query's logit -> [B, H, N, S]
+            softmax  the sum over a head's queries of their attention weights -> [B, H, S]
+            largest  the largest of these weights, as a logarithm -> [B, H, S]
+        fp32, -inf beyond pos. scale: of the logits, 1/sqrt(D) if not given."""
+        q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
+        scale = self.config.head_dim**-0.5 if scale is None else scale
+        if self.kernels and block % 16 == 0:
+            scores = self.kernels.scores(q.contiguous(), rows, row_scale, pos.int(), scale, rule, block)
+            return scores.unflatten(1, q.shape[-3:-1]) if rule == "each" else scores
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
-        logits = weigh(q, rows[..., : q.shape[-1]].mT).float() * scale  # [B, Hkv, G, S]
+        logits = token_logits(q, rows, row_scale, block) * scale  # [B, H, N, S]
         if rule == "largest":
             return group_scores(logits, live)
-        return logits.masked_fill(~live[:, None, None], -torch.inf)
+        logits = logits.masked_fill(~live[:, None, None], -torch.inf)
+        if rule == "each":
+            return logits
+        return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
 
-    def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, live=None) -> Tensor:
-        """Attention of one query a row over stored tokens: the one way in which methods attend.
+    def select(self, scores: Tensor, pos: Tensor, budget: tuple, wanted=None, recent: bool = False) -> Tensor:
+        """What `select` chooses for a budget (x, y, z), and with `recent` the z last tokens: [B, ..., n]."""
+        x, y, z = budget
+        if not (self.kernels and y) or self.kernels.select_passes(scores.shape[-1], y):
+            index = select(scores, pos, x, y, z, wanted)
+        else:
+            heads = scores.shape[1:-1].numel()
+            each = [t if t is None else t.int().repeat_interleave(heads) for t in (pos, wanted)]
+            index = self.kernels.select(scores.flatten(0, -2), each[0], x, y, z, each[1])
+            index = index.unflatten(0, scores.shape[:-1])  # [B, ..., x + y]
+        if not recent:
+            return index
+        last = pos.view(-1, *[1] * (index.ndim - 1)) - self.positions[:z]  # [B, 1, ..., z]
+        return torch.cat((index, last.expand(*index.shape[:-1], -1)), -1)
 
-        q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores (Plain and those like it).
-        index [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for none; live [B, Hkv, S]: which of
-        all do; neither: all up to pos."""
-        scale = self.config.head_dim**-0.5
-        if self.kernels and self.config.head_dim % 16 == 0:
-            if live is not None:
-                index = torch.arange(live.shape[-1], device=pos.device).where(live, -1)
+    def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, window=()) -> Tensor:
+        """Attention of one query each over stored tokens: the one way in which methods attend.
+
+        q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores. index [B, n], [B, Hkv, n]
+        or [B, Hq, n]: the tokens that count, negative for none; without it all up to pos. window: a pair of
+        Windows, whose tokens are attended besides (and without an index in the place of the last z)."""
+        scale, heads = self.config.head_dim**-0.5, self.config.n_kv_heads
+        if self.kernels and self.config.head_dim % 16 == 0 and (index is None or index.numel()):
             index = index if index is None else index.int().contiguous()
-            stores = (keys.kind, keys.stores(), values.stores(), values.bits)
-            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, [], scale)
-        if index is None and keys.kind == "plain" and values.bits == 16:
-            if live is None:
-                live = torch.arange(keys.rows.shape[2], device=pos.device) <= pos[:, None]
-            return attend(q, keys.rows, values.rows, live, scale)
-        if index is None:  # no key and no value is decoded: its codes are multiplied
-            logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float() * scale
-            live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None, None]
-            logits = logits.masked_fill(~live[:, :, None], -torch.inf)
-            weights = (logits - logits.amax(-1, keepdim=True)).exp()  # [B, Hkv, G, S]
-            mixed = values.mix(weights, pos) / weights.sum(-1, keepdim=True)
-            return mixed.to(q.dtype).flatten(1, 2)
-        chosen = index.clamp(min=0).long().unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, 1 or G, n]
-        flat, sizes = chosen.flatten(2), chosen.shape[2:]
-        k, v = (x.read(pos, flat).unflatten(2, sizes).flatten(1, 2) for x in (keys, values))
-        return attend(q, k, v, index >= 0, scale)
+            stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
+            exact = [store.rows for store in window]
+            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
+        if index is None and not window:
+            return self.attend_all(q, keys, values, pos)
+        if index is None:
+            index = self.positions.where(self.positions <= pos[:, None] - window[0].z, -1)  # [B, S]
+        index = index[:, None] if index.ndim == 2 else index
+        sets = index.unflatten(1, (min(heads, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
+        chosen = sets.clamp(min=0).long().flatten(2)
+        k, v = (x.read(pos, chosen).unflatten(2, sets.shape[2:]) for x in (keys, values))  # [B, Hkv, ., n, .]
+        k, v, live = k.flatten(1, 2), v.flatten(1, 2), index >= 0
+        if window:
+            near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
+            k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
+            live = torch.cat((live, near.expand(-1, live.shape[1], -1)), -1)
+        return attend(q, k, v, live.expand(-1, k.shape[1], -1), scale)
+
+    def attend_all(self, q: Tensor, keys, values, pos: Tensor) -> Tensor:
+        """`attend` over all tokens up to pos. Stores in codes multiply these: no key or value is decoded."""
+        if keys.kind == "plain" and values.bits == 16:
+            k, v = (store.view(store.rows) for store in (keys, values))
+            live = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]
+            return attend(q, k, v, live, self.config.head_dim**-0.5)
+        logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float()  # [B, Hkv, G, S]
+        live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None]
+        logits = (logits * self.config.head_dim**-0.5).masked_fill(~live[:, None, None], -torch.inf)
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        return (values.mix(weights, pos) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
+        """Attention of one query each, q [B, Hq, D], over those of the rows k, v [B, Hkv, S, D] that are
+        live [B, Hkv, S]."""
+        scale = self.config.head_dim**-0.5
+        if not (self.kernels and self.config.head_dim % 16 == 0):
+            return attend(q, k, v, live, scale)
+        index, pos = torch.arange(k.shape[2], device=q.device), torch.full_like(self.batch_ids, k.shape[2])
+        index = index.where(live, -1).int()
+        return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], scale)
 
     def attend_logits(self, logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attention whose logits [B, Hkv, G, S] fp32 are there, over v [B, Hkv, S, D] -> [B, Hkv G, D]."""
         if self.kernels:
             return self.kernels.attend_logits(logits, v, pos.int())
         live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
-        return weigh(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
+        return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
 
     def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
-        """Attention of one query a row over rows that all heads share, as in MLA's absorbed decode.
+        """Attention of one query each over rows that all heads share, as in MLA's absorbed decode.
 
         q [B, Hq, W], rows [B, S, W]: keys, and in their `width` leading numbers values -> [B, Hq, width]."""
         scale = self.config.head_dim**-0.5
@@ -180,65 +222,8 @@ class Room:
         fetch(rows, index, place, miss, hot)
 
 
-class Cache(nn.Module):
-    """The base of all caches: zeroed storage, exact attention in a prompt, the ledger, and `attends`."""
-
-    watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
-    elite_rope = False  # rotates only a head's elite pairs, as a checkpoint uptrained for EliteKV must be
-
-    def __init__(self, room: Room):
-        super().__init__()
-        if room.config.elitekv and not self.elite_rope:
-            raise UserError(ONLY_ELITEKV)
-        self.room, self.config, self.rope = room, room.config, room.rope
-
-    def store(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        # Zeroed, since a masked weight of 0 times a stray NaN would still be NaN.
-        return torch.zeros(self.room.rows, *shape, dtype=dtype or self.room.dtype, device=self.room.device)
-
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        """A whole prompt, attended exactly. What the method keeps of it, write_prompt(row, q, k, v, raw,
-        *folded) stores: q and k after RoPE, raw: k before."""
-        span = slice(0, len(q))
-        q, rotated = self.rope(q, span), self.rope(k, span)
-        self.write_prompt(row, q, rotated, v, k, *folded)
-        return causal_attention(q, rotated, v)
-
-    def attends(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
-        """Decode says here which tokens it attends if these are not all: one line in a method that selects.
-
-        index [B, n] for all heads, [B, Hkv, n] or [B, Hkv, G, n]; live, alike, which of them count;
-        and the last `recent` tokens up to pos. From this evaluation takes recall and attention mass."""
-        if self.watch:
-            self.watch(pos, index, live, recent)
-
-    def measured(self) -> int:
-        """Bytes of the live storage: all rows at full capacity."""
-        return sum(b.untyped_storage().nbytes() for b in self.buffers())
-
-    def token_bytes(self) -> int:
-        """Bytes of one token, for a method all of whose tokens cost the same and are read at each step."""
-        raise NotImplementedError
-
-    def formula(self) -> int:
-        """Bytes that the method's formula gives for these rows and capacity; tests hold measured() to it."""
-        return self.room.rows * self.room.capacity * self.token_bytes()
-
-    def bytes_read(self, length: int) -> int:
-        """Bytes that one decode step must read from this layer's cache for one row of `length` tokens."""
-        return length * self.token_bytes()
-
-    def host_bytes(self) -> int:
-        """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
-        return 0
-
-    def miss_rate(self) -> float | None:
-        """Rows that a mixed cache had to fetch from host memory, as a share of those selected."""
-        return None
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
-    """One query a row: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
+    """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
 
     The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
@@ -246,8 +231,36 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
     if q.shape[-1] == v.shape[-1]:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
     # Where widths differ, it would first copy K and V.
-    logits = weigh(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
-    return weigh(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
+    logits = matmul_codes(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
+    return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
+
+
+def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
+    """q . row of every token: q [B, H, N, d], rows [B, H, S, >= d] -> [B, H, N, S] fp32.
+
+    row_scale [B, H, S]: of rows that are codes. With `block` q is [B, n, H, N, d]: a query for each block of
+    so many tokens, the last maybe of fewer."""
+    rows = rows[..., : q.shape[-1]]
+    if row_scale is not None:  # sums of products with codes can exceed fp16's range
+        q, row_scale = q * 2**-7, row_scale * 128
+    if block:
+        n = q.shape[1] - 1  # whole blocks, and the last one
+        whole = rows[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)  # [B, n, H, block, d]
+        whole = matmul_codes(q[:, :n], whole.mT).permute(0, 2, 3, 1, 4).flatten(3)  # [B, H, N, n * block]
+        logits = torch.cat((whole, matmul_codes(q[:, n], rows[:, :, n * block :].mT)), -1).float()
+    else:
+        logits = matmul_codes(q, rows.mT).float()
+    return logits if row_scale is None else logits * row_scale[:, :, None]
+
+
+def group_scores(logits: Tensor, live: Tensor) -> Tensor:
+    """A KV head's scores: the largest attention weight that any of its G query heads gives.
+
+    logits [B, Hkv, G, N] of tokens, pages or chunks, live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live.
+    As logarithms: they rank as the weights do, but small ones do not all become 0."""
+    dead = ~live[:, None, None]
+    logits = logits.float().masked_fill(dead, -torch.inf)
+    return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
 
 
 def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
@@ -266,6 +279,72 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         live = live & (places[: index.shape[-1]] < wanted.view(rows))
     sinks = places[:x].where(places[:x] <= last, -1).expand(*index.shape[:-1], -1)
     return torch.cat((sinks, index.where(live, -1)), -1).int()
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
+    if not x.is_contiguous():
+        return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
+    return x.flatten(0, 2).index_select(0, row_numbers(x, index).flatten()).view(*index.shape, *x.shape[3:])
+
+
+def row_numbers(x: Tensor, index: Tensor) -> Tensor:
+    """Where the rows at index [B, Hkv, n] stand among all rows of x [B, Hkv, S, ...], end to end."""
+    first = torch.arange(0, x.shape[:3].numel(), x.shape[2], device=x.device)
+    return index.long() + first.view(*x.shape[:2], 1)
+
+
+# ---- the same operations, compiled for a CPU
+
+
+def compiled_for_cpu(x: Tensor) -> bool:
+    """Whether products with x become one loop that never holds codes in floating point, as where a step is
+    compiled for the CPU: a matrix product would first write them to memory, four bytes or more for each."""
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
+
+    Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
+    multiplied, which stays a matrix product."""
+    floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
+    if not compiled_for_cpu(codes) or floats and w.shape[-2] > 1:
+        return w.to(codes.dtype) @ codes if floats else w @ codes.to(w.dtype)
+    if floats and not (in_rows and w.shape[-1] >= 16):
+        return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
+    if in_rows:  # in the order in which they lie
+        return (w[..., None, :] * codes.mT[..., None, :, :]).sum(-1)
+    return (w[..., None] * codes[..., None, :, :]).sum(-2)
+
+
+def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
+    """weights [B, H, G, S] fp32 times values in codes of `quantize` [B, H, S, D * bits / 8] -> [B, H, G, D].
+
+    The codes' weights are those of the tokens times a group's scale: a product for each run of channels that
+    one group and one plane of the codes hold. Compiled for the CPU, one loop decodes and multiplies."""
+    low, scale = low_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n]
+    width, n, parts = codes.shape[-1], low_scale.shape[-2], []
+    group = width * 8 // bits // n  # channels
+    run = math.gcd(group, width)
+    for channel in range(0, group * n, run):
+        (plane, byte), i = divmod(channel, width), channel // group
+        part = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
+        if compiled_for_cpu(codes):
+            decoded = part * scale[..., i, None] + low[..., i, None]
+            parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
+        else:
+            parts.append(matmul_codes(weights * scale[:, :, None, :, i], part) + weights @ low[..., i, None])
+    return torch.cat(parts, -1)
+
+
+def as_fp16(x: Tensor) -> Tensor:
+    """x in fp16, rounded for those who read it in fp32, too: Inductor drops x.half().float(), and here it
+    cannot, since the bits are whole numbers in between."""
+    return (x.half().view(torch.int16) & -1).view(torch.float16)
+
+
+# ------------------------------------------------------------------------------------------------- budgets
 
 
 def token_count(k: float, length: int) -> int:
@@ -294,159 +373,130 @@ def within(capacity: int, *parts: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip((0, *ends), ends, strict=False))
 
 
-def group_scores(logits: Tensor, live: Tensor) -> Tensor:
-    """A KV head's scores: the largest attention weight that any of its G query heads gives.
-
-    logits [B, Hkv, G, N] of tokens, pages or chunks, live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live.
-    As logarithms: they rank as the weights do, but small ones do not all become 0."""
-    dead = ~live[:, None, None]
-    logits = logits.float().masked_fill(dead, -torch.inf)
-    return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
+def rank_of(fraction: float, width: int) -> int:
+    """r = fraction * width, to the nearest. Raises UserError where that is not 1 to width."""
+    r = round(min(max(fraction, 0.0), 2.0) * width)  # beyond both all is wrong, and may be no whole number
+    if not 1 <= r <= width:
+        raise UserError(f"--rank {fraction:g}: r must lie in 1 to {width}, a fraction of at most 1")
+    return r
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
-    if not x.is_contiguous():
-        return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
-    return x.flatten(0, 2).index_select(0, row_numbers(x, index).flatten()).view(*index.shape, x.shape[-1])
+# -------------------------------------------------------------------------------------------------- stores
+#
+# A store holds numbers of tokens, [B, H heads, S tokens, width], in one form, and owns their buffers:
+#     write(where, x)    where = (batch, tokens): an int and a slice for a prompt's x [n, H, width], or two
+#                        tensors [B] for one token each, x [B, H, width]
+#     read(pos, index)   the numbers of tokens index [B, 1 or H, n], or of all -> [B, H, n, width]
+#     logits(q, pos)     q [B, H, G, d] times the d leading numbers of all tokens -> [B, H, G, S]
+#     mix(weights, pos)  weights [B, H, G, S] fp32 times all of them -> [B, H, G, width]
+#     kernel_form()      what kernels.attend takes; `kind` and `bits` say which form that is
+#     token_bytes        of one token, all heads. formula(): of all. bytes_of(n, length): of n of `length`
+# pos [B] is the newest token's position: forms with a ring ask for it.
 
 
-def row_numbers(x: Tensor, index: Tensor) -> Tensor:
-    """Where the rows at index [B, Hkv, n] stand among all rows of x [B, Hkv, S, D], end to end."""
-    first = torch.arange(0, x.shape[:3].numel(), x.shape[2], device=x.device)
-    return index.long() + first.view(*x.shape[:2], 1)
+class TokenStore(nn.Module):
+    """The numbers as they are, in the model's dtype. The base of the stores that follow.
 
+    by_token: a token's heads lie side by side in memory, [B, S, H, width], and not a head's tokens."""
 
-def fuses(x: Tensor) -> bool:
-    """Whether products with x become one loop that never holds codes in floating point, as where a step is
-    compiled for the CPU: a matrix product would first write them to memory, four bytes or more for each."""
-    return torch.compiler.is_compiling() and x.device.type == "cpu"
-
-
-def weigh(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
-
-    Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
-    multiplied, which stays a matrix product."""
-    floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
-    if not fuses(codes) or floats and w.shape[-2] > 1:
-        return w.to(codes.dtype) @ codes if floats else w @ codes.to(w.dtype)
-    if floats and not (in_rows and w.shape[-1] >= 16):
-        return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
-    if in_rows:  # in the order in which they lie
-        return (w[..., None, :] * codes.mT[..., None, :, :]).sum(-1)
-    return (w[..., None] * codes[..., None, :, :]).sum(-2)
-
-
-@dataclass
-class Plain:
-    """Keys or values [B, Hkv, S, width] as they are. A store: what Room.attend reads.
-
-    Keys in another form give logits(q, pos): q [B, Hkv, G, D] times all of them -> [B, Hkv, G, S]."""
-
-    rows: Tensor
     kind, bits = "plain", 16
 
-    def write_prompt(self, row: int, x: Tensor) -> None:
-        """Stores x [S, Hkv, width] of a whole prompt."""
-        self.rows[row, :, : len(x)] = x.transpose(0, 1)
+    def __init__(self, context: Context, heads: int, tokens: int, width: int, by_token: bool = False):
+        super().__init__()
+        self.context, self.heads, self.tokens, self.width = context, heads, tokens, width
+        self.by_token, places = by_token, (tokens, heads) if by_token else (heads, tokens)
+        for name, (shape, dtype) in self.layout().items():
+            self.register_buffer(name, context.zeros(*places, *shape, dtype=dtype))
 
-    def write(self, pos: Tensor, x: Tensor) -> None:
-        """Stores x [B, Hkv, width] of one token a row."""
-        self.rows[torch.arange(len(pos), device=pos.device), :, pos] = x
+    def layout(self) -> dict[str, tuple]:
+        """The buffers: name -> shape and dtype of what one head of one token has there."""
+        return {"rows": ((self.width,), self.context.dtype)}
 
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        """Of all tokens up to pos, or of index [B, Hkv, n] -> [B, Hkv, n, width]."""
-        return self.rows if index is None else gather_rows(self.rows, index)
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the buffers hold of x [..., width]."""
+        return (x,)
 
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        """weights [B, Hkv, G, S] fp32 times the values of all tokens -> [B, Hkv, G, width]."""
-        return weigh(weights, self.rows)
+    def decode(self, rows: Tensor) -> Tensor:
+        """The inverse."""
+        return rows
 
-    def stores(self) -> list[Tensor | None]:
-        """What the kernels take (kernels.attend)."""
-        return [self.rows]
+    def parts(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.layout()]
 
+    def view(self, part: Tensor) -> Tensor:
+        """A buffer as [B, H, S, ...]."""
+        return part.transpose(1, 2) if self.by_token else part
 
-@dataclass
-class Int8Keys:
-    """Keys in int8 codes [B, Hkv, S, D] with a scale each [B, Hkv, S]. A store."""
-
-    codes: Tensor
-    scale: Tensor
-    kind = "int8"
-
-    def stores(self) -> list[Tensor]:
-        return [self.codes, self.scale]
-
-    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        # Sums of products with codes can exceed fp16's range.
-        return weigh(q * 2**-7, self.codes.mT).float() * (self.scale * 128)[:, :, None]
-
-
-@dataclass
-class CodedValues:
-    """Values in codes [B, Hkv, S, D * bits / 8] with groups' (minimum, scale) [B, Hkv, S, n, 2]. A store."""
-
-    codes: Tensor
-    low_scale: Tensor
-    bits: int
-
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        """The codes' weights are those of the tokens times a group's scale: a product for each run of
-        channels that one group and one plane of the codes hold."""
-        low, scale = self.low_scale.to(weights.dtype).unbind(-1)  # [B, Hkv, S, n]
-        width, (n, bits) = self.codes.shape[-1], (low.shape[-1], self.bits)
-        group = width * 8 // bits // n  # channels
-        run, parts = math.gcd(group, width), []
-        for channel in range(0, group * n, run):
-            (plane, byte), i = divmod(channel, width), channel // group
-            codes = (self.codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-            if fuses(codes):  # one loop decodes and multiplies
-                decoded = codes * scale[..., i, None] + low[..., i, None]
-                parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
+    def write(self, where: tuple, x: Tensor) -> None:
+        batch, tokens = where
+        for part, new in zip(self.parts(), self.encode(x), strict=True):
+            if self.by_token:
+                part[batch, tokens] = new
             else:
-                parts.append(weigh(weights * scale[:, :, None, :, i], codes) + weights @ low[..., i, None])
-        return torch.cat(parts, -1)
-
-    def stores(self) -> list[Tensor]:
-        return [self.codes, self.low_scale]
-
-
-@dataclass
-class RebuiltKeys(Plain):
-    """Keys RoPE(latent basis^T + bias): rows [B, Hkv, S, r], basis [Hkv, D, r], bias [Hkv, D]. A store."""
-
-    room: Room
-    basis: Tensor
-    bias: Tensor
-    kind = "latents"
-
-    def __post_init__(self):
-        if kernels := self.room.kernels:  # what they take
-            weights = (self.basis.flatten(0, 1), self.bias.float().flatten()[:, None])
-            self.paired = [kernels.interleave_rope(x, len(self.basis)) for x in weights]
+                part[batch, :, tokens] = new.transpose(0, 1) if isinstance(batch, int) else new
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        keys = super().read(pos, index) @ self.basis.mT + self.bias[:, None]
-        return self.room.rope_one(keys, slice(0, keys.shape[2]) if index is None else index)
+        if index is None:
+            return self.decode(*map(self.view, self.parts()))
+        index = index.expand(-1, self.heads, -1)
+        return self.decode(*(self.gather(part, index) for part in self.parts()))
+
+    def gather(self, part: Tensor, index: Tensor) -> Tensor:
+        """A buffer's rows of tokens index [B, H, n] -> [B, H, n, ...]."""
+        if not self.by_token:
+            return gather_rows(part, index)
+        tokens = self.context.batch_ids[:, None, None] * self.tokens + index
+        number = tokens * self.heads + torch.arange(self.heads, device=index.device)[:, None]
+        return part.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *part.shape[3:])
+
+    def scored(self, pos: Tensor) -> dict[str, Tensor]:
+        """All tokens as Context.scores takes them."""
+        return {"rows": self.view(self.rows)}
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        return q @ self.read(pos).mT
+        return token_logits(q, **self.scored(pos))
 
-    def stores(self) -> list[Tensor | None]:
-        basis, bias = self.paired
-        return [self.rows, None, basis, None, bias, self.room.rope_pairs]
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return matmul_codes(weights, self.view(self.rows))
+
+    def kernel_form(self) -> list[Tensor]:
+        return [self.view(part) for part in self.parts()]
+
+    @property
+    def token_bytes(self) -> int:
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self.layout().values())
+        return self.heads * sum(sizes)
+
+    def formula(self) -> int:
+        return self.context.batch_size * self.tokens * self.token_bytes
+
+    def bytes_of(self, n: float, length: int) -> float:
+        return n * self.token_bytes
 
 
-def window_slot(position: Tensor, x: int, z: int) -> Tensor:
-    """The slot of a position in a window of the x first and z last tokens: the sinks, then a ring."""
-    return torch.where(position < x, position, x + (position - x) % z)
+class Window(TokenStore):
+    """The x first and z last tokens alone, as they are: slots of the sinks, then a ring, filled in order."""
 
+    def __init__(self, context: Context, heads: int, width: int, x: int, z: int, by_token: bool = False):
+        super().__init__(context, heads, x + z, width, by_token)
+        self.x, self.z = x, z
 
-def window_places(places: Tensor, x: int, z: int) -> Tensor:
-    """Those of a prompt's positions, places [S], that such a window holds at its end."""
-    return torch.cat((places[:x], places[max(x, len(places) - z) :]))
+    def slot(self, position: Tensor) -> Tensor:
+        return torch.where(position < self.x, position, self.x + (position - self.x) % self.z)
+
+    def positions(self, pos: Tensor) -> Tensor:
+        """The position in each slot once pos [B] is written, [B, x + z]; negative where it is empty."""
+        sinks = torch.arange(self.x, device=pos.device).expand(len(pos), -1)
+        ring = ring_positions(pos - self.x, self.z)
+        return torch.cat((sinks.where(sinks <= pos[:, None], -1), (ring + self.x).where(ring >= 0, -1)), 1)
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        batch, tokens = where
+        if isinstance(batch, int):  # of a prompt what the window holds at its end
+            places = torch.arange(len(x), device=x.device)
+            tokens = torch.cat((places[: self.x], places[max(self.x, len(x) - self.z) :]))
+            x = x[tokens]
+        super().write((batch, self.slot(tokens)), x)
 
 
 def ring_positions(pos: Tensor, z: int) -> Tensor:
@@ -455,27 +505,146 @@ def ring_positions(pos: Tensor, z: int) -> Tensor:
     return pos[:, None] - (pos[:, None] - torch.arange(z, device=pos.device)) % z
 
 
-@dataclass
-class Window(Plain):
-    """The x first and z last tokens alone, as they are. A store."""
+class Int8Store(TokenStore):
+    """Int8 codes with one scale for a head's row (`quantize_int8`)."""
 
-    x: int
-    z: int
+    kind, bits = "int8", 8
 
-    def write_prompt(self, row: int, x: Tensor) -> None:
-        kept = window_places(torch.arange(len(x), device=x.device), self.x, self.z)
-        self.rows[row, :, window_slot(kept, self.x, self.z)] = x[kept].transpose(0, 1)
+    def layout(self) -> dict[str, tuple]:
+        return {"rows": ((self.width,), torch.int8), "scale": ((), torch.float32)}
 
-    def write(self, pos: Tensor, x: Tensor) -> None:
-        super().write(window_slot(pos, self.x, self.z), x)
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = quantize_int8(x)
+        return codes, scale[..., 0]
+
+    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (rows.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
+
+    def scored(self, pos: Tensor) -> dict[str, Tensor]:
+        return {"rows": self.view(self.rows), "row_scale": self.view(self.scale)}
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return matmul_codes(weights * self.view(self.scale)[:, :, None], self.view(self.rows))
 
 
-def share_rank(share: float, width: int) -> int:
-    """r = share * width, to the nearest. Raises UserError where that is not 1 to width."""
-    r = round(min(max(share, 0.0), 2.0) * width)  # beyond both all is wrong, and may be no whole number
-    if not 1 <= r <= width:
-        raise UserError(f"--rank {share:g}: r must lie in 1 to {width}, a share of at most 1")
-    return r
+class CodedStore(TokenStore):
+    """Codes of 2, 4 or 8 bits with a minimum and a scale for 32 channels, or a narrow row (`quantize`)."""
+
+    def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False):
+        self.bits, self.group = bits, min(32, width)
+        if width % self.group or width * bits % 8:
+            groups = "a head dim that groups of 32 channels divide"
+            raise UserError(f"{bits}-bit values need {groups}, not {width}")
+        super().__init__(context, heads, tokens, width, by_token)
+
+    def layout(self) -> dict[str, tuple]:
+        codes = (self.width * self.bits // 8,), torch.uint8
+        return {"rows": codes, "scale": ((self.width // self.group, 2), torch.float16)}
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(x, self.bits, self.group)
+
+    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return dequantize(rows, scale, self.bits, self.group, self.context.dtype)
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return mix_codes(weights, self.view(self.rows), self.view(self.scale), self.bits)
+
+
+def coded_store(context: Context, shape: tuple[int, int, int], bits: int, by_token=False) -> TokenStore:
+    """A store of shape (heads, tokens, width) with so many bits a number; 16: as they are."""
+    if bits == 16:
+        return TokenStore(context, *shape, by_token)
+    return CodedStore(context, *shape, bits, by_token)
+
+
+class RebuiltKeys(nn.Module):
+    """Keys RoPE(latent basis^T + bias), rebuilt where they are read. A store over another one, `latents`.
+
+    latents [B, 1 or Hkv, S, r]; basis [Hkv, D, r]; bias [Hkv, D] or None. Latents in int8 go with a basis
+    that int8 codes hold (quantize_basis), so that kernels multiply codes."""
+
+    kind = "latents"
+
+    def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.latents, self.context = latents, latents.context
+        self.basis, self.bias, kernels = basis.to(self.context.dtype), bias, self.context.kernels
+        if kernels:  # what they take: RoPE's pairs side by side
+            n, coded = len(basis), latents.kind == "int8"
+            codes, scale = quantize_basis(basis) if coded else (self.basis, None)
+            given = codes.flatten(0, 1), scale, None if bias is None else bias.float()
+            flat = (x if x is None else x.reshape(n * basis.shape[1], -1) for x in given)
+            self.paired = [x if x is None else kernels.interleave_rope(x, n) for x in flat]
+
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        keys = torch.einsum("bhnr,hdr->bhnd", self.latents.read(pos, index), self.basis)
+        keys = keys if self.bias is None else keys + self.bias[:, None]
+        return self.context.rope_one(keys, slice(0, keys.shape[2]) if index is None else index)
+
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        return q @ self.read(pos).mT
+
+    def kernel_form(self) -> list[Tensor | None]:
+        heads = len(self.basis)
+        rows, scale = (*(x.expand(-1, heads, *x.shape[2:]) for x in self.latents.kernel_form()), None)[:2]
+        return [rows, scale, *self.paired, self.context.rope_pairs]
+
+
+# ------------------------------------------------------------------------------------- the base of all caches
+
+
+class Cache(nn.Module):
+    """The base of all caches: exact attention in a prompt, the ledger, and `report_selected`."""
+
+    watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
+    elite_rope = False  # rotates only a head's elite pairs, as a checkpoint uptrained for EliteKV must be
+
+    def __init__(self, context: Context):
+        super().__init__()
+        if context.config.elitekv and not self.elite_rope:
+            raise UserError(ONLY_ELITEKV)
+        self.context, self.config, self.rope = context, context.config, context.rope
+
+    def prefill(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        """A whole prompt, attended exactly. What the method keeps of it, write_prompt(batch, q, k, v, raw,
+        *folded) stores: q and k after RoPE, raw: k before."""
+        span = slice(0, len(q))
+        q, rotated = self.rope(q, span), self.rope(k, span)
+        self.write_prompt(batch, q, rotated, v, k, *folded)
+        return causal_attention(q, rotated, v)
+
+    def report_selected(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
+        """Decode says here which tokens it attends if these are not all: one line in a method that selects.
+
+        index [B, n] for all heads, [B, Hkv, n] or [B, Hkv, G, n]; live, alike, which of them count;
+        and the last `recent` tokens up to pos. From this evaluation takes recall and attention mass."""
+        if self.watch:
+            self.watch(pos, index, live, recent)
+
+    def measured(self) -> int:
+        """Bytes of the live storage: the whole batch at full capacity."""
+        return sum(b.untyped_storage().nbytes() for b in self.buffers())
+
+    def token_bytes(self) -> int:
+        """Bytes of one token, for a method all of whose tokens cost the same and are read at each step."""
+        raise NotImplementedError
+
+    def formula(self) -> int:
+        """Bytes that the method's formula gives for this batch and capacity; tests hold measured() to it."""
+        return self.context.batch_size * self.context.capacity * self.token_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        """Bytes that one decode step must read from this layer's cache for one entry of `length` tokens."""
+        return length * self.token_bytes()
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
+        return 0
+
+    def miss_rate(self) -> float | None:
+        """Rows that a mixed cache had to fetch from host memory, as a fraction of those selected."""
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------ dense
@@ -489,76 +658,60 @@ class DenseSettings:
 class DenseCache(Cache):
     """Post-RoPE K and V of every token: the truth that all others are measured against.
 
-    The base of the caches that keep K and V by position: `select` names the tokens that a step attends.
-    bits below 16: K and V in KIVI's codes, but for the keys of an unfinished block and the last values
-    (residual). width: numbers of a stored key, else the head dim. tokens: how many of a row are stored, else
-    all."""
+    The base of the caches that keep K and V by position, in two stores (plain ones if not given): `select`
+    names the tokens that a step attends."""
 
-    def __init__(self, room: Room, bits: int = 16, residual: int = 128, width: int = 0, tokens: int = 0):
-        super().__init__(room)
-        c, self.bits, self.width = room.config, bits, width or room.config.head_dim
-        self.tokens = tokens or room.capacity
-        if bits == 16:
-            self.register_buffer("k", self.store(c.n_kv_heads, self.tokens, self.width))
-            self.register_buffer("v", self.store(c.n_kv_heads, self.tokens, c.head_dim))
-            self.keys, self.values = Plain(self.k), Plain(self.v)
-        else:
-            self.keys = PackedKeys(self, bits, residual)
-            self.values = PackedValues(self, bits, self.keys.R)
+    def __init__(self, context: Context, keys: TokenStore | None = None, values: TokenStore | None = None):
+        super().__init__(context)
+        shape = context.config.n_kv_heads, context.capacity, context.config.head_dim
+        self.keys, self.values = keys or TokenStore(context, *shape), values or TokenStore(context, *shape)
 
-    def stored(self, x: Tensor) -> Tensor:
+    def to_stored_basis(self, x: Tensor) -> Tensor:
         """Queries or keys [..., H, D] after RoPE as they are multiplied and kept, [..., H, width]."""
         return x
 
-    def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
+    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
         """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
 
-    def note(self, pos: Tensor, k: Tensor) -> None:
-        """The same for one token a row, k [B, Hkv, D] after RoPE."""
+    def update_index(self, pos: Tensor, k: Tensor) -> None:
+        """The same for one token each, k [B, Hkv, D] after RoPE."""
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
-    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        self.keys.write_prompt(row, self.stored(k))
-        self.values.write_prompt(row, v)
-        self.note_prompt(row, k, q[-1:])
+    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        where = batch, slice(0, len(q))
+        self.keys.write(where, self.to_stored_basis(k))
+        self.values.write(where, v)
+        self.index_prompt(batch, k, q[-1:])
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        q, k = self.stored(self.rope(q, pos)), self.stored(self.rope(k, pos))
-        self.keys.write(pos, k)
-        self.values.write(pos, v)
-        self.note(pos, k)
+        where = self.context.batch_ids, pos
+        q, k = (self.to_stored_basis(self.rope(x, pos)) for x in (q, k))
+        self.keys.write(where, k)
+        self.values.write(where, v)
+        self.update_index(pos, k)
         index = self.select(pos, q)
         if index is not None:
-            self.attends(pos, index, index >= 0)
+            self.report_selected(pos, index, index >= 0)
             index = index.flatten(1, -2)
-        return self.room.attend(q, self.keys, self.values, pos, index)
+        return self.context.attend(q, self.keys, self.values, pos, index)
 
     def formula(self) -> int:
-        if self.bits < 16:
-            return self.keys.formula() + self.values.formula()
-        return self.room.rows * self.bytes_of(self.tokens, self.tokens)
-
-    def bytes_of(self, keys: float, values: float) -> int:
-        """Bytes of so many rows of K and of V, of all KV heads."""
-        numbers = keys * self.width + values * self.config.head_dim
-        return round(numbers * self.config.n_kv_heads * self.room.dtype.itemsize)
+        return round(self.keys.formula() + self.values.formula())
 
     def tokens_read(self, length: int) -> tuple[float, float]:
-        """Rows of K and of V that one decode step must read, a KV head."""
+        """Tokens of K and of V that one decode step must read, a KV head."""
         return length, length
 
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
-        if self.bits < 16:
-            return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values, length))
-        return self.bytes_of(keys, values)
+        return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values, length))
 
 
-def dense_bytes(room: Room) -> int:
-    """Bytes of a dense cache of one layer: rows x capacity x 2 Hkv D."""
-    return room.rows * room.capacity * 2 * room.config.kv_dim * room.dtype.itemsize
+def dense_bytes(context: Context) -> int:
+    """Bytes of a dense cache of one layer: B x capacity x 2 Hkv D."""
+    return context.batch_size * context.capacity * 2 * context.config.kv_dim * context.dtype.itemsize
 
 
 def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Cache]]:
@@ -566,13 +719,13 @@ def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Ca
 
     make gets a layer's part of each of these tensors of the artifact."""
 
-    def build(model: Llama, settings: object, room: Room, artifact: Artifact) -> list[Cache]:
+    def build(model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
         skipped = skipped_layers(settings, len(model.layers)) if hasattr(settings, "skip") else ()
 
         def cache(i: int) -> Cache:
             if i in skipped:
-                return DenseCache(room, settings.kv_bits)
-            return make(room, settings, *(artifact[name][i] for name in names))
+                return DenseCache(context, *kivi_stores(context, getattr(settings, "kv_bits", 16)))
+            return make(context, settings, *(artifact[name][i] for name in names))
 
         return [cache(i) for i in range(len(model.layers))]
 
@@ -593,12 +746,6 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
 
 
 # -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
-
-
-def as_fp16(x: Tensor) -> Tensor:
-    """x in fp16, rounded for those who read it in fp32, too: Inductor drops x.half().float(), and here it
-    cannot, since the bits are whole numbers in between."""
-    return (x.half().view(torch.int16) & -1).view(torch.float16)
 
 
 def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -636,57 +783,6 @@ def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Ten
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
-class Rows(nn.Module):
-    """Numbers of tokens [B, *places, width]: in the model's dtype at 16 bits, else in codes of `quantize` in
-    groups of 32 (or of all), or if symmetric in those of quantize_int8."""
-
-    def __init__(self, cache: Cache, places: tuple[int, ...], width: int, bits: int, symmetric: bool = False):
-        super().__init__()
-        self.bits, self.symmetric, self.group, self.dtype = bits, symmetric, min(32, width), cache.room.dtype
-        if bits == 16:
-            rows, scale = cache.store(*places, width), None
-        elif symmetric:
-            rows = cache.store(*places, width, dtype=torch.int8)
-            scale = cache.store(*places, dtype=torch.float32)
-        elif width % self.group or width * bits % 8:
-            groups = "a head dim that groups of 32 channels divide"
-            raise UserError(f"{bits}-bit values need {groups}, not {width}")
-        else:
-            rows = cache.store(*places, width * bits // 8, dtype=torch.uint8)
-            scale = cache.store(*places, width // self.group, 2, dtype=torch.float16)  # (minimum, scale)
-        self.register_buffer("rows", rows)
-        self.register_buffer("scale", scale)
-
-    def write(self, where: tuple, x: Tensor) -> None:
-        """Stores x [..., width] at index `where` of [B, *places]."""
-        if self.bits == 16:
-            self.rows[where] = x
-        elif self.symmetric:
-            self.rows[where], scale = quantize_int8(x)
-            self.scale[where] = scale[..., 0]
-        else:
-            self.rows[where], self.scale[where] = quantize(x, self.bits, self.group)
-
-    def read(self, where: tuple) -> Tensor:
-        """The numbers [..., width] at index `where` of [B, *places]."""
-        rows = self.rows[where]
-        if self.bits == 16:
-            return rows
-        if self.symmetric:
-            return (rows.to(self.dtype) * self.scale[where][..., None]).to(self.dtype)
-        return dequantize(rows, self.scale[where], self.bits, self.group, self.dtype)
-
-    def stores(self) -> tuple[Tensor, Tensor | None]:
-        """What the kernels take: rows or codes, and their scales or None."""
-        return self.rows, self.scale
-
-    def bytes_of(self, width: int) -> int:
-        """Bytes of so many numbers of one token: of one row if symmetric, else of all its rows."""
-        if self.bits == 16:
-            return width * self.dtype.itemsize
-        return width + 4 if self.symmetric else width * self.bits // 8 + width // self.group * 4
-
-
 # ------------------------------------------------------------------------------------------------------- SALS
 
 
@@ -694,23 +790,21 @@ class Rows(nn.Module):
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.5, "d_r: rank of the latent, a share of Hkv*D (paper: 1/4, 1/8)", sets="bytes")
-    score_rank: float = setting(0.5, "r*/r: share of the latent's leading dims that scoring reads")
+    rank: float = setting(0.5, "d_r: rank of the latent, a fraction of Hkv*D (paper: 1/4, 1/8)", sets="bytes")
+    score_rank: float = setting(0.5, "r*/r: fraction of the latent's leading dims that scoring reads")
     latent_bits: int = setting(8, "bits of a latent's number: 8 (ours), or 16, the model's dtype", (8, 16))
     bits: int = setting(4, "bits of a value code; 2 goes with half the default rank", (2, 4, 8, 16))
     sinks: int = setting(16, "x: first tokens that are always attended")
     critical: int = setting(432, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
-    keep: float = setting(0.0, "sets y so that x + y + z is this share of the capacity", sets="tokens")
+    keep: float = setting(0.0, "sets y so that x + y + z is this fraction of the capacity", sets="tokens")
     score: str = setting("softmax", "sum of the heads' softmax, or of logits (paper)", ("softmax", "sum"))
-    score_block: int = setting(512, "tokens of a block to which scoring turns q (ours); 0: no RoPE (paper)")
+    score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting(
         "int8", "their form: int8, V in 4 bits or more (ours); latent; or dense", ("int8", "latent", "dense")
     )
-    window: str = setting("exact", "x + z exact, or z at rank 1/2 and 8-bit V (paper)", ("exact", "half"))
-    fold: bool = setting(True, "fold U_r into the projection weights (not possible with q/k norms)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens for a cache of this capacity."""
@@ -720,272 +814,107 @@ class SalsSettings:
         return within(capacity, z, y, x)[::-1]
 
 
+def sals_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, r_score: int, bits: int, budget: tuple, rope
+) -> tuple[Tensor, Tensor, tuple]:
+    """One decode step of SALS as published (Algorithm 1, whose lines number the steps), for one sequence.
+
+    q [Hq, D], k, v [Hkv, D]: of the new token, before RoPE. stored, of the S - 1 tokens before it: latents
+    [S - 1, r]; values in codes and their scales (`quantize`); K and V [S - 1, Hkv, D] after RoPE, of which
+    only the x first and z last are read. U [Hkv*D, r]; rope(x, positions) rotates x [n, H, D]. Gives the
+    output [Hq, D], the chosen tokens, and what is stored now."""
+    latents, codes, scales, k_exact, v_exact = stored
+    (x, y, z), (heads, D), S = budget, k.shape, len(latents) + 1
+    # 2. Project the new token. The query of a group is the sum of its heads, which share its keys.
+    k_latent = k.flatten() @ U
+    q_latent = q.unflatten(0, (heads, -1)).sum(1).flatten() @ U
+    # 3. Append.
+    new = k_latent, *quantize(v, bits, min(32, D)), rope(k[None], torch.tensor([S - 1]))[0], v
+    stored = tuple(torch.cat((old, each[None])) for old, each in zip(stored, new, strict=True))
+    latents, codes, scales, k_exact, v_exact = stored
+    # 4. Scores on the r* leading dims (sec. 4.3): without RoPE, for all heads at once.
+    scores = latents[:, :r_score] @ q_latent[:r_score]
+    # 5. The y best of the tokens between the x first and the z last (sec. 4.4).
+    places = torch.arange(S)
+    near = (places < x) | (places >= S - z)
+    chosen = scores.masked_fill(near, -torch.inf).topk(min(y, S - int(near.sum()))).indices
+    # 6. Rebuild their keys; decode their values.
+    k_chosen = (latents[chosen] @ U.T).unflatten(-1, (heads, D))
+    v_chosen = dequantize(codes[chosen], scales[chosen], bits, min(32, D), v.dtype)
+    # 7. Rotate the query and the rebuilt keys, each at its own position.
+    q, k_chosen = rope(q[None], torch.tensor([S - 1]))[0], rope(k_chosen, chosen)
+    keys, values = torch.cat((k_chosen, k_exact[near])), torch.cat((v_chosen, v_exact[near]))  # [n, Hkv, D]
+    # 8, 9. Attend.
+    weights = torch.einsum("hgd,nhd->hgn", q.unflatten(0, (heads, -1)), keys).mul(D**-0.5).softmax(-1)
+    out = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
+    return out, torch.cat((chosen, places[near])), stored
+
+
+# ---- what we changed
+
+
 def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
     """`down` (keys to latent) and `up` (latent to keys, and queries to latent), both [Hkv*D, r].
 
     basis [Hkv*D, >= r]: U, orthonormal, best direction first. Without a scale both are U_r, the paper's. With
-    scale S [Hkv*D] they are S U_r and S^-1 U_r: U is then best for the keys S k, and down^T up is still I."""
+    scale S [Hkv*D] (ours) they are S U_r and S^-1 U_r: U is then best for the keys S k, where S is as large
+    as the queries make a dim count; down^T up is still I."""
     basis = basis[:, :r]
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
-def latent_maps(settings: SalsSettings, c: ModelConfig, basis: Tensor, scale: Tensor | None) -> list[Tensor]:
-    """`down` and `up` of sals_maps at rank r, fp32; for int8 latents turned, `up` as its codes hold it."""
-    r = share_rank(settings.rank, c.kv_dim)
-    down, up = sals_maps(basis.float(), scale, r)
-    if settings.latent_bits == 16:
-        return [down, up]
-    turn = latent_turn(sals_score_rank(settings, c), r).to(basis.device)
-    codes, pair_scale = quantize_basis(up @ turn, c)
-    return [down @ turn, codes * pair_scale]
-
-
 @functools.lru_cache
-def latent_turn(r_score: int, r: int) -> Tensor:
-    """A fixed random rotation [r, r] of the leading r* dims among themselves and of the others.
+def mix_rotation(r_score: int, r: int) -> Tensor:
+    """A fixed random rotation [r, r] of the leading r* dims among themselves and of the others (ours).
 
     It changes no logit and no score, and spreads each part's energy evenly over its dims: one int8 scale then
-    serves a whole row (Palu, arXiv 2407.21118, turns its latents likewise)."""
+    serves a whole latent (Palu, arXiv 2407.21118, rotates its latents likewise)."""
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in (r_score, r - r_score))
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
 
 
-def quantize_basis(up: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """`up` [Hkv*D, r] in int8 codes with a scale [Hkv*D, 1] that the two dims of a RoPE pair share: a kernel
-    can rotate the codes' products and leave the scale to the query."""
-    codes, scale = quantize_int8(up.unflatten(0, (config.n_kv_heads, 2, -1)), (1, 3))
-    return codes.flatten(0, 2), scale.expand(-1, 2, -1, -1).reshape(-1, 1)
+def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
+    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1] that the two dims of a RoPE pair
+    share: a kernel can rotate the codes' products and leave the scale to the query."""
+    codes, scale = quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
+    return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
-def mean_rotations(room: Room, block: int) -> tuple[Tensor, Tensor]:
+def latent_maps(settings: SalsSettings, c: ModelConfig, basis: Tensor, scale: Tensor | None) -> list[Tensor]:
+    """`down` and `up` of sals_maps at rank r, fp32; for int8 latents mixed, and `up` as its codes hold it."""
+    r = rank_of(settings.rank, c.kv_dim)
+    down, up = sals_maps(basis.float(), scale, r)
+    if settings.latent_bits == 16:
+        return [down, up]
+    mix = mix_rotation(sals_score_rank(settings, c), r).to(basis.device)
+    codes, pair_scale = quantize_basis((up @ mix).unflatten(0, (c.n_kv_heads, -1)))
+    return [down @ mix, (codes * pair_scale).flatten(0, 1)]
+
+
+def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
     to a key of which only the block is known."""
-    return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (room.cos, room.sin))
+    return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (context.cos, context.sin))
 
 
-def sals_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
+def block_queries(q: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
+    """q [B, Hq, D] after RoPE, rotated back to each of n blocks -> [B, n, Hq, D] (ours): without RoPE every
+    key is scored as if it stood at the query's place."""
+    cos, sin = rotations
+    return apply_rope(q[:, None], cos, -sin)
+
+
+def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
     """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*].
 
     sum (paper, sec. 4.3): one query for all heads, q~ = U^T sum over each group of q; then q~ . k~ equals
-    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h."""
+    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h, whose logits become
+    attention weights before they are summed: no loud head decides for all."""
     grouped = q.unflatten(-2, (n_kv_heads, -1))  # [..., Hkv, G, D]
     if rule == "sum":
         return grouped.sum(-2).flatten(-2)[..., None, :] @ basis
     return torch.einsum("...hgd,hdr->...hgr", grouped, basis.unflatten(0, (n_kv_heads, -1))).flatten(-3, -2)
-
-
-def sals_scores(
-    queries: Tensor, latent: Tensor, live: Tensor, rule: str, scale: float, block: int = 0, token_scale=None
-) -> Tensor:
-    """One score a token: queries [B, heads, r*], latent [B, S, r*], live [B, S] bool -> [B, S] fp32.
-
-    With `block`, queries [B, n, heads, r*]: one for each block of so many tokens, the last maybe of fewer.
-    token_scale [B, S]: of latents that are codes. sum: s_j = q~ . k~_j (paper, sec. 4.3). softmax (ours):
-    each head's logits become attention weights before they are summed: no loud head decides for all."""
-    if token_scale is not None:  # sums of products with codes can exceed fp16's range
-        queries, token_scale = queries * 2**-7, token_scale * 128
-    if block:
-        n = queries.shape[1] - 1  # whole blocks, and the last one
-        whole, last = latent[:, : n * block].unflatten(1, (n, block)), latent[:, n * block :]
-        logits = weigh(queries[:, :n], whole.mT).transpose(1, 2).flatten(2)  # [B, heads, n * block]
-        logits = torch.cat((logits, weigh(queries[:, n], last.mT)), -1).float()
-    else:
-        logits = weigh(queries, latent.mT).float()  # [B, heads, S]
-    if token_scale is not None:
-        logits = logits * token_scale[:, None]
-    if rule == "softmax":
-        logits = (logits * scale).masked_fill(~live[:, None], -torch.inf).softmax(-1)
-    return logits.sum(1)
-
-
-class SalsCache(Cache):
-    """Joint latent of the pre-RoPE keys, quantised values, and a window of the x first and z last tokens.
-
-    Every token is written to the latent and value stores at once; the window holds its tokens exactly (or at
-    rank 1/2). `sparse` layers attend x + y + z tokens; the others reconstruct and attend every token, and
-    have no sinks in their window, nor has the paper's half of a window. maps: of latent_maps; half: of
-    sals_maps at rank Hkv*D/2, for --window half; blocks: tokens of a block and mean_rotations, if any."""
-
-    def __init__(
-        self, room: Room, settings: SalsSettings, sparse: bool, maps: tuple, half: tuple = (), blocks=()
-    ):
-        super().__init__(room)
-        c, self.settings, self.sparse = room.config, settings, sparse
-        self.x, self.y, self.z = settings.budget(room.capacity)
-        self.r, self.r_score = share_rank(settings.rank, c.kv_dim), sals_score_rank(settings, c)
-        self.block, *self.rotations = blocks or (0,)
-        # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
-        # rotated lack. cos at position 0 equals the factor.
-        factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
-        self.logit_scale = c.head_dim**-0.5 * factor**2
-        down, up = maps
-        self.up = up.to(room.device, room.dtype)  # weights, not cache
-        self.down = self.up if down is up else down.to(room.device, room.dtype)  # None once W_K has it
-        self.latents = Rows(self, (room.capacity,), self.r, settings.latent_bits, symmetric=True)
-        self.values = Rows(self, (room.capacity, c.n_kv_heads), c.head_dim, settings.bits)
-        self.half = settings.window == "half"
-        self.exact_sinks = self.x if sparse and not self.half else 0
-        window = (self.exact_sinks + self.z, c.n_kv_heads)
-        self.window_values = Rows(self, window, c.head_dim, 8 if self.half else 16)
-        if self.half:
-            self.half_down, self.half_up = (m.to(room.device, room.dtype) for m in half)
-            self.window_keys = Rows(self, window[:1], c.kv_dim // 2, 16)
-        else:
-            self.window_keys = Rows(self, window, c.head_dim, 16)
-        whole = self.y > 0 and c.head_dim % 16 == self.block % 16 == 0  # what the kernels take
-        self.fused = room.kernels is not None and whole and not self.half
-        if self.fused:
-            basis, self.basis_scale = self.up, None
-            if settings.latent_bits == 8:
-                basis, pair_scale = quantize_basis(up.to(room.device), c)  # the codes that `up` was made of
-                self.basis_scale = room.kernels.interleave_rope(pair_scale, c.n_kv_heads)
-            self.paired_basis = room.kernels.interleave_rope(basis, c.n_kv_heads)
-
-    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
-        where = (row, slice(0, len(q)))
-        self.latents.write(where, folded[0] if folded else raw.flatten(1) @ self.down)
-        self.values.write(where, v)
-        kept = window_places(self.room.positions[: len(q)], self.exact_sinks, self.z)
-        self.write_window(row, kept, raw[kept], k[kept], v[kept])
-
-    def write_window(self, row: int | Tensor, pos: Tensor, raw: Tensor, k: Tensor, v: Tensor) -> None:
-        where = (row, window_slot(pos, self.exact_sinks, self.z))
-        self.window_keys.write(where, raw.flatten(-2) @ self.half_down if self.half else k)
-        self.window_values.write(where, v)
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rotated, index = self.append(pos, folded[0] if folded else k.flatten(1) @ self.down, q, k, v), None
-        if self.sparse:
-            scores = self.scores(pos, self.queries(pos, q, *folded[1:]))
-            # The tokens to rebuild: the y best, and sinks that are not exact.
-            index = self.room.select(scores, pos, self.x, self.y, self.z)
-            self.attends(pos, index.clamp(min=0), index >= 0, recent=self.z)
-            index = index[:, self.exact_sinks :].contiguous()
-        return self.attend(pos, rotated, index)
-
-    def append(self, pos: Tensor, new: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores one token a row, of latent new [B, r], and gives q after RoPE."""
-        rows = self.room.row_ids
-        self.latents.write((rows, pos), new)
-        self.values.write((rows, pos), v)
-        self.write_window(rows, pos, k, self.rope(k, pos), v)
-        return self.rope(q, pos)
-
-    def scores(self, pos: Tensor, queries: Tensor) -> Tensor:
-        """One score a token, [B, S]."""
-        rule, scale, (latents, token_scale) = self.settings.score, self.logit_scale, self.latents.stores()
-        if self.fused:
-            rule, scale = ("each", 1.0) if rule == "sum" else (rule, scale)  # of one query for all heads
-            latents, token_scale = (x if x is None else x[:, None] for x in (latents, token_scale))
-            given = (queries.unsqueeze(-3), latents, token_scale, pos, scale, rule, self.block)
-            return self.room.kernels.scores(*given)[:, 0]
-        latents, live = latents[..., : self.r_score], self.room.positions <= pos[:, None]
-        return sals_scores(queries, latents, live, rule, scale, self.block, token_scale)
-
-    def attend(self, pos: Tensor, q: Tensor, index: Tensor | None) -> Tensor:
-        """Attention of q [B, Hq, D] after RoPE over the window and index [B, n], -1 for none; None: all."""
-        if self.fused:
-            latents = (
-                x if x is None else x[:, None].expand(-1, self.config.n_kv_heads, *x.shape[1:])
-                for x in self.latents.stores()
-            )
-            keys = [*latents, self.paired_basis, self.basis_scale, None, self.room.rope_pairs]
-            values = [x.transpose(1, 2) for x in self.values.stores() if x is not None]
-            window, scale = [self.window_keys.rows, self.window_values.rows], self.config.head_dim**-0.5
-            given = (keys, values, self.settings.bits, pos, index, window, scale)
-            return self.room.kernels.attend(q, "latents", *given)
-        if index is None:
-            index = self.room.positions.expand(len(pos), -1)
-            live = index <= pos[:, None] - self.z
-        else:
-            index, live = index.clamp(min=0), index >= 0
-        parts = zip((*self.reconstruct(index), live), self.read_window(pos), strict=True)
-        k, v, live = (torch.cat(part, 1) for part in parts)
-        return attend(q, k.transpose(1, 2), v.transpose(1, 2), live)  # [B, Hkv, n + window, D]
-
-    def queries(self, pos: Tensor, q: Tensor, *folded: Tensor) -> Tensor:
-        """Latent queries: [B, heads, r*], folded in for the sum rule, or [B, n, heads, r*] of n blocks."""
-        if folded:
-            return folded[0][:, None]
-        if self.rotations:  # RoPE at pos, and back to each block
-            cos, sin = self.rotations
-            q = apply_rope(self.rope(q, pos)[:, None], cos, -sin)  # [B, n, Hq, D]
-        up = self.up[:, : self.r_score]
-        return sals_queries(q, up, self.config.n_kv_heads, self.settings.score).contiguous()
-
-    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [B, n, Hkv, D] of tokens index [B, n]: K_C = K~_C U_r^T, RoPE at the original positions."""
-        where = (self.room.row_ids[:, None], index)
-        k = (self.latents.read(where) @ self.up.T).unflatten(-1, (self.config.n_kv_heads, -1))
-        return self.rope(k, index), self.values.read(where)
-
-    def read_window(self, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K, V [B, window, Hkv, D] of the window and which slots hold a token: they fill from the left."""
-        k, v = (store.read((slice(None),)) for store in (self.window_keys, self.window_values))
-        if self.half:
-            k = (k @ self.half_up.T).unflatten(-1, (self.config.n_kv_heads, -1))
-            k = self.rope(k, ring_positions(pos, self.z).clamp(min=0))
-        return k, v, torch.arange(v.shape[1], device=pos.device) <= pos[:, None]
-
-    def token_bytes(self) -> int:
-        """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
-        return self.latents.bytes_of(self.r) + self.values.bytes_of(self.config.kv_dim)
-
-    def window_bytes(self) -> int:
-        """Bytes of one token of the window."""
-        width = self.config.kv_dim
-        keys = self.window_keys.bytes_of(width // 2 if self.half else width)
-        return keys + self.window_values.bytes_of(width)
-
-    def formula(self) -> int:
-        window = (self.exact_sinks + self.z) * self.window_bytes()
-        return self.room.rows * (self.room.capacity * self.token_bytes() + window)
-
-    def bytes_read(self, length: int) -> int:
-        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once."""
-        recent = min(self.z, length)
-        if not self.sparse:
-            return (length - recent) * self.token_bytes() + recent * self.window_bytes()
-        chosen = min(self.x + self.y, length - recent)
-        exact = min(self.exact_sinks, chosen)
-        scored = length * self.latents.bytes_of(self.r_score)
-        return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
-
-
-class Int8Cache(Cache):
-    """Post-RoPE keys of every token in int8, one scale a token and head, and V in codes (ours): for layers
-    that attend all, where a dense cache is many bytes and rebuilding every key many FLOPs."""
-
-    def __init__(self, room: Room, bits: int):
-        super().__init__(room)
-        places, width = (room.config.n_kv_heads, room.capacity), room.config.head_dim
-        self.keys = Rows(self, places, width, 8, symmetric=True)
-        self.values = Rows(self, places, width, bits)
-
-    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        where = (row, slice(None), slice(0, len(q)))
-        self.keys.write(where, k.transpose(0, 1))
-        self.values.write(where, v.transpose(0, 1))
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        where = (self.room.row_ids, slice(None), pos)
-        self.keys.write(where, self.rope(k, pos))
-        self.values.write(where, v)
-        rows, low_scale = self.values.stores()
-        values = Plain(rows) if low_scale is None else CodedValues(rows, low_scale, self.values.bits)
-        return self.room.attend(self.rope(q, pos), Int8Keys(*self.keys.stores()), values, pos)
-
-    def token_bytes(self) -> int:
-        """Codes and scales of K, codes and (minimum, scale) of V."""
-        c = self.config
-        return c.n_kv_heads * self.keys.bytes_of(c.head_dim) + self.values.bytes_of(c.kv_dim)
-
-
-def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
-    if not 0 < settings.score_rank <= 1:
-        raise UserError(f"--score_rank {settings.score_rank}: r*/r must lie in (0, 1]")
-    return max(1, round(settings.score_rank * share_rank(settings.rank, config.kv_dim)))
 
 
 def sals_fold(attention: Attention, c: ModelConfig, down: Tensor, up: Tensor, r_score: int | None) -> None:
@@ -1005,33 +934,123 @@ def sals_fold(attention: Attention, c: ModelConfig, down: Tensor, up: Tensor, r_
     linear.out_features = sum(attention.widths)
 
 
-def build_sals(model: Llama, settings: SalsSettings, room: Room, artifact: Artifact) -> list[Cache]:
-    """One cache a layer; with `fold`, the latent's rows are appended to the model's wqkv."""
+class SalsCache(Cache):
+    """Joint latents of the pre-RoPE keys, values in codes, and a window of the x first and z last tokens.
+
+    Every token is written to latents and values at once; the window holds its tokens exactly. `sparse` layers
+    attend x + y + z tokens; the others rebuild and attend every token, and have no sinks in their window.
+    maps: of latent_maps; blocks: tokens of a block and its mean_rotations, or ()."""
+
+    def __init__(self, context: Context, settings: SalsSettings, sparse: bool, maps: Sequence, blocks=()):
+        super().__init__(context)
+        c, self.settings, self.sparse = context.config, settings, sparse
+        self.budget, self.block, self.rotations = settings.budget(context.capacity), *(blocks or (0, ()))
+        self.r, self.r_score = rank_of(settings.rank, c.kv_dim), sals_score_rank(settings, c)
+        down, up = (m.to(context.device) for m in maps)
+        self.down, self.up = (m.to(context.dtype) for m in (down, up))  # weights, not cache
+        latent = TokenStore if settings.latent_bits == 16 else Int8Store
+        self.latents = latent(context, 1, context.capacity, self.r)
+        self.keys = RebuiltKeys(self.latents, up.unflatten(0, (c.n_kv_heads, -1)))
+        shape = c.n_kv_heads, context.capacity, c.head_dim
+        self.values = coded_store(context, shape, settings.bits, by_token=True)
+        x, _, z = self.budget
+        self.exact_sinks = x if sparse else 0
+        exact = c.n_kv_heads, c.head_dim, self.exact_sinks, z
+        self.window = nn.ModuleList(Window(context, *exact, by_token=True) for _ in range(2))  # K, V
+        # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
+        # rotated lack. cos at position 0 equals the factor.
+        factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
+        self.logit_scale = c.head_dim**-0.5 * factor**2
+
+    def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores tokens, of latent [n, r], and k, v [n, Hkv, D] after RoPE."""
+        self.latents.write(where, latent[:, None])
+        self.values.write(where, v)
+        for store, x in zip(self.window, (k, v), strict=True):
+            store.write(where, x)
+
+    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
+        self.write((batch, slice(0, len(q))), folded[0] if folded else raw.flatten(1) @ self.down, k, v)
+
+    def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
+        """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
+        queries = block_queries(rotated, self.rotations) if self.block else q
+        rule, up = self.settings.score, self.up[:, : self.r_score]
+        queries = folded[0][:, None] if folded else latent_queries(queries, up, self.config.n_kv_heads, rule)
+        how = {"rule": "each" if rule == "sum" else rule, "block": self.block, "scale": self.logit_scale}
+        return self.context.scores(queries, pos=pos, **self.latents.scored(pos), **how).flatten(1)
+
+    def select(self, scores: Tensor, pos: Tensor) -> Tensor:
+        """The tokens to rebuild, [B, n]: the y best, and sinks that are not exact. -1: none."""
+        index = self.context.select(scores, pos, self.budget)
+        self.report_selected(pos, index.clamp(min=0), index >= 0, recent=self.budget[2])
+        return index[:, self.exact_sinks :].contiguous()
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        rotated, index = self.rope(q, pos), None
+        latent = folded[0] if folded else k.flatten(1) @ self.down
+        self.write((self.context.batch_ids, pos), latent, self.rope(k, pos), v)
+        if self.sparse:
+            index = self.select(self.score(pos, q, rotated, *folded[1:]), pos)
+        return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)
+
+    def token_bytes(self) -> int:
+        """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
+        return self.latents.token_bytes + self.values.token_bytes
+
+    def window_bytes(self) -> int:
+        """Bytes of one token of the window."""
+        return sum(store.token_bytes for store in self.window)
+
+    def formula(self) -> int:
+        return super().formula() + self.context.batch_size * self.window[0].tokens * self.window_bytes()
+
+    def bytes_read(self, length: int) -> int:
+        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once."""
+        x, y, z = self.budget
+        recent = min(z, length)
+        if not self.sparse:
+            return (length - recent) * self.token_bytes() + recent * self.window_bytes()
+        chosen = min(x + y, length - recent)
+        exact = min(self.exact_sinks, chosen)
+        unread = (self.r - self.r_score) * self.latents.rows.element_size()  # of each token's latent
+        scored = length * (self.latents.token_bytes - unread)
+        return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
+
+
+def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
+    if not 0 < settings.score_rank <= 1:
+        raise UserError(f"--score_rank {settings.score_rank}: r*/r must lie in (0, 1]")
+    return max(1, round(settings.score_rank * rank_of(settings.rank, config.kv_dim)))
+
+
+def build_sals(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
+    """One cache a layer. The latent's rows are appended to the model's wqkv, but where q and k have norms."""
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
     if min(settings.sinks, settings.critical) < 0 or settings.recent < 1 or not 0 <= settings.keep <= 1:
         raise UserError("the budget needs sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1")
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
-    block = min(settings.score_block, -(-room.capacity // 16) * 16)  # kernels take multiples of 16
-    blocks = (block, *mean_rotations(room, block)) if block else ()
-    half = c.kv_dim // 2 if settings.window == "half" else 0
-    need = max(half, share_rank(settings.rank, c.kv_dim))
+    block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
+    blocks = (block, mean_rotations(context, block)) if block else ()
+    need, shape = rank_of(settings.rank, c.kv_dim), (c.n_kv_heads, context.capacity, c.head_dim)
 
     def cache(i: int, attention: Attention) -> Cache:
         if i in skipped and settings.skip_as == "dense":
-            return DenseCache(room)
+            return DenseCache(context)
         if i in skipped and settings.skip_as == "int8":
             # V of the newest tokens, too, is in codes: 2 bits would cost more than the exact keys gain.
-            return Int8Cache(room, max(4, settings.bits))
-        basis = artifact[f"{i}.{settings.metric}_basis"].to(room.device)  # [Hkv*D, fitted rank]
-        scale = artifact["scale"][i].to(room.device) if settings.metric == "query" else None
+            values = coded_store(context, shape, max(4, settings.bits))
+            return DenseCache(context, Int8Store(context, *shape), values)
+        basis = artifact[f"{i}.{settings.metric}_basis"].to(context.device)  # [Hkv*D, fitted rank]
+        scale = artifact["scale"][i].to(context.device) if settings.metric == "query" else None
         if basis.shape[1] < need:
             fault = f"rank {need} is more than the {basis.shape[1]} directions in the artifact"
             raise UserError(f"{fault}; run calibrate.py fit with --max_rank {need / c.kv_dim:g}")
-        maps, half_maps = latent_maps(settings, c, basis, scale), sals_maps(basis, scale, half)
-        made = SalsCache(room, settings, i not in skipped, maps, half_maps, blocks)
-        if settings.fold and not c.qk_norm:
+        maps = latent_maps(settings, c, basis, scale)
+        made = SalsCache(context, settings, i not in skipped, maps, blocks)
+        if not c.qk_norm:
             by_sum = settings.score == "sum" and not block  # RoPE comes between W_q and U
             sals_fold(attention, c, *maps, made.r_score if by_sum and made.sparse else None)
             made.down = None
@@ -1046,11 +1065,11 @@ def sals_tensors(c: ModelConfig) -> Stored:
     return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
-def sals_share(artifact: Artifact, c: ModelConfig) -> None:
+def sals_local_part(artifact: Artifact, c: ModelConfig) -> None:
     """Replaces each U by one of this rank's heads alone (ours): U_h diag(eigenvalues) U_h^T, of the rows U_h
     of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
     for i, metric in itertools.product(range(c.n_layers), ("query", "key")):
-        own = share(artifact[name := f"{i}.{metric}_basis"], (c.kv_dim, None)).double()
+        own = local_part(artifact[name := f"{i}.{metric}_basis"], (c.kv_dim, None)).double()
         values = artifact[f"{metric}_eigenvalues"][i, : own.shape[1]].double().clamp(min=0)
         artifact[name] = torch.linalg.svd(own * values.sqrt(), full_matrices=False).U.float()
 
@@ -1236,22 +1255,22 @@ class EliteCache(Cache):
 
     elite_rope = True
 
-    def __init__(self, room: Room, attention: EliteAttention):
-        super().__init__(room)
-        c, self.attention = room.config, attention
+    def __init__(self, context: Context, attention: EliteAttention):
+        super().__init__(context)
+        c, self.attention = context.config, attention
         self.r, self.d_ckv = attention.r, attention.widths[2]
-        self.register_buffer("rows", self.store(room.capacity, self.d_ckv + c.n_kv_heads * 2 * self.r))
+        self.register_buffer("rows", context.zeros(context.capacity, self.d_ckv + c.n_kv_heads * 2 * self.r))
 
     def prefill(self, row: int, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
-        q, k = (self.attention.rotate(x, self.room.cos[span], self.room.sin[span]) for x in (q, k))
+        q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
         self.rows[row, span] = torch.cat((latent, k.flatten(1)), -1)
         return self.attention.naive(q, k, latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         c, up, r2 = self.config, self.attention.up, 2 * self.r
-        q, k = (self.attention.rotate(x, self.room.cos[pos], self.room.sin[pos]) for x in (q, k))
-        self.rows[self.room.row_ids, pos] = torch.cat((latent, k.flatten(1)), -1)
+        q, k = (self.attention.rotate(x, self.context.cos[pos], self.context.sin[pos]) for x in (q, k))
+        self.rows[self.context.batch_ids, pos] = torch.cat((latent, k.flatten(1)), -1)
         b_k, b_v = up.weight.unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - r2, c.head_dim), 1)
         elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split((r2, b_k.shape[1]), -1)  # [B, Hkv, G, .]
         # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
@@ -1259,7 +1278,7 @@ class EliteCache(Cache):
         own = torch.eye(c.n_kv_heads, dtype=q.dtype, device=q.device)[:, None, :, None]
         elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, Hkv * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
-        mixed = self.room.attend_latent(query, self.rows, pos, self.d_ckv).unflatten(1, (c.n_kv_heads, -1))
+        mixed = self.context.attend_latent(query, self.rows, pos, self.d_ckv).unflatten(1, (c.n_kv_heads, -1))
         out = torch.einsum("bhgc,hdc->bhgd", mixed, b_v)
         if up.bias is not None:  # weights sum to one
             out = out + up.bias.unflatten(0, (c.n_kv_heads, 1, -1))[..., -c.head_dim :]
@@ -1267,7 +1286,7 @@ class EliteCache(Cache):
 
     def token_bytes(self) -> int:
         """2r rotated numbers a KV head and d_ckv shared ones."""
-        return (2 * self.r * self.config.n_kv_heads + self.d_ckv) * self.room.dtype.itemsize
+        return (2 * self.r * self.config.n_kv_heads + self.d_ckv) * self.context.dtype.itemsize
 
 
 def elite_limit(c: ModelConfig, r: int) -> int:
@@ -1320,9 +1339,9 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> 
         layer.attention = elite_attention(layer.attention, c, order, r, factors)
 
 
-def build_elitekv(model: Llama, settings: EliteSettings, room: Room, artifact: Artifact) -> list[Cache]:
+def build_elitekv(model: Llama, settings: EliteSettings, context: Context, artifact: Artifact) -> list[Cache]:
     elite_convert(model, settings, artifact)
-    return [EliteCache(room, layer.attention) for layer in model.layers]
+    return [EliteCache(context, layer.attention) for layer in model.layers]
 
 
 def elite_artifact(model: Llama) -> Artifact:
@@ -1386,13 +1405,15 @@ class LokiCache(DenseCache):
     The leading d components score all tokens; each query head attends its own k best, exactly. Since P is a
     rotation, full logits are unchanged (Lemma 4.1) and no second copy of the keys is kept."""
 
-    def __init__(self, room: Room, settings: LokiSettings, basis: Tensor, d: int):
+    def __init__(self, context: Context, settings: LokiSettings, basis: Tensor, d: int):
         # Components that are cached: the scale of their logits stays that of the full head dim.
-        super().__init__(room, settings.kv_bits, width=d if settings.reduced else 0)
-        self.settings, self.d, self.budget = settings, d, settings.budget(room.capacity)
-        self.basis = basis.to(room.device, room.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
+        width = d if settings.reduced else context.config.head_dim
+        super().__init__(context, *kivi_stores(context, settings.kv_bits, width=width))
+        self.width = width
+        self.settings, self.d, self.budget = settings, d, settings.budget(context.capacity)
+        self.basis = basis.to(context.device, context.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
 
-    def stored(self, x: Tensor) -> Tensor:
+    def to_stored_basis(self, x: Tensor) -> Tensor:
         """Each head in the basis of its KV head."""
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
         return (grouped @ self.basis[..., : self.width]).flatten(-3, -2)
@@ -1405,11 +1426,11 @@ class LokiCache(DenseCache):
         if self.settings.reduced:
             return None
         rule = {"query": "each", "group": "largest"}[self.settings.share]
-        scores = self.room.scores(q[..., : self.d], self.keys.read(pos), pos, rule)
+        scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
         wanted, forced = None, self.budget[0] + self.budget[2]
         if self.settings.k <= 1:  # a share of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
-        return self.room.best(scores, pos, self.budget, wanted)
+        return self.context.select(scores, pos, self.budget, wanted, recent=True)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
@@ -1431,7 +1452,7 @@ def loki_basis(basis: str, artifact: Artifact) -> str:
     return ("pre", "post")[bool(artifact["better"])] if basis == "auto" else basis
 
 
-def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: Artifact) -> list[Cache]:
+def build_loki(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
     if min(settings.sinks, settings.recent) < 0:
@@ -1441,7 +1462,7 @@ def build_loki(model: Llama, settings: LokiSettings, room: Room, artifact: Artif
     if settings.explained:
         values = artifact[f"{kind}.eigenvalues"]
         ranks = [round(d.item()) for d in rank_at(values, settings.explained).double().mean(-1)]
-    return [LokiCache(room, settings, artifact[f"{kind}.basis"][i], d) for i, d in enumerate(ranks)]
+    return [LokiCache(context, settings, artifact[f"{kind}.basis"][i], d) for i, d in enumerate(ranks)]
 
 
 def head_bases(c: ModelConfig, kinds: Sequence[str], values: str = "") -> Stored:
@@ -1641,17 +1662,17 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
     hot.view(-1, hot.shape[-1]).index_copy_(0, row_numbers(hot, place).flatten(), new.flatten(0, 2))
 
 
-def host_rows(room: Room, *shape: int) -> Tensor:
+def host_rows(context: Context, *shape: int) -> Tensor:
     """Zeroed host memory [rows, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
 
     So kernels read and write host memory themselves, inside a CUDA graph, as if it lay on the GPU."""
-    if room.device.type != "cuda":
-        return torch.zeros(room.rows, *shape, dtype=room.dtype, device=room.device)
-    pinned = torch.zeros(room.rows, *shape, dtype=room.dtype, pin_memory=True)
+    if context.device.type != "cuda":
+        return torch.zeros(context.batch_size, *shape, dtype=context.dtype, device=context.device)
+    pinned = torch.zeros(context.batch_size, *shape, dtype=context.dtype, pin_memory=True)
     data = (pinned.data_ptr(), False)
     interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
     view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
-    return torch.as_tensor(view, device=room.device).view(room.dtype).view(pinned.shape)
+    return torch.as_tensor(view, device=context.device).view(context.dtype).view(pinned.shape)
 
 
 class LrqkCache(Cache):
@@ -1662,38 +1683,39 @@ class LrqkCache(Cache):
     so that a slot is given up by forgetting it. Each KV head selects k of the tokens that left the ring; only
     those without a slot are fetched."""
 
-    def __init__(self, room: Room, settings: LrqkSettings):
-        super().__init__(room)
-        c, self.settings = room.config, settings
-        self.chosen, self.z = settings.budget(room.capacity)
+    def __init__(self, context: Context, settings: LrqkSettings):
+        super().__init__(context)
+        c, self.settings = context.config, settings
+        self.chosen, self.z = settings.budget(context.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
-        most = round(min(settings.slots * self.chosen, room.capacity - self.z))
+        most = round(min(settings.slots * self.chosen, context.capacity - self.z))
         self.slots = most if self.reuse else self.chosen
-        rows = (c.n_kv_heads, room.capacity, 2 * c.head_dim)
+        rows = (c.n_kv_heads, context.capacity, 2 * c.head_dim)
         if settings.kv_device == "cuda":
-            self.register_buffer("kv", self.store(*rows))
+            self.register_buffer("kv", context.zeros(*rows))
         else:  # not a buffer: it is not on the device, and host_bytes counts it
-            self.kv = host_rows(room, *rows)
+            self.kv = host_rows(context, *rows)
         heads, shape, i32 = c.n_kv_heads, (self.rank, c.head_dim), torch.int32
-        self.register_buffer("a_k", self.store(heads, room.capacity, self.rank))
+        self.register_buffer("a_k", context.zeros(heads, context.capacity, self.rank))
         # Of each row's prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T.
-        self.register_buffer("basis_q", self.store(heads, *shape, dtype=torch.float32))
-        self.register_buffer("basis_k", self.store(heads, *shape, dtype=torch.float32))
-        self.register_buffer("hot", self.store(heads, self.slots + self.z, 2 * c.head_dim))
-        self.register_buffer("slot_of", self.store(heads, room.capacity, dtype=i32).fill_(-1))
-        self.register_buffer("pos_of", self.store(heads, self.slots, dtype=i32).fill_(-1))
-        self.register_buffer("stamp", self.store(heads, self.slots, dtype=i32).fill_(-1))
-        self.register_buffer("step", torch.zeros((), dtype=i32, device=room.device))
-        self.register_buffer("counts", self.store(2, dtype=torch.int64))  # rows selected, rows missed
+        self.register_buffer("basis_q", context.zeros(heads, *shape, dtype=torch.float32))
+        self.register_buffer("basis_k", context.zeros(heads, *shape, dtype=torch.float32))
+        self.register_buffer("hot", context.zeros(heads, self.slots + self.z, 2 * c.head_dim))
+        self.register_buffer("slot_of", context.zeros(heads, context.capacity, dtype=i32).fill_(-1))
+        self.register_buffer("pos_of", context.zeros(heads, self.slots, dtype=i32).fill_(-1))
+        self.register_buffer("stamp", context.zeros(heads, self.slots, dtype=i32).fill_(-1))
+        self.register_buffer("step", torch.zeros((), dtype=i32, device=context.device))
+        self.register_buffer("counts", context.zeros(2, dtype=torch.int64))  # rows selected, rows missed
 
     def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         length, (w_q, w_k) = len(q), self.factorise(row, q, k)
-        places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
+        places = self.context.positions[:length]  # an index, not a slice: a kernel writes to host memory
         kv = torch.cat((k, v), -1)
         self.kv[row, :, places] = kv.transpose(0, 1)  # [Hkv, S, 2D]
         self.a_k[row, :, :length] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        Window(self.hot[:, :, self.slots :], 0, self.z).write_prompt(row, kv)
+        newest = places[-self.z :]
+        self.hot[row, :, self.slots + newest % self.z] = kv[newest].transpose(0, 1)
         # The hot slots start with what the last token of the prompt selects.
         self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
@@ -1717,7 +1739,7 @@ class LrqkCache(Cache):
         return w_q.float().to(q.device), w_k.float().to(q.device)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows, k = self.room.row_ids, self.rope(k, pos)
+        rows, k = self.context.batch_ids, self.rope(k, pos)
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
         self.a_k[rows, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
@@ -1726,9 +1748,9 @@ class LrqkCache(Cache):
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
-        self.attends(pos, self.pos_of, live, recent=self.z)
+        self.report_selected(pos, self.pos_of, live, recent=self.z)
         live = torch.cat((live, ring[:, None].expand(-1, self.config.n_kv_heads, -1)), -1)
-        return self.room.attend(q.flatten(1, 2), *map(Plain, self.hot.chunk(2, -1)), pos, live=live)
+        return self.context.attend_rows(q.flatten(1, 2), *self.hot.chunk(2, -1), live)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
@@ -1753,13 +1775,13 @@ class LrqkCache(Cache):
             self.slot_of[rows] = -1
         tables = (self.slot_of[rows], self.pos_of[rows], self.stamp[rows])
         place, miss = lrqk_resolve(index, live, *tables, self.step)
-        self.room.fetch(self.kv[rows], index, place, miss, self.hot[rows])
+        self.context.fetch(self.kv[rows], index, place, miss, self.hot[rows])
         self.counts[rows] += torch.stack((live, miss), 1).sum((2, 3))
 
     def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
-        scores = self.room.scores(q_hat.flatten(1, 2), self.a_k[rows], pos - self.z, "largest")
-        index = self.room.select(scores, pos, 0, self.chosen, self.z)
+        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[rows], pos - self.z, "largest")
+        index = self.context.select(scores, pos, (0, self.chosen, self.z))
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
 
@@ -1769,21 +1791,21 @@ class LrqkCache(Cache):
         return missed / max(1, selected) if self.settings.kv_device == "cpu" else None
 
     def host_bytes(self) -> int:
-        return dense_bytes(self.room) if self.settings.kv_device == "cpu" else 0
+        return dense_bytes(self.context) if self.settings.kv_device == "cpu" else 0
 
     def formula(self) -> int:
         """Device bytes: A_K and slot of every token; K, V, position and stamp of every slot; the bases."""
-        c, r, size = self.config, self.rank, self.room.dtype.itemsize
-        tokens = self.room.capacity * (r * size + 4)
+        c, r, size = self.config, self.rank, self.context.dtype.itemsize
+        tokens = self.context.capacity * (r * size + 4)
         slots = (self.slots + self.z) * 2 * c.head_dim * size + self.slots * 8
-        total = self.room.rows * (c.n_kv_heads * (tokens + slots + 2 * r * c.head_dim * 4) + 16) + 4
-        return total + dense_bytes(self.room) - self.host_bytes()
+        total = self.context.batch_size * (c.n_kv_heads * (tokens + slots + 2 * r * c.head_dim * 4) + 16) + 4
+        return total + dense_bytes(self.context) - self.host_bytes()
 
     def bytes_read(self, length: int) -> int:
         """A_K of every token that left the ring, K and V of the selected and the recent ones, stamps of all
         slots, slot and position of the selected ones, and the bases, all on the device. What misses is read
         from host memory besides: miss_rate() of the selected rows."""
-        c, size, recent = self.config, self.room.dtype.itemsize, min(self.z, length)
+        c, size, recent = self.config, self.context.dtype.itemsize, min(self.z, length)
         old = length - recent
         chosen = min(self.chosen, old)
         numbers = old * self.rank + (recent + chosen) * 2 * c.head_dim
@@ -1791,13 +1813,13 @@ class LrqkCache(Cache):
         return (numbers * size + tables * 4) * c.n_kv_heads
 
 
-def build_lrqk(model: Llama, settings: LrqkSettings, room: Room, artifact: Artifact) -> list[Cache]:
+def build_lrqk(model: Llama, settings: LrqkSettings, context: Context, artifact: Artifact) -> list[Cache]:
     most = model.config.head_dim
     if not 0 <= settings.rank <= most:
         raise UserError(f"--rank {settings.rank}: r must be 1 to {most}, the head dim (or 0)")
-    if settings.kv_device == "cuda" and room.device.type == "cpu":
+    if settings.kv_device == "cuda" and context.device.type == "cpu":
         raise UserError("--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU: give cpu")
-    return [LrqkCache(room, settings) for _ in model.layers]
+    return [LrqkCache(context, settings) for _ in model.layers]
 
 
 # ----------------------------------------------------------------------------------------------- StreamingLLM
@@ -1821,21 +1843,21 @@ class StreamingCache(DenseCache):
     """x sinks and a ring of the w most recent tokens, at their original positions. (The paper re-rotates by
     the place within the cache, to go on beyond the trained length.)"""
 
-    def __init__(self, room: Room, settings: StreamingSettings):
-        self.x, self.w = settings.budget(room.capacity)
-        super().__init__(room, tokens=self.x + self.w)
-        self.keys, self.values = (Window(rows, self.x, self.w) for rows in (self.k, self.v))
+    def __init__(self, context: Context, settings: StreamingSettings):
+        self.x, self.w = settings.budget(context.capacity)
+        shape = context.config.n_kv_heads, context.config.head_dim, self.x, self.w
+        super().__init__(context, *(Window(context, *shape) for _ in range(2)))
 
     def select(self, pos: Tensor, q: Tensor) -> None:
         """All slots: they fill from the left, so that those up to pos hold a token."""
-        sinks = self.room.positions[: self.x].expand(len(pos), -1)
-        self.attends(pos, sinks, sinks <= pos[:, None], recent=self.w)
+        sinks = self.context.positions[: self.x].expand(len(pos), -1)
+        self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.w)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
-        return min(length, self.tokens), min(length, self.tokens)
+        return min(length, self.x + self.w), min(length, self.x + self.w)
 
 
-# ------------------------------------------------- exact top-k, and what the rows that select have in common
+# -------------------------------------------------- exact top-k, and what the rows that select have in common
 
 
 def keep_setting(tokens: int, sets: str = "tokens"):
@@ -1867,13 +1889,13 @@ class SelectiveCache(DenseCache):
     """A full cache of which each step attends `count` tokens a KV head: those that choose(pos, q) names, of
     q [B, Hq, D] after RoPE, [B, Hkv, n], negative for none."""
 
-    def __init__(self, room: Room, settings: object):
-        super().__init__(room, settings.kv_bits)
-        self.budget = settings.budget(room.capacity)
+    def __init__(self, context: Context, settings: object):
+        super().__init__(context, *kivi_stores(context, settings.kv_bits))
+        self.budget = settings.budget(context.capacity)
         self.count = sum(self.budget)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        return self.choose(pos, q) if self.count < self.room.capacity else None
+        return self.choose(pos, q) if self.count < self.context.capacity else None
 
     def index_read(self, length: int) -> int:
         """Bytes beside K and V that selection reads, where there is anything to select."""
@@ -1888,7 +1910,8 @@ class SelectiveCache(DenseCache):
 
 class TopKCache(SelectiveCache):
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
-        return self.room.best(self.room.scores(q, self.keys.read(pos), pos, "largest"), pos, self.budget)
+        scores = self.context.scores(q, pos=pos, rule="largest", **self.keys.scored(pos))
+        return self.context.select(scores, pos, self.budget, recent=True)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return length, min(length, self.count)
@@ -1920,17 +1943,21 @@ class H2oCache(DenseCache):
     """C = heavy + recent slots a KV head, each with the attention that its token has got so far. A new token
     takes an empty slot, or that of the token with the least attention that is not recent."""
 
-    def __init__(self, room: Room, settings: H2oSettings, generator: torch.Generator):
-        heavy, recent = settings.budget(room.capacity)
-        super().__init__(room, tokens=heavy + recent)
-        self.settings, self.recent, heads = settings, recent, room.config.n_kv_heads
-        self.register_buffer("position", self.store(heads, self.tokens, dtype=torch.int32) - 1)
-        self.register_buffer("attention", self.store(heads, self.tokens, dtype=torch.float32))
-        self.register_buffer("prompt", self.store(dtype=torch.int32))  # its length
+    def __init__(self, context: Context, settings: H2oSettings, generator: torch.Generator):
+        heavy, recent = settings.budget(context.capacity)
+        self.tokens, shape = (
+            heavy + recent,
+            (context.config.n_kv_heads, heavy + recent, context.config.head_dim),
+        )
+        super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
+        self.settings, self.recent, heads = settings, recent, context.config.n_kv_heads
+        self.register_buffer("position", context.zeros(heads, self.tokens, dtype=torch.int32) - 1)
+        self.register_buffer("attention", context.zeros(heads, self.tokens, dtype=torch.float32))
+        self.register_buffer("prompt", context.zeros(dtype=torch.int32))  # its length
         if settings.gumbel:
             # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
             tape = torch.rand(65521, generator=generator).clamp(min=1e-10)
-            self.gumbel = -(-tape.log()).log().to(room.device)  # noise, not cache
+            self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
         """What is accumulated: softmax of logits [..., N]; Keyformer's of (logits + noise) / tau.
@@ -1943,7 +1970,7 @@ class H2oCache(DenseCache):
 
     def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         length, c = len(q), self.config
-        places, heads = self.room.positions[:length], k.transpose(0, 1)  # heads [Hkv, S, D]
+        places, heads = self.context.positions[:length], k.transpose(0, 1)  # heads [Hkv, S, D]
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ heads[:, None].transpose(-1, -2)).float() * c.head_dim**-0.5  # [Hkv, G, W, S]
         logits = logits.masked_fill(places > places[-last.shape[2] :, None], -torch.inf)
@@ -1952,8 +1979,8 @@ class H2oCache(DenseCache):
         ranked = attention.masked_fill(places >= length - self.recent, torch.inf)
         kept = ranked.topk(min(self.tokens, length)).indices.sort(-1).values  # [Hkv, n]
         n = kept.shape[1]
-        self.k[row, :, :n] = gather_rows(heads[None], kept[None])[0]
-        self.v[row, :, :n] = gather_rows(v.transpose(0, 1)[None], kept[None])[0]
+        self.keys.rows[row, :, :n] = gather_rows(heads[None], kept[None])[0]
+        self.values.rows[row, :, :n] = gather_rows(v.transpose(0, 1)[None], kept[None])[0]
         self.position[row], self.position[row, :, :n] = -1, kept.int()
         self.attention[row], self.attention[row, :, :n] = 0, attention.gather(1, kept)
         self.prompt[row] = length
@@ -1962,31 +1989,31 @@ class H2oCache(DenseCache):
         q, now = self.rope(q, pos), pos[:, None, None]
         cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
         victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
-        where = (self.room.row_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim)
-        self.k[where], self.v[where] = self.rope(k, pos), v
+        where = (self.context.batch_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim)
+        self.keys.rows[where], self.values.rows[where] = self.rope(k, pos), v
         self.position[where] = pos[:, None]
         self.attention.scatter_(2, victim[..., None], 0.0)
         live = self.position >= 0
-        self.attends(pos, self.position, live)
+        self.report_selected(pos, self.position, live)
         every = torch.full_like(pos, self.tokens - 1)
-        logits = self.room.scores(q, self.k, every, "each")  # [B, Hkv, G, C]
+        logits = self.context.scores(q, self.keys.rows, every, "each")  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
         self.attention += self.weights(logits, step, first).sum(2)
-        return self.room.attend_logits(logits, self.v, every)
+        return self.context.attend_logits(logits, self.values.rows, every)
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and one length a row."""
-        return super().formula() + self.room.rows * (self.tokens * self.config.n_kv_heads * 8 + 4)
+        return super().formula() + self.context.batch_size * (self.tokens * self.config.n_kv_heads * 8 + 4)
 
     def bytes_read(self, length: int) -> int:
         stored = min(length, self.tokens)
         return super().bytes_read(stored) + stored * self.config.n_kv_heads * 8
 
 
-def build_h2o(model: Llama, settings: H2oSettings, room: Room, artifact: Artifact) -> list[Cache]:
+def build_h2o(model: Llama, settings: H2oSettings, context: Context, artifact: Artifact) -> list[Cache]:
     generator = torch.Generator().manual_seed(settings.noise_seed)
-    return [H2oCache(room, settings, generator) for _ in model.layers]
+    return [H2oCache(context, settings, generator) for _ in model.layers]
 
 
 # ------------------------------------------------------------------------------------------------------ Quest
@@ -2018,20 +2045,20 @@ def page_queries(q: Tensor) -> Tensor:
 class QuestCache(SelectiveCache):
     """K and V in full, and for each page the largest and the least key of every channel, after RoPE."""
 
-    def __init__(self, room: Room, settings: QuestSettings):
-        super().__init__(room, settings)
-        c, self.page = room.config, min(settings.page, room.capacity)
-        self.pages = -(-room.capacity // self.page)
-        self.register_buffer("bounds", self.store(c.n_kv_heads, self.pages, 2 * c.head_dim))
+    def __init__(self, context: Context, settings: QuestSettings):
+        super().__init__(context, settings)
+        c, self.page = context.config, min(settings.page, context.capacity)
+        self.pages = -(-context.capacity // self.page)
+        self.register_buffer("bounds", context.zeros(c.n_kv_heads, self.pages, 2 * c.head_dim))
 
-    def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
+    def index_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
         n = -(-len(k) // self.page)
         tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last one fills up
         low, high = k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
         self.bounds[row, :, :n] = torch.cat((high, low), -1).transpose(0, 1)
 
-    def note(self, pos: Tensor, k: Tensor) -> None:
-        where = (self.room.row_ids, slice(None), pos // self.page)
+    def update_index(self, pos: Tensor, k: Tensor) -> None:
+        where = (self.context.batch_ids, slice(None), pos // self.page)
         high, low = self.bounds[where].chunk(2, -1)  # [B, Hkv, D]
         first = (pos % self.page == 0)[:, None, None]
         high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
@@ -2039,17 +2066,17 @@ class QuestCache(SelectiveCache):
 
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
-        scores = self.room.scores(page_queries(q), self.bounds, last, "largest")
+        scores = self.context.scores(page_queries(q), self.bounds, last, "largest")
         budget = 0, self.count // self.page - 1, 1
-        pages = self.room.best(scores, last, budget)  # [B, Hkv, n], with the last
+        pages = self.context.select(scores, last, budget, recent=True)  # [B, Hkv, n], with the last
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
         return index.where(index <= pos[:, None, None], -1)
 
     def formula(self) -> int:
-        return super().formula() + dense_bytes(self.room) // self.room.capacity * self.pages
+        return super().formula() + dense_bytes(self.context) // self.context.capacity * self.pages
 
     def index_read(self, length: int) -> int:
-        return -(-length // self.page) * 2 * self.config.kv_dim * self.room.dtype.itemsize
+        return -(-length // self.page) * 2 * self.config.kv_dim * self.context.dtype.itemsize
 
 
 # ---------------------------------------------------------------------------------------------- Double Sparse
@@ -2093,29 +2120,29 @@ class DoubleSparseCache(SelectiveCache):
     HShare on top: a selection is held for `every` steps, while each new token joins it, and `share_heads`
     heads use another head's, by a map made at the end of the prompt."""
 
-    def __init__(self, room: Room, settings: DoubleSparseSettings, importance: Tensor):
-        super().__init__(room, settings)
-        heads, merged = room.config.n_kv_heads, settings.share_heads
+    def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
+        super().__init__(context, settings)
+        heads, merged = context.config.n_kv_heads, settings.share_heads
         if not 0 <= merged < heads:
             raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-        self.every, self.share_heads = (settings.every, merged) if self.count < room.capacity else (1, 0)
+        self.every, self.share_heads = (settings.every, merged) if self.count < context.capacity else (1, 0)
         self.forced = self.budget[0] + self.budget[2]  # sinks and recent tokens
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.r = max(1, round(settings.channels * room.config.head_dim))
-        self.channels = importance.topk(self.r).indices.to(room.device)  # [Hkv, r_c]
-        self.register_buffer("label", self.store(heads, room.capacity, self.r))
+        self.r = max(1, round(settings.channels * context.config.head_dim))
+        self.channels = importance.topk(self.r).indices.to(context.device)  # [Hkv, r_c]
+        self.register_buffer("label", context.zeros(heads, context.capacity, self.r))
         if self.every > 1:
-            self.register_buffer("held", self.store(heads, self.held_count, dtype=torch.int32))
-            self.register_buffer("since", self.store(dtype=torch.int32) - self.every)
+            self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
+            self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
         if self.share_heads:
-            self.register_buffer("head", self.store(heads, dtype=torch.int32))
+            self.register_buffer("head", context.zeros(heads, dtype=torch.int32))
 
     def labels(self, x: Tensor) -> Tensor:
         """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
         index = self.channels.repeat_interleave(x.shape[-2] // len(self.channels), 0)
         return x.gather(-1, index.expand(*x.shape[:-1], -1))
 
-    def note_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
+    def index_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
         self.label[row, :, : len(k)] = self.labels(k).transpose(0, 1)
         if self.every > 1:
             self.since[row] = -self.every  # the first step selects
@@ -2124,16 +2151,16 @@ class DoubleSparseCache(SelectiveCache):
             pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.forced + 1, len(k) // 2)
             index = self.best(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
-            member = torch.zeros(len(index), self.room.capacity, device=k.device).scatter_(1, index, 1.0)
+            member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
             self.head[row] = share_map(member @ member.T, self.share_heads).int()
 
-    def note(self, pos: Tensor, k: Tensor) -> None:
-        self.label[self.room.row_ids, :, pos] = self.labels(k)
+    def update_index(self, pos: Tensor, k: Tensor) -> None:
+        self.label[self.context.batch_ids, :, pos] = self.labels(k)
 
     def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores, (x, _, z) = self.room.scores(self.labels(q), label, pos, "largest"), self.budget
-        return self.room.best(scores, pos, (x, count - self.forced, z))
+        scores, (x, _, z) = self.context.scores(self.labels(q), label, pos, "largest"), self.budget
+        return self.context.select(scores, pos, (x, count - self.forced, z), recent=True)
 
     def choose(self, pos: Tensor, q: Tensor) -> Tensor:
         index = self.best(pos, q, self.label, self.held_count)
@@ -2148,21 +2175,21 @@ class DoubleSparseCache(SelectiveCache):
         newer = newer + self.since[:, None, None]
         # A row that the budget covers is attended whole: its first `count` places, as far as written.
         whole = (pos < self.count)[:, None, None]
-        places = self.room.positions[: self.count]
+        places = self.context.positions[: self.count]
         index = torch.where(whole, places, torch.cat((self.held, newer), -1))
         return index.where(index <= pos[:, None, None], -1)
 
     def formula(self) -> int:
-        c, room = self.config, self.room
-        row = room.capacity * c.n_kv_heads * self.r * room.dtype.itemsize
+        c, context = self.config, self.context
+        row = context.capacity * c.n_kv_heads * self.r * context.dtype.itemsize
         row += (c.n_kv_heads * self.held_count + 1) * 4 if self.every > 1 else 0
         row += c.n_kv_heads * 4 if self.share_heads else 0
-        return super().formula() + room.rows * row
+        return super().formula() + context.batch_size * row
 
     def index_read(self, length: int) -> int:
         """The labels of the heads that select, in one of `every` steps."""
         heads = self.config.n_kv_heads - self.share_heads
-        return length * heads * self.r * self.room.dtype.itemsize // self.every
+        return length * heads * self.r * self.context.dtype.itemsize // self.every
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI
@@ -2176,87 +2203,87 @@ class KiviSettings:
     residual: int = setting(128, "R: last values that stay exact, and keys of a block")
 
 
-class Packed(nn.Module):
-    """Keys or values in codes. A store. The last R are in a ring, as they are attended.
+class RingStore(nn.Module):
+    """A store in codes whose last R tokens lie in a ring, as they are attended. The base of KIVI's two.
 
-    tokens: how many have codes; coded_bytes: of one of them, of all heads."""
+    tokens: how many have codes; token_bytes: of one of these, all heads."""
 
-    def __init__(self, cache: DenseCache, bits: int, R: int, width: int):
+    def __init__(self, context: Context, bits: int, R: int, width: int):
         super().__init__()
-        self.room, self.bits, self.R, heads = cache.room, bits, R, cache.config.n_kv_heads
-        self.register_buffer("ring", cache.store(R, heads, width))
-        self.exact_bytes = heads * width * self.room.dtype.itemsize
-
-    def write_prompt(self, row: int, x: Tensor) -> None:
-        Window(self.ring.transpose(1, 2), 0, self.R).write_prompt(row, x)
-
-    def write(self, pos: Tensor, x: Tensor) -> None:
-        self.ring[self.room.row_ids, pos % self.R] = x
+        heads = context.config.n_kv_heads
+        self.context, self.bits, self.R = context, bits, R
+        self.ring = Window(context, heads, width, 0, R, by_token=True)
 
     def recent(self, pos: Tensor) -> Tensor:
         """Which tokens are in the ring, [B, S]."""
-        return self.room.positions > pos[:, None] - self.R
+        return self.context.positions > pos[:, None] - self.R
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        ring = self.ring[:, self.room.positions % self.R].transpose(1, 2)  # [B, Hkv, S, width]
+        ring = self.ring.rows[:, self.context.positions % self.R].transpose(1, 2)  # [B, Hkv, S, width]
         x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
         return x if index is None else gather_rows(x, index)
 
-    def formula(self) -> int:
-        return self.room.rows * round(self.tokens * self.coded_bytes + self.R * self.exact_bytes)
+    def scored(self, pos: Tensor) -> dict[str, Tensor]:
+        return {"rows": self.read(pos)}
+
+    def formula(self) -> float:
+        return self.context.batch_size * self.tokens * self.token_bytes + self.ring.formula()
 
     def bytes_of(self, n: float, length: int) -> float:
-        """Bytes of n tokens of a row of `length`; those in the ring are taken to be among them."""
+        """Those in the ring are taken to be among the n."""
         recent = min(n, length, self.R)
-        return recent * self.exact_bytes + (n - recent) * self.coded_bytes
+        return recent * self.ring.token_bytes + (n - recent) * self.token_bytes
 
 
-class PackedKeys(Packed):
+class ChannelKeys(RingStore):
     """Keys quantised per channel in groups of 32 tokens, R tokens at a time. The keys of an unfinished block
     are exact. When a block is full, its slots of the ring get the decoded keys."""
 
     kind = "channels"
 
-    def __init__(self, cache: DenseCache, bits: int, residual: int):
-        capacity, heads, width = cache.room.capacity, cache.config.n_kv_heads, cache.width
+    def __init__(self, context: Context, bits: int, residual: int, width: int):
+        capacity, heads = context.capacity, context.config.n_kv_heads
         if residual < 32 or residual % 32:
             raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
         if width * bits % 8:
             raise UserError(f"keys of {width} numbers do not fill bytes with {bits} bits each")
-        super().__init__(cache, bits, min(residual, -(-capacity // 32) * 32), width)
+        super().__init__(context, bits, min(residual, -(-capacity // 32) * 32), width)
         self.tokens = -(-capacity // self.R) * self.R
-        self.coded_bytes = heads * width * (bits + 1) / 8  # codes, and a share of their (minimum, scale)
-        self.register_buffer("codes", cache.store(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
-        groups = cache.store(heads, self.tokens // 32, width, 2, dtype=torch.float16)
+        self.token_bytes = heads * width * (bits + 1) / 8  # codes, and a part of their (minimum, scale)
+        self.register_buffer("codes", context.zeros(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
+        groups = context.zeros(heads, self.tokens // 32, width, 2, dtype=torch.float16)
         self.register_buffer("low_scale", groups)
 
     def decode(self, codes: Tensor, low_scale: Tensor) -> Tensor:
         """Codes [..., S, width * bits / 8] to keys [..., S, width]."""
-        return dequantize(codes, low_scale, self.bits, 32, self.room.dtype, -2)
+        return dequantize(codes, low_scale, self.bits, 32, self.context.dtype, -2)
 
-    def write_prompt(self, row: int, x: Tensor) -> None:
+    def write(self, where: tuple, x: Tensor) -> None:
+        self.ring.write(where, x)
+        (self.write_prompt if isinstance(where[0], int) else self.write_token)(where[0], where[1], x)
+
+    def write_prompt(self, batch: int, tokens: slice, x: Tensor) -> None:
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
-        self.codes[row, :, :full], self.low_scale[row, :, : full // 32] = codes, low_scale
-        super().write_prompt(row, x)
+        self.codes[batch, :, :full], self.low_scale[batch, :, : full // 32] = codes, low_scale
         if full:  # the last full block fills the ring from slot 0 on; the keys after it lie there now
             block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :]).transpose(0, 1)
-            self.ring[row, len(x) - full :] = block[len(x) - full :]
+            self.ring.rows[batch, len(x) - full :] = block[len(x) - full :]
 
-    def write(self, pos: Tensor, x: Tensor) -> None:
-        super().write(pos, x)
+    def write_token(self, batch: Tensor, pos: Tensor, x: Tensor) -> None:
         # The block is written at every step and read when it is full: a condition would have to ask the host.
-        codes, low_scale = quantize(self.ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        ring = self.ring.rows
+        codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
         full = (pos % self.R == self.R - 1)[:, None, None, None]
-        self.ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), self.ring))
-        rows, first = self.room.row_ids[:, None], (pos // self.R * self.R)[:, None]
+        ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), ring))
+        batch, first = batch[:, None], (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
-        self.codes[rows, :, tokens] = codes.transpose(1, 2)
-        self.low_scale[rows, :, groups] = low_scale.transpose(1, 2)
+        self.codes[batch, :, tokens] = codes.transpose(1, 2)
+        self.low_scale[batch, :, groups] = low_scale.transpose(1, 2)
 
     def decoded(self) -> Tensor:
-        return self.decode(self.codes, self.low_scale)[:, :, : self.room.capacity]
+        return self.decode(self.codes, self.low_scale)[:, :, : self.context.capacity]
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
@@ -2265,48 +2292,53 @@ class PackedKeys(Packed):
         codes = self.codes.unflatten(2, (-1, 32)).mT  # [B, Hkv, n, width * bits / 8, 32]
         planes = ((codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
         parts = (x.contiguous() for x in weights.chunk(8 // self.bits, -1))
-        coded = sum(weigh(x, plane).float() for x, plane in zip(parts, planes, strict=True))
-        places = self.room.positions
+        coded = sum(matmul_codes(x, plane).float() for x, plane in zip(parts, planes, strict=True))
+        places = self.context.positions
         coded = coded.transpose(2, 3).flatten(3)[..., : len(places)]  # of [B, Hkv, n, G, 32]
         # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor
         # loops over whole groups, and the tokens of the last one get no value.
         coded = coded + (q.float() @ low.mT)[..., places // 32]  # [B, Hkv, G, S]
-        recent = q @ self.ring.transpose(1, 2).mT  # [B, Hkv, G, R]
+        recent = q @ self.ring.rows.transpose(1, 2).mT  # [B, Hkv, G, R]
         return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
 
-    def stores(self) -> list[Tensor]:
-        return [self.codes, self.low_scale, self.ring]
+    def kernel_form(self) -> list[Tensor]:
+        return [self.codes, self.low_scale, self.ring.rows]
 
 
-class PackedValues(Packed):
+class TokenValues(RingStore):
     """Values quantised per token in groups of 32 channels; the last R are exact."""
 
-    def __init__(self, cache: DenseCache, bits: int, R: int):
-        c, tokens = cache.config, cache.room.capacity
-        super().__init__(cache, bits, R, c.head_dim)
-        self.tokens, self.packed = tokens, Rows(cache, (c.n_kv_heads, tokens), c.head_dim, bits)
-        self.coded_bytes = self.packed.bytes_of(c.kv_dim)
+    def __init__(self, context: Context, bits: int, R: int):
+        c = context.config
+        super().__init__(context, bits, R, c.head_dim)
+        self.coded = CodedStore(context, c.n_kv_heads, context.capacity, c.head_dim, bits)
+        self.tokens, self.token_bytes = context.capacity, self.coded.token_bytes
 
-    def write_prompt(self, row: int, x: Tensor) -> None:
-        self.packed.write((row, slice(None), slice(0, len(x))), x.transpose(0, 1))
-        super().write_prompt(row, x)
-
-    def write(self, pos: Tensor, x: Tensor) -> None:
-        self.packed.write((self.room.row_ids, slice(None), pos), x)
-        super().write(pos, x)
+    def write(self, where: tuple, x: Tensor) -> None:
+        self.coded.write(where, x)
+        self.ring.write(where, x)
 
     def decoded(self) -> Tensor:
-        return self.packed.read((slice(None),))
+        return self.coded.read(None)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
         recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
-        recent = recent.masked_fill(position < 0, 0).to(self.ring.dtype) @ self.ring.transpose(1, 2)
-        coded = CodedValues(*self.stores()[:2], self.bits)
-        return coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
+        recent = self.ring.mix(recent.masked_fill(position < 0, 0), pos)
+        return self.coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
 
-    def stores(self) -> list[Tensor]:
-        return [*self.packed.stores(), self.ring]
+    def kernel_form(self) -> list[Tensor]:
+        return [*self.coded.kernel_form(), self.ring.rows]
+
+
+def kivi_stores(context: Context, bits: int, residual: int = 128, width: int = 0) -> tuple:
+    """Stores of K (`width` numbers a row, D if not given) and V in KIVI's codes; 16 bits: as they are."""
+    c = context.config
+    width = width or c.head_dim
+    if bits == 16:
+        return tuple(TokenStore(context, c.n_kv_heads, context.capacity, n) for n in (width, c.head_dim))
+    keys = ChannelKeys(context, bits, residual, width)
+    return keys, TokenValues(context, bits, keys.R)
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -2350,23 +2382,23 @@ class ShadowKvCache(Cache):
     """The prompt's own SVD of its pre-RoPE keys (joint over heads), a landmark a chunk, the outlier chunks, a
     ring of recent tokens; V of every token in host memory. New tokens are projected on the prompt's basis."""
 
-    def __init__(self, room: Room, settings: ShadowKvSettings):
-        super().__init__(room)
-        c, self.settings, self.chunk = room.config, settings, min(settings.chunk, room.capacity)
-        self.outlier_tokens, self.selected, self.z = settings.layout(room.capacity)
-        self.r = share_rank(settings.rank, c.kv_dim)
-        self.chunks = -(-room.capacity // self.chunk)
+    def __init__(self, context: Context, settings: ShadowKvSettings):
+        super().__init__(context)
+        c, self.settings, self.chunk = context.config, settings, min(settings.chunk, context.capacity)
+        self.outlier_tokens, self.selected, self.z = settings.layout(context.capacity)
+        self.r = rank_of(settings.rank, c.kv_dim)
+        self.chunks = -(-context.capacity // self.chunk)
         heads, d = c.n_kv_heads, c.head_dim
-        self.register_buffer("basis", self.store(c.kv_dim, self.r))
-        self.register_buffer("latent", self.store(room.capacity, self.r))
-        self.register_buffer("landmark", self.store(heads, self.chunks, d))
+        self.register_buffer("basis", context.zeros(c.kv_dim, self.r))
+        self.register_buffer("latent", context.zeros(context.capacity, self.r))
+        self.register_buffer("landmark", context.zeros(heads, self.chunks, d))
         outliers = self.outlier_tokens // self.chunk
-        self.register_buffer("outlier", self.store(heads, outliers, dtype=torch.int32) - 1)
-        self.register_buffer("outlier_k", self.store(heads, self.outlier_tokens, d))
-        self.register_buffer("outlier_v", self.store(heads, self.outlier_tokens, d))
-        self.register_buffer("ring_k", self.store(heads, self.z, d))
-        self.register_buffer("ring_v", self.store(heads, self.z, d))
-        self.host_v = host_rows(room, heads, room.capacity, d)  # not a buffer: host_bytes() counts it
+        self.register_buffer("outlier", context.zeros(heads, outliers, dtype=torch.int32) - 1)
+        self.register_buffer("outlier_k", context.zeros(heads, self.outlier_tokens, d))
+        self.register_buffer("outlier_v", context.zeros(heads, self.outlier_tokens, d))
+        self.register_buffer("ring_k", context.zeros(heads, self.z, d))
+        self.register_buffer("ring_v", context.zeros(heads, self.z, d))
+        self.host_v = host_rows(context, heads, context.capacity, d)  # not a buffer: host_bytes() counts it
 
     def local(self, pos: Tensor) -> Tensor:
         """The chunk with which the recent tokens begin: `recent` of them and up to a chunk more."""
@@ -2391,14 +2423,15 @@ class ShadowKvCache(Cache):
         ids = candidates.topk(n, largest=False).indices  # [Hkv, n]
         self.outlier[row], self.outlier[row, :, :n] = -1, ids.int()
         index, n = self.tokens_of(ids)[None], n * self.chunk
-        places = self.room.positions[:length]  # an index, not a slice: a kernel writes to host memory
+        places = self.context.positions[:length]  # an index, not a slice: a kernel writes to host memory
         self.host_v[row, :, places] = v.transpose(0, 1)
         for x, outliers, ring in ((k, self.outlier_k, self.ring_k), (v, self.outlier_v, self.ring_v)):
             outliers[row, :, :n] = gather_rows(x.transpose(0, 1)[None], index)[0]
-            Window(ring, 0, self.z).write_prompt(row, x)
+            newest = places[-self.z :]
+            ring[row, :, newest % self.z] = x[newest].transpose(0, 1)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows = self.room.row_ids
+        rows = self.context.batch_ids
         self.latent[rows, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
         q, k = self.rope(q, pos), self.rope(k, pos)
         self.ring_k[rows, :, pos % self.z], self.ring_v[rows, :, pos % self.z] = k, v
@@ -2414,34 +2447,34 @@ class ShadowKvCache(Cache):
         ring = near >= (self.local(pos) * self.chunk)[:, None, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring), -1)
-        self.attends(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
+        self.report_selected(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
         k_all = torch.cat((self.outlier_k, k_chosen, self.ring_k), 2)
         v_all = torch.cat((self.outlier_v, v_chosen, self.ring_v), 2)
-        return self.room.attend(q, Plain(k_all), Plain(v_all), pos, live=lives)
+        return self.context.attend_rows(q, k_all, v_all, lives)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
-        scores = self.room.scores(q, self.landmark, whole, "largest")
+        scores = self.context.scores(q, self.landmark, whole, "largest")
         outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
         scores = scores.masked_fill(outlier, -torch.inf)
         last = self.local(pos) - 1  # the newest chunk that is not recent
-        index = self.tokens_of(self.room.select(scores, last, 0, self.selected // self.chunk, 0))
+        index = self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
         return index.clamp(min=0), index >= 0
 
     def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
-        latent = self.latent[self.room.row_ids[:, None, None], index]  # [B, Hkv, n, r]
+        latent = self.latent[self.context.batch_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
-        return self.room.rope_one(k, index), gather_rows(self.host_v, index)
+        return self.context.rope_one(k, index), gather_rows(self.host_v, index)
 
     def formula(self) -> int:
         """On the device; V of every token is host_bytes()."""
-        c, room = self.config, self.room
+        c, context = self.config, self.context
         tokens = 2 * (self.outlier_tokens + self.z) + self.chunks  # K and V, and a landmark a chunk
-        elements = (c.kv_dim + room.capacity) * self.r + tokens * c.kv_dim
+        elements = (c.kv_dim + context.capacity) * self.r + tokens * c.kv_dim
         ids = self.outlier_tokens // self.chunk * c.n_kv_heads * 4
-        return room.rows * (elements * room.dtype.itemsize + ids)
+        return context.batch_size * (elements * context.dtype.itemsize + ids)
 
     def host_bytes(self) -> int:
         return self.host_v.nbytes
@@ -2453,7 +2486,7 @@ class ShadowKvCache(Cache):
         chosen = min(self.selected, max(0, length - recent - outliers))
         elements = (length // self.chunk + 2 * (outliers + recent) + chosen) * c.kv_dim
         elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
-        return elements * self.room.dtype.itemsize
+        return elements * self.context.dtype.itemsize
 
 
 # -------------------------------------------------------------------------------------------------------- FDC
@@ -2528,28 +2561,31 @@ class FdcCache(Cache):
     One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
     the sum of the ranks, not the largest one for all. bases: R [D, d_qk] of each KV head; v_ranks: d_v."""
 
-    def __init__(self, room: Room, bases: list[Tensor], v_ranks: list[int]):
-        super().__init__(room)
+    def __init__(self, context: Context, bases: list[Tensor], v_ranks: list[int]):
+        super().__init__(context)
         k_ranks = [basis.shape[1] for basis in bases]
         padded = [F.pad(basis, (0, max(k_ranks) - basis.shape[1])) for basis in bases]
-        self.basis = torch.stack(padded).to(room.device, room.dtype)  # weights, not cache
+        self.basis = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
         self.k_ranks, self.v_ranks, self.ranks = k_ranks, v_ranks, k_ranks + v_ranks
-        self.scale = room.config.head_dim**-0.5  # that of the full head dim, at any rank
-        self.register_buffer("packed", self.store(room.capacity * sum(self.ranks)).flatten())
+        self.scale = context.config.head_dim**-0.5  # that of the full head dim, at any rank
+        self.register_buffer("packed", context.zeros(context.capacity * sum(self.ranks)).flatten())
         # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
         ranks = torch.tensor(self.ranks)
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
-        starts = first * (room.rows * room.capacity - 1) + torch.arange(sum(self.ranks))
-        self.starts, self.strides = starts.to(room.device), ranks.repeat_interleave(ranks).to(room.device)
-        self.k_columns = own_columns(k_ranks, 1).to(room.device)
-        self.v_columns = own_columns(v_ranks, room.config.group).to(room.device)
-        self.fused = room.kernels is not None and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
+        starts = first * (context.batch_size * context.capacity - 1) + torch.arange(sum(self.ranks))
+        self.starts, self.strides = (
+            starts.to(context.device),
+            ranks.repeat_interleave(ranks).to(context.device),
+        )
+        self.k_columns = own_columns(k_ranks, 1).to(context.device)
+        self.v_columns = own_columns(v_ranks, context.config.group).to(context.device)
+        self.fused = context.kernels is not None and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
         if self.fused:
-            self.table = room.kernels.rank_table(self.ranks, room.device)
+            self.table = context.kernels.rank_table(self.ranks, context.device)
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
-        tokens, n = (self.room.rows, self.room.capacity), self.config.n_kv_heads
+        tokens, n = (self.context.batch_size, self.context.capacity), self.config.n_kv_heads
         parts = self.packed.split([math.prod(tokens) * rank for rank in self.ranks])
         views = [part.view(*tokens, rank) for part, rank in zip(parts, self.ranks, strict=True)]
         return list(zip(views[:n], views[n:], strict=True))
@@ -2577,7 +2613,7 @@ class FdcCache(Cache):
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        token = (self.room.row_ids * self.room.capacity + pos)[:, None]
+        token = (self.context.batch_ids * self.context.capacity + pos)[:, None]
         new = self.compress(k, pos).flatten(1)[:, self.k_columns]  # [B, sum of d_qk]
         # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
         self.packed[self.starts + token * self.strides] = torch.cat((new, latent), -1)
@@ -2587,9 +2623,9 @@ class FdcCache(Cache):
         """Attention of compressed queries [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
         if self.fused:
             stored = (self.packed, self.table, self.ranks, pos)
-            out = self.room.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, self.scale)
+            out = self.context.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, self.scale)
             return out.flatten(1)[:, self.v_columns]
-        live, outputs = self.room.positions <= pos[:, None], []
+        live, outputs = self.context.positions <= pos[:, None], []
         for queries, (k, v) in zip(q.unbind(1), self.heads(), strict=True):
             queries = queries[..., : k.shape[-1]]
             outputs.append(attend(queries, k[:, None], v[:, None], live, self.scale).flatten(1))
@@ -2597,7 +2633,7 @@ class FdcCache(Cache):
 
     def token_bytes(self) -> int:
         """Each head at its rank."""
-        return sum(self.ranks) * self.room.dtype.itemsize
+        return sum(self.ranks) * self.context.dtype.itemsize
 
 
 def own_columns(ranks: list[int], G: int) -> Tensor:
@@ -2611,7 +2647,7 @@ def cut(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
     return [basis[:, :rank].to(device) for basis, rank in zip(bases, ranks.tolist(), strict=True)]
 
 
-def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: Artifact) -> list[Cache]:
+def build_fdc(model: Llama, settings: FdcSettings, context: Context, artifact: Artifact) -> list[Cache]:
     """One cache a layer; the values' bases are folded into the model's wqkv and wo."""
     rate = float(artifact["rate"]) if settings.rate == -1 else settings.rate
     if not 0 <= rate < 1:
@@ -2619,8 +2655,8 @@ def build_fdc(model: Llama, settings: FdcSettings, room: Room, artifact: Artifac
     qk, v = (fdc_ranks(artifact[f"{kind}.values"], rate, settings.adaptive) for kind in ("qk", "v"))
     caches = []
     for i, layer in enumerate(model.layers):
-        fold_values(layer.attention, model.config, cut(artifact["v.basis"][i], v[i], room.device))
-        caches.append(FdcCache(room, cut(artifact["qk.basis"][i], qk[i], room.device), v[i].tolist()))
+        fold_values(layer.attention, model.config, cut(artifact["v.basis"][i], v[i], context.device))
+        caches.append(FdcCache(context, cut(artifact["qk.basis"][i], qk[i], context.device), v[i].tolist()))
     return caches
 
 
@@ -2694,13 +2730,12 @@ class PaluCache(Cache):
     between B and the query, so every step rebuilds and rotates all keys. basis: R [Hkv, D, r] of each head;
     v_rank: its V's rank; bias: of its keys, [Hkv, D], which stays outside of the latent."""
 
-    def __init__(self, room: Room, basis: Tensor, v_rank: int, bias: Tensor):
-        super().__init__(room)
-        self.basis, self.bias = basis.to(room.device, room.dtype), bias
-        self.register_buffer("k_latent", self.store(len(basis), room.capacity, basis.shape[2]))
-        self.register_buffer("v_latent", self.store(len(basis), room.capacity, v_rank))
-        self.keys = RebuiltKeys(self.k_latent, room, self.basis, bias)
-        self.values = Plain(self.v_latent)
+    def __init__(self, context: Context, basis: Tensor, v_rank: int, bias: Tensor):
+        super().__init__(context)
+        self.basis, self.bias = basis.to(context.device, context.dtype), bias
+        heads, tokens = len(basis), context.capacity
+        self.keys = RebuiltKeys(TokenStore(context, heads, tokens, basis.shape[2]), self.basis, bias)
+        self.values = TokenStore(context, heads, tokens, v_rank)
 
     def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What is stored, [..., Hkv, rank], of k [..., Hkv, D] before RoPE and folded v [..., Hkv v_rank]."""
@@ -2709,8 +2744,8 @@ class PaluCache(Cache):
 
     def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         k, v = self.compress(k, latent)
-        self.keys.write_prompt(row, k)
-        self.values.write_prompt(row, v)
+        self.keys.latents.write((row, slice(0, len(q))), k)
+        self.values.write((row, slice(0, len(q))), v)
         span, (rank, width) = slice(0, len(q)), (v.shape[-1], q.shape[-1])
         rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
         padded = F.pad(v, (0, width - rank))  # flash attention wants one width
@@ -2718,26 +2753,26 @@ class PaluCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         k, v = self.compress(k, latent)
-        self.keys.write(pos, k)
-        self.values.write(pos, v)
-        return self.room.attend(self.rope(q, pos), self.keys, self.values, pos)
+        self.keys.latents.write((self.context.batch_ids, pos), k)
+        self.values.write((self.context.batch_ids, pos), v)
+        return self.context.attend(self.rope(q, pos), self.keys, self.values, pos)
 
     def token_bytes(self) -> int:
         """Two latents of each head."""
-        ranks = self.k_latent.shape[-1] + self.v_latent.shape[-1]
-        return self.config.n_kv_heads * ranks * self.room.dtype.itemsize
+        ranks = self.keys.latents.width + self.values.width
+        return self.config.n_kv_heads * ranks * self.context.dtype.itemsize
 
 
-def build_palu(model: Llama, settings: PaluSettings, room: Room, artifact: Artifact) -> list[Cache]:
+def build_palu(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c = model.config
     if not 0 < settings.keep <= 1:
         raise UserError(f"--keep {settings.keep}: the share of each head's dims to keep must lie in (0, 1]")
     rank, caches = max(1, round(settings.keep * c.head_dim)), []
     for i, layer in enumerate(model.layers):
         bias, _ = kv_bias(layer.attention, c)
-        k, v = (artifact[f"{kind}.basis"][i, ..., :rank].to(room.device) for kind in "kv")
+        k, v = (artifact[f"{kind}.basis"][i, ..., :rank].to(context.device) for kind in "kv")
         fold_values(layer.attention, c, list(v))
-        caches.append(PaluCache(room, k, rank, bias))
+        caches.append(PaluCache(context, k, rank, bias))
     return caches
 
 
@@ -2779,9 +2814,9 @@ def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
             raise UserError(f"{path}: {name} {fault}; make it again: {command}")
     shards = model.whole.n_kv_heads // model.config.n_kv_heads
     if method == "sals" and shards > 1:
-        sals_share(tensors, model.config)
+        sals_local_part(tensors, model.config)
     for name, (_, *shape) in METHODS[method].tensors(model.config).items():
-        tensors[name] = share(tensors[name], shape)
+        tensors[name] = local_part(tensors[name], shape)
     if "d_ckv" in tensors:  # EliteKV: each rank has a latent of its own heads, made of its weights (ours)
         tensors["d_ckv"] = (tensors["d_ckv"] // shards).clamp(min=1)
     return tensors
@@ -2844,7 +2879,7 @@ class Method:
 
 
 METHODS = {
-    "dense": Method(DenseSettings, each_layer(lambda room, _: DenseCache(room)), "the full cache"),
+    "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context)), "the full cache"),
     "sals": Method(SalsSettings, build_sals, "sparse attention in a joint latent of the keys", sals_tensors),
     "elitekv": Method(
         EliteSettings,
@@ -2870,7 +2905,11 @@ METHODS = {
     ),
     "kivi": Method(
         KiviSettings,
-        each_layer(lambda room, settings: DenseCache(room, settings.bits, settings.residual)),
+        each_layer(
+            lambda context, settings: DenseCache(
+                context, *kivi_stores(context, settings.bits, settings.residual)
+            )
+        ),
         "keys quantised per channel, values per token",
     ),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),

@@ -37,7 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import compress
 import model as model_file
-from compress import METHODS, Cache, Room, dense_bytes, load_artifact, method_named, settings_from
+from compress import METHODS, Cache, Context, dense_bytes, load_artifact, method_named, settings_from
 from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gathered, human, ranks
 
 try:
@@ -163,20 +163,20 @@ class Engine:
         self,
         model: Llama,
         caches: list[Cache],
-        room: Room,
+        context: Context,
         sampling: Sampling,
         compiled: bool = False,
         graphed: bool = False,
     ):
-        self.model, self.caches, self.room, self.sampling = model, caches, room, sampling
-        self.tokens = torch.zeros(room.rows, dtype=torch.int64, device=room.device)
-        self.pos = torch.zeros(room.rows, dtype=torch.int32, device=room.device)
-        shape = (room.rows, model.config.vocab_size)
-        self.logits = torch.zeros(shape, dtype=room.dtype, device=room.device)  # of the last step
+        self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
+        self.tokens = torch.zeros(context.batch_size, dtype=torch.int64, device=context.device)
+        self.pos = torch.zeros(context.batch_size, dtype=torch.int32, device=context.device)
+        shape = (context.batch_size, model.config.vocab_size)
+        self.logits = torch.zeros(shape, dtype=context.dtype, device=context.device)  # of the last step
         started = time.time()
         # hopper.py may offer a decode step of its own, with the same logits.
-        offer = getattr(room.kernels, "chained_decode", None)
-        chained = offer(model, room.rows) if offer and ranks()[1] == 1 else None
+        offer = getattr(context.kernels, "chained_decode", None)
+        chained = offer(model, context.batch_size) if offer and ranks()[1] == 1 else None
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]
@@ -225,7 +225,7 @@ class Engine:
         bar = Progress("prefill", len(prompts) * len(self.model.layers))
         hooks = [layer.attention.register_forward_hook(lambda *_: bar.tick()) for layer in self.model.layers]
         for row, prompt in enumerate(prompts):
-            ids = torch.tensor(prompt, device=self.room.device)
+            ids = torch.tensor(prompt, device=self.context.device)
             self.logits[row] = self.model.prefill(ids, row, self.caches)
             self.pos[row] = len(prompt)
         for hook in hooks:
@@ -269,9 +269,9 @@ def decode_rows(
     stops(ids) sees all ids that the row has made; emit(row, token) is called for each token.
     stride: steps between two looks at the tokens: more than 1 spares the device the wait for the host, but
     leaves tokens after the stop in the cache."""
-    rows = engine.room.rows
+    rows = engine.context.batch_size
     output, stopped = Output([[] for _ in range(rows)]), [False] * rows
-    synchronize(engine.room.device)
+    synchronize(engine.context.device)
     started, made = time.time(), 0
     while made < max_new_tokens and not all(stopped):
         block = []
@@ -319,13 +319,13 @@ def render_chat(template: str, **variables) -> str:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    room.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    room.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    context = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    context.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    context.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     marks = r"({%[-+]?\s*)(end)?generation\b"  # of what is trained on
     template = re.sub(marks, lambda m: m[1] + ("endif" if m[2] else "if true"), template)
     try:
-        return room.from_string(template).render(variables, tools=None, documents=None)
+        return context.from_string(template).render(variables, tools=None, documents=None)
     except Exception as error:  # whatever a template does
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
@@ -478,7 +478,7 @@ def plan_caches(
     """The method's caches on the meta device: their bytes and their refusals, without their memory."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.tok_embeddings.weight.dtype)
-    return METHODS[method].build(shadow, settings, Room(shadow, rows, capacity), artifact)
+    return METHODS[method].build(shadow, settings, Context(shadow, rows, capacity), artifact)
 
 
 def check_memory(
@@ -501,17 +501,17 @@ def check_memory(
 
 def prepare(
     model: Llama, method: str, options: dict, args, rows: int, capacity: int
-) -> tuple[str, object, Room, dict[str, Tensor]]:
-    """The method, its settings, room and artifact. Raises UserError where they do not fit one another, the
+) -> tuple[str, object, Context, dict[str, Tensor]]:
+    """The method, its settings, context and artifact. Raises UserError where they do not fit one another, the
     model or the memory, before anything is built."""
     settings, artifact = settings_from(method, options), artifact_for(method, model, args)
     check_memory(model, method, settings, artifact, rows, capacity)
-    return method, settings, Room(model, rows, capacity, args.kernels), artifact
+    return method, settings, Context(model, rows, capacity, args.kernels), artifact
 
 
 def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
     """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
-    capacity, dense = caches[0].room.capacity, len(caches) * dense_bytes(caches[0].room)
+    capacity, dense = caches[0].context.capacity, len(caches) * dense_bytes(caches[0].context)
     budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
     held = sum(cache.formula() for cache in caches)
     return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
@@ -519,36 +519,36 @@ def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
 
 def idle_note(method: str, settings: object, caches: list[Cache]) -> str:
     """One line where a method's settings leave it nothing to do, else nothing."""
-    room, n, costs = caches[0].room, len(caches), cost_shares(settings, caches)
+    context, n, costs = caches[0].context, len(caches), cost_shares(settings, caches)
     if hasattr(settings, "budget") and costs["tokens"] == 1:
-        return f"the budget covers the context of {room.capacity} tokens: every token is attended"
+        return f"the budget covers the context of {context.capacity} tokens: every token is attended"
     if hasattr(settings, "skip") and len(compress.skipped_layers(settings, n)) == n:
         return f"--skip {settings.skip} names all {n} layers: every token is attended"
-    read = room.rows * sum(cache.bytes_read(room.capacity) for cache in caches)
-    if method != "dense" and costs["bytes"] >= 1 and read >= n * dense_bytes(room):
+    read = context.batch_size * sum(cache.bytes_read(context.capacity) for cache in caches)
+    if method != "dense" and costs["bytes"] >= 1 and read >= n * dense_bytes(context):
         return f"with these settings {method} keeps no fewer bytes than dense, and reads no fewer in a step"
     return ""
 
 
 def build_engine(
-    model: Llama, args, method: str, settings: object, room: Room, artifact: dict[str, Tensor]
+    model: Llama, args, method: str, settings: object, context: Context, artifact: dict[str, Tensor]
 ) -> Engine:
     """An engine of what prepare returned; it may change the model's weights."""
-    caches = METHODS[method].build(model, settings, room, artifact)
+    caches = METHODS[method].build(model, settings, context, artifact)
     if text := idle_note(method, settings, caches):
         print(f"note: {text}", file=sys.stderr)
-    graphed = room.device.type == "cuda"
+    graphed = context.device.type == "cuda"
     compiled = graphed if args.compile is None else args.compile
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     try:
-        return Engine(model, caches, room, sampling, compiled, graphed)
+        return Engine(model, caches, context, sampling, compiled, graphed)
     except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
         first, *output = str(error).split("\nOutput:\n")  # what a C++ compiler said
         cause = ": ".join(text.split("\n")[0] for text in (first, *output))
         if args.compile:
             raise UserError(f"--compile failed ({cause}); use --no-compile") from error
     print(f"note: the step is not compiled ({cause})", file=sys.stderr)
-    return Engine(model, caches, room, sampling, False, graphed)
+    return Engine(model, caches, context, sampling, False, graphed)
 
 
 def run_prompts(
@@ -556,10 +556,10 @@ def run_prompts(
 ) -> Output:
     """Prefills the prompts, then generates: once, or after each of `asks`, one answer after another."""
     torch.manual_seed(args.seed)
-    synchronize(engine.room.device)
+    synchronize(engine.context.device)
     started = time.time()
     engine.prefill(prompts)
-    synchronize(engine.room.device)
+    synchronize(engine.context.device)
     prefill_s = time.time() - started
     stop_ids = set() if args.ignore_eos or tokenizer is None else tokenizer.stop_ids
     stop_text = args.stop or ("\n" if asks else "")
@@ -570,14 +570,14 @@ def run_prompts(
         return ids[-1] in stop_ids or bool(stop_text) and stop_text in said
 
     if not asks:
-        stride = 16 if engine.room.device.type == "cuda" else 1
+        stride = 16 if engine.context.device.type == "cuda" else 1
         output = decode_rows(engine, args.max_new_tokens, stops, emit, stride)
     else:
         output = Output([[] for _ in prompts])
         for ask in asks:
             ids, started = tokenizer.encode_continuation("\n" + ask), time.time()
             engine.feed(ids)
-            synchronize(engine.room.device)
+            synchronize(engine.context.device)
             feed_s = time.time() - started
             part = decode_rows(engine, args.max_new_tokens, stops)
             output.token_ids = [a + b for a, b in zip(output.token_ids, part.token_ids, strict=True)]
@@ -616,7 +616,7 @@ def report(
     engine: Engine, method: str, options: dict, prompts: list[list[int]], output: Output, args, tokenizer
 ) -> dict:
     """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
-    room, model = engine.room, engine.model
+    context, model = engine.context, engine.model
     rows = list(zip(prompts, output.token_ids, strict=True))
     lengths = [len(p) + output.asked + len(t) for p, t in rows]
     read = sum(cache.bytes_read(n) for cache in engine.caches for n in lengths)
@@ -627,30 +627,30 @@ def report(
     own = {
         "cache_bytes_measured": sum(cache.measured() for cache in engine.caches),
         "cache_bytes_formula": sum(cache.formula() for cache in engine.caches),
-        "cache_bytes_dense": dense_bytes(room) * len(engine.caches),
+        "cache_bytes_dense": dense_bytes(context) * len(engine.caches),
         "cache_bytes_host": sum(cache.host_bytes() for cache in engine.caches),
         "bytes_read_per_step": read,
-        "peak_memory_bytes": peak_memory(room.device),
+        "peak_memory_bytes": peak_memory(context.device),
     }
     each = gathered(own)
-    movable = output.steps and per_step * measure_bandwidth(room.device)  # after the peak was read
+    movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
     return {
         "method": method,
         "settings": dataclasses.asdict(settings_from(method, options)),
         "model": args.random_weights or str(args.checkpoint),
-        "device": device_name(room.device),
-        "dtype": str(room.dtype).removeprefix("torch."),
+        "device": device_name(context.device),
+        "dtype": str(context.dtype).removeprefix("torch."),
         "prompt_tokens": [len(p) + output.asked for p in prompts],
         "new_tokens": [len(t) for t in output.token_ids],
         "token_ids": output.token_ids,
         "text": [tokenizer.decode(t, after=p) if tokenizer else "" for p, t in rows],
         "prefill_s": round(output.prefill_s, 4),
         "first_token_s": round(output.first_token_s, 4),
-        "decode_tokens_per_s": round(room.rows / per_step, 2) if output.steps else None,
+        "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
         **{name: sum(rank[name] for rank in each) for name in own},
         "ranks": each,
         "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
-        "cache_tokens": room.rows * room.capacity,
+        "cache_tokens": context.batch_size * context.capacity,
         "bandwidth_share": round((weights + read) / movable, 4) if movable else None,
         "capture_s": round(engine.capture_s, 3),
         "seed": args.seed,

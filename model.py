@@ -99,7 +99,7 @@ def gathered(value) -> list:
     return values
 
 
-def share(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
+def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
     """This rank's part of a tensor of the whole model, a view of this shape; a dim of None is not shared.
 
     Where a dim has fewer parts than there are ranks, as few KV heads do, neighbours have the same part."""
@@ -577,7 +577,7 @@ def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     return model
 
 
-def copy_share(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -> None:
+def copy_local_part(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -> None:
     """Copies this rank's share of a file's tensor. configs: the whole model's and this rank's.
     Phi-3 fuses projections: a rank has its share of each."""
 
@@ -587,7 +587,7 @@ def copy_share(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -
         return rows.split(fused)
 
     for part, target in zip(*map(parts, (tensor, slot), configs), strict=True):
-        target.copy_(share(part, target.shape))
+        target.copy_(local_part(part, target.shape))
 
 
 def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]) -> None:
@@ -630,7 +630,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     for name, slot in slots.items():
         file = headers[name][0]
         with safe_open(file, "pt") as tensors:  # opened for each, so that its pages leave the memory again
-            copy_share(tensors.get_tensor(name), slot, name, config, model.config)
+            copy_local_part(tensors.get_tensor(name), slot, name, config, model.config)
         if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
             slot.zero_()  # one rank adds it to the sum
         if not torch.stack(slot.aminmax()).isfinite().all():

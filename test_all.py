@@ -49,7 +49,16 @@ import generate
 import kernels
 import model as model_file
 from calibrate import Stage, eval_sample, fit_sals, key_moments, save_artifact, save_checkpoint, train
-from compress import METHODS, DenseCache, Room, SalsSettings, artifact_path, attend, load_artifact, quantize
+from compress import (
+    METHODS,
+    Context,
+    DenseCache,
+    SalsSettings,
+    artifact_path,
+    attend,
+    load_artifact,
+    quantize,
+)
 from generate import Engine, Output, Sampling, decode_rows
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables
 
@@ -133,7 +142,6 @@ SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
 CASES = [  # every method, in each way in which it stores and selects; a new method is tested by a line here
     *(("sals", SPARSE | more) for more in ({}, {"bits": 2}, {"bits": 16}, {"score": "sum"})),
     *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, {"skip_as": "int8"})),
-    ("sals", SPARSE | {"window": "half", "fold": False}),
     ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
     ("loki", {"k": 0.3, "d": 0.5}),
     ("loki", {"k": 12, "d": 0.25, "sinks": 2, "recent": 4}),
@@ -186,10 +194,10 @@ def make_engine(
     model: Llama, method: str, rows: int, capacity: int, artifact=None, kernels_=None, **options
 ) -> Engine:
     """By default with an artifact_of the model; options: a method's, and compiled and graphed."""
-    room, artifact = Room(model, rows, capacity, kernels_), artifact or artifact_of(method, model)
+    context, artifact = Context(model, rows, capacity, kernels_), artifact or artifact_of(method, model)
     how = {name: options.pop(name) for name in {"compiled", "graphed"} & options.keys()}
-    caches = METHODS[method].build(model, compress.settings_from(method, options), room, artifact)
-    return Engine(model, caches, room, Sampling(), **how)
+    caches = METHODS[method].build(model, compress.settings_from(method, options), context, artifact)
+    return Engine(model, caches, context, Sampling(), **how)
 
 
 def fitted_engine(
@@ -229,7 +237,8 @@ def stream(n: int, group: int = 2, dim: int = 16) -> tuple[torch.Tensor, torch.T
 
 
 def row_cache(method: str, model: Llama, rows: int, capacity: int, **options):
-    """The cache of a model's first layer that is not skipped."""
+    """The cache of a model's first layer that is not skipped. SALS folds nothing into it."""
+    model.config.qk_norm |= method == "sals"
     return make_engine(model, method, rows, capacity, **skip_none(method) | options).caches[0]
 
 
@@ -256,7 +265,7 @@ def for_one_layer(method: str, options: dict) -> dict:
 
 def step(cache, n: int, q, k, v) -> torch.Tensor:
     """Decodes token n of a stream in every row."""
-    rows = cache.room.rows
+    rows = cache.context.batch_size
     pos = torch.full((rows,), n, dtype=torch.int32)
     return cache.decode(pos, *(x[n].expand(rows, *x[n].shape) for x in (q, k, v)))
 
@@ -266,7 +275,7 @@ def watched_step(cache, n: int, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
     seen = []
     cache.watch = lambda pos, index, live, recent: seen.append((index[0].clone(), live[0], recent))
     out, ((index, live, recent),) = step(cache, n, q, k, v), seen
-    heads, capacity = cache.config.n_kv_heads, cache.room.capacity
+    heads, capacity = cache.config.n_kv_heads, cache.context.capacity
     index = index.long().where(live, capacity)
     index = (index[:, None] if index.ndim == 2 else index).expand(heads, cache.config.group, -1)
     chosen = torch.zeros(heads, cache.config.group, capacity + 1, dtype=torch.bool).scatter(2, index, True)
@@ -535,7 +544,7 @@ def test_any_split_of_prompt_and_decode_leaves_the_same_cache(method, options):
             assert same or name in of_the_prompt, (first, name)
 
 
-SELECTIVE = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "fold": False, "keep": 0.0}
+SELECTIVE = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "keep": 0.0}
 SHADOW_1 = SHADOW | {"rank": 1.0}
 KEEP_15 = {"k": 10, "recent": 5}
 # Method, options, its budget, sinks, recent tokens, how much of the budget may stay free beyond its edge,
@@ -571,11 +580,11 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
     method, options, budget, sinks, recent, free, best = selector
     places, bound = torch.arange(80), 1e-4 if method == "shadowkv" else 1e-5
     cache, qkv = scene(method, n_prompt, 75, 80, group=group, **options)
-    dense = reads(DenseCache(cache.room), n_prompt, *qkv)
+    dense = reads(DenseCache(cache.context), n_prompt, *qkv)
     for n in range(n_prompt, 75):
         (out, chosen), whole = watched_step(cache, n, *qkv), step(dense, n, *qkv)
         rotated = dense.rope(qkv[0][n], n)
-        keys, values = (x.repeat_interleave(group, 1) for x in (dense.k, dense.v))
+        keys, values = (x.repeat_interleave(group, 1) for x in (dense.keys.rows, dense.values.rows))
         assert error(out, attend(rotated[None], keys, values, chosen[None])) < bound, n
         least = budget - free if n >= budget or method == "shadowkv" else budget
         assert (error(out, whole) < bound) == (n < budget) or least <= n < budget, n
@@ -596,15 +605,17 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
 
 def test_int8_keys_of_skipped_layers_are_close_and_bounded():
     """Half of a step at most is lost of a key, and of the attention far less than by V in 4 bits."""
-    room, (q, k, v), errors = Room(tiny_model(head_dim=32), 2, 50), stream(41, dim=32), []
+    context, (q, k, v), errors = Context(tiny_model(head_dim=32), 2, 50), stream(41, dim=32), []
     qkv = q / 2, 3 * k, v
     for bits in (16, 4):
-        caches = cache, dense = compress.Int8Cache(room, bits), DenseCache(room)
+        shape = context.config.n_kv_heads, context.capacity, 32
+        stores = compress.Int8Store(context, *shape), compress.coded_store(context, shape, bits)
+        caches = cache, dense = DenseCache(context, *stores), DenseCache(context)
         for row in range(2):
             assert torch.equal(*(c.prefill(row, *(x[:40] for x in qkv)) for c in caches))
         errors.append(error(*(step(c, 40, *qkv) for c in caches)))
-        codes, scale = cache.keys.stores()
-        assert ((codes * scale[..., None] - dense.k).abs() <= scale[..., None] * 0.501).all()
+        codes, scale = cache.keys.parts()
+        assert ((codes * scale[..., None] - dense.keys.rows).abs() <= scale[..., None] * 0.501).all()
         assert scale[:, :, 41:].eq(0).all() and scale[:, :, :41].gt(0).all()
     assert 1e-4 < errors[0] < 0.02 and 2 * errors[0] < errors[1] < 0.2
 
@@ -615,7 +626,7 @@ def test_int8_keys_of_skipped_layers_are_close_and_bounded():
 STORES = [
     *CASES,
     *((method, {}) for method in METHODS),
-    *(("sals", options) for options in ({"rank": 0.125, "bits": 2}, {"window": "half"}, {"skip": ""})),
+    *(("sals", options) for options in ({"rank": 0.125, "bits": 2}, {"skip": ""})),
     *(("sals", {"skip_as": kind}) for kind in ("dense", "latent")),
     *(("sals", options) for options in ({"bits": 16}, {"latent_bits": 16}, {"bits": 16, "keep": 0.5})),
     *(("lrqk", {"k": 20, "slots": slots}) for slots in (0.0, 1.0, 1.5)),
@@ -647,10 +658,10 @@ def test_keep_is_the_share_of_tokens_attended():
 def test_bytes_of_the_paper():
     """SALS Table 2: 0.28 and 0.15 of dense; 1 / 0.15625 is the abstract's 6.4 times."""
     embeddings = SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16))
-    room = Room(SimpleNamespace(config=SHAPES["llama-2-7b"], tok_embeddings=embeddings), 1, 4096)
+    context = Context(SimpleNamespace(config=SHAPES["llama-2-7b"], tok_embeddings=embeddings), 1, 4096)
     for rank, bits, ratio in ((0.25, 4, 0.28125), (0.125, 2, 0.15625)):
         settings = SalsSettings(rank=rank, bits=bits, **PAPER)
-        cache = compress.SalsCache(room, settings, True, (torch.zeros(4096, round(4096 * rank)),) * 2)
+        cache = compress.SalsCache(context, settings, True, (torch.zeros(4096, round(4096 * rank)),) * 2)
         assert cache.token_bytes() == ratio * 2 * 4096 * 2
         length, chosen, exact = 4096, 432, 16 + 64
         expected = length * cache.r_score * 2 + chosen * cache.token_bytes() + exact * 4 * 4096
@@ -801,12 +812,11 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
 def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(block, rule, scaling):
     """Sums of all heads' logits or weights, in any order of a group's heads. Without blocks all keys stand at
     the query's place, where RoPE cancels but for yarn's factor on cos and sin, which the sum lacks."""
-    options = SPARSE | {"rank": 1.0, "score_rank": 1.0, "fold": False, "score_block": block, "score": rule}
+    options = SPARSE | {"rank": 1.0, "score_rank": 1.0, "score_block": block, "score": rule}
     cache = row_cache("sals", tiny_model(rope_scaling=scaling), 2, 40, **options)
-    factor = cache.room.cos[0, 0] ** 2 if rule == "sum" and not block else 1.0
-    assert scaling is None or cache.room.cos[0, 0] > 1.1
+    assert scaling is None or cache.context.cos[0, 0] > 1.1
     q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
-    live, latent = torch.arange(40) <= pos[:, None], k.flatten(2) @ cache.down
+    cache.latents.rows[:, 0] = k.flatten(2) @ cache.down
 
     def mean_logits(row, j):
         """Of key j, [Hq]."""
@@ -816,12 +826,12 @@ def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(bloc
         return torch.einsum("hd,shd->sh", cache.rope(q, pos)[row], keys).mean(0)
 
     for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
-        scores = compress.sals_scores(cache.queries(pos, x), latent, live, rule, cache.logit_scale, block)
+        scores = cache.score(pos, x, cache.rope(x, pos))
         for row, n in enumerate((pos + 1).tolist()):
             logits = torch.stack([mean_logits(row, j) for j in range(n)], 1)
-            truth = logits / factor if rule == "sum" else (logits / 4).softmax(-1)
+            truth = logits / 4 if rule == "sum" else (logits / 4).softmax(-1)
             assert error(scores[row, :n], truth.sum(0)) < 1e-5
-    assert rule == "sum" or not scores[1, 25:].any()
+    assert scores[1, 25:].eq(-torch.inf).all()
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 12, 13, 14, 40])
@@ -841,30 +851,15 @@ def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
         assert sorted(j for j in chosen[row, head].tolist() if j >= 0) == sorted([*old[:3], *best])
 
 
-@pytest.mark.parametrize("length", [3, 8, 21])
-@pytest.mark.parametrize("metric, group, skip", [("query", 1, ""), ("query", 2, "0"), ("key", 8, "")])
-def test_sals_half_window_has_half_the_rank_and_the_right_positions(metric, group, skip, length):
-    """Keys of the half-rank subspace come back exactly, each rotated at its own position. Attention is then
-    dense up to the 8 bits of V, in layers that attend every token, too."""
-    options = FULL | {"window": "half", "metric": metric, "skip": skip, "fold": False}
-    cache, (q, k, v) = row_cache("sals", tiny_model(group=group), 1, 40, **options), stream(length + 1, group)
-    k = (k.flatten(1) @ cache.half_down @ cache.half_up.T).view_as(k)
-    dense = reads(DenseCache(cache.room), length, q, k, v)
-    got, _, live = reads(cache, length, q, k, v).read_window(torch.tensor([length - 1]))
-    assert live.sum() == min(8, length)
-    for p, key in list(enumerate(dense.k[0].transpose(0, 1)[:length]))[-8:]:
-        assert live[0, p % 8] and error(got[0, p % 8], key) < 1e-5
-    assert 1e-4 < error(step(cache, length, q, k, v), step(dense, length, q, k, v)) < 0.02
-
-
 @pytest.mark.parametrize("score", ["sum", "softmax"])
 @pytest.mark.parametrize("qkv_bias", [False, True])
 @pytest.mark.parametrize("latent_bits, tolerance", [(16, 1e-4), (8, 0.02)])  # a code may round otherwise
 def test_folded_projections_equal_unfolded(score, qkv_bias, latent_bits, tolerance):
     runs = []
+    options = SPARSE | {"score": score, "latent_bits": latent_bits, "score_block": 0}
     for fold in (True, False):
         model = tiny_model(qkv_bias=qkv_bias)
-        options = SPARSE | {"score": score, "fold": fold, "latent_bits": latent_bits, "score_block": 0}
+        model.config.qk_norm = not fold  # where there are norms, nothing folds
         engine = make_engine(model, "sals", 1, 64, **options)
         runs.append(logits_through(engine, [random_ids(50)], [random_ids(10, 1)]))
         rows = model.layers[2].attention.wqkv.weight.shape[0]
@@ -878,12 +873,12 @@ def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
     codes, scale = compress.quantize_int8(x)
     assert codes.dtype == torch.int8 and scale.shape == (5, 3, 1) and codes.abs().max() == 127
     assert ((codes * scale - x).abs() <= scale * 0.5001).all()
-    up = torch.randn(4 * 16, 12) * torch.logspace(-2, 2, 64)[:, None]
-    codes, scale = compress.quantize_basis(up, SimpleNamespace(n_kv_heads=4))
+    up = (torch.randn(64, 12) * torch.logspace(-2, 2, 64)[:, None]).unflatten(0, (4, 16))
+    codes, scale = compress.quantize_basis(up)
     pairs = scale.view(4, 2, 8)
     assert torch.equal(pairs[:, 0], pairs[:, 1]) and ((codes * scale - up).abs() <= scale * 0.5001).all()
-    assert torch.equal(scale[0, 0] * 127, up[[0, 8]].abs().max())
-    again = compress.quantize_basis(codes * scale, SimpleNamespace(n_kv_heads=4))
+    assert torch.equal(scale[0, 0, 0] * 127, up[0, [0, 8]].abs().max())
+    again = compress.quantize_basis(codes * scale)
     assert torch.equal(again[0], codes)  # a kernel takes its codes from what the PyTorch path multiplies
 
 
@@ -897,13 +892,13 @@ def test_sals_int8_latents_lose_a_hundredth_of_a_key_and_keep_the_order_of_score
     k = ((torch.randn(n, 64) * energy) @ U.T / scale).unflatten(-1, (4, 16))
     q, v, last = torch.randn(n, 8, 16), torch.randn(n, 4, 16), torch.tensor([n - 1])
     for bits in (16, 8):
-        options = SPARSE | {"rank": 1.0, "latent_bits": bits, "score": "sum", "score_block": 0, "fold": False}
+        options = SPARSE | {"rank": 1.0, "latent_bits": bits, "score": "sum", "score_block": 0}
         cache = reads(row_cache("sals", model, 1, n, **options, metric=metric), n, q, k, v)
-        keys.append((cache.latents.read((0,)) @ cache.up.T) * scale @ U)
-        scores.append(cache.scores(last, cache.queries(last, q[-1:]))[0])
+        keys.append((cache.latents.read(last)[0, 0] @ cache.up.T) * scale @ U)
+        scores.append(cache.score(last, q[-1:], cache.rope(q[-1:], last))[0])
     assert cache.latents.rows.dtype == torch.int8
-    turn = compress.latent_turn(16, 64)
-    assert torch.equal(turn, compress.latent_turn.__wrapped__(16, 64))  # the same in every run
+    turn = compress.mix_rotation(16, 64)
+    assert torch.equal(turn, compress.mix_rotation.__wrapped__(16, 64))  # the same in every run
     assert 1e-3 < error(keys[1], keys[0]) < 0.015
     assert error(keys[1][:, 1:], keys[0][:, 1:]) < 0.05
     assert error(scores[1], scores[0]) < 0.04
@@ -1224,7 +1219,7 @@ def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_p
     reads(cache, n_prompt, *qkv)
     for n in range(n_prompt, 60):
         _, chosen = watched_step(cache, n, *qkv)
-        for page, keys in enumerate(cache.k[0, :, : n + 1].split(16, 1)):
+        for page, keys in enumerate(cache.keys.rows[0, :, : n + 1].split(16, 1)):
             assert torch.equal(cache.bounds[0, :, page], torch.cat((keys.amax(1), keys.amin(1)), -1))
         assert chosen[:, n // 16 * 16 : n + 1].all() and chosen.sum(-1).max() <= 48
     assert compress.QuestSettings(keep=20).budget(1000) == (48,)  # at least 3 pages
@@ -1237,12 +1232,12 @@ def test_double_sparse_scores_on_its_channels_alone():
     """Whatever the keys hold in the others."""
     cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
     assert cache.label.shape == (1, 4, 60, 4)
-    expected = cache.k[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
+    expected = cache.keys.rows[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
     assert torch.equal(cache.label[0, :, :59], expected)
     pos = torch.tensor([58])
     asked = pos, cache.rope(q[58:59], pos)
     index = cache.select(*asked)
-    cache.k.normal_()
+    cache.keys.rows.normal_()
     assert torch.equal(cache.select(*asked), index)
 
 
@@ -1320,23 +1315,23 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     x, weights = torch.randn(2, 3, 40, head_dim), torch.rand(2, 3, 4, 40)
     codes, low_scale = quantize(x, bits, min(32, head_dim))
     decoded = compress.dequantize(codes, low_scale, bits, min(32, head_dim), torch.float32)
-    mixed = compress.CodedValues(codes, low_scale, bits).mix(weights, None)
+    mixed = compress.mix_codes(weights, codes, low_scale, bits)
     assert error(mixed, weights @ decoded) < 1e-5
     codes, scale = compress.quantize_int8(x)
     q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
-    logits = compress.Int8Keys(codes, scale[..., 0]).logits(q, None)
+    logits = compress.token_logits(q, codes, scale[..., 0])
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
 def test_products_with_numbers_of_any_dtype_are_exact_eager_and_compiled():
-    """compress.weigh, whose form depends on dtype, layout and on whether a step is compiled."""
+    """compress.matmul_codes, whose form depends on dtype, layout and on whether a step is compiled."""
     torch.manual_seed(0)
     cases = ((torch.float32, 8), (torch.float32, 32), (torch.int8, 32), (torch.uint8, 32))
     pairs = [(torch.randn(2, 1, k), (50 * torch.rand(2, 100, k)).to(dtype)) for dtype, k in cases]
     pairs = [(w, x) for w, codes in pairs for x in (codes.mT, codes.mT.contiguous())]
 
     def products():
-        return [compress.weigh(w, codes) for w, codes in pairs]
+        return [compress.matmul_codes(w, codes) for w, codes in pairs]
 
     for found in (products(), torch.compile(products, dynamic=False)()):
         for (w, codes), product in zip(pairs, found, strict=True):
@@ -1391,9 +1386,9 @@ def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(method, bits):
     (packed, qkv), (plain, _) = (scene(method, 160, 170, **options, kv_bits=b) for b in (bits, 16))
     assert packed.formula() < plain.formula()
     unpacked_k, unpacked_v = (x.read(torch.tensor([160])) for x in (packed.keys, packed.values))
-    assert error(unpacked_k[0, :, :128], plain.k[0, :, :128]) > 0.01
-    assert torch.equal(unpacked_k[0, :, 128:160], plain.k[0, :, 128:160])  # the residual
-    plain.k.copy_(unpacked_k), plain.v.copy_(unpacked_v)
+    assert error(unpacked_k[0, :, :128], plain.keys.rows[0, :, :128]) > 0.01
+    assert torch.equal(unpacked_k[0, :, 128:160], plain.keys.rows[0, :, 128:160])  # the residual
+    plain.keys.rows.copy_(unpacked_k), plain.values.rows.copy_(unpacked_v)
     assert error(step(packed, 160, *qkv), step(plain, 160, *qkv)) < 1e-5
 
 
@@ -1443,7 +1438,7 @@ def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
 
 def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(cli):
     cache, _ = scene("shadowkv", 100, 120, 140, **SHADOW)
-    assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.room).host_bytes() == 0
+    assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.context).host_bytes() == 0
     names = {name for name, _ in cache.named_buffers()}
     assert names == {"basis", "latent", "landmark", "outlier", "outlier_k", "outlier_v", "ring_k", "ring_v"}
     assert not any(buffer is cache.host_v for buffer in cache.buffers())
@@ -1482,7 +1477,6 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("elitekv", {}, "q/k norms", {"qk_norm": True}),
     ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
     ("sals", {}, TOO_NARROW, {"head_dim": 48}),
-    ("sals", {"bits": 16, "window": "half"}, TOO_NARROW, {"head_dim": 48}),
     ("kivi", {}, TOO_NARROW, {"head_dim": 48}),
     ("dense", {"kernels_": True}, "--no-kernels", {"head_dim": 8}),  # narrower than a tensor core's tile
 ]
@@ -1497,7 +1491,7 @@ def test_methods_refuse_what_does_not_fit(case):
 
 
 def test_head_dims_that_kernels_or_codes_cannot_take_may_do_without():
-    assert Room(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernels is None
+    assert Context(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernels is None
     make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16)
 
 
@@ -1549,11 +1543,11 @@ def test_loki_attends_as_exactly_as_dense(dtype):
     """Logits are not rounded on their way to the softmax: with all tokens and components, Loki is dense."""
     q, k, v = (x.to(dtype) for x in stream(60))
     q, k = (x + 60 * (torch.arange(16) == 3) for x in (q, k))  # a biased channel, as Qwen's
-    exact, dense = (DenseCache(Room(tiny_model().to(t), 1, 64)) for t in (torch.float64, dtype))
+    exact, dense = (DenseCache(Context(tiny_model().to(t), 1, 64)) for t in (torch.float64, dtype))
     loki, far = row_cache("loki", tiny_model().to(dtype), 1, 64, k=1.0, d=1.0), []
     loki.basis = torch.eye(16, dtype=dtype).expand(4, -1, -1)
     for cache in (exact, dense, loki):
-        x = [t.to(cache.room.dtype) for t in (q, k, v)]
+        x = [t.to(cache.context.dtype) for t in (q, k, v)]
         reads(cache, 40, *x)
         far.append(torch.cat([step(cache, n, *x) for n in range(40, 60)]))
     assert error(far[2], far[0]) < 1.3 * error(far[1], far[0]) + 1e-6
@@ -1568,10 +1562,10 @@ def test_loki_fit_takes_windows_of_a_few_tokens():
 def test_loki_scores_on_the_leading_components():
     """Keys that live in the leading d components are ranked by these alone as by all."""
     loki, (q, _, _) = scene("loki", 40, 41, k=10, d=0.25)
-    loki.k[..., 4:] = 0
-    queries = loki.stored(loki.rope(q[40:], slice(40, 41)))
+    loki.keys.rows[..., 4:] = 0
+    queries = loki.to_stored_basis(loki.rope(q[40:], slice(40, 41)))
     index = loki.select(torch.tensor([40]), queries).long()
-    exact = (queries.unflatten(1, (4, -1)) @ loki.k.mT).topk(10).indices
+    exact = (queries.unflatten(1, (4, -1)) @ loki.keys.rows.mT).topk(10).indices
     assert torch.equal(index.sort(-1).values, exact.sort(-1).values)
 
 
@@ -1582,7 +1576,7 @@ def test_loki_scores_on_the_leading_components():
 def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recent):
     """Of a row's own length; or what is forced, if that is more."""
     loki, (q, _, _) = scene("loki", 40, 41, k=k, sinks=sinks, recent=recent)
-    index = loki.select(torch.tensor([length - 1]), loki.stored(q[40:]))
+    index = loki.select(torch.tensor([length - 1]), loki.to_stored_basis(q[40:]))
     assert compress.token_count(k, length) == count
     forced = {*range(min(sinks, length)), *range(max(0, length - recent), length)}
     for head in index.flatten(0, 2).tolist():
@@ -1599,7 +1593,8 @@ def test_pca_attention_is_full_attention_on_projected_keys(group, d):
     dense, _ = scene("dense", 41, 41, group=group)
     p = loki.basis[..., : round(d * 16)]
     query, live = dense.rope(qkv[0][40:], torch.tensor([40])), torch.ones(1, 41, dtype=torch.bool)
-    assert error(step(loki, 40, *qkv), attend(query, dense.k @ p @ p.mT, dense.v, live)) < 1e-5
+    keys = dense.keys.rows @ p @ p.mT
+    assert error(step(loki, 40, *qkv), attend(query, keys, dense.values.rows, live)) < 1e-5
 
 
 def test_loki_fit_is_a_centred_pca_of_each_head():
@@ -1729,7 +1724,7 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
     options, qkv = {"rank": 6, "k": 10, "recent": 5, "mode": mode}, stream(64)
     caches = [row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in (1.0, 2.0, 0.0)]
     settings = compress.LrqkSettings(**options, kv_device="cuda")
-    cache, on_device = caches[0], compress.LrqkCache(caches[0].room, settings)
+    cache, on_device = caches[0], compress.LrqkCache(caches[0].context, settings)
     for each in (*caches, on_device):
         reads(each, 40, *qkv)
     for n in range(40, 60):
@@ -1807,12 +1802,12 @@ def test_lrqk_says_that_weights_are_damaged(mode, value):
 def test_lrqk_bytes_of_host_and_device():
     """A_K per KV head: at r = 32 and D = 128 it is 1/8 of K and V (released: 1/2 under G = 4)."""
     cache = row_cache("lrqk", tiny_model(head_dim=128, group=4), 2, 400, k=20, recent=10)
-    dense = compress.dense_bytes(cache.room)
+    dense = compress.dense_bytes(cache.context)
     assert cache.host_bytes() == cache.kv.nbytes == dense
     assert cache.a_k.nbytes == dense // 8 and cache.hot.shape[2] == 30
     tables = 20 + 2 * 20 + 2 * 32 * 128  # stamps, slots and positions, bases
     assert cache.bytes_read(400) == 2 * 4 * (390 * 32 + 30 * 2 * 128 + tables)
-    on_device = compress.LrqkCache(cache.room, compress.LrqkSettings(k=20, recent=10, kv_device="cuda"))
+    on_device = compress.LrqkCache(cache.context, compress.LrqkSettings(k=20, recent=10, kv_device="cuda"))
     assert on_device.host_bytes() == 0 and on_device.measured() == cache.measured() + dense
 
 
@@ -1973,7 +1968,7 @@ def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
     """Keys that are a bias and a vector of the basis come back exactly; decode is attention over them."""
     model, bias = tiny_model(head_dim=48), torch.randn(4, 48)
     bases = torch.stack([orthonormal(48, h)[:, :12] for h in range(4)])
-    cache = compress.PaluCache(Room(model, 1, 33), bases, 20, bias)
+    cache = compress.PaluCache(Context(model, 1, 33), bases, 20, bias)
     k = torch.einsum("shr,hdr->shd", torch.randn(33, 4, 12), bases) + bias
     q, latent = torch.randn(33, 8, 48), torch.randn(33, 80)
     cache.prefill(0, q[:32], k[:32], k[:32, :0], latent[:32])
@@ -2024,10 +2019,10 @@ def test_rows_stop_one_by_one():
 
 def test_a_capture_warms_up_in_a_cache_of_one_token(monkeypatch):
     model = tiny_model()
-    room = Room(model, 2, 1)
+    context = Context(model, 2, 1)
     for name in ("Stream", "current_stream", "CUDAGraph", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    engine = Engine(model, [DenseCache(room) for _ in model.layers], room, Sampling(), graphed=True)
+    engine = Engine(model, [DenseCache(context) for _ in model.layers], context, Sampling(), graphed=True)
     assert engine.pos.tolist() == engine.tokens.tolist() == [0, 0]
 
 
@@ -3233,9 +3228,9 @@ def test_kernel_select_leaves_long_rows_to_topk(S, y, to_topk, wanted, monkeypat
     """In several passes over the row the kernel would take longer."""
     calls, select_kernel = [], kernels.select
     monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
-    room, scores, pos = Room(tiny_model().to(DEVICE), 1, S, True), randn(1, S), positions(S - 1)
+    context, scores, pos = Context(tiny_model().to(DEVICE), 1, S, True), randn(1, S), positions(S - 1)
     wanted = wanted and positions(wanted)
-    index = room.select(scores, pos, 4, y, 16, wanted)
+    index = context.select(scores, pos, (4, y, 16), wanted)
     assert bool(calls) == (not to_topk)
     truth = compress.select(scores, pos, 4, y, 16, wanted)
     assert set(index[0].tolist()) == set(truth[0].tolist())
@@ -3323,7 +3318,8 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
     stores = [poison(latent, dead), None, paired[0], None, paired[1]]
     if int8:
         codes, scale = compress.quantize_int8(latent)
-        basis_codes, basis_scale = compress.quantize_basis(basis, SimpleNamespace(n_kv_heads=Hkv))
+        coded = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
+        basis_codes, basis_scale = (x.flatten(0, 1) for x in coded)
         latent, basis = codes * scale, basis_codes * basis_scale
         paired = [kernels.interleave_rope(x, Hkv) for x in (basis_codes, basis_scale)]
         stores = [codes, poison(scale[..., 0], dead), *paired, None]
@@ -3750,13 +3746,13 @@ def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
 
 @needs_cuda
 def test_kernels_reach_host_memory_through_its_address():
-    room = Room(tiny_model().cuda(), 2, 50)
-    rows = compress.host_rows(room, 3, 50, 16)
+    context = Context(tiny_model().cuda(), 2, 50)
+    rows = compress.host_rows(context, 3, 50, 16)
     assert rows.is_cuda and not rows.any()
     index = torch.arange(50, device="cuda")
     rows[1, :, index] = torch.ones(3, 50, 16, device="cuda")
     before = torch.cuda.memory_allocated()
-    assert compress.host_rows(room, 3, 50, 16).sum() == 0 and rows.sum() == 3 * 50 * 16
+    assert compress.host_rows(context, 3, 50, 16).sum() == 0 and rows.sum() == 3 * 50 * 16
     assert torch.cuda.memory_allocated() - before < rows.nbytes
 
 
@@ -3831,13 +3827,17 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("dense", {}, 4, "plain"),
     ("sals", SALS_0, 2, "latents scores select"),
     ("sals", SALS_0 | {"score": "sum", "bits": 16, "rank": 0.3}, 1, "latents scores select"),
-    ("sals", SALS_0 | {"fold": False, "skip_as": "dense"}, 8, "plain latents scores select"),
-    ("sals", SALS_0 | {"window": "half"}, 2, "select"),  # no kernel attends it
+    ("sals", SALS_0 | {"skip_as": "dense"}, 8, "plain latents scores select"),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, "latents scores select"),
     ("sals", SALS_0 | {"skip_as": "int8", "bits": 2}, 1, "int8 latents scores select"),
     ("sals", SALS_0 | {"skip_as": "int8", "bits": 16}, 4, "int8 latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "int8", "head_dim": 24}, 2, "select"),  # no kernel attends such heads
+    (
+        "sals",
+        SALS_0 | {"skip_as": "int8", "head_dim": 24},
+        2,
+        "scores select",
+    ),  # no kernel attends such heads
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("palu", {}, 2, "latents"),
@@ -3879,7 +3879,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
         logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 31, 58)], [random_ids(3)] * 3))
         assert calls == (set(operations.split()) if kernels_ else set())
         cache = engine.caches[0]
-        calibrate.cold_sets(cache, 240e6, 1, [cache.room])  # the benchmark can copy it
+        calibrate.cold_sets(cache, 240e6, 1, [cache.context])  # the benchmark can copy it
     assert error(logits[1], logits[0]) < 1e-5
 
 
@@ -4144,7 +4144,7 @@ def test_explained_is_the_mean_of_the_heads_ranks():
     values[:, :, 0], values[:, 3, :8] = 1.0, 1.0
     artifact = artifact_of("loki", model) | {"post.eigenvalues": values}
     settings = compress.LokiSettings(explained=0.9)
-    caches = METHODS["loki"].build(model, settings, Room(model, 1, 20), artifact)
+    caches = METHODS["loki"].build(model, settings, Context(model, 1, 20), artifact)
     assert [cache.d for cache in caches] == [3] * 4
 
 
@@ -4561,18 +4561,20 @@ def test_a_failed_compile_ends_in_one_line_or_falls_back(cli, capsys):
         told = cli.refusal("generate --prompt hello --compile")
     assert "/no/compiler" in told and told.endswith("; use --no-compile\n")
     error = torch._inductor.exc.InductorError(
-        ValueError("C++ compile error\n\nOutput:\ng++: no room\nx"), None
+        ValueError("C++ compile error\n\nOutput:\ng++: no context\nx"), None
     )
     args = SimpleNamespace(compile=None, temperature=0, top_k=0, top_p=1)
-    room = SimpleNamespace(device=torch.device("cuda"))
+    context = SimpleNamespace(device=torch.device("cuda"))
     with (
         mock.patch.dict(METHODS, dense=mock.Mock()),
         mock.patch.object(generate, "idle_note", lambda *_: ""),
         mock.patch.object(generate, "Engine", side_effect=[error, "eager"]) as engines,
     ):
-        assert generate.build_engine(None, args, "dense", None, room, {}) == "eager"
+        assert generate.build_engine(None, args, "dense", None, context, {}) == "eager"
     assert [call.args[-2:] for call in engines.call_args_list] == [(True, True), (False, True)]
-    assert "the step is not compiled (ValueError: C++ compile error: g++: no room)" in capsys.readouterr().err
+    assert (
+        "the step is not compiled (ValueError: C++ compile error: g++: no context)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("message,damage", DAMAGE)
@@ -4592,7 +4594,7 @@ BAD_COMMANDS = {
     "dense, sals, elitekv, loki, lrqk, fdc, streaming",
     "generate --rank 0.5": "--rank is neither an option nor a setting of dense",
     "generate --meth sals": "--meth is neither an option nor a setting of dense",
-    "generate --method sals --rank 1e308 --prompt hi": "a share of at most 1",
+    "generate --method sals --rank 1e308 --prompt hi": "a fraction of at most 1",
     "generate --method shadowkv --rank 1e308 --prompt hi": "must lie in",
     f"generate --method h2o --gumbel --noise_seed {10**20}": f"--noise_seed: {10**20} is too large a number",
     "generate --method sals --rank x": "--rank: invalid number value: 'x'",
@@ -4658,7 +4660,7 @@ BAD_COMMANDS = {
     "eval --method sals:rank=x": "write rank=FLOAT, not rank=x",
     "eval --method sals:rank=nan": "write rank=FLOAT, not rank=nan",
     "eval --method sals:rank": "write rank=FLOAT, not rank",
-    "eval --method sals:fold=flase": "write fold=BOOL, not fold=flase",
+    "eval --method loki:reduced=flase": "write reduced=BOOL, not reduced=flase",
     "eval --method dense --method lrqk:rank=500 --samples 0 --prefix 30": "--rank 500: r must be 1 to",
     "eval --equal_bytes 2": "--equal_bytes: 2 does not lie",
     "eval --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
@@ -4734,10 +4736,10 @@ def test_bad_commands_end_in_one_line_before_anything_runs(line, desk, cli, monk
 
 
 def test_a_rank_is_the_nearest_to_its_share():
-    assert [compress.share_rank(share, 256) for share in (1, 0.25, 0.0039, 1.001)] == [256, 64, 1, 256]
+    assert [compress.rank_of(share, 256) for share in (1, 0.25, 0.0039, 1.001)] == [256, 64, 1, 256]
     for share in (0, 0.001, 1.01, -1e308, 1e308):  # the last two times 256 are infinite
         with pytest.raises(UserError, match="r must lie in 1 to 256"):
-            compress.share_rank(share, 256)
+            compress.rank_of(share, 256)
 
 
 @pytest.mark.parametrize("method, options", [("dense", {}), ("lrqk", LRQK)])
@@ -4926,7 +4928,7 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
     rows, retrieval = [], calibrate.eval_retrieval
 
     def score(engine, *args):
-        rows.append(engine.room.rows)
+        rows.append(engine.context.batch_size)
         if len(rows) == 3:  # kivi's first, after dense's two
             raise torch.OutOfMemoryError("no memory")
         return retrieval(engine, *args)
@@ -5180,7 +5182,7 @@ def test_the_readmes_own_method_runs(cli):
         assert error(few[:20, 0], dense[:20, 0]) < 1e-5  # 5 + 19 tokens fit
         assert error(few[1:, 1], dense[1:, 1]) > 1e-2  # 60 do not
         for cache in engine.caches:
-            assert cache.measured() == cache.formula() == compress.dense_bytes(cache.room) * 24 // 80
+            assert cache.measured() == cache.formula() == compress.dense_bytes(cache.context) * 24 // 80
         run = "generate --method keynorm --keep 24 --ignore_eos --prompt hello --max_new_tokens 4"
         report = cli.json(run)
     assert report["settings"]["keep"] == 24 and len(report["token_ids"][0]) == 4
@@ -5345,7 +5347,7 @@ def test_overlap_prints_and_gives_json(cli):
 
 JOINT = [  # a rank's latent is of its own heads: at full rank it loses nothing, whatever the ranks
     ("sals", FULL | {"skip": ""}),
-    ("sals", FULL | {"skip": "", "fold": False, "score": "sum"}),
+    ("sals", FULL | {"skip": "", "score": "sum"}),
     ("elitekv", {"r": 2}),
     ("shadowkv", {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}),
 ]
@@ -5471,7 +5473,7 @@ def test_random_weights_follow_the_seed_and_ranks_agree_on_those_not_shared(monk
     assert first.config.n_kv_heads == 2 and first.whole.n_kv_heads == 4
     assert [tiny_config().shard(n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
     artifact = compress.random_artifact("sals", first.config)
-    assert METHODS["sals"].build(first, SalsSettings(), Room(first, 1, 64), artifact)
+    assert METHODS["sals"].build(first, SalsSettings(), Context(first, 1, 64), artifact)
 
 
 def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
@@ -5661,8 +5663,8 @@ def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(ho
     given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
     first, *others = given[2]
     stored = first[:, :1] if joint else first
-    room = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
-    shifted = room[1:].view(stored.shape).copy_(stored).expand(first.shape)
+    context = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
+    shifted = context[1:].view(stored.shape).copy_(stored).expand(first.shape)
     close(hopper.attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
     assert asked
 
