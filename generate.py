@@ -319,13 +319,13 @@ def render_chat(template: str, **variables) -> str:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    context = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    context.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    context.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    jinja.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     marks = r"({%[-+]?\s*)(end)?generation\b"  # of what is trained on
     template = re.sub(marks, lambda m: m[1] + ("endif" if m[2] else "if true"), template)
     try:
-        return context.from_string(template).render(variables, tools=None, documents=None)
+        return jinja.from_string(template).render(variables, tools=None, documents=None)
     except Exception as error:  # whatever a template does
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
