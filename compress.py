@@ -338,6 +338,12 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
     return torch.cat(parts, -1)
 
 
+def running_count(mask: Tensor) -> Tensor:
+    """How many of mask [..., n] are true up to each, itself included; int32. One number more goes first: so
+    Inductor does not fuse the gather that made the mask into the sum, which would then wait for it."""
+    return F.pad(mask, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
+
+
 def as_fp16(x: Tensor) -> Tensor:
     """x in fp16, rounded for those who read it in fp32, too: Inductor drops x.half().float(), and here it
     cannot, since the bits are whole numbers in between."""
@@ -1486,10 +1492,8 @@ class LrqkSettings:
     rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)", sets="bytes")
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
-    mode: str = setting(
-        "optimal", "tokens are projected by a closed form, Alg. 1 or Alg. 2", ("optimal", "frozen", "paper")
-    )
-    init: str = setting("topcol", "where Alg. 1 starts (modes frozen and paper)", ("topcol", "top", "randn"))
+    mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
+    init: str = setting("topcol", "where Alg. 1 starts, in mode paper", ("topcol", "randn"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
@@ -1505,92 +1509,81 @@ class LrqkSettings:
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
 
 
-def add_ridge(m: Tensor, share: float) -> Tensor:
-    """m [..., n, n] plus `share` of its mean diagonal on the diagonal (and a trifle, should m be 0)."""
-    ridge = share * m.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] + 1e-30
-    return m + ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+def lrqk_prompt(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, ...]:
+    """A prompt's factors as published (Algorithm 1, all lambda = 1): W_Q, W_K [Hkv, D, r] before -> after
+    LRQK_STEPS rounds, and B_Q, B_K [Hkv, r, D].
 
+    Every A_Q is Q W_Q and every A_K is K W_K. So the rounds need only G_Q = Q^T Q and G_K = K^T K
+    [Hkv, D, D], and cost the same for every prompt."""
 
-def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64.
+    def bases() -> tuple[Tensor, Tensor]:  # 3, 4. Least squares of Q ~ A_Q B_Q and K ~ A_K B_K (Eq. 6)
+        return tuple(spd_solve(w.mT @ g @ w, w.mT @ g) for w, g in ((w_q, gram_q), (w_k, gram_k)))
 
-    A group's queries stand as G times as many rows: the rank-r optimum for all of them shares one W_Q. The
-    ridge serves prompts shorter than the head dim: where they say nothing, the proxies stay near q . k."""
-    gram, total = 0.0, 0.0
-    if not x.isfinite().all():
-        raise UserError("the queries or keys of this prompt are not finite; the weights are damaged")
-    for part in x.split(4096):  # an fp64 copy of few tokens at a time
-        rows = part.double().permute(1, 0, 2, 3).flatten(1, 2)  # [Hkv, tokens * G, D]
-        gram, total = gram + rows.mT @ rows, total + rows.abs().sum(1)
-    return add_ridge(gram, 1e-6), total
-
-
-def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
-    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Cholesky with a ridge."""
-    return torch.cholesky_solve(rhs, torch.linalg.cholesky(add_ridge(m, 1e-10)))
+    for _ in range(LRQK_STEPS):
+        b_q, b_k = bases()
+        # 5. A_K, then 6. A_Q with the new A_K.
+        w_k = spd_solve(w_q.mT @ gram_q @ w_q + b_k @ b_k.mT, (gram_q @ w_q + b_k.mT).mT).mT
+        w_q = spd_solve(w_k.mT @ gram_k @ w_k + b_q @ b_q.mT, (gram_k @ w_k + b_q.mT).mT).mT
+    return w_q, w_k, *bases()  # fitted once more to the final A, as in the released code
 
 
 def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tensor, Tensor]:
     """W_Q, W_K [Hkv, D, r] such that A_Q = Q W_Q and A_K = K W_K start Alg. 1; sum_q, sum_k [Hkv, D].
 
-    top: each its own r columns of largest sum; topcol: the same for both. randn: a normal W, not a normal A
-    as in the paper, which no W gives."""
+    topcol: the r columns of the largest sum. randn: a normal W, not a normal A as in the paper, which no W
+    gives."""
     if init == "randn":
         seeded = torch.Generator().manual_seed(0)
         return tuple(torch.randn(2, *sum_q.shape, rank, generator=seeded, dtype=sum_q.dtype).to(sum_q.device))
-    sums = (sum_q + sum_k,) * 2 if init == "topcol" else (sum_q, sum_k)
     eye = torch.eye(sum_q.shape[-1], dtype=sum_q.dtype, device=sum_q.device)
-    return tuple(eye[s.topk(rank).indices].mT for s in sums)
+    return (eye[(sum_q + sum_k).topk(rank).indices].mT,) * 2
 
 
-def lrqk_bases(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, Tensor]:
-    """B_Q, B_K [Hkv, r, D] of Eq. 6: least squares of Q ~ A_Q B_Q and K ~ A_K B_K."""
-    pairs = ((w_q, gram_q), (w_k, gram_k))
-    return tuple(spd_solve(w.mT @ g @ w, w.mT @ g) for w, g in pairs)
+def lrqk_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, bases: tuple, near: Tensor, n: int, recent: int
+) -> tuple[Tensor, Tensor, tuple, tuple]:
+    """One decode step of LRQK as published (Algorithm 2, whose lines number the steps), for one KV head.
+
+    q [G, D], k, v [D]: of the new token, after RoPE. stored, of the S - 1 tokens before it: A_K [S - 1, r], K
+    and V [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, the tokens that the last step attended, which are
+    on the GPU. n: tokens to select (the paper's k). Gives the output [G, D], Omega, and what is stored now."""
+    # 1-7. The new token's proxies q^ and k^, and a step of the bases towards it.
+    a_k, keys, values = stored
+    q_hat, k_hat, *bases = lrqk_refit(q, k[None], *bases, a_k[near], keys[near])
+    # 8. Append.
+    a_k, keys, values = (torch.cat(pair) for pair in zip(stored, (k_hat, k[None], v[None]), strict=True))
+    # 9. The best by q^ . k^ of the tokens that are not recent. The queries of a group choose together.
+    old = max(0, len(a_k) - recent)
+    logits = q_hat @ a_k[:old].mT * q.shape[-1] ** -0.5
+    chosen = logits.log_softmax(-1).amax(0).topk(min(n, old)).indices
+    # 10-13. What is chosen and not in Omega is fetched from the CPU. The new token goes there, too.
+    near = torch.cat((chosen, torch.arange(old, len(a_k))))
+    # 14. Attend Omega.
+    weights = (q @ keys[near].mT * q.shape[-1] ** -0.5).softmax(-1)
+    return weights @ values[near], near, (a_k, keys, values), tuple(bases)
 
 
-def lrqk_prefill(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Alg. 1 in Gram form, all lambda = 1: W_Q, W_K [Hkv, D, r] before -> after LRQK_STEPS rounds.
+def lrqk_refit(
+    q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
 
-    Every A_Q is Q W_Q and every A_K is K W_K, so Eq. 6 needs G_Q = Q^T Q and G_K = K^T K only, at a cost
-    that does not grow with the prompt. A_K first, then A_Q with the new A_K, as in lines 5 and 6."""
+    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: the rows of
+    A_K and K in Omega, a_near zero where there is no token. The G query heads share B_Q: Eq. 9 sums over them
+    for k^, Eq. 10 and 11 for B_Q."""
+    s = q @ k.mT  # [..., G, 1]
+    gram_b, k_b = b_k @ b_k.mT, k @ b_k.mT
+    m_r = b_q @ b_q.mT + a_near.mT @ a_near
+    m_l = q @ b_q.mT + (q @ k_near.mT) @ a_near
+    k_hat = spd_solve_in_graph(gram_b, k_b.mT).mT
     for _ in range(LRQK_STEPS):
-        b_q, b_k = lrqk_bases(w_q, w_k, gram_q, gram_k)
-        w_k = spd_solve(w_q.mT @ gram_q @ w_q + b_k @ b_k.mT, (gram_q @ w_q + b_k.mT).mT).mT
-        w_q = spd_solve(w_k.mT @ gram_k @ w_k + b_q @ b_q.mT, (gram_k @ w_k + b_q.mT).mT).mT
-    return w_q, w_k
+        q_hat = spd_solve_in_graph(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
+        total = k_b + (s * q_hat).sum(-2, keepdim=True)
+        k_hat = spd_solve_in_graph(gram_b + q_hat.mT @ q_hat, total.mT).mT
+    return q_hat, k_hat, lrqk_gradient_step(b_q, q_hat, q), lrqk_gradient_step(b_k, k_hat, k)
 
 
-def lrqk_balance(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """The best rank-r part of A_Q A_K^T, with A_Q^T A_Q = A_K^T A_K diagonal: W_Q, W_K [Hkv, D, r].
-
-    A_Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of A_Q A_K^T is that of the small L_Q^T L_K. From
-    W = I it is the closed-form optimum of ||Q K^T - A_Q A_K^T|| (Eckart-Young; mode optimal); from Alg. 1's
-    W it only fixes the gauge, which leaves scores as they are and makes low precision safe (mode frozen)."""
-    grams = (w_q.mT @ gram_q @ w_q, w_k.mT @ gram_k @ w_k)
-    l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in grams)
-    u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
-    root = s[..., None, :r].sqrt()
-    return (
-        w_q @ torch.linalg.solve_triangular(l_q.mT, u[..., :r] * root, upper=True),
-        w_k @ torch.linalg.solve_triangular(l_k.mT, vt.mT[..., :r] * root, upper=True),
-    )
-
-
-def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
-    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Gauss-Jordan elimination.
-
-    In plain operations, since a CUDA graph cannot capture cuSOLVER. fp64 spares Alg. 2 a larger ridge."""
-    n = m.shape[-1]
-    eye = torch.eye(n, dtype=m.dtype, device=m.device)
-    x = torch.cat((add_ridge(m, 1e-10), rhs), -1)
-    for i in range(n):
-        row = x[..., i : i + 1, :] / x[..., i : i + 1, i : i + 1]
-        x = x - (x[..., i : i + 1] - eye[:, i : i + 1]) * row  # row i becomes `row`, the others lose column i
-    return x[..., n:]
-
-
-def lrqk_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
+def lrqk_gradient_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
     """B after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11).
 
     B [..., r, D], x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
@@ -1601,58 +1594,92 @@ def lrqk_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
     return b - length / moved.square().sum((-2, -1), keepdim=True).clamp(min=1e-30) * gradient
 
 
-def lrqk_refit(
-    q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
-
-    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: the rows of
-    A_K and K on the GPU (Omega), a_near zero where there is no token. The G query heads share B_Q: Eq. 9
-    sums over them for k^, Eq. 10 and 11 for B_Q."""
-    s = q @ k.mT  # [..., G, 1]
-    gram_b, k_b = b_k @ b_k.mT, k @ b_k.mT
-    m_r = b_q @ b_q.mT + a_near.mT @ a_near
-    m_l = q @ b_q.mT + (q @ k_near.mT) @ a_near
-    k_hat = spd_solve_in_graph(gram_b, k_b.mT).mT
-    for _ in range(LRQK_STEPS):
-        q_hat = spd_solve_in_graph(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
-        total = k_b + (s * q_hat).sum(-2, keepdim=True)
-        k_hat = spd_solve_in_graph(gram_b + q_hat.mT @ q_hat, total.mT).mT
-    return q_hat, k_hat, lrqk_step(b_q, q_hat, q), lrqk_step(b_k, k_hat, k)
+def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
+    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Cholesky with a ridge."""
+    return torch.cholesky_solve(rhs, torch.linalg.cholesky(add_ridge(m, 1e-10)))
 
 
-def lrqk_resolve(
+def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
+    """The same by Gauss-Jordan elimination, in plain operations: a CUDA graph cannot capture cuSOLVER.
+
+    fp64 spares Alg. 2 a larger ridge."""
+    n = m.shape[-1]
+    eye = torch.eye(n, dtype=m.dtype, device=m.device)
+    x = torch.cat((add_ridge(m, 1e-10), rhs), -1)
+    for i in range(n):
+        row = x[..., i : i + 1, :] / x[..., i : i + 1, i : i + 1]
+        x = x - (x[..., i : i + 1] - eye[:, i : i + 1]) * row  # row i becomes `row`, the others lose column i
+    return x[..., n:]
+
+
+def add_ridge(m: Tensor, fraction: float) -> Tensor:
+    """m [..., n, n] plus this fraction of its mean diagonal on the diagonal (and a trifle, should m be 0)."""
+    ridge = fraction * m.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] + 1e-30
+    return m + ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+
+
+# ---- what we changed
+
+
+def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64.
+
+    A group's queries stand as G times as many rows: the rank-r optimum for all of them shares one W_Q. The
+    ridge (ours) serves prompts shorter than D: where they say nothing, the proxies stay near q . k."""
+    gram, total = 0.0, 0.0
+    if not x.isfinite().all():
+        raise UserError("the queries or keys of this prompt are not finite; the weights are damaged")
+    for part in x.split(4096):  # an fp64 copy of few tokens at a time
+        rows = part.double().permute(1, 0, 2, 3).flatten(1, 2)  # [Hkv, tokens * G, D]
+        gram, total = gram + rows.mT @ rows, total + rows.abs().sum(1)
+    return add_ridge(gram, 1e-6), total
+
+
+def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
+    """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least, in closed form (ours; mode optimal).
+
+    Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K (Eckart-Young). The
+    gauge is A_Q^T A_Q = A_K^T A_K, diagonal, which makes low precision safe."""
+    l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in (gram_q, gram_k))
+    u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
+    root = s[..., None, :r].sqrt()
+    pairs = (l_q, u), (l_k, vt.mT)
+    return tuple(torch.linalg.solve_triangular(m.mT, x[..., :r] * root, upper=True) for m, x in pairs)
+
+
+def take_slots(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gives each selected token a hot slot, in the tables: hits stay, misses take those unused the longest.
+    """Gives each selected token a hot slot: hits keep theirs, misses take the least recently used (ours).
 
-    index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot;
-    slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1: none); stamp
-    [B, Hkv, C] the last step that used a slot. Returns the slots [B, Hkv, k] and which entries miss."""
+    index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot. The
+    tables: slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1:
+    none); stamp [B, Hkv, C] the last step that used a slot. Gives the slots [B, Hkv, k] and which miss."""
     slot = slot_of.gather(-1, index).long()
     hit = slot >= 0  # what does not count has no slot
-    # What misses stamps one slot more, which is cut off: a plain scatter is fused, one that reduces is not.
+    # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
     used = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, stamp.shape[-1]), step.expand_as(slot))
     stamp.copy_(used[..., :-1])
-    # Of a miss among the misses, from 1. One number more: so no gather, which waits, is fused into the sum.
-    rank = F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
-    if stamp.shape[-1] == index.shape[-1]:  # the misses need all slots that are free: any order will do
-        free = stamp < step
-        order = torch.where(free, free.cumsum(-1, dtype=torch.int32), 0).long()  # of a free slot, from 1
-        slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(order)
-        oldest = F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
-    else:
-        oldest = F.pad(stamp.argsort(dim=-1, stable=True), (1, 0))  # the hits' slots come last
-    oldest = oldest.gather(-1, rank.long()).long()
-    place = torch.where(hit, slot, oldest)  # distinct: k entries, C >= k slots
-    miss = live & ~hit
-    before = pos_of.gather(-1, place)
-    # An entry that evicts nothing clears its own place, which the next line fills again.
-    slot_of.scatter_(-1, torch.where(miss & (before >= 0), before, index), -1)
+    # 2. The n-th miss takes the n-th of the other slots.
+    others = least_recent(stamp, step, index.shape[-1]).gather(-1, running_count(~hit).long()).long()
+    place = torch.where(hit, slot, others)  # distinct: k entries, C >= k slots
+    # 3. The tables forget what is evicted, and learn what comes.
+    miss, before = live & ~hit, pos_of.gather(-1, place)
+    slot_of.scatter_(-1, torch.where(miss & (before >= 0), before, index), -1)  # else its own, set next
     slot_of.scatter_(-1, index, torch.where(live, place, -1).int())
     pos_of.scatter_(-1, place, torch.where(live, index, before).int())
     stamp.scatter_(-1, place, torch.where(live, step, stamp.gather(-1, place)))
     return place, miss
+
+
+def least_recent(stamp: Tensor, step: Tensor, k: int) -> Tensor:
+    """The slots [..., 1 + C], from place 1 on, in the order in which misses take them; this step's last."""
+    if stamp.shape[-1] > k:
+        return F.pad(stamp.argsort(dim=-1, stable=True), (1, 0))
+    free = stamp < step  # as many misses may need all of these: any order will do
+    order = torch.where(free, free.cumsum(-1, dtype=torch.int32), 0).long()
+    slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(order)
+    return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
 
 
 def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
@@ -1663,11 +1690,11 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
 
 
 def host_rows(context: Context, *shape: int) -> Tensor:
-    """Zeroed host memory [rows, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
+    """Zeroed host memory [B, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
 
     So kernels read and write host memory themselves, inside a CUDA graph, as if it lay on the GPU."""
     if context.device.type != "cuda":
-        return torch.zeros(context.batch_size, *shape, dtype=context.dtype, device=context.device)
+        return context.zeros(*shape)
     pinned = torch.zeros(context.batch_size, *shape, dtype=context.dtype, pin_memory=True)
     data = (pinned.data_ptr(), False)
     interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
@@ -1676,12 +1703,12 @@ def host_rows(context: Context, *shape: int) -> Tensor:
 
 
 class LrqkCache(Cache):
-    """A_K of every token, the rows of K and V in use, and a ring of recent ones; all K and V in host memory.
+    """A_K of every token, the K and V in use, and a ring of recent ones; all K and V in host memory.
 
-    A row is a token's key and value side by side: one read over the bus. `hot` holds C slots for selected
-    tokens, then the ring: slot C + p % z has position p. Every row is written to host memory as it is made,
-    so that a slot is given up by forgetting it. Each KV head selects k of the tokens that left the ring; only
-    those without a slot are fetched."""
+    A token's key and value lie side by side: one read over the bus. `hot` holds C slots for selected tokens,
+    then the ring: slot C + p % z has position p. Every token is written to host memory as it is made, so that
+    a slot is given up by forgetting it. Each KV head selects k of the tokens that left the ring; only those
+    without a slot are fetched."""
 
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
@@ -1691,60 +1718,53 @@ class LrqkCache(Cache):
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
         most = round(min(settings.slots * self.chosen, context.capacity - self.z))
         self.slots = most if self.reuse else self.chosen
-        rows = (c.n_kv_heads, context.capacity, 2 * c.head_dim)
+        heads, i32, width = c.n_kv_heads, torch.int32, 2 * c.head_dim
         if settings.kv_device == "cuda":
-            self.register_buffer("kv", context.zeros(*rows))
+            self.register_buffer("kv", context.zeros(heads, context.capacity, width))
         else:  # not a buffer: it is not on the device, and host_bytes counts it
-            self.kv = host_rows(context, *rows)
-        heads, shape, i32 = c.n_kv_heads, (self.rank, c.head_dim), torch.int32
+            self.kv = host_rows(context, heads, context.capacity, width)
         self.register_buffer("a_k", context.zeros(heads, context.capacity, self.rank))
-        # Of each row's prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T.
-        self.register_buffer("basis_q", context.zeros(heads, *shape, dtype=torch.float32))
-        self.register_buffer("basis_k", context.zeros(heads, *shape, dtype=torch.float32))
-        self.register_buffer("hot", context.zeros(heads, self.slots + self.z, 2 * c.head_dim))
-        self.register_buffer("slot_of", context.zeros(heads, context.capacity, dtype=i32).fill_(-1))
-        self.register_buffer("pos_of", context.zeros(heads, self.slots, dtype=i32).fill_(-1))
-        self.register_buffer("stamp", context.zeros(heads, self.slots, dtype=i32).fill_(-1))
+        # Of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T.
+        for name in ("basis_q", "basis_k"):
+            self.register_buffer(name, context.zeros(heads, self.rank, c.head_dim, dtype=torch.float32))
+        self.register_buffer("hot", context.zeros(heads, self.slots + self.z, width))
+        for name, places in (("slot_of", context.capacity), ("pos_of", self.slots), ("stamp", self.slots)):
+            self.register_buffer(name, context.zeros(heads, places, dtype=i32) - 1)
         self.register_buffer("step", torch.zeros((), dtype=i32, device=context.device))
-        self.register_buffer("counts", context.zeros(2, dtype=torch.int64))  # rows selected, rows missed
+        self.register_buffer("counts", context.zeros(2, dtype=torch.int64))  # tokens selected, tokens missed
 
-    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        length, (w_q, w_k) = len(q), self.factorise(row, q, k)
+    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        length, (w_q, w_k) = len(q), self.factorise(batch, q, k)
         places = self.context.positions[:length]  # an index, not a slice: a kernel writes to host memory
-        kv = torch.cat((k, v), -1)
-        self.kv[row, :, places] = kv.transpose(0, 1)  # [Hkv, S, 2D]
-        self.a_k[row, :, :length] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        newest = places[-self.z :]
-        self.hot[row, :, self.slots + newest % self.z] = kv[newest].transpose(0, 1)
+        kv, newest = torch.cat((k, v), -1), places[-self.z :]
+        self.kv[batch, :, places] = kv.transpose(0, 1)  # [Hkv, S, 2D]
+        self.a_k[batch, :, :length] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
+        self.hot[batch, :, self.slots + newest % self.z] = kv[newest].transpose(0, 1)
         # The hot slots start with what the last token of the prompt selects.
-        self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
+        self.slot_of[batch], self.pos_of[batch], self.stamp[batch] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
-        self.load(slice(row, row + 1), torch.full((1,), length - 1, device=q.device), q_hat)
-        self.counts[row] = 0
+        self.load(slice(batch, batch + 1), torch.full((1,), length - 1, device=q.device), q_hat)
+        self.counts[batch] = 0
 
-    def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """W_Q, W_K [Hkv, D, r] fp32 from the prompt's q [S, Hq, D], k [S, Hkv, D]; stores the row's bases."""
+    def factorise(self, batch: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """W_Q, W_K [Hkv, D, r] fp32 from a prompt's q [S, Hq, D], k [S, Hkv, D]; stores its bases."""
         moments = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1))), lrqk_moments(k[:, :, None])
         # On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens.
         (gram_q, sum_q), (gram_k, sum_k) = ((gram.cpu(), total.cpu()) for gram, total in moments)
-        w_q = w_k = torch.eye(q.shape[-1], dtype=gram_q.dtype).expand_as(gram_q)
-        if self.settings.mode != "optimal":
-            start = lrqk_init(self.settings.init, self.rank, sum_q, sum_k)
-            w_q, w_k = lrqk_prefill(*start, gram_q, gram_k)
         if self.settings.mode == "paper":  # in Alg. 1's own gauge, on which Alg. 2's step depends
-            self.basis_q[row], self.basis_k[row] = lrqk_bases(w_q, w_k, gram_q, gram_k)
+            start = lrqk_init(self.settings.init, self.rank, sum_q, sum_k)
+            w_q, w_k, *bases = lrqk_prompt(*start, gram_q, gram_k)
         else:
-            w_q, w_k = lrqk_balance(w_q, w_k, gram_q, gram_k, self.rank)
-            self.basis_q[row], self.basis_k[row] = w_q.mT, w_k.mT
+            w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
+            bases = w_q.mT, w_k.mT
+        self.basis_q[batch], self.basis_k[batch] = bases
         return w_q.float().to(q.device), w_k.float().to(q.device)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows, k = self.context.batch_ids, self.rope(k, pos)
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
+        k = self.rope(k, pos)
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
-        self.a_k[rows, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
-        kv = torch.cat((k, v), -1)
-        self.kv[rows, :, pos], self.hot[rows, :, self.slots + pos % self.z] = kv, kv
+        self.write(pos, k_hat[:, :, 0], torch.cat((k, v), -1))
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
@@ -1754,7 +1774,7 @@ class LrqkCache(Cache):
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
-        if self.settings.mode != "paper":
+        if self.settings.mode == "optimal":
             return q @ self.basis_q.mT, k @ self.basis_k.mT
         # Omega: what the last step attended; the new token has not replaced the oldest of the ring yet.
         position = ring_positions(pos - 1, self.z)[:, None].expand(-1, self.config.n_kv_heads, -1)
@@ -1768,25 +1788,31 @@ class LrqkCache(Cache):
         self.basis_k.copy_(b_k)
         return q_hat.float(), k_hat.float()
 
-    def load(self, rows: slice, pos: Tensor, q_hat: Tensor) -> None:
-        """Brings the tokens that q_hat selects into the hot slots of `rows`, and stamps their slots."""
-        index, live = self.select(rows, pos, q_hat)
-        if not self.reuse:  # no hit/miss: forget what is there
-            self.slot_of[rows] = -1
-        tables = (self.slot_of[rows], self.pos_of[rows], self.stamp[rows])
-        place, miss = lrqk_resolve(index, live, *tables, self.step)
-        self.context.fetch(self.kv[rows], index, place, miss, self.hot[rows])
-        self.counts[rows] += torch.stack((live, miss), 1).sum((2, 3))
+    def write(self, pos: Tensor, k_hat: Tensor, kv: Tensor) -> None:
+        """Stores one token each: its row of A_K [B, Hkv, r], and K and V side by side [B, Hkv, 2D]."""
+        batch = self.context.batch_ids
+        self.a_k[batch, :, pos] = k_hat.to(self.a_k.dtype)
+        self.kv[batch, :, pos], self.hot[batch, :, self.slots + pos % self.z] = kv, kv
 
-    def select(self, rows: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
+    def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
+        """Brings the tokens that q_hat selects into the hot slots of these entries, and stamps the slots."""
+        index, live = self.select(batch, pos, q_hat)
+        if not self.reuse:  # no hit/miss: forget what is there
+            self.slot_of[batch] = -1
+        tables = (self.slot_of[batch], self.pos_of[batch], self.stamp[batch])
+        place, miss = take_slots(index, live, *tables, self.step)
+        self.context.fetch(self.kv[batch], index, place, miss, self.hot[batch])
+        self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
+
+    def select(self, batch: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
         """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
-        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[rows], pos - self.z, "largest")
+        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[batch], pos - self.z, "largest")
         index = self.context.select(scores, pos, (0, self.chosen, self.z))
         newest = pos[:, None, None]  # stands for none: it has no slot
         return torch.where(index < 0, newest, index).long(), index >= 0
 
     def miss_rate(self) -> float | None:
-        """Rows fetched over rows selected since the prompt; None where all rows are on the device."""
+        """Tokens fetched over tokens selected since the prompt; None where all are on the device."""
         selected, missed = self.counts.sum(0).tolist()
         return missed / max(1, selected) if self.settings.kv_device == "cpu" else None
 
