@@ -1123,8 +1123,8 @@ BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0",
 
 @dataclass
 class Candidate:
-    """A method with its settings, written sals:rank=0.125,bits=2 on the command line; with @FOLDER after it,
-    of that checkpoint instead of --checkpoint."""
+    """A method with its settings, written sals:rank=0.125,bits=2 or sals:paper on the command line; with
+    @FOLDER after it, of that checkpoint instead of --checkpoint."""
 
     label: str
     method: str
@@ -1140,7 +1140,7 @@ class Candidate:
         kinds = {f.name: f.type for f in dataclasses.fields(compress.method_named(method).settings)}
         options = {}
         for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
-            name, _, value = pair.partition("=")
+            name, _, value = (f"variant={pair}" if pair in compress.VARIANTS else pair).partition("=")
             kind = kinds.get(name, str)
             try:
                 options[name] = BOOLEANS[value.lower()] if kind is bool else generate.value_type(kind)(value)

@@ -216,6 +216,20 @@ class Context:
             return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, scale)
         return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], scale)
 
+    def attend_ragged(self, q: Tensor, vectors, pos: Tensor) -> Tensor:
+        """Attention of one query each over heads of unequal rank, in a RaggedStore.
+
+        q [B, Hkv, G, max d_qk] -> [B, sum of G d_v], at the scale of the full head dim."""
+        scale = self.config.head_dim**-0.5
+        if vectors.table is not None:
+            stored = vectors.packed, vectors.table, vectors.ranks, pos.int()
+            out = self.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, scale)
+            return out.flatten(1)[:, vectors.v_columns]
+        views, live, outputs = vectors.views(), self.positions <= pos[:, None], []
+        for h, (k, v) in enumerate(zip(views[: vectors.n], views[vectors.n :], strict=True)):
+            outputs.append(attend(q[:, h, :, : k.shape[-1]], k[:, None], v[:, None], live, scale).flatten(1))
+        return torch.cat(outputs, -1)
+
     def fetch(self, rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
         """hot[place] = rows[index] where miss, as fetch_rows says."""
         fetch = self.kernels.fetch_rows if self.kernels else fetch_rows
@@ -1093,6 +1107,30 @@ class EliteSettings:
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
 
 
+def elitekv_step(
+    q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tensor, b_v: Tensor
+) -> tuple[Tensor, tuple]:
+    """One decode step of EliteKV as published (sec. 3.2, Eq. 2), for one sequence.
+
+    Each head's 2r elite dims come first. q [Hq, D] and k [Hkv, 2r]: of the new token, elite dims rotated.
+    latent [d_ckv]: c = x A of all else. stored: elite keys [S - 1, Hkv, 2r] and latents [S - 1, d_ckv]. b_k
+    [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T. Gives the output [Hq, D] and what is stored now."""
+    # 1. Append: the elite keys of each head, and one latent for all else of K and V.
+    keys, latents = stored = tuple(
+        torch.cat(pair) for pair in zip(stored, (k[None], latent[None]), strict=True)
+    )
+    # 2. Expand what is not rotated, and the values: [K^n | V] = c B (Eq. 2).
+    rest = torch.einsum("sc,hdc->shd", latents, b_k)
+    values = torch.einsum("sc,hdc->shd", latents, b_v)
+    # 3. Attend.
+    grouped = q.unflatten(0, (len(b_k), -1))  # [Hkv, G, D]
+    logits = torch.einsum("hgd,shd->hgs", grouped, torch.cat((keys, rest), -1)) * q.shape[-1] ** -0.5
+    return torch.einsum("hgs,shd->hgd", logits.softmax(-1), values).flatten(0, 1), stored
+
+
+# ---- which pairs are rotated (sec. 3.1, 4.3)
+
+
 def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Delta_c: what rotating pair c changes in a KV head's logits: s(RoPE) - s(E) = sum of c not in E.
 
@@ -1405,6 +1443,26 @@ class LokiSettings:
         return x, max(0, total - x - z), z
 
 
+def loki_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int, n: int
+) -> tuple[Tensor, Tensor, tuple]:
+    """One decode step of Loki as published (Algorithm 1, whose lines number the steps), for one KV head.
+
+    q [G, D], k, v [D]: of the new token, after RoPE. stored: K P and V [S - 1, D] of the tokens before it. P
+    [D, D]: principal components of the keys, the largest first. Gives the output [G, D], the n tokens of each
+    query [G, n], and what is stored now."""
+    # 2-4. Into the basis, which leaves full logits as they are (Lemma 4.1); append.
+    q, k = q @ P, k @ P
+    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    # 5. Scores on the d leading components.
+    scores = q[:, :d] @ keys[:, :d].mT
+    # 6, 7. The n best tokens of each query.
+    chosen = scores.topk(min(n, len(keys))).indices
+    # 8, 9. Attend them, on all components.
+    weights = (q[:, None] * keys[chosen]).sum(-1).mul(len(P) ** -0.5).softmax(-1)  # [G, n]
+    return (weights[..., None] * values[chosen]).sum(1), chosen, stored
+
+
 class LokiCache(DenseCache):
     """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V.
 
@@ -1546,7 +1604,7 @@ def lrqk_step(
 
     q [G, D], k, v [D]: of the new token, after RoPE. stored, of the S - 1 tokens before it: A_K [S - 1, r], K
     and V [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, the tokens that the last step attended, which are
-    on the GPU. n: tokens to select (the paper's k). Gives the output [G, D], Omega, and what is stored now."""
+    on the GPU. n: tokens to select (the paper's k). Gives the output, Omega, and what is stored now."""
     # 1-7. The new token's proxies q^ and k^, and a step of the bases towards it.
     a_k, keys, values = stored
     q_hat, k_hat, *bases = lrqk_refit(q, k[None], *bases, a_k[near], keys[near])
@@ -2581,51 +2639,80 @@ def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> No
         linear.out_features, linear.in_features = linear.weight.shape
 
 
+def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
+    """One decode step of FDC as published (sec. 5.1), for one KV head. Prefill attends the same vectors.
+
+    q [G, D], k [D]: of the new token, after RoPE. v [d_v]: x W_V R_V, since the values' basis is folded into
+    the weights, as is R_V^T into W_O. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading
+    columns of the head's rotation. Gives the output [G, d_v] and what is stored now."""
+    # 1. Compress the query and the key after RoPE; append.
+    q, k = q @ R, k @ R
+    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    # 2. Attend the compressed vectors, at the scale of the full head dim.
+    return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
+
+
+class RaggedStore(nn.Module):
+    """K' and V' of heads of unequal rank in one flat buffer: K' [B, S, d_qk] head by head, then V' [B, S, d_v]
+    likewise. It has the sum of the ranks, not the largest one for all."""
+
+    def __init__(self, context: Context, k_ranks: list[int], v_ranks: list[int]):
+        super().__init__()
+        self.context, self.n, self.ranks = context, len(k_ranks), [*k_ranks, *v_ranks]
+        self.register_buffer("packed", context.zeros(context.capacity * sum(self.ranks)).flatten())
+        # Number j of token t (of all entries, end to end) goes to starts[j] + t * strides[j] of the buffer.
+        ranks = torch.tensor(self.ranks)
+        first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
+        starts = first * (context.batch_size * context.capacity - 1) + torch.arange(sum(self.ranks))
+        self.starts, self.strides = (x.to(context.device) for x in (starts, ranks.repeat_interleave(ranks)))
+        self.k_columns = own_columns(k_ranks, 1).to(context.device)
+        self.v_columns = own_columns(v_ranks, context.config.group).to(context.device)
+        whole = context.kernels is not None and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
+        self.table = context.kernels.rank_table(self.ranks, context.device) if whole else None
+
+    def views(self) -> list[Tensor]:
+        """K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each."""
+        tokens = self.context.batch_size, self.context.capacity
+        parts = self.packed.split([math.prod(tokens) * rank for rank in self.ranks])
+        return [part.view(*tokens, rank) for part, rank in zip(parts, self.ranks, strict=True)]
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        """Stores tokens x [n, sum of all ranks]; where: as other stores have it."""
+        batch, tokens = where
+        if isinstance(batch, int):
+            for view, part in zip(self.views(), x.split(self.ranks, -1), strict=True):
+                view[batch, tokens] = part
+        else:  # one scatter for all heads: a compiled step writes in place, with no copy of the buffer
+            token = (batch * self.context.capacity + tokens)[:, None]
+            self.packed[self.starts + token * self.strides] = x
+
+
 class FdcCache(Cache):
     """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
 
-    One flat buffer, head by head: K' [B, capacity, d_qk] of every head, then V' [B, capacity, d_v]. It has
-    the sum of the ranks, not the largest one for all. bases: R [D, d_qk] of each KV head; v_ranks: d_v."""
+    bases: R [D, d_qk] of each KV head; v_ranks: d_v."""
 
     def __init__(self, context: Context, bases: list[Tensor], v_ranks: list[int]):
         super().__init__(context)
         k_ranks = [basis.shape[1] for basis in bases]
         padded = [F.pad(basis, (0, max(k_ranks) - basis.shape[1])) for basis in bases]
         self.basis = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
-        self.k_ranks, self.v_ranks, self.ranks = k_ranks, v_ranks, k_ranks + v_ranks
-        self.scale = context.config.head_dim**-0.5  # that of the full head dim, at any rank
-        self.register_buffer("packed", context.zeros(context.capacity * sum(self.ranks)).flatten())
-        # Number j of token t (rows end to end) goes to starts[j] + t * strides[j] of the buffer.
-        ranks = torch.tensor(self.ranks)
-        first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
-        starts = first * (context.batch_size * context.capacity - 1) + torch.arange(sum(self.ranks))
-        self.starts, self.strides = (
-            starts.to(context.device),
-            ranks.repeat_interleave(ranks).to(context.device),
-        )
-        self.k_columns = own_columns(k_ranks, 1).to(context.device)
-        self.v_columns = own_columns(v_ranks, context.config.group).to(context.device)
-        self.fused = context.kernels is not None and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
-        if self.fused:
-            self.table = context.kernels.rank_table(self.ranks, context.device)
-
-    def heads(self) -> list[tuple[Tensor, Tensor]]:
-        """Views K' [B, capacity, d_qk] and V' [B, capacity, d_v] of each KV head."""
-        tokens, n = (self.context.batch_size, self.context.capacity), self.config.n_kv_heads
-        parts = self.packed.split([math.prod(tokens) * rank for rank in self.ranks])
-        views = [part.view(*tokens, rank) for part, rank in zip(parts, self.ranks, strict=True)]
-        return list(zip(views[:n], views[n:], strict=True))
+        self.k_ranks, self.v_ranks = k_ranks, v_ranks
+        self.vectors = RaggedStore(context, k_ranks, v_ranks)
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> Tensor:
         """x [..., H, D] before RoPE -> x R after RoPE [..., Hkv, H / Hkv, max d_qk], zero beyond d_qk."""
         grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
         return torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+    def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
+        """Stores tokens, of compressed keys [n, Hkv, 1, max d_qk] and values [n, sum of d_v]."""
+        self.vectors.write(where, torch.cat((k.flatten(1)[:, self.vectors.k_columns], latent), -1))
+
+    def prefill(self, batch: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
         values, q, k = latent.split(self.v_ranks, -1), self.compress(q, span), self.compress(k, span)
-        for h, (k_store, v_store) in enumerate(self.heads()):
-            k_store[row, span], v_store[row, span] = k[:, h, 0, : self.k_ranks[h]], values[h]
+        self.write((batch, span), k, latent)
         # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing
         # (of those beyond d_qk some are cut off), and heads of one width go together.
         widths = [-(-max(ranks) // 32) * 32 for ranks in zip(self.k_ranks, self.v_ranks, strict=True)]
@@ -2634,32 +2721,17 @@ class FdcCache(Cache):
             members = [h for h, w in enumerate(widths) if w == width]
             parts = [F.pad(x[:, members].flatten(1, 2), (0, width - x.shape[-1])) for x in (q, k)]
             v = torch.stack([F.pad(values[h], (0, width - self.v_ranks[h])) for h in members], 1)
-            output = causal_attention(*parts, v, self.scale).unflatten(1, (len(members), -1))
+            output = causal_attention(*parts, v, self.config.head_dim**-0.5).unflatten(1, (len(members), -1))
             outputs |= {h: output[:, i, :, : self.v_ranks[h]].flatten(1) for i, h in enumerate(members)}
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        token = (self.context.batch_ids * self.context.capacity + pos)[:, None]
-        new = self.compress(k, pos).flatten(1)[:, self.k_columns]  # [B, sum of d_qk]
-        # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
-        self.packed[self.starts + token * self.strides] = torch.cat((new, latent), -1)
-        return self.attend(self.compress(q, pos), pos)[:, None]
-
-    def attend(self, q: Tensor, pos: Tensor) -> Tensor:
-        """Attention of compressed queries [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
-        if self.fused:
-            stored = (self.packed, self.table, self.ranks, pos)
-            out = self.context.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, self.scale)
-            return out.flatten(1)[:, self.v_columns]
-        live, outputs = self.context.positions <= pos[:, None], []
-        for queries, (k, v) in zip(q.unbind(1), self.heads(), strict=True):
-            queries = queries[..., : k.shape[-1]]
-            outputs.append(attend(queries, k[:, None], v[:, None], live, self.scale).flatten(1))
-        return torch.cat(outputs, -1)
+        self.write((self.context.batch_ids, pos), self.compress(k, pos), latent)
+        return self.context.attend_ragged(self.compress(q, pos), self.vectors, pos)[:, None]
 
     def token_bytes(self) -> int:
         """Each head at its rank."""
-        return sum(self.ranks) * self.context.dtype.itemsize
+        return (sum(self.k_ranks) + sum(self.v_ranks)) * self.context.dtype.itemsize
 
 
 def own_columns(ranks: list[int], G: int) -> Tensor:
@@ -2697,48 +2769,6 @@ def random_fdc(c: ModelConfig) -> Artifact:
     return {"qk.values": values, "v.values": values, "rate": torch.tensor(0.2, dtype=torch.float64)}
 
 
-# How the paper balances heads of unequal rank over a GPU's multiprocessors (sec. 5.3), as plain functions to
-# read and test. (kernels.attend_ragged cuts all heads into as many parts.)
-
-
-def longest_first(costs: list[float], workers: int) -> list[list[int]]:
-    """Decode, the paper: tasks by falling cost, each to the worker with the least so far (LPT), which is
-    within 4/3 - 1/(3 workers) of the best schedule (Graham, 1969) -> task numbers of each worker.
-
-    A task is a head of a request, its cost length * (d_qk + d_v + 1)."""
-    loads, tasks = [0.0] * workers, [[] for _ in range(workers)]
-    for task in sorted(range(len(costs)), key=lambda t: -costs[t]):
-        worker = loads.index(min(loads))
-        loads[worker] += costs[task]
-        tasks[worker].append(task)
-    return tasks
-
-
-def block_rows(costs: list[int], rows: int = 64) -> list[int]:
-    """Prefill, the paper's B_r rule (sec. 6.1): query rows of a block of each head, such that all cost alike.
-
-    costs d_qk + d_v + 1 of each head; the costliest keeps `rows` = B_r, the others get more, in 16s."""
-    return [-(-rows * max(costs) // (16 * cost)) * 16 for cost in costs]
-
-
-def prefill_blocks(costs: list[int], length: int, workers: int, rows: int = 64) -> list[list[tuple]]:
-    """Prefill, the paper: blocks (head, first row, last row + 1) of each worker.
-
-    Full waves of equal blocks; what is left for the last wave is cut again into pieces of an equal share
-    wl = sum of B_r d_sum / workers, each to the worker with the least. Causality is ignored, as published."""
-    heads = zip(block_rows(costs, rows), range(len(costs)), strict=True)
-    blocks = [(h, i, min(length, i + step)) for step, h in heads for i in range(0, length, step)]
-    full = len(blocks) // workers * workers
-    plan = [blocks[:full][w::workers] for w in range(workers)]
-    share = sum((last - first) * costs[h] for h, first, last in blocks[full:]) / workers
-    pieces = []
-    for h, first, last in blocks[full:]:
-        step = max(16, round(share / costs[h] / 16) * 16)
-        pieces += [(h, i, min(last, i + step)) for i in range(first, last, step)]
-    tasks = longest_first([(last - first) * costs[h] for h, first, last in pieces], workers)
-    return [blocks + [pieces[i] for i in chosen] for blocks, chosen in zip(plan, tasks, strict=True)]
-
-
 # ------------------------------------------------------------------------------------------------------- Palu
 
 
@@ -2747,6 +2777,19 @@ class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
     keep: float = setting(0.5, "rank of each head's K and V, a share of D", sets="bytes")
+
+
+def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
+    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group.
+
+    q [G, D] after RoPE, k [D] before it, v [d_v]: of the new token. stored: latents of the keys [S - 1, r]
+    and of the values [S - 1, d_v], whose basis is folded into W_V and W_O. R [D, r] is orthonormal;
+    rope(x, positions) rotates x [n, D]. Gives the output [G, d_v] and what is stored now."""
+    latents, values = stored = tuple(
+        torch.cat(pair) for pair in zip(stored, ((k @ R)[None], v[None]), strict=True)
+    )
+    keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
+    return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
 
 class PaluCache(Cache):
@@ -2891,22 +2934,33 @@ def random_basis(*shape: int) -> Tensor:
 @dataclass
 class Method:
     """A row of METHODS: its settings, how its caches are built, and for a method that `calibrate.py fit`
-    must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for)."""
+    must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for).
+
+    paper: the values of the settings under --variant paper, where the defaults (ours) are others."""
 
     settings: type
     build: Callable[..., list[Cache]]
     about: str
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], Artifact] | None = None
+    paper: dict = field(default_factory=dict)
 
     @property
     def fitted(self) -> bool:
         return self.tensors is not None
 
 
+VARIANTS = ("ours", "paper")
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context)), "the full cache"),
-    "sals": Method(SalsSettings, build_sals, "sparse attention in a joint latent of the keys", sals_tensors),
+    "sals": Method(
+        SalsSettings,
+        build_sals,
+        "sparse attention in a joint latent of the keys",
+        sals_tensors,
+        paper={"rank": 0.25, "latent_bits": 16, "metric": "key"}
+        | {"score": "sum", "score_block": 0, "skip_as": "latent"},
+    ),
     "elitekv": Method(
         EliteSettings,
         build_elitekv,
@@ -2915,7 +2969,12 @@ METHODS = {
         random_elitekv,
     ),
     "loki": Method(LokiSettings, build_loki, "top-k attention, scored on principal components", loki_tensors),
-    "lrqk": Method(LrqkSettings, build_lrqk, "top-k attention by low-rank proxies; K and V in host memory"),
+    "lrqk": Method(
+        LrqkSettings,
+        build_lrqk,
+        "top-k attention by low-rank proxies; K and V in host memory",
+        paper={"mode": "paper"},
+    ),
     "fdc": Method(
         FdcSettings, build_fdc, "compressed vectors, each head at its own rank", fdc_tensors, random_fdc
     ),
@@ -2952,8 +3011,15 @@ def method_named(name: str) -> Method:
 
 
 def settings_from(method: str, options: dict) -> object:
-    """The method's settings with `options` (name -> value) over its defaults; unknown names are refused."""
-    known = {f.name: f for f in dataclasses.fields(method_named(method).settings)}
+    """The method's settings with `options` (name -> value) over its defaults; unknown names are refused.
+
+    The option `variant` is "paper" or "ours": whose values the other options go over."""
+    row, options = method_named(method), dict(options)
+    known = {f.name: f for f in dataclasses.fields(row.settings)}
+    if row.paper and (variant := options.pop("variant", "ours")) != "ours":
+        if variant != "paper":
+            raise UserError(f"--variant {variant}: choose from {', '.join(VARIANTS)}")
+        options = row.paper | options
     for name, value in options.items():
         if name not in known:
             names = ", ".join(known) or "none"

@@ -636,6 +636,7 @@ def report(
     movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
     return {
         "method": method,
+        "variant": options.get("variant", "ours"),
         "settings": dataclasses.asdict(settings_from(method, options)),
         "model": args.random_weights or str(args.checkpoint),
         "device": device_name(context.device),
@@ -744,11 +745,15 @@ def value_type(kind: type) -> Callable[[str], object]:
 
 def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
     """One option for each field of the method's settings dataclass."""
-    settings = method_named(method).settings
-    group = parser.add_argument_group(f"settings of --method {method}", settings.__doc__)
-    for f in dataclasses.fields(settings):
+    row = method_named(method)
+    group = parser.add_argument_group(f"settings of --method {method}", row.settings.__doc__)
+    if row.paper:
+        about = "all settings as published, or those that are better on real models (default ours)"
+        group.add_argument("--variant", default=argparse.SUPPRESS, choices=compress.VARIANTS, help=about)
+    for f in dataclasses.fields(row.settings):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": value_type(f.type)}
-        default = f" (default {('off', 'on')[f.default] if f.type is bool else f.default})"
+        default = f" (default {('off', 'on')[f.default] if f.type is bool else f.default}"
+        default += f"; paper {row.paper[f.name]})" if f.name in row.paper else ")"
         group.add_argument(
             f"--{f.name}",
             default=argparse.SUPPRESS,
@@ -759,7 +764,7 @@ def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
 
 
 def chosen_settings(args: argparse.Namespace, method: str) -> dict:
-    names = (f.name for f in dataclasses.fields(METHODS[method].settings))
+    names = ["variant", *(f.name for f in dataclasses.fields(METHODS[method].settings))]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 

@@ -508,6 +508,150 @@ def test_compiled_decode_equals_eager(method, options):
     assert error(logits[1], logits[0]) < 1e-5
 
 
+# ---- the papers' algorithms: in the paper's settings a cache does what its NAME_step does
+
+
+def by_head(cache, q, k, v, n: int, start, step):
+    """Steps of one entry, a KV head at a time: start(h) gives what head h has stored of the first n tokens,
+    step(i, q, k, v, stored) an output, the tokens chosen (None: all) and what is stored then."""
+    stored = [start(h) for h in range(cache.config.n_kv_heads)]
+    for i in range(n, len(q)):
+        parts = zip(q[i].unflatten(0, (len(stored), -1)), k[i], v[i], stored, strict=True)
+        outputs, chosen, stored = zip(*(step(i, *part) for part in parts), strict=True)
+        yield torch.cat(outputs).flatten(), chosen
+
+
+def pure_sals(cache, entry, n, q, k, v):
+    rotated = cache.rope(k, slice(0, len(k)))
+    stored = k.flatten(1) @ cache.up, *quantize(v, cache.settings.bits, 16), rotated, v
+    stored = tuple(x[:n] for x in stored)
+    for i in range(n, len(q)):
+        how = cache.up, cache.r_score, cache.settings.bits, cache.budget, cache.rope
+        out, chosen, stored = compress.sals_step(q[i], k[i], v[i], stored, *how)
+        yield out.flatten(), [chosen] * cache.config.n_kv_heads
+
+
+def pure_lrqk(cache, entry, n, q, k, v):
+    rotated = [cache.rope(x, slice(0, len(x))).double() for x in (q, k)]
+    slots = zip(cache.pos_of[entry], cache.stamp[entry] == cache.step, strict=True)
+    near = [pos[stamped].long() for pos, stamped in slots]
+
+    def start(h):
+        tokens = torch.cat((near[h], torch.arange(max(0, n - cache.z), n)))
+        stored = cache.a_k[entry, h, :n].double(), rotated[1][:n, h], v[:n, h].double()
+        return stored, (cache.basis_q[entry, h].double(), cache.basis_k[entry, h].double()), tokens
+
+    def step(i, q, k, v, state):
+        out, chosen, *state = compress.lrqk_step(q, k, v.double(), *state, cache.chosen, cache.z)
+        return out, chosen, (*state, chosen)
+
+    return by_head(cache, *rotated, v, n, start, step)
+
+
+def pure_loki(cache, entry, n, q, k, v):
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    bases = iter(cache.basis.repeat(len(q) - n, 1, 1))
+
+    def step(i, q, k, v, stored):
+        count = compress.token_count(cache.settings.k, i + 1)
+        return compress.loki_step(q, k, v, stored, next(bases), cache.d, count)
+
+    return by_head(cache, q, k, v, n, lambda h: (k[:n, h] @ cache.basis[h], v[:n, h]), step)
+
+
+def pure_fdc(cache, entry, n, q, k, v, latent):
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    bases = [basis[:, :rank] for basis, rank in zip(cache.basis, cache.k_ranks, strict=True)]
+    values, each = latent.split(cache.v_ranks, -1), itertools.cycle(bases)
+
+    def step(i, q, k, v, stored):
+        out, stored = compress.fdc_step(q, k, v, stored, next(each))
+        return out.flatten(), None, stored
+
+    def start(h):
+        return k[:n, h] @ bases[h], values[h][:n]
+
+    return by_head(cache, q, k, list(zip(*values, strict=True)), n, start, step)
+
+
+def pure_palu(cache, entry, n, q, k, v, latent):
+    q, basis = cache.rope(q, slice(0, len(q))), cache.keys.basis
+    values, each = latent.unflatten(1, (cache.config.n_kv_heads, -1)), itertools.cycle(basis)
+
+    def step(i, q, k, v, stored):
+        out, stored = compress.palu_step(q, k, v, stored, next(each), cache.context.rope_one)
+        return out, None, stored
+
+    return by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
+
+
+def pure_elitekv(cache, entry, n, q, k, latent):
+    places = slice(0, len(q))
+    q, k = (cache.attention.rotate(x, cache.context.cos[places], cache.context.sin[places]) for x in (q, k))
+    up, stored = cache.attention.up.weight.unflatten(0, (cache.config.n_kv_heads, -1)), (k[:n], latent[:n])
+    b_k, b_v = up.split((up.shape[1] - 16, 16), 1)
+    for i in range(n, len(q)):
+        out, stored = compress.elitekv_step(q[i], k[i], latent[i], stored, b_k, b_v)
+        yield out.flatten(), None
+
+
+PURE = {  # method -> options beside the paper's, its steps, what a token has beside q if that is not k and v
+    "sals": ({"sinks": 3, "critical": 12, "recent": 6, "skip": ""}, pure_sals, None),
+    "lrqk": ({"rank": 6, "k": 12, "recent": 6}, pure_lrqk, None),
+    "loki": ({"k": 0.4, "d": 0.5}, pure_loki, None),
+    "fdc": (
+        {"rate": 0.4},
+        pure_fdc,
+        lambda cache: [(8 // cache.config.group, 48), (0, 48), (sum(cache.v_ranks),)],
+    ),
+    "palu": (
+        {"keep": 0.5},
+        pure_palu,
+        lambda cache: [(8 // cache.config.group, 48), (0, 48), (192 // cache.config.group,)],
+    ),
+    "elitekv": ({"r": 3, "d_ckv": 20}, pure_elitekv, lambda cache: [(8 // cache.config.group, 6), (20,)]),
+}
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("method", PURE)
+def test_a_cache_is_the_papers_algorithm(method, group):
+    """Over 40 steps of ragged entries, across the budget's edge: equal outputs, equal sets."""
+    (options, pure, parts), prompts, dim = PURE[method], (8, 17, 30), width_for(method)
+    cache = row_cache(method, tiny_model(group=group, head_dim=dim), 3, 70, **METHODS[method].paper | options)
+    torch.manual_seed(0)
+    shapes = [(8, dim), *(parts(cache) if parts else [(8 // group, dim)] * 2)]
+    entries = [[torch.randn(70, *shape) * 2 for shape in shapes] for _ in prompts]
+    for entry, (n, tokens) in enumerate(zip(prompts, entries, strict=True)):
+        cache.prefill(entry, *(x[:n] for x in tokens))
+    ragged, seen = list(enumerate(zip(prompts, entries, strict=True))), []
+    truth = [list(itertools.islice(pure(cache, entry, n, *tokens), 40)) for entry, (n, tokens) in ragged]
+    cache.watch = lambda *seen_: seen.append(seen_)
+    for i in range(40):
+        pos = torch.tensor([n + i for n in prompts], dtype=torch.int32)
+        new = zip(*([x[n + i] for x in tokens] for _, (n, tokens) in ragged), strict=True)
+        out = cache.decode(pos, *map(torch.stack, new))
+        for entry, steps in enumerate(truth):
+            want, chosen = steps[i]
+            assert error(out[entry].flatten(), want) < 1e-5, (i, entry)
+            for h, tokens in enumerate(chosen or ()):
+                if tokens is not None:
+                    assert attended_sets(*seen[-1], entry, h) == token_sets(tokens), (i, entry, h)
+
+
+def token_sets(tokens: torch.Tensor) -> list[set]:
+    """Of one set of tokens [n], or of each query head's [G, n]."""
+    return [set(row.tolist()) for row in tokens.view(-1, tokens.shape[-1])]
+
+
+def attended_sets(pos, index, live, recent, entry: int, h: int) -> list[set]:
+    """What a cache reported for a KV head: one set, or one a query head."""
+    index, live = (x[entry] if x.ndim == 2 else x[entry, h] for x in (index, live))
+    last = set(range(max(0, int(pos[entry]) - recent + 1), int(pos[entry]) + 1)) if recent else set()
+    rows = zip(index.view(-1, index.shape[-1]), live.view(-1, live.shape[-1]), strict=True)
+    return [set(row[kept].tolist()) | last for row, kept in rows]
+
+
 CODED = [case for case in CASES if case[0] in ("elitekv", "fdc", "palu")]  # a prompt attends what is stored
 
 
@@ -1911,33 +2055,6 @@ def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     assert at >= 0.5 * dense > beyond and abs(float(facts["accuracy"]) - at / dense) < 1e-3
     all_of_it = calibrate.fdc_search(model, tokens, tensors, 1.0)
     assert all_of_it[0] < rates[found] and all_of_it[1] >= 1
-
-
-def test_longest_first_is_near_the_best_schedule():
-    rng = random.Random(0)
-    for workers in [2, 3] * 15:
-        costs = [rng.randint(1, 20) for _ in range(7)]
-        plan = compress.longest_first(costs, workers)
-        assert sorted(t for tasks in plan for t in tasks) == list(range(7))
-        schedules = itertools.product(np.eye(workers), repeat=7)  # which worker has each task
-        best = min(max(costs @ np.array(schedule)) for schedule in schedules)
-        longest = max(sum(costs[t] for t in tasks) for tasks in plan)
-        assert longest <= (4 / 3 - 1 / (3 * workers)) * best + 1e-9
-    tasks = compress.longest_first([7, 6, 5, 4, 3, 2, 1], 3)
-    assert [plan[0] for plan in tasks] == [0, 1, 2]  # the paper's Fig. 8 deals the longest in this order
-
-
-def test_prefill_blocks_cover_every_row_once_and_cost_the_same():
-    costs, length, workers = [33, 129, 65, 97, 257], 1000, 12
-    steps = compress.block_rows(costs)
-    assert steps[4] == 64 and all(0 <= n * c - 64 * 257 < 16 * c for n, c in zip(steps, costs, strict=True))
-    plan = compress.prefill_blocks(costs, length, workers)
-    covered = sorted((h, row) for blocks in plan for h, a, b in blocks for row in range(a, b))
-    assert covered == list(itertools.product(range(5), range(length)))
-    blocks = [(h, a, min(length, a + 64)) for h in range(5) for a in range(0, length, 64)]
-    plain = [blocks[w::workers] for w in range(workers)]
-    ours, theirs = (max(sum((b - a) * costs[h] for h, a, b in own) for own in each) for each in (plan, plain))
-    assert ours < 0.9 * theirs and ours <= 1.15 * length * sum(costs) / workers
 
 
 def test_palu_is_the_whitened_svd_of_the_weights():
