@@ -55,11 +55,6 @@ def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
     return field(default=default, metadata={"help": text, "choices": choices, "sets": sets})
 
 
-def kv_bits_setting():
-    """The field of the methods that keep K and V by position, on top of which KIVI's quantiser fits."""
-    return setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
-
-
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
     """The module kernels.py, on Hopper hopper.py, or None for plain PyTorch. wanted None: where they run,
     on CUDA, with triton, for head dims from 16 up (a tensor core's tile). UserError if wanted elsewhere."""
@@ -681,6 +676,8 @@ class DenseCache(Cache):
     The base of the caches that keep K and V by position, in two stores (plain ones if not given): `select`
     names the tokens that a step attends."""
 
+    selects = True  # does a step attend fewer tokens than all?
+
     def __init__(self, context: Context, keys: TokenStore | None = None, values: TokenStore | None = None):
         super().__init__(context)
         shape = context.config.n_kv_heads, context.capacity, context.config.head_dim
@@ -711,7 +708,7 @@ class DenseCache(Cache):
         self.keys.write(where, k)
         self.values.write(where, v)
         self.update_index(pos, k)
-        index = self.select(pos, q)
+        index = self.select(pos, q) if self.selects else None
         if index is not None:
             self.report_selected(pos, index, index >= 0)
             index = index.flatten(1, -2)
@@ -744,7 +741,7 @@ def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Ca
 
         def cache(i: int) -> Cache:
             if i in skipped:
-                return DenseCache(context, *kivi_stores(context, getattr(settings, "kv_bits", 16)))
+                return DenseCache(context)
             return make(context, settings, *(artifact[name][i] for name in names))
 
         return [cache(i) for i in range(len(model.layers))]
@@ -1434,7 +1431,6 @@ class LokiSettings:
     sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
     recent: int = setting(0, "last tokens that are always among the k (the paper: none)")
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
-    kv_bits: int = kv_bits_setting()
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z): sinks, selected and recent tokens of a query head, in a row that fills the cache."""
@@ -1471,9 +1467,9 @@ class LokiCache(DenseCache):
 
     def __init__(self, context: Context, settings: LokiSettings, basis: Tensor, d: int):
         # Components that are cached: the scale of their logits stays that of the full head dim.
-        width = d if settings.reduced else context.config.head_dim
-        super().__init__(context, *kivi_stores(context, settings.kv_bits, width=width))
-        self.width = width
+        c, self.width = context.config, d if settings.reduced else context.config.head_dim
+        super().__init__(context, TokenStore(context, c.n_kv_heads, context.capacity, self.width))
+        self.selects = not settings.reduced
         self.settings, self.d, self.budget = settings, d, settings.budget(context.capacity)
         self.basis = basis.to(context.device, context.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
 
@@ -1482,13 +1478,11 @@ class LokiCache(DenseCache):
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
         return (grouped @ self.basis[..., : self.width]).flatten(-3, -2)
 
-    def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
 
         q [B, Hq, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer. A group that
         shares its tokens ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
-        if self.settings.reduced:
-            return None
         rule = {"query": "each", "group": "largest"}[self.settings.share]
         scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
         wanted, forced = None, self.budget[0] + self.budget[2]
@@ -1945,19 +1939,18 @@ class StreamingCache(DenseCache):
 
 
 def keep_setting(tokens: int, sets: str = "tokens"):
-    """The field of the rows that are given their tokens in all."""
-    text = "tokens attended in all: above 1 a count, up to 1 a share of the cache's capacity"
+    """The field of the methods that are given their tokens in all."""
+    text = "tokens attended in all: above 1 a count, up to 1 a fraction of the cache's capacity"
     return setting(tokens, text, sets=sets)
 
 
 @dataclass
-class TopKSettings:
-    """Exact top-k: full logits choose the tokens. It saves no bytes: the oracle of all selections."""
+class KeepSettings:
+    """What exact top-k and Double Sparsity are given: tokens in all, and those that are always among them."""
 
     keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")
     recent: int = setting(1, "z: last tokens that are always among them")
-    kv_bits: int = kv_bits_setting()
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens: sinks, selected, recent."""
@@ -1969,17 +1962,21 @@ class TopKSettings:
         return x, left_to_select(self.keep, total, capacity, x, z), z
 
 
-class SelectiveCache(DenseCache):
-    """A full cache of which each step attends `count` tokens a KV head: those that choose(pos, q) names, of
-    q [B, Hq, D] after RoPE, [B, Hkv, n], negative for none."""
+@dataclass
+class TopKSettings(KeepSettings):
+    """Exact top-k: full logits choose the tokens. It saves no bytes: the oracle of all selections."""
 
-    def __init__(self, context: Context, settings: object):
-        super().__init__(context, *kivi_stores(context, settings.kv_bits))
+    kv_bits: int = setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
+
+
+class SelectiveCache(DenseCache):
+    """A full cache of which each step attends `count` tokens a KV head, if that is less than all."""
+
+    def __init__(self, context: Context, settings: object, *stores: TokenStore):
+        super().__init__(context, *stores)
         self.budget = settings.budget(context.capacity)
         self.count = sum(self.budget)
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        return self.choose(pos, q) if self.count < self.context.capacity else None
+        self.selects = self.count < context.capacity
 
     def index_read(self, length: int) -> int:
         """Bytes beside K and V that selection reads, where there is anything to select."""
@@ -1993,7 +1990,10 @@ class SelectiveCache(DenseCache):
 
 
 class TopKCache(SelectiveCache):
-    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
+    def __init__(self, context: Context, settings: TopKSettings):
+        super().__init__(context, settings, *kivi_stores(context, settings.kv_bits))
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
         scores = self.context.scores(q, pos=pos, rule="largest", **self.keys.scored(pos))
         return self.context.select(scores, pos, self.budget, recent=True)
 
@@ -2001,7 +2001,7 @@ class TopKCache(SelectiveCache):
         return length, min(length, self.count)
 
 
-# -------------------------------------------------------------------------------------------------------- H2O
+# --------------------------------------------------------------------------------------------- H2O, Keyformer
 
 
 @dataclass
@@ -2009,10 +2009,8 @@ class H2oSettings:
     """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
 
     keep: float = keep_setting(512, sets="bytes tokens")
-    heavy: float = setting(0.5, "share of these that are heavy hitters; the others are the most recent ones")
+    heavy: float = setting(0.5, "fraction of these that are heavy hitters; the others are the most recent")
     window: int = setting(64, "W: last queries of a prompt whose attention is accumulated")
-    gumbel: bool = setting(False, "Keyformer's score (arXiv 2403.09054): Gumbel noise and a temperature")
-    noise_seed: int = setting(0, "seed of --gumbel's noise")
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(heavy, recent) in tokens."""
@@ -2023,36 +2021,33 @@ class H2oSettings:
         return total - recent, recent
 
 
+@dataclass
+class KeyformerSettings(H2oSettings):
+    """Keyformer (arXiv 2403.09054): H2O whose scores have Gumbel noise and a temperature."""
+
+    noise_seed: int = setting(0, "seed of the noise")
+
+
 class H2oCache(DenseCache):
     """C = heavy + recent slots a KV head, each with the attention that its token has got so far. A new token
     takes an empty slot, or that of the token with the least attention that is not recent."""
 
-    def __init__(self, context: Context, settings: H2oSettings, generator: torch.Generator):
-        heavy, recent = settings.budget(context.capacity)
-        self.tokens, shape = (
-            heavy + recent,
-            (context.config.n_kv_heads, heavy + recent, context.config.head_dim),
-        )
+    def __init__(self, context: Context, settings: H2oSettings):
+        heavy, self.recent = settings.budget(context.capacity)
+        self.tokens, heads = heavy + self.recent, context.config.n_kv_heads
+        shape = heads, self.tokens, context.config.head_dim
         super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
-        self.settings, self.recent, heads = settings, recent, context.config.n_kv_heads
+        self.settings = settings
         self.register_buffer("position", context.zeros(heads, self.tokens, dtype=torch.int32) - 1)
         self.register_buffer("attention", context.zeros(heads, self.tokens, dtype=torch.float32))
         self.register_buffer("prompt", context.zeros(dtype=torch.int32))  # its length
-        if settings.gumbel:
-            # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
-            tape = torch.rand(65521, generator=generator).clamp(min=1e-10)
-            self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
-        """What is accumulated: softmax of logits [..., N]; Keyformer's of (logits + noise) / tau.
-
-        step: tokens since the prompt, tau = 1 + step / 100. first: where on the tape the noise begins."""
-        if self.settings.gumbel:
-            draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
-            logits = (logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)
+        """What is accumulated, of logits [..., N]. step: tokens since the prompt. first: where Keyformer's noise
+        begins, another number at each step."""
         return logits.softmax(-1)
 
-    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         length, c = len(q), self.config
         places, heads = self.context.positions[:length], k.transpose(0, 1)  # heads [Hkv, S, D]
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
@@ -2063,20 +2058,22 @@ class H2oCache(DenseCache):
         ranked = attention.masked_fill(places >= length - self.recent, torch.inf)
         kept = ranked.topk(min(self.tokens, length)).indices.sort(-1).values  # [Hkv, n]
         n = kept.shape[1]
-        self.keys.rows[row, :, :n] = gather_rows(heads[None], kept[None])[0]
-        self.values.rows[row, :, :n] = gather_rows(v.transpose(0, 1)[None], kept[None])[0]
-        self.position[row], self.position[row, :, :n] = -1, kept.int()
-        self.attention[row], self.attention[row, :, :n] = 0, attention.gather(1, kept)
-        self.prompt[row] = length
+        for store, x in ((self.keys, heads), (self.values, v.transpose(0, 1))):
+            store.rows[batch, :, :n] = gather_rows(x[None], kept[None])[0]
+        self.position[batch], self.position[batch, :, :n] = -1, kept.int()
+        self.attention[batch], self.attention[batch, :, :n] = 0, attention.gather(1, kept)
+        self.prompt[batch] = length
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q, now = self.rope(q, pos), pos[:, None, None]
+        # 1. The new token takes the place of the one with the least attention.
         cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
         victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
-        where = (self.context.batch_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim)
+        where = self.context.batch_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim
         self.keys.rows[where], self.values.rows[where] = self.rope(k, pos), v
         self.position[where] = pos[:, None]
         self.attention.scatter_(2, victim[..., None], 0.0)
+        # 2. Attend all slots, and add what each has got.
         live = self.position >= 0
         self.report_selected(pos, self.position, live)
         every = torch.full_like(pos, self.tokens - 1)
@@ -2087,17 +2084,31 @@ class H2oCache(DenseCache):
         return self.context.attend_logits(logits, self.values.rows, every)
 
     def formula(self) -> int:
-        """K, V, position and attention of each slot, and one length a row."""
-        return super().formula() + self.context.batch_size * (self.tokens * self.config.n_kv_heads * 8 + 4)
+        """K, V, position and attention of each slot, and the length of each prompt."""
+        slots = self.tokens * self.config.n_kv_heads * 8
+        return super().formula() + self.context.batch_size * (slots + 4)
+
+    def tokens_read(self, length: int) -> tuple[float, float]:
+        return min(length, self.tokens), min(length, self.tokens)
 
     def bytes_read(self, length: int) -> int:
-        stored = min(length, self.tokens)
-        return super().bytes_read(stored) + stored * self.config.n_kv_heads * 8
+        return super().bytes_read(length) + min(length, self.tokens) * self.config.n_kv_heads * 8
 
 
-def build_h2o(model: Llama, settings: H2oSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    generator = torch.Generator().manual_seed(settings.noise_seed)
-    return [H2oCache(context, settings, generator) for _ in model.layers]
+class KeyformerCache(H2oCache):
+    """H2O's, but softmax((logits + Gumbel noise) / tau) is accumulated, tau = 1 + step / 100."""
+
+    def __init__(self, context: Context, settings: KeyformerSettings):
+        super().__init__(context, settings)
+        # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
+        seeded = torch.Generator().manual_seed(settings.noise_seed)
+        tape = torch.rand(65521, generator=seeded).clamp(min=1e-10)
+        self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
+
+    def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
+        draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
+        logits = (logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)
+        return logits.softmax(-1)
 
 
 # ------------------------------------------------------------------------------------------------------ Quest
@@ -2110,7 +2121,6 @@ class QuestSettings:
     keep: float = keep_setting(512)
     page: int = setting(16, "tokens of a page")
     skip: str = setting("0,1", "layers that attend every token")
-    kv_bits: int = kv_bits_setting()
 
     def budget(self, capacity: int) -> tuple[int]:
         """Tokens of all pages: as many whole ones as fit, the released code's 3 at least."""
@@ -2132,53 +2142,101 @@ class QuestCache(SelectiveCache):
     def __init__(self, context: Context, settings: QuestSettings):
         super().__init__(context, settings)
         c, self.page = context.config, min(settings.page, context.capacity)
-        self.pages = -(-context.capacity // self.page)
-        self.register_buffer("bounds", context.zeros(c.n_kv_heads, self.pages, 2 * c.head_dim))
+        self.bounds = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
 
-    def index_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
+    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
         n = -(-len(k) // self.page)
         tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last one fills up
         low, high = k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
-        self.bounds[row, :, :n] = torch.cat((high, low), -1).transpose(0, 1)
+        self.bounds.write((batch, slice(0, n)), torch.cat((high, low), -1))
 
     def update_index(self, pos: Tensor, k: Tensor) -> None:
-        where = (self.context.batch_ids, slice(None), pos // self.page)
-        high, low = self.bounds[where].chunk(2, -1)  # [B, Hkv, D]
+        page, batch = pos // self.page, self.context.batch_ids
+        high, low = self.bounds.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
         first = (pos % self.page == 0)[:, None, None]
         high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
-        self.bounds[where] = torch.cat((high, low), -1)
+        self.bounds.write((batch, page), torch.cat((high, low), -1))
 
-    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
-        scores = self.context.scores(page_queries(q), self.bounds, last, "largest")
+        scores = self.context.scores(page_queries(q), pos=last, rule="largest", **self.bounds.scored(last))
         budget = 0, self.count // self.page - 1, 1
         pages = self.context.select(scores, last, budget, recent=True)  # [B, Hkv, n], with the last
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
         return index.where(index <= pos[:, None, None], -1)
 
     def formula(self) -> int:
-        return super().formula() + dense_bytes(self.context) // self.context.capacity * self.pages
+        return super().formula() + self.bounds.formula()
 
     def index_read(self, length: int) -> int:
-        return -(-length // self.page) * 2 * self.config.kv_dim * self.context.dtype.itemsize
+        return -(-length // self.page) * self.bounds.token_bytes
 
 
-# ---------------------------------------------------------------------------------------------- Double Sparse
+# ------------------------------------------------------------------------------------ Double Sparsity, HShare
 
 
 @dataclass
-class DoubleSparseSettings(TopKSettings):
+class DoubleSparseSettings(KeepSettings):
     """Double Sparsity (arXiv 2408.07092): top-k tokens, scored on the channels that matter most."""
 
-    channels: float = setting(0.125, "r_c: channels that are scored, as a share of D")
+    channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D")
     skip: str = setting("0,1", "layers that attend every token")
-    every: int = setting(1, "HShare (ICLR 2025): steps for which a selection is used")
-    share_heads: int = setting(0, "HShare: KV heads that use the selection of another one, by their overlap")
+
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        if not 0 < self.channels <= 1:
+            raise UserError(f"--channels {self.channels:g}: r_c / D must lie in (0, 1]")
+        return super().budget(capacity)
+
+
+class DoubleSparseCache(SelectiveCache):
+    """K and V in full, and a label a key: its r_c most important channels, after RoPE."""
+
+    def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
+        super().__init__(context, settings)
+        c = context.config
+        r = max(1, round(settings.channels * c.head_dim))
+        self.channels = importance.topk(r).indices.to(context.device)  # [Hkv, r_c]
+        self.label = TokenStore(context, c.n_kv_heads, context.capacity, r)
+
+    def labels(self, x: Tensor) -> Tensor:
+        """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
+        index = self.channels.repeat_interleave(x.shape[-2] // len(self.channels), 0)
+        return x.gather(-1, index.expand(*x.shape[:-1], -1))
+
+    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
+        self.label.write((batch, slice(0, len(k))), self.labels(k))
+
+    def update_index(self, pos: Tensor, k: Tensor) -> None:
+        self.label.write((self.context.batch_ids, pos), self.labels(k))
+
+    def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
+        """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
+        scores, (x, _, z) = self.context.scores(self.labels(q), label, pos, "largest"), self.budget
+        return self.context.select(scores, pos, (x, count - x - z, z), recent=True)
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        return self.best(pos, q, self.label.rows, self.count)
+
+    def formula(self) -> int:
+        return super().formula() + self.label.formula()
+
+    def index_read(self, length: int) -> int:
+        return length * self.label.token_bytes
+
+
+def importance_tensors(c: ModelConfig) -> Stored:
+    return {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)}
+
+
+@dataclass
+class HshareSettings(DoubleSparseSettings):
+    """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
+
+    every: int = setting(8, "steps for which a selection is used")
+    share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         x, y, z = super().budget(capacity)
-        if not 0 < self.channels <= 1:
-            raise UserError(f"--channels {self.channels:g}: r_c / D must lie in (0, 1]")
         if self.every < 1 or (self.every > y + 1 and x + y + z < capacity):
             raise UserError(f"--every {self.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
         return x, y, z
@@ -2198,82 +2256,56 @@ def share_map(overlap: Tensor, merged: int) -> Tensor:
     return f
 
 
-class DoubleSparseCache(SelectiveCache):
-    """K and V in full, and a label a key: its r_c most important channels, after RoPE.
+class HshareCache(DoubleSparseCache):
+    """Double Sparsity's. A selection is held for `every` steps, while each new token joins it, and
+    `share_heads` heads use another head's, by a map made at the end of the prompt."""
 
-    HShare on top: a selection is held for `every` steps, while each new token joins it, and `share_heads`
-    heads use another head's, by a map made at the end of the prompt."""
-
-    def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
-        super().__init__(context, settings)
+    def __init__(self, context: Context, settings: HshareSettings, importance: Tensor):
+        super().__init__(context, settings, importance)
         heads, merged = context.config.n_kv_heads, settings.share_heads
         if not 0 <= merged < heads:
             raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-        self.every, self.share_heads = (settings.every, merged) if self.count < context.capacity else (1, 0)
-        self.forced = self.budget[0] + self.budget[2]  # sinks and recent tokens
+        self.every, self.merged = (settings.every, merged) if self.selects else (1, 0)
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.r = max(1, round(settings.channels * context.config.head_dim))
-        self.channels = importance.topk(self.r).indices.to(context.device)  # [Hkv, r_c]
-        self.register_buffer("label", context.zeros(heads, context.capacity, self.r))
-        if self.every > 1:
-            self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
-            self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
-        if self.share_heads:
-            self.register_buffer("head", context.zeros(heads, dtype=torch.int32))
+        self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
+        self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
+        self.register_buffer("head", context.zeros(heads, dtype=torch.int32))
 
-    def labels(self, x: Tensor) -> Tensor:
-        """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
-        index = self.channels.repeat_interleave(x.shape[-2] // len(self.channels), 0)
-        return x.gather(-1, index.expand(*x.shape[:-1], -1))
-
-    def index_prompt(self, row: int, k: Tensor, q: Tensor) -> None:
-        self.label[row, :, : len(k)] = self.labels(k).transpose(0, 1)
-        if self.every > 1:
-            self.since[row] = -self.every  # the first step selects
-        if self.share_heads:
+    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
+        super().index_prompt(batch, k, q)
+        self.since[batch] = -self.every  # the first step selects
+        self.head[batch] = torch.arange(k.shape[1], device=k.device)
+        if self.merged:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
-            pos, half = torch.tensor([len(k) - 1], device=k.device), max(self.forced + 1, len(k) // 2)
-            index = self.best(pos, q, self.label[row : row + 1], min(self.held_count, half))[0]  # [Hkv, n]
+            least = self.budget[0] + self.budget[2] + 1
+            count, label = min(self.held_count, max(least, len(k) // 2)), self.label.rows[batch : batch + 1]
+            index = self.best(torch.tensor([len(k) - 1], device=k.device), q, label, count)[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
-            self.head[row] = share_map(member @ member.T, self.share_heads).int()
+            self.head[batch] = share_map(member @ member.T, self.merged).int()
 
-    def update_index(self, pos: Tensor, k: Tensor) -> None:
-        self.label[self.context.batch_ids, :, pos] = self.labels(k)
-
-    def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
-        """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores, (x, _, z) = self.context.scores(self.labels(q), label, pos, "largest"), self.budget
-        return self.context.select(scores, pos, (x, count - self.forced, z), recent=True)
-
-    def choose(self, pos: Tensor, q: Tensor) -> Tensor:
-        index = self.best(pos, q, self.label, self.held_count)
-        if self.share_heads:
-            index = index.gather(1, self.head.long()[..., None].expand_as(index))
-        if self.every == 1:
-            return index
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        index = self.best(pos, q, self.label.rows, self.held_count)
+        index = index.gather(1, self.head.long()[..., None].expand_as(index))
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
         self.held.copy_(torch.where(due[:, None, None], index, self.held))
         newer = torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
         newer = newer + self.since[:, None, None]
-        # A row that the budget covers is attended whole: its first `count` places, as far as written.
-        whole = (pos < self.count)[:, None, None]
-        places = self.context.positions[: self.count]
+        # An entry that the budget covers is attended whole: its first `count` places, as far as written.
+        whole, places = (pos < self.count)[:, None, None], self.context.positions[: self.count]
         index = torch.where(whole, places, torch.cat((self.held, newer), -1))
         return index.where(index <= pos[:, None, None], -1)
 
     def formula(self) -> int:
-        c, context = self.config, self.context
-        row = context.capacity * c.n_kv_heads * self.r * context.dtype.itemsize
-        row += (c.n_kv_heads * self.held_count + 1) * 4 if self.every > 1 else 0
-        row += c.n_kv_heads * 4 if self.share_heads else 0
-        return super().formula() + context.batch_size * row
+        """Beside Double Sparsity's a selection, since when it is held, and the map of heads."""
+        heads = self.config.n_kv_heads
+        return super().formula() + self.context.batch_size * (heads * (self.held_count + 1) + 1) * 4
 
     def index_read(self, length: int) -> int:
         """The labels of the heads that select, in one of `every` steps."""
-        heads = self.config.n_kv_heads - self.share_heads
-        return length * heads * self.r * self.context.dtype.itemsize // self.every
+        heads = self.config.n_kv_heads
+        return super().index_read(length) * (heads - self.merged) // heads // self.every
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI
@@ -2292,11 +2324,10 @@ class RingStore(nn.Module):
 
     tokens: how many have codes; token_bytes: of one of these, all heads."""
 
-    def __init__(self, context: Context, bits: int, R: int, width: int):
+    def __init__(self, context: Context, bits: int, R: int):
         super().__init__()
-        heads = context.config.n_kv_heads
         self.context, self.bits, self.R = context, bits, R
-        self.ring = Window(context, heads, width, 0, R, by_token=True)
+        self.ring = Window(context, context.config.n_kv_heads, context.config.head_dim, 0, R, by_token=True)
 
     def recent(self, pos: Tensor) -> Tensor:
         """Which tokens are in the ring, [B, S]."""
@@ -2325,13 +2356,13 @@ class ChannelKeys(RingStore):
 
     kind = "channels"
 
-    def __init__(self, context: Context, bits: int, residual: int, width: int):
-        capacity, heads = context.capacity, context.config.n_kv_heads
+    def __init__(self, context: Context, bits: int, residual: int):
+        capacity, heads, width = context.capacity, context.config.n_kv_heads, context.config.head_dim
         if residual < 32 or residual % 32:
             raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
         if width * bits % 8:
             raise UserError(f"keys of {width} numbers do not fill bytes with {bits} bits each")
-        super().__init__(context, bits, min(residual, -(-capacity // 32) * 32), width)
+        super().__init__(context, bits, min(residual, -(-capacity // 32) * 32))
         self.tokens = -(-capacity // self.R) * self.R
         self.token_bytes = heads * width * (bits + 1) / 8  # codes, and a part of their (minimum, scale)
         self.register_buffer("codes", context.zeros(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
@@ -2394,7 +2425,7 @@ class TokenValues(RingStore):
 
     def __init__(self, context: Context, bits: int, R: int):
         c = context.config
-        super().__init__(context, bits, R, c.head_dim)
+        super().__init__(context, bits, R)
         self.coded = CodedStore(context, c.n_kv_heads, context.capacity, c.head_dim, bits)
         self.tokens, self.token_bytes = context.capacity, self.coded.token_bytes
 
@@ -2415,13 +2446,11 @@ class TokenValues(RingStore):
         return [*self.coded.kernel_form(), self.ring.rows]
 
 
-def kivi_stores(context: Context, bits: int, residual: int = 128, width: int = 0) -> tuple:
-    """Stores of K (`width` numbers a row, D if not given) and V in KIVI's codes; 16 bits: as they are."""
-    c = context.config
-    width = width or c.head_dim
+def kivi_stores(context: Context, bits: int, residual: int = 128) -> tuple:
+    """Stores of K and V in KIVI's codes; of 16 bits none, which means plain ones."""
     if bits == 16:
-        return tuple(TokenStore(context, c.n_kv_heads, context.capacity, n) for n in (width, c.head_dim))
-    keys = ChannelKeys(context, bits, residual, width)
+        return ()
+    keys = ChannelKeys(context, bits, residual)
     return keys, TokenValues(context, bits, keys.R)
 
 
@@ -2653,8 +2682,8 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
 
 
 class RaggedStore(nn.Module):
-    """K' and V' of heads of unequal rank in one flat buffer: K' [B, S, d_qk] head by head, then V' [B, S, d_v]
-    likewise. It has the sum of the ranks, not the largest one for all."""
+    """K' and V' of heads of unequal rank in one flat buffer: head by head K' [B, S, d_qk], then V' [B, S, d_v].
+    It has the sum of the ranks, not the largest one for all."""
 
     def __init__(self, context: Context, k_ranks: list[int], v_ranks: list[int]):
         super().__init__()
@@ -2861,7 +2890,8 @@ def model_identity(model: Llama) -> dict[str, str]:
 
 def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
     """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several ranks,
-    each has the share of its KV heads. Raises UserError where there is none, or one of another model."""
+    each has the part of its KV heads. Raises UserError where there is none, or one of another model."""
+    method = METHODS[method].artifact or method
     path = artifact_path(folder, method)
     command = f"python calibrate.py fit --checkpoint {folder} --method {method}"
     if model.config.elitekv and method != "elitekv":
@@ -2936,7 +2966,8 @@ class Method:
     """A row of METHODS: its settings, how its caches are built, and for a method that `calibrate.py fit`
     must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for).
 
-    paper: the values of the settings under --variant paper, where the defaults (ours) are others."""
+    paper: the values of the settings under --variant paper, where the defaults (ours) are others. artifact:
+    the method whose artifact serves this one."""
 
     settings: type
     build: Callable[..., list[Cache]]
@@ -2944,6 +2975,7 @@ class Method:
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], Artifact] | None = None
     paper: dict = field(default_factory=dict)
+    artifact: str = ""
 
     @property
     def fitted(self) -> bool:
@@ -2980,13 +3012,23 @@ METHODS = {
     ),
     "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
     "topk": Method(TopKSettings, each_layer(TopKCache), "exact top-k attention, the oracle of selections"),
-    "h2o": Method(H2oSettings, build_h2o, "the heavy hitters and the last tokens, all others evicted"),
+    "h2o": Method(
+        H2oSettings, each_layer(H2oCache), "the heavy hitters and the last tokens, all others evicted"
+    ),
+    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache), "H2O with noise and a temperature"),
     "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
     "doublesparse": Method(
         DoubleSparseSettings,
         each_layer(DoubleSparseCache, "importance"),
         "top-k, scored on a few channels",
-        lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
+        importance_tensors,
+    ),
+    "hshare": Method(
+        HshareSettings,
+        each_layer(HshareCache, "importance"),
+        "Double Sparsity, a selection for several steps and heads",
+        importance_tensors,
+        artifact="doublesparse",
     ),
     "kivi": Method(
         KiviSettings,
