@@ -353,7 +353,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> tuple[float, float]:
-    """Perplexity of tokens [N, S] in EliteKV form without uptraining, and the share of |W_k^n|^2 + |W_v|^2
+    """Perplexity of tokens [N, S] in EliteKV form without uptraining, and the fraction of |W_k^n|^2 + |W_v|^2
     that A B keeps, a mean over layers; leaves the model as it was."""
     dense, kept = [layer.attention for layer in model.layers], []
     compress.elite_convert(model, settings, artifact)
@@ -759,7 +759,7 @@ def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
 
 
 def text_share(text: str) -> tuple[Path, float]:
-    """PATH:SHARE, or PATH for a share of 1."""
+    """PATH:SHARE, or PATH for a fraction of 1."""
     path, share = text.rsplit(":", 1) if ":" in text[1:] else (text, "1")
     try:
         return Path(path), positive(share)
@@ -1065,7 +1065,7 @@ class Watched:
     share a selection together. Sinks and recent tokens count on both sides. sums: NAMES, each a mean over
     heads and rows, and 1, summed over steps (fp64, on the device: a CUDA graph adds to them)."""
 
-    NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a share of the length
+    NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a fraction of the length
 
     def __init__(self, cache: Cache):
         c, context = cache.config, cache.context
@@ -1446,7 +1446,7 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
 
 @torch.inference_mode()
 def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | None]:
-    """OS of every layer (SALS sec. 3.2): the share of the last token's true attention mass that it attends, a
+    """OS of every layer (SALS sec. 3.2): the part of the last token's true attention mass that it attends, a
     mean over heads and prompts (of one length). None for a layer that attends all its tokens."""
     engine.prefill([prompt[:-1] for prompt in prompts])
     engine.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
@@ -1996,7 +1996,7 @@ def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) 
 
 
 def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
-    """Retrieval as a share of dense's, and KL, each against bytes per token and bytes read a step."""
+    """Retrieval as a fraction of dense's, and KL, each against bytes per token and bytes read a step."""
     names = csv_column(path, rows, "method", str).tolist()
     costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
     if "dense" not in names:
@@ -2052,7 +2052,7 @@ def plot_times(path: Path, rows: list[dict], png: Path) -> None:
 def run_plot(args: argparse.Namespace) -> None:
     """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
 
-    An evaluation becomes quality against bytes: retrieval as a share of dense's, and KL, against bytes/token
+    An evaluation becomes quality against bytes: retrieval as a part of dense's, and KL, against bytes/token
     and read/step. Times are those of speed --table breakeven --csv, or the columns model, batch, length,
     method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
 
@@ -2099,10 +2099,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     model = generate.add_model_options
     p = command(run_fit, model, text_options)
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
-    about = "directions stored, as a share of Hkv*D; any rank up to it can be chosen later"
+    about = "directions stored, as a fraction of Hkv*D; any rank up to it can be chosen later"
     p.option("--max_rank", fraction, 0.5, about)
     p.option("--out", Path, None, "a folder for the fits, with links to the checkpoint", metavar="FOLDER")
-    p.option("--accuracy", fraction, 0.99, "fdc: the share of the dense next-token accuracy to keep")
+    p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
     p = command(run_eval, model, json_option)

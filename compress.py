@@ -276,16 +276,16 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     """The x sinks and, of the tokens between these and the z recent ones, the y best.
 
     scores [B, ..., S] fp32, of which -inf and NaN are never chosen, pos [B] -> index [B, ..., x + y] int32, x
-    and y cut to S; -1 where a row has no such token. wanted [B]: how many of the y a row takes, else all."""
+    and y cut to S; -1 where there is no such token. wanted [B]: how many of the y count, else all."""
     places = torch.arange(scores.shape[-1], device=scores.device)
-    rows = (-1, *[1] * (scores.ndim - 1))
-    last = (pos - z).view(rows)  # the newest token outside of the recent ones
+    each = (-1, *[1] * (scores.ndim - 1))
+    last = (pos - z).view(each)  # the newest token outside of the recent ones
     never = (places < x) | (places > last) | scores.isnan()  # topk would take NaN for the largest
     candidates = scores.masked_fill(never, -torch.inf)
     best, index = candidates.topk(min(y, len(places)), sorted=wanted is not None)
     live = best > -torch.inf
     if wanted is not None:
-        live = live & (places[: index.shape[-1]] < wanted.view(rows))
+        live = live & (places[: index.shape[-1]] < wanted.view(each))
     sinks = places[:x].where(places[:x] <= last, -1).expand(*index.shape[:-1], -1)
     return torch.cat((sinks, index.where(live, -1)), -1).int()
 
@@ -368,9 +368,9 @@ def token_count(k: float, length: int) -> int:
 
 
 def kept_tokens(keep: float, capacity: int) -> int:
-    """Tokens out of `capacity` that a budget `keep` allows, a share or a count."""
+    """Tokens out of `capacity` that a budget `keep` allows, a fraction or a count."""
     if keep <= 0:
-        raise UserError(f"--keep {keep:g}: give a share of the context, up to 1, or a number of tokens")
+        raise UserError(f"--keep {keep:g}: give a fraction of the context, up to 1, or a number of tokens")
     return token_count(keep, capacity)
 
 
@@ -893,7 +893,7 @@ def mix_rotation(r_score: int, r: int) -> Tensor:
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
     """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1] that the two dims of a RoPE pair
-    share: a kernel can rotate the codes' products and leave the scale to the query."""
+    have in common: a kernel can rotate the codes' products and leave the scale to the query."""
     codes, scale = quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
@@ -1128,17 +1128,17 @@ def elitekv_step(
 # ---- which pairs are rotated (sec. 3.1, 4.3)
 
 
-def rope_deltas(q: Tensor, k: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Delta_c: what rotating pair c changes in a KV head's logits: s(RoPE) - s(E) = sum of c not in E.
 
-    q [N, I, G, D] at positions rows [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
+    q [N, I, G, D] at positions places [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
     with the scale 1/sqrt(D), and 0 where the key comes after the query."""
     half, k = q.shape[-1] // 2, k.unsqueeze(-2)
     # Four products a pair: (rotated a, b) . (rotated u, v) - (a, b) . (u, v), in one matmul.
-    q = torch.cat((apply_rope(q, cos[rows], sin[rows]), -q), -1).unflatten(-1, (4, half))
+    q = torch.cat((apply_rope(q, cos[places], sin[places]), -q), -1).unflatten(-1, (4, half))
     k = torch.cat((apply_rope(k, cos, sin), k), -1).unflatten(-1, (4, half))
     deltas = torch.einsum("nigxc,nshxc->cngis", q, k) * (2 * half) ** -0.5
-    return deltas * (torch.arange(k.shape[1], device=q.device) <= rows[:, None])
+    return deltas * (torch.arange(k.shape[1], device=q.device) <= places[:, None])
 
 
 def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
@@ -1302,10 +1302,10 @@ class EliteCache(Cache):
         self.r, self.d_ckv = attention.r, attention.widths[2]
         self.register_buffer("rows", context.zeros(context.capacity, self.d_ckv + c.n_kv_heads * 2 * self.r))
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+    def prefill(self, batch: int, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         span = slice(0, q.shape[0])
         q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
-        self.rows[row, span] = torch.cat((latent, k.flatten(1)), -1)
+        self.rows[batch, span] = torch.cat((latent, k.flatten(1)), -1)
         return self.attention.naive(q, k, latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
@@ -1336,11 +1336,11 @@ def elite_limit(c: ModelConfig, r: int) -> int:
     return c.dim * n // (c.dim + n)
 
 
-def elite_allocations(c: ModelConfig, share: float) -> list[tuple[int, int]]:
-    """(r, d_ckv) that fill `share` of the dense cache without extra parameters (App. C).
+def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
+    """(r, d_ckv) that fill this fraction of the dense cache without extra parameters (App. C).
 
     d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves four."""
-    total, step, found = round(share * 2 * c.kv_dim), 256, []
+    total, step, found = round(fraction * 2 * c.kv_dim), 256, []
     while len(found) < 4 and step > 1:
         step //= 2
         pairs = ((r, total - 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
@@ -1423,9 +1423,11 @@ def random_elitekv(c: ModelConfig) -> Artifact:
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(0.25, "k_f: tokens of a query head, a share of all (above 1: a count)", sets="tokens")
-    d: float = setting(0.25, "d_f: leading components that scoring reads, as a share of D", sets="bytes")
-    explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v of this share (App. B.2)")
+    k: float = setting(
+        0.25, "k_f: tokens of a query head, a fraction of all (above 1: a count)", sets="tokens"
+    )
+    d: float = setting(0.25, "d_f: leading components that scoring reads, as a fraction of D", sets="bytes")
+    explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v (App. B.2)")
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
     share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
     sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
@@ -1433,7 +1435,7 @@ class LokiSettings:
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(x, y, z): sinks, selected and recent tokens of a query head, in a row that fills the cache."""
+        """(x, y, z): sinks, selected and recent tokens of a query head, in a cache that is full."""
         x, z = within(capacity, self.sinks, self.recent)
         total = capacity if self.reduced else token_count(self.k, capacity)
         return x, max(0, total - x - z), z
@@ -1481,17 +1483,17 @@ class LokiCache(DenseCache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
 
-        q [B, Hq, D] -> indices [B, Hkv, G, k], negative for none, since short rows have fewer. A group that
-        shares its tokens ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
+        q [B, Hq, D] -> indices [B, Hkv, G, k], negative for none, where there are fewer. A group that
+        chooses together ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
         rule = {"query": "each", "group": "largest"}[self.settings.share]
         scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
         wanted, forced = None, self.budget[0] + self.budget[2]
-        if self.settings.k <= 1:  # a share of each row's own length
+        if self.settings.k <= 1:  # a fraction of each entry's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
         return self.context.select(scores, pos, self.budget, wanted, recent=True)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
-        """d of every key, then K and V of the selected rows: at most G k distinct ones a KV head."""
+        """d of every key, then K and V of the selected tokens: at most G k distinct ones a KV head."""
         if self.settings.reduced:
             return length, length
         sets = self.config.group if self.settings.share == "query" else 1
@@ -1499,9 +1501,9 @@ class LokiCache(DenseCache):
         return chosen + length * self.d / self.width, chosen
 
 
-def rank_at(values: Tensor, share: float) -> Tensor:
-    """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold `share` of their sum."""
-    below = values.cumsum(-1) / values.sum(-1, keepdim=True) < share
+def rank_at(values: Tensor, fraction: float) -> Tensor:
+    """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold this fraction of their sum."""
+    below = values.cumsum(-1) / values.sum(-1, keepdim=True) < fraction
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
@@ -1882,7 +1884,7 @@ class LrqkCache(Cache):
     def bytes_read(self, length: int) -> int:
         """A_K of every token that left the ring, K and V of the selected and the recent ones, stamps of all
         slots, slot and position of the selected ones, and the bases, all on the device. What misses is read
-        from host memory besides: miss_rate() of the selected rows."""
+        from host memory besides: miss_rate() of the selected tokens."""
         c, size, recent = self.config, self.context.dtype.itemsize, min(self.z, length)
         old = length - recent
         chosen = min(self.chosen, old)
@@ -2043,8 +2045,8 @@ class H2oCache(DenseCache):
         self.register_buffer("prompt", context.zeros(dtype=torch.int32))  # its length
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
-        """What is accumulated, of logits [..., N]. step: tokens since the prompt. first: where Keyformer's noise
-        begins, another number at each step."""
+        """What is accumulated, of logits [..., N]. step: tokens since the prompt; first: where Keyformer's
+        noise begins, another number at each step."""
         return logits.softmax(-1)
 
     def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
@@ -2462,7 +2464,7 @@ class ShadowKvSettings:
     """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
 
     keep: float = keep_setting(1024)
-    rank: float = setting(0.15625, "rank of the keys, a share of Hkv*D (paper: 160 of 1024)", sets="bytes")
+    rank: float = setting(0.15625, "rank of the keys, a fraction of Hkv*D (paper: 160 of 1024)", sets="bytes")
     chunk: int = setting(8, "tokens of a chunk")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
@@ -2521,38 +2523,38 @@ class ShadowKvCache(Cache):
         """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
         return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=chunks.device)).flatten(-2)
 
-    def write_prompt(self, row: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
+    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
         length, flat = len(q), raw.flatten(1)
         gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
-        self.basis[row] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
-        self.latent[row, :length] = flat @ self.basis[row]
+        self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
+        self.latent[batch, :length] = flat @ self.basis[batch]
         whole = length // self.chunk
         chunks = k[: whole * self.chunk].unflatten(0, (whole, self.chunk)).float()
         landmark = chunks.mean(1)  # [n, Hkv, D]
-        self.landmark[row, :, :whole] = landmark.transpose(0, 1).to(k.dtype)
+        self.landmark[batch, :, :whole] = landmark.transpose(0, 1).to(k.dtype)
         likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
         candidates = likeness[: max(0, length - self.settings.recent) // self.chunk].T  # [Hkv, n], not recent
         n = min(self.outlier.shape[-1], candidates.shape[1])
         ids = candidates.topk(n, largest=False).indices  # [Hkv, n]
-        self.outlier[row], self.outlier[row, :, :n] = -1, ids.int()
+        self.outlier[batch], self.outlier[batch, :, :n] = -1, ids.int()
         index, n = self.tokens_of(ids)[None], n * self.chunk
         places = self.context.positions[:length]  # an index, not a slice: a kernel writes to host memory
-        self.host_v[row, :, places] = v.transpose(0, 1)
+        self.host_v[batch, :, places] = v.transpose(0, 1)
         for x, outliers, ring in ((k, self.outlier_k, self.ring_k), (v, self.outlier_v, self.ring_v)):
-            outliers[row, :, :n] = gather_rows(x.transpose(0, 1)[None], index)[0]
+            outliers[batch, :, :n] = gather_rows(x.transpose(0, 1)[None], index)[0]
             newest = places[-self.z :]
-            ring[row, :, newest % self.z] = x[newest].transpose(0, 1)
+            ring[batch, :, newest % self.z] = x[newest].transpose(0, 1)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rows = self.context.batch_ids
-        self.latent[rows, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
+        batch = self.context.batch_ids
+        self.latent[batch, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
         q, k = self.rope(q, pos), self.rope(k, pos)
-        self.ring_k[rows, :, pos % self.z], self.ring_v[rows, :, pos % self.z] = k, v
-        self.host_v[rows, :, pos] = v
+        self.ring_k[batch, :, pos % self.z], self.ring_v[batch, :, pos % self.z] = k, v
+        self.host_v[batch, :, pos] = v
         # The mean of the last chunk is written at every step and read when the chunk is whole.
         newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
-        mean = self.ring_k[rows[:, None], :, newest].float().mean(1)  # [B, Hkv, D]
-        self.landmark[rows, :, pos // self.chunk] = mean.to(k.dtype)
+        mean = self.ring_k[batch[:, None], :, newest].float().mean(1)  # [B, Hkv, D]
+        self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
 
         index, live = self.select(pos, q)
         k_chosen, v_chosen = self.reconstruct(index)
@@ -2609,12 +2611,12 @@ class ShadowKvCache(Cache):
 class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
 
-    rate: float = setting(-1.0, "r: share of singular values lost (Eq. 1; -1: as fitted)", sets="bytes")
+    rate: float = setting(-1.0, "r: fraction of singular values lost (Eq. 1; -1: as fitted)", sets="bytes")
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
 
 def fdc_tails(values: Tensor) -> Tensor:
-    """Share of the singular values that is lost when the first m columns stay, m = 1 .. D.
+    """Fraction of the singular values that is lost when the first m columns stay, m = 1 .. D.
 
     values theta [..., D], largest first -> [..., D] fp64, falling to 0."""
     tails = values.double().flip(-1).cumsum(-1).flip(-1)
@@ -2622,7 +2624,7 @@ def fdc_tails(values: Tensor) -> Tensor:
 
 
 def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
-    """Columns that each head keeps (Eq. 1): the least m whose lost share is at most `rate`, rounded up to 16.
+    """Columns that each head keeps (Eq. 1): the least m that loses at most `rate`, rounded up to 16.
 
     values [L, Hkv, D] -> ranks [L, Hkv]. The columns that rounding adds are real ones, not zeros."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
@@ -2682,7 +2684,7 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
 
 
 class RaggedStore(nn.Module):
-    """K' and V' of heads of unequal rank in one flat buffer: head by head K' [B, S, d_qk], then V' [B, S, d_v].
+    """Heads of unequal rank in one flat buffer: K' [B, S, d_qk] head by head, then V' [B, S, d_v] likewise.
     It has the sum of the ranks, not the largest one for all."""
 
     def __init__(self, context: Context, k_ranks: list[int], v_ranks: list[int]):
@@ -2778,7 +2780,7 @@ def build_fdc(model: Llama, settings: FdcSettings, context: Context, artifact: A
     """One cache a layer; the values' bases are folded into the model's wqkv and wo."""
     rate = float(artifact["rate"]) if settings.rate == -1 else settings.rate
     if not 0 <= rate < 1:
-        raise UserError(f"--rate {rate}: the share of singular values to lose must lie in [0, 1)")
+        raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
     qk, v = (fdc_ranks(artifact[f"{kind}.values"], rate, settings.adaptive) for kind in ("qk", "v"))
     caches = []
     for i, layer in enumerate(model.layers):
@@ -2805,7 +2807,7 @@ def random_fdc(c: ModelConfig) -> Artifact:
 class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
-    keep: float = setting(0.5, "rank of each head's K and V, a share of D", sets="bytes")
+    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes")
 
 
 def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
@@ -2840,10 +2842,10 @@ class PaluCache(Cache):
         latent = torch.einsum("...hd,hdr->...hr", k - self.bias, self.basis)
         return latent, v.unflatten(-1, (self.config.n_kv_heads, -1))
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+    def prefill(self, batch: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         k, v = self.compress(k, latent)
-        self.keys.latents.write((row, slice(0, len(q))), k)
-        self.values.write((row, slice(0, len(q))), v)
+        self.keys.latents.write((batch, slice(0, len(q))), k)
+        self.values.write((batch, slice(0, len(q))), v)
         span, (rank, width) = slice(0, len(q)), (v.shape[-1], q.shape[-1])
         rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
         padded = F.pad(v, (0, width - rank))  # flash attention wants one width
@@ -2864,7 +2866,9 @@ class PaluCache(Cache):
 def build_palu(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c = model.config
     if not 0 < settings.keep <= 1:
-        raise UserError(f"--keep {settings.keep}: the share of each head's dims to keep must lie in (0, 1]")
+        raise UserError(
+            f"--keep {settings.keep}: the fraction of each head's dims to keep must lie in (0, 1]"
+        )
     rank, caches = max(1, round(settings.keep * c.head_dim)), []
     for i, layer in enumerate(model.layers):
         bias, _ = kv_bias(layer.attention, c)

@@ -1603,7 +1603,7 @@ def test_methods_run_from_the_command_line(method, options, cli):
 TOO_NARROW = "bit values need a head dim that groups of 32"
 WITHOUT_BITS = [name for name in METHODS if name != "topk"]
 REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
-    ("topk", {"keep": 0}, "--keep 0: give a share"),
+    ("topk", {"keep": 0}, "--keep 0: give a fraction"),
     ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
     ("topk", {"recent": 0}, "--recent at least 1"),
     ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
@@ -4751,7 +4751,7 @@ BAD_COMMANDS = {
     "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
     "generate --method lrqk --rank 8 --kv_device cuda --device cpu --prompt 5": "the model runs on the CPU",
     "generate --method sals --recent 0 --prompt 5": "recent >= 1",
-    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: the share",
+    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: the fraction",
     "generate --method palu --keep 0 --prompt 5": "must lie in (0, 1]",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --top_p 0 --prompt 5": "--top_p",
