@@ -419,7 +419,7 @@ def _shared_keys_kernel(
     k_scale_p,  # int8: [B, Hkv, S] fp32
     k_ring_p, v_ring_p,  # codes: keys and values of the last R tokens [B, R, Hkv, D]
     pos_p,  # [B] int32
-    top_p, sum_p, out_p,  # of split_outputs
+    max_p, sum_p, out_p,  # of split_outputs
     k_tokens, S, R, scale,
     G: gl.constexpr, KEY_BITS: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -516,12 +516,12 @@ def _shared_keys_kernel(
         _copy_tiles(stores, stages, ready, stage, firsts, at, i + STAGES < tiles)
     # 5. The result, or this split's part of it.
     total = gl.sum(total, 1)
-    if top_p is None:
+    if max_p is None:
         out /= gl.convert_layout(total, gl.SliceLayout(0, MMA))[None, :]
     else:
         g = gl.arange(0, 8, layout=QUERY)
         at = (row * G + g) * splits + split
-        gl.store(top_p + at, top, mask=g < G)
+        gl.store(max_p + at, top, mask=g < G)
         gl.store(sum_p + at, total, mask=g < G)
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
     m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]

@@ -206,23 +206,38 @@ def _up_to(positions_p, at, inside, length):
 @jit
 def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
-    rows,  # [B, H, S, r] of the queries' dtype, and None; or int8, and a scale each, [B, H, S] fp32
+    rows_p,  # [B, H, S, r] of the queries' dtype, or int8
+    row_scale_p,  # [B, H, S] fp32; None: rows are not int8
     pos_p,  # [B] int32
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
-    sums,  # fp32: softmax: tops [B, H, tiles, NP]; of splits tops and sums [B, H, splits, NP]
-    query_steps, steps, sizes, scale, per_block,
-    N: tl.constexpr, NR: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, RULE: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
+    tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
+    max_p,  # tops of splits [B, H, splits, NP] fp32
+    sum_p,  # sums of splits [B, H, splits, NP] fp32
+    query_step_b,  # numbers between the queries of two batch entries
+    query_step_block,  # of two blocks
+    query_step_h,  # of two heads
+    step_b,  # rows between two batch entries
+    step_h,  # two heads
+    step_s,  # two tokens
+    S,
+    tiles,
+    r_score,  # leading numbers of a row that count
+    r,  # numbers of a row
+    scale,
+    per_block,  # tiles of a block of queries
+    N: tl.constexpr,  # queries of a head
+    NR: tl.constexpr,  # blocks of ranks
+    T: tl.constexpr,  # tokens of a tile
+    RB: tl.constexpr,  # ranks of a block
+    RULE: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles in flight
+):
     """Logits scale q . row of a head's N queries, in log2 units but for the rule each; and for the others, of
     each split of the tokens, top, their maximum (softmax: less 15), and the sum of exp2(logit - top)."""
     _wait_for_previous()
     split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
-    S, tiles, r_score, r = sizes
-    rows_p, row_scale_p = rows
-    tile_max_p, max_p, sum_p = sums
     length = tl.load(pos_p + b) + 1
     NP: tl.constexpr = _padded(N, 8)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
@@ -230,7 +245,7 @@ def _scores_kernel(
     count = tiles if RULE == "each" or positions_p is not None else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
     first, stop = split * share, tl.minimum((split + 1) * share, count)
-    query_p += b * query_steps[0] + h * query_steps[2]
+    query_p += b * query_step_b + h * query_step_h
     query_at = query_p + n[:, None] * r_score + dims
     # Int8 rows are multiplied as they are where the queries can be split once and for all tiles of a block.
     SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
@@ -238,7 +253,7 @@ def _scores_kernel(
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
     for block in range(first // per_block, tl.cdiv(stop, per_block)):
-        tile_query_at = query_at + tl.cast(block, tl.int64) * query_steps[1]
+        tile_query_at = query_at + tl.cast(block, tl.int64) * query_step_block
         if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
             query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
             if SPLIT:
@@ -251,7 +266,7 @@ def _scores_kernel(
             live = tokens < length
             if positions_p is not None:
                 live = _up_to(positions_p, b * S + tokens, tokens < S, length)
-            row = b * steps[0] + h * steps[1] + tokens * steps[2]
+            row = b * step_b + h * step_h + tokens * step_s
             row_scale = scale
             if row_scale_p is not None:
                 row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
@@ -298,20 +313,26 @@ def _scores_kernel(
 
 @jit
 def _reduce_scores_kernel(
-    kept_p,  # of _scores_kernel, as the sums
-    sums,
+    kept_p,  # of _scores_kernel: softmax [B, H, S, NP], largest [B, H, N, S]
+    tile_max_p,  # [B, H, tiles, NP]
+    max_p,  # [B, H, splits, NP]
+    sum_p,  # [B, H, splits, NP]
     pos_p,  # [B] int32
     positions_p,  # [B, S] int32, or None
     out_p,  # [B, H, S] fp32
-    S, splits, N: tl.constexpr, T: tl.constexpr, SP: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
+    S,
+    splits,
+    N: tl.constexpr,  # queries of a head
+    T: tl.constexpr,  # tokens of a tile
+    SP: tl.constexpr,  # splits, padded
+    RULE: tl.constexpr,
+):
     """softmax: sum over the queries of exp(logit) / their sum; largest: of logit - log2 of that sum the
     largest. -inf beyond pos."""
     _wait_for_previous()
     _let_next_begin()
     h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     length, tiles = tl.load(pos_p + b) + 1, tl.cdiv(S, T)
-    tile_max_p, max_p, sum_p = sums
     NP: tl.constexpr = _padded(N, 8)
     n, split = tl.arange(0, NP if RULE == "softmax" else _padded(N)), tl.arange(0, SP)
     at = ((b * H + h) * splits + split[:, None]) * NP + n[None, :]
@@ -395,7 +416,7 @@ def scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, (rows, row_scale), pos, positions, kept, sums, query_steps, steps, (S, tiles, r_score, r),
+        queries, rows, row_scale, pos, positions, kept, *sums, *query_steps, *steps, S, tiles, r_score, r,
         scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, cdiv(r_score, RB), T,
         RB, rule, stages, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
@@ -403,7 +424,7 @@ def scores(
         return kept
     out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
     _reduce_scores_kernel[max(1, min(cdiv(S, T), fill * SMS // (B * H))), H, B](
-        kept, sums, pos, positions, out, S, splits, N, T, power2(splits), rule, num_warps=4,
+        kept, *sums, pos, positions, out, S, splits, N, T, power2(splits), rule, num_warps=4,
         **overlapped(rows.device),
     )  # fmt: skip
     return out
@@ -511,9 +532,18 @@ def _tile_of(N: tl.constexpr, C: tl.constexpr):
 def _survivors_kernel(
     scores_p,  # [B, S] fp32
     pos_p,  # [B] int32
-    survivors,  # keys and index [B, chunks, CAP], cuts [B, chunks], int32
-    S, x, z, least, chunks, N: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr
-):  # fmt: skip
+    key_p,  # [B, chunks, CAP] int32
+    index_p,  # [B, chunks, CAP] int32
+    cut_p,  # [B, chunks] int32
+    S,
+    x,
+    z,
+    least,
+    chunks,
+    N: tl.constexpr,  # tokens of a chunk
+    C: tl.constexpr,  # rows of its tile
+    CAP: tl.constexpr,
+):
     """Of a chunk of tokens the best, `least` to CAP: their keys, dead ones after them, and their index; and
     the cut, which all that it drops lie below."""
     _wait_for_previous()
@@ -526,7 +556,6 @@ def _survivors_kernel(
     keys = _load_keys(scores_p + b * S, j, S, x, last)
     _, hi, count = _threshold(keys, None, least, CAP)
     keep = keys >= hi
-    key_p, index_p, cut_p = survivors
     slot = (b * chunks + chunk) * CAP
     place = slot + _places(keep)
     tl.store(key_p + place, keys, mask=keep)
@@ -541,11 +570,21 @@ def _select_kernel(
     scores_p,  # [B, S] fp32
     pos_p,  # [B] int32
     wanted_p,  # [B] int32: how many a row takes; None: y
-    survivors,  # of _survivors_kernel, N of a row; None thrice: all tokens, which are N at most or WHOLE
+    key_p,  # of _survivors_kernel [B, N]; None, as the next two: candidates are all tokens
+    index_p,  # [B, N]
+    cut_p,  # [B, CHUNKS]
     out_p,  # [B, x + y] int32
-    S, x, y, z, N: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr,
-    WHOLE: tl.constexpr
-):  # fmt: skip
+    S,
+    x,
+    y,
+    z,
+    N: tl.constexpr,  # candidates of a tile
+    C: tl.constexpr,  # rows of the tile
+    CHUNKS: tl.constexpr,
+    XP: tl.constexpr,  # x, padded
+    YP: tl.constexpr,  # y, padded
+    WHOLE: tl.constexpr,  # a row is more than one tile, and has no survivors
+):
     """The sinks 0 .. x - 1, and the y of x .. pos - z with the best scores; -1 where there are fewer."""
     _wait_for_previous()
     _let_next_begin()
@@ -555,7 +594,6 @@ def _select_kernel(
     scores_p += b * S
     out_p += b * (x + y)
     i = _tile_of(N, C)
-    key_p, index_p, cut_p = survivors
     done = not WHOLE
     total = 0
     if not WHOLE:
@@ -612,11 +650,11 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         survivors = (*empty(2, B, width), empty(B, chunks))
         C, warps = select_config(N, chunk=True)
         _survivors_kernel[chunks, B](
-            scores, pos, survivors, S, x, z, least, chunks, N, C, CAP, num_warps=warps, **overlapped(device)
+            scores, pos, *survivors, S, x, z, least, chunks, N, C, CAP, num_warps=warps, **overlapped(device)
         )
     C, warps = select_config(width)
     _select_kernel[B,](
-        scores, pos, wanted, survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y), whole,
+        scores, pos, wanted, *survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y), whole,
         num_warps=warps, **overlapped(device),
     )  # fmt: skip
     return out
@@ -785,7 +823,8 @@ def _row_queries(q_p, h, keys, SHAPE: tl.constexpr):
     int8 numbers and a scale each, but in fp32 as they are."""
     d = tl.arange(0, SHAPE.DP)
     query = _load_queries(q_p, d, d < SHAPE.D, SHAPE)
-    if keys[1] is None or query.dtype == tl.float32:
+    _, scale_p = keys
+    if scale_p is None or query.dtype == tl.float32:
         return query, query, query
     else:
         high, low, scale = _split_rows(tl.trans(query))
@@ -795,12 +834,13 @@ def _row_queries(q_p, h, keys, SHAPE: tl.constexpr):
 @jit
 def _row_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys in rows [.., D], of q's dtype or int8 codes with a scale a row, fp32."""
+    k_p, scale_p = keys
     query, low, query_scale = queries
     d = tl.arange(0, SHAPE.DP)
     mask = live[:, None] & (d < SHAPE.D)[None, :]
-    k = tl.load(keys[0] + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0)
-    if keys[1] is not None:
-        scale = (tl.load(keys[1] + row, mask=live, other=0.0) * scale)[:, None]
+    k = tl.load(k_p + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0)
+    if scale_p is not None:
+        scale = (tl.load(scale_p + row, mask=live, other=0.0) * scale)[:, None]
     if SHAPE.GP == 1:
         logits = tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale
     elif query.dtype == tl.int8:
@@ -900,12 +940,12 @@ def _no_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _given_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] that are there, of keys (logits, steps of rows, heads and queries): each query's lie in
-    line, by place and not by token."""
+    """Logits [T, GP] that are there, each query's in line, by place and not by token."""
+    logits_p, step_b, step_h, step_g = keys
     g = tl.arange(0, SHAPE.GP)[None, :]
     mask = live[:, None] & (g < SHAPE.G)
-    logits_p = keys[0] + b * keys[1] + h * keys[2]  # one number: so places are known to be neighbours
-    logits = tl.load(logits_p + place[:, None] + g * keys[3], mask=mask, other=0.0)
+    logits_p = logits_p + b * step_b + h * step_h  # one number: so places are known to be neighbours
+    logits = tl.load(logits_p + place[:, None] + g * step_g, mask=mask, other=0.0)
     return logits * scale, logits
 
 
@@ -1116,24 +1156,39 @@ def _attend_tile(logits, live, v, top, total, out):
 @jit
 def _attend_kernel(
     q_p,  # [B, Hq, D]
-    keys,  # stores of the format of keys
-    values,  # stores of _values
+    keys,  # a tuple, the only one besides values: what the format of keys stores (see KEYS)
+    values,  # what packed_values gives
     index_p,  # [B, sets, n] int32, -1: none; None: all tokens that are not in the window
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
-    S,  # None, too
-    window,  # exact keys [B, z, Hkv, D] after RoPE and values [B, z, Hkv, DV]; None twice: there is none
+    S,  # None without positions
+    window_k_p,  # exact keys [B, z, Hkv, D] after RoPE; None: there is no window
+    window_v_p,  # [B, z, Hkv, DV]
     pos_p,  # [B] int32
-    parts,  # maxima, sums [B, Hq, splits] and out [B, Hq, splits, DV], fp32; of one split the result alone
-    key_steps, value_steps, sizes, scale,
-    QUERIES: tl.constexpr, LOGITS: tl.constexpr, SHAPE: tl.constexpr, PACKING: tl.constexpr,
-):  # fmt: skip
+    max_p,  # [B, Hq, splits] fp32; None: there is one split
+    sum_p,  # [B, Hq, splits] fp32
+    out_p,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    key_step_b,  # rows of keys between two batch entries
+    key_step_h,  # two KV heads
+    key_step_s,  # two tokens
+    value_step_b,  # the same of values
+    value_step_h,
+    value_step_s,
+    n,  # tokens of an index; without one of the stores
+    z,
+    sets,  # of an index
+    Hkv,
+    scale,
+    QUERIES: tl.constexpr,  # the two functions of the format of keys
+    LOGITS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    PACKING: tl.constexpr,  # of values
+):
     """out = softmax(scale q K^T) V over a row's tokens and its exact window, the tokens cut into splits.
 
     A program takes the queries of a KV head, or where each query head has its own index, one of them."""
     _wait_for_previous()
     split, splits = tl.program_id(0), tl.num_programs(0)
     p, programs, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    n, z, sets, Hkv = sizes
     h = p * Hkv // programs
     GP: tl.constexpr = SHAPE.GP
     T: tl.constexpr = SHAPE.T
@@ -1158,16 +1213,16 @@ def _attend_kernel(
     total = tl.zeros([T, GP], tl.float32)
     out = tl.zeros([T, C] if GP == 1 else [C, GP], tl.float32)
     # 3. The exact window, in the last split.
-    if window[0] is not None:
+    if window_k_p is not None:
         if split == splits - 1:
-            exact_k = (window[0], None)
+            exact_k = (window_k_p, None)
             exact = _row_queries(q_p + head_row * SHAPE.D, h, exact_k, SHAPE)
             for start in tl.range(0, z, T, num_stages=1):
                 slot = start + tl.arange(0, T)
                 live = (slot < z) & (slot <= pos)  # slots fill from the left
                 row = (b * z + slot) * Hkv + h
                 logits, _ = _row_logits(exact, exact_k, b, h, row, slot, slot, live, pos, scale, SHAPE)
-                v = _plain_values(window[1], row, live, PACKING)
+                v = _plain_values(window_v_p, row, live, PACKING)
                 top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 4. The stored tokens.
     for tile in tl.range(first, stop, num_stages=SHAPE.STAGES):
@@ -1185,24 +1240,23 @@ def _attend_kernel(
             live = live & (position >= 0)
             if index_p is None:
                 live = live & (position <= pos - z)
-        key_row = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
-        value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
+        key_row = b * key_step_b + h * key_step_h + token.to(tl.int64) * key_step_s
+        value_row = b * value_step_b + h * value_step_h + token.to(tl.int64) * value_step_s
         logits, k = LOGITS(queries, keys, b, h, key_row, place, position, live, pos, scale, SHAPE)
         v = _values(values, k, b, h, value_row, position, live, pos, dtype, PACKING)
         if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
-    top_p, sum_p, out_p = parts
     total = tl.sum(total, 0)
     if GP == 1:
         out = tl.sum(out, 0)[:, None]
     g = tl.arange(0, GP)
     channel, inside = _columns(PACKING)
     at = (head_row + g) * splits + split
-    if top_p is None:
+    if max_p is None:
         out = out / total[None, :]
     else:
-        tl.store(top_p + at, top, mask=g < SHAPE.G)
+        tl.store(max_p + at, top, mask=g < SHAPE.G)
         tl.store(sum_p + at, total, mask=g < SHAPE.G)
     mask = inside[:, None] & (g < SHAPE.G)[None, :]
     out_at = out_p + at[None, :] * PACKING.D + channel[:, None]
@@ -1211,21 +1265,24 @@ def _attend_kernel(
 
 @jit
 def _merge_kernel(
-    parts,  # of _attend_kernel
+    max_p,  # of _attend_kernel [B, Hq, splits]
+    sum_p,  # [B, Hq, splits]
+    part_p,  # [B, Hq, splits, D]
     out_p,  # [B, Hq, D]
-    splits, D: tl.constexpr, SB: tl.constexpr,
-):  # fmt: skip
+    splits,
+    D: tl.constexpr,
+    SB: tl.constexpr,  # splits at a time
+):
     """out = sum of exp(maximum) part / sum of exp(maximum) sum, over a head's splits, SB at a time."""
     _wait_for_previous()
     _let_next_begin()
     head, d = tl.program_id(0).to(tl.int64), tl.arange(0, _padded(D))
-    top_p, sum_p, part_p = parts
     top, total = tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32)
     out = tl.zeros(d.shape, tl.float32)
     for start in range(0, splits, SB):
         part = start + tl.arange(0, SB)
         at = head * splits + part
-        tops = tl.load(top_p + at, mask=part < splits, other=-1e30)
+        tops = tl.load(max_p + at, mask=part < splits, other=-1e30)
         sums = tl.load(sum_p + at, mask=part < splits, other=0.0)
         mask = (part < splits)[:, None] & (d < D)[None, :]
         numbers = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)  # empty ones are 0
@@ -1254,7 +1311,9 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
         SB, warps = min(16, power2(splits)), 1
         if splits > 16 and D <= 128:  # wider ones would run out of registers
             SB, warps = 64, 2
-        _merge_kernel[out.numel() // D,](parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device))
+        _merge_kernel[out.numel() // D,](
+            *parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device)
+        )
     return out
 
 
@@ -1324,7 +1383,7 @@ def attend(
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, positions, None if positions is None else S,
-        tuple(window) or (None, None), pos, parts, key_steps, value_steps, (n, z, sets, Hkv), scale * LOG2E,
+        *(window or (None, None)), pos, *parts, *key_steps, *value_steps, n, z, sets, Hkv, scale * LOG2E,
         *functions, SHAPE, packing, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
@@ -1413,8 +1472,8 @@ def attend_ragged(
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
-        q, (packed, table, B, S, Hkv), (None,) * 5, None, None, None, (None, None), pos, parts, (0, 0, 0),
-        (0, 0, 0), (S, 0, 1, Hkv), scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
+        q, (packed, table, B, S, Hkv), (None,) * 5, None, None, None, None, None, pos, *parts,
+        0, 0, 0, 0, 0, 0, S, 0, 1, Hkv, scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
         packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
@@ -1430,8 +1489,12 @@ def _fetch_kernel(
     place_p,  # [B, Hkv, n] int64
     miss_p,  # [B, Hkv, n] bool
     hot_p,  # [B, Hkv, slots, W]
-    S, n, slots, W: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    S,
+    n,
+    slots,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+):
     """hot[place] = rows[index] where miss."""
     head = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
