@@ -1,11 +1,9 @@
-"""Operators of kernels.py that are faster on Hopper GPUs (H100, H200) in Gluon, and `linear_chain`.
+"""Operators of kernels.py in Gluon, where that is faster on Hopper GPUs (H100, H200), and `linear_chain`.
 
 Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of warps.
-On a Hopper GPU compress.py takes this module in kernels.py's place. It has the same operators with the same
-arguments. Each runs its kernel of this file where that serves, and otherwise the one of kernels.py; every
-other name is kernels.py's own. This file is optional: delete it and everything still runs.
-
-The names of sizes are those of kernels.py.
+On a Hopper GPU compress.py takes this module in kernels.py's place. Operators have the same arguments, sizes
+the same names, and every name that is not here is kernels.py's. This file is optional: delete it and
+everything still runs.
 """
 
 import functools
@@ -20,24 +18,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
-from kernels import (
-    LOG2E,
-    SMS,
-    _half_at,
-    _largest_sum,
-    _split_rows,
-    _wait_for_previous,
-    attended,
-    cdiv,
-    check,
-    merge_splits,
-    need,
-    nvidia_generation,
-    overlapped,
-    power2,
-    split_outputs,
-    tile_itemsize,
-)
+from kernels import SMS, _half_at, _largest_sum, _split_rows, _wait_for_previous
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -45,90 +26,46 @@ copy_rows = getattr(ampere.async_copy, "async_load", None) or ampere.async_copy.
 copy_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 operator = functools.partial(kernels.operator, library="kv_hopper")
-
-
-def __getattr__(name: str):
-    """What this module does not have itself is kernels.py's."""
-    return getattr(kernels, name)
-
-
-def on_hopper(device: torch.device) -> bool:
-    return nvidia_generation(device) == 9
+__getattr__ = functools.partial(getattr, kernels)  # of names that are not here
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether bulk copies, which begin at multiples of 16 bytes, can take the tensors."""
-    return all(each.data_ptr() % 16 == 0 for each in tensors)
-
-
-# ------------------------------------------------------- where the programs of a launch wait for one another
-
-
-@gluon.jit
-def _goal(counter_p, programs):
-    """What the counter is once all programs have arrived: between launches it is a multiple of their number,
-    and before our own arrival, ahead of which this must be read, it stays below the next one."""
-    return (gl.load(counter_p, volatile=True) // programs + 1) * programs
-
-
-@gluon.jit
-def _arrive(counter_p):
-    barrier()  # the stores of all warps come before the release
-    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def _wait_for_all(counter_p, goal):
-    """Waits until the counter has reached `goal`: what all programs stored before is then visible."""
-    # 0 is added by a load of one thread, whose acquisition the others share past its barrier.
-    while gl.atomic_add(counter_p, 0, sem="acquire", scope="gpu") < goal:
-        pass
+    """Whether bulk copies take the tensors: whole ones that begin at multiples of 16 bytes."""
+    return all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
 
 
-@operator(attended)
+@operator(kernels.attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
     positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """kernels.attend, faster for three formats: keys in int8 or KIVI's codes that queries share
-    (shares_keys), and chosen tokens rebuilt from latents of all heads where heads share no keys
-    (streams_basis): one kernel makes their logits, and kernels.attend does the rest. Paged storage is
-    kernels.attend's alone."""
-    if positions is not None:
-        return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale, positions)
-    if kind in ("int8", "channels") and index is None and not window:
-        packed = all(x.is_contiguous() for x in (*keys, *values))
+    """kernels.attend. One kernel of this file attends all tokens where queries share keys in int8 or in
+    KIVI's codes (shares_keys). Another makes the logits of chosen tokens whose keys are rebuilt from latents
+    of all heads (streams_basis); kernels.attend does the rest. It also does all else, and paged storage."""
+    (B, Hq, D), Hkv = q.shape, values[0].shape[1]
+    shared = streamed = False
+    if positions is None and index is None and kind in ("int8", "channels") and not window:
         rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]  # alike, or none
-        G, D = q.shape[1] // values[0].shape[1], values[0].shape[3] * 8 // bits
-        fits = packed and rings and D == q.shape[2]
-        if fits and shares_keys(q.device, G, D, bits, q.dtype) and aligned(*keys, *values):
-            keys, values = checked_stores(q, kind, keys, values, bits, pos)
-            return _attend_shared(q, keys, values, pos, bits, scale)
-    if kind == "latents" and index is not None and index.ndim == 2:
-        latent, basis, bias = keys[0][:, 0], keys[2], keys[4]
-        shared = keys[0].stride(1) == 0 or len(basis) == 1
-        joint = shared and bias is None and q.shape[1] == len(basis)
-        if joint and latent.is_contiguous():
-            sizes = (*index.shape, *q.shape[1:], latent.shape[2], tile_itemsize(q.dtype, latent))
-            if streams_basis(q.device, *sizes) and aligned(latent, basis):
-                stores, _ = checked_stores(q, kind, keys, values, bits, pos)
-                _, latent_scale, _, basis_scale, _, words = stores
-                latent_scale = None if latent_scale is None else latent_scale[:, 0]
-                logits = _streamed_logits(q, index, latent, latent_scale, basis, basis_scale, words)
-                kind, keys = "logits", [logits]
-    return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale)
-
-
-def checked_stores(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, pos: Tensor) -> tuple:
-    """Asks what kernels.attend asks of the stores; returns those of keys and those of values as kernels take
-    them."""
-    check(pos=(pos, torch.int32, len(q)), q=(q, q.dtype, *q.shape))
-    check_keys, *_ = kernels.KEYS[kind]
-    return check_keys(q, keys, values[0].shape[1])[0], kernels.packed_values(q, values, bits)[0]
+        fits = rings and values[0].shape[3] * 8 // bits == D and shares_keys(q, Hq // Hkv, bits)
+        shared = fits and aligned(*keys, *values)
+    if positions is None and index is not None and kind == "latents" and index.ndim == 2:
+        latent, _, basis, _, bias, _ = keys
+        joint = (latent.stride(1) == 0 or len(basis) == 1) and bias is None and Hq == len(basis)
+        sizes = (*index.shape, Hq, D, latent.shape[3], kernels.tile_itemsize(q.dtype, latent))
+        streamed = joint and streams_basis(q.device, *sizes) and aligned(latent[:, 0], basis)
+    if shared or streamed:  # what kernels.attend checks of the stores
+        kernels.check(pos=(pos, torch.int32, B), q=(q, q.dtype, B, Hq, D))
+        check_keys, *_ = kernels.KEYS[kind]
+        (stores, *_), (codes, *_) = check_keys(q, keys, Hkv), kernels.packed_values(q, values, bits)
+    if shared:
+        return _attend_shared(q, stores, codes, pos, bits, scale)
+    if streamed:
+        kind, keys = "logits", [_streamed_logits(q, index, *stores)]
+    return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale, positions)
 
 
 # ------------------------------------------------------------------- attention over compressed tokens (SALS)
@@ -156,41 +93,13 @@ def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _begin_keys(latents, ring, ready, free, chunk, HALF: gl.constexpr, KEYS: gl.constexpr):
-    """A half's latents times the basis of a head, whose chunks in the ring begin with `chunk`: the keys
-    [T, D], the last product of which is still on its way."""
-    SLOTS: gl.constexpr = ring.shape[0]
-    CHUNKS: gl.constexpr = latents.shape[0] // 2
-    SUM: gl.constexpr = gl.int32 if latents.dtype == gl.int8 else gl.float32
-    k = gl.full([latents.shape[1], ring.shape[1]], 0, SUM, KEYS)
-    for j in gl.static_range(CHUNKS):
-        slot = (chunk + j) % SLOTS
-        hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
-        left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
-        k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
-        if j > 0:  # the product before this one is done in all four warps: they give its slot back
-            k = hopper.warpgroup_mma_wait(1, deps=[k])
-            barrier()
-            hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
-    return k
-
-
-@gluon.jit
-def _end_keys(k, free, chunk):
-    """Waits for the keys, and gives back the slot of the last of their chunks, before `chunk`."""
-    k = hopper.warpgroup_mma_wait(0, deps=[k])
-    barrier()
-    hopper.mbarrier.arrive(free.index((chunk - 1) % free.shape[0]))
-    return k
-
-
-@gluon.jit
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
     q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, Hkv,
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile."""
     _wait_for_previous()
+    SLOTS: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
     CHUNKS: gl.constexpr = latents.shape[0] // 2
@@ -243,13 +152,25 @@ def _tile_logits(
         for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
             head = unit - tile * Hkv
             query = gl.load(query_p + head * D, mask=real[:, None], other=0.0)
-            k = _begin_keys(latents, ring, ready, free, chunk, HALF, KEYS)
+            # Keys [T, D]: latents times the head's basis, whose chunks in the ring begin with `chunk`.
+            k = gl.full([T, D], 0, gl.int32 if INT8 else gl.float32, KEYS)
+            for j in gl.static_range(CHUNKS):
+                slot = (chunk + j) % SLOTS
+                hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
+                left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
+                k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
+                if j > 0:  # the product before this one is done in all four warps: they give its slot back
+                    k = hopper.warpgroup_mma_wait(1, deps=[k])
+                    barrier()
+                    hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
             if INT8:
                 pair_scale = gl.load(basis_scale_p + head * D + wide) * LARGE
                 query = (query * pair_scale[None, :]).to(dtype)
             queries.index(HALF).store(query)
             chunk += CHUNKS
-            k = _end_keys(k, free, chunk)
+            k = hopper.warpgroup_mma_wait(0, deps=[k])
+            barrier()
+            hopper.mbarrier.arrive(free.index((chunk - 1) % SLOTS))
             # From here on the other consumer has the tensor cores, but for a small product with the query.
             if INT8:
                 k = k.to(gl.float32) / LARGE
@@ -266,8 +187,15 @@ def _tile_logits(
 
 @gluon.jit
 def _streamed_logits_kernel(
-    q_p, index_p, latent_p, latent_scale_p, basis, basis_scale_p, rope_p, logits_p, B, n, S, Hkv,
-    T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
+    q_p,  # [B, Hkv, D]
+    index_p,  # [B, n] int32, -1: none
+    latent_p,  # [B, S, r]
+    latent_scale_p,  # [B, S] fp32, or None
+    basis,  # [Hkv * D, r], in blocks [D, KB]
+    basis_scale_p,  # [Hkv, D] fp32, or None
+    rope_p,  # [>= S, D / 2] words of rope_words
+    logits_p,  # [B, Hkv, 1, n] fp32
+    B, n, S, Hkv, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     # Tiles of all rows times heads are one line of units, of which every program takes an equal run. The
     # latents of a tile stay in shared memory, a warp streams the basis past them by bulk copies, and of two
@@ -302,32 +230,27 @@ def _streamed_logits_kernel(
     )  # fmt: skip
 
 
-def _streamed_logits(
-    q: Tensor, index: Tensor, latent: Tensor, latent_scale: Tensor | None, basis: Tensor,
-    basis_scale: Tensor | None, words: Tensor
-) -> Tensor:  # fmt: skip
-    """q . k [B, Hkv, 1, n] of chosen tokens whose keys are rebuilt from latents, heads sharing no keys (see
-    streams_basis)."""
-    (B, Hkv, D), (S, r), n = q.shape, latent.shape[1:], index.shape[1]
-    itemsize = latent.element_size()
+def _streamed_logits(q, index, latent, latent_scale, basis, basis_scale, _, words) -> Tensor:
+    """q . k [B, Hkv, 1, n] of chosen tokens, from the stores of keys in latents of all heads."""
+    (B, Hkv, D), (S, r), n, itemsize = q.shape, latent.shape[2:], index.shape[1], latent.element_size()
     T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
     layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
     logits = torch.empty(B, Hkv, 1, n, dtype=torch.float32, device=q.device)
-    _streamed_logits_kernel[min(cdiv(B * n, 2 * T) * Hkv, SMS),](
+    _streamed_logits_kernel[min(kernels.cdiv(B * n, 2 * T) * Hkv, SMS),](
         q, index, latent, latent_scale, chunks, basis_scale, words, logits, B, n, S, Hkv, T, NC, r // KB,
-        SLOTS, num_warps=4, **overlapped(q.device),
+        SLOTS, num_warps=4, **kernels.overlapped(q.device),
     )  # fmt: skip
     return logits
 
 
 def streams_basis(device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
-    """Whether the logits of chosen tokens are made by _streamed_logits_kernel: latents of 16 or 8 bits, of
-    whole chunks of 128 bytes of which 128 fit in shared memory; heads of 64 or 128; 64 tokens in line that
-    span 8 rows of the batch at most; and (for speed) two heads or more for every program."""
+    """Whether _streamed_logits_kernel makes the logits: latents are of 8 or 16 bits, in whole chunks of 128
+    bytes, and shared memory holds 128 of them; heads have 64 or 128 dims; 64 tokens in line span 8 rows of
+    the batch at most; and, for speed, every program has two heads or more."""
     chunks = itemsize < 4 and r * itemsize % 128 == 0 and r * itemsize <= 1024
-    fits = chunks and D in (64, 128) and n >= 8
-    return on_hopper(device) and fits and cdiv(B * n, 128) * Hkv >= 2 * SMS
+    fits = chunks and D in (64, 128) and n >= 8 and kernels.cdiv(B * n, 128) * Hkv >= 2 * SMS
+    return fits and kernels.nvidia_generation(device) == 9
 
 
 # --------------------------------------------------------- attention over keys in codes that queries share
@@ -411,8 +334,7 @@ def _decoded_keys(codes, pairs, BITS: gl.constexpr):
     low1, step1 = _steps(pair1, SIZES, zeros, BITS)
     low2, step2 = _steps(pair2, SIZES, zeros, BITS)
     low3, step3 = _steps(pair3, SIZES, zeros, BITS)
-    lows, steps = (low0, low1, low2, low3), (step0, step1, step2, step3)
-    return _decoded(words, turn, lows, steps, BITS)
+    return _decoded(words, turn, (low0, low1, low2, low3), (step0, step1, step2, step3), BITS)
 
 
 @gluon.jit
@@ -489,7 +411,16 @@ def _ring_of(block, STAGES: gl.constexpr):
 
 @gluon.jit
 def _shared_keys_kernel(
-    keys, key_pairs, codes, pairs, q_p, k_scale_p, k_ring_p, v_ring_p, pos_p, parts, sizes, scale,
+    keys,  # [B * Hkv * k_tokens, D] int8, or words of codes; these four in blocks of T rows
+    key_pairs,  # minimum and scale of 32 tokens' channels [B * Hkv * k_tokens, 4], a word each; int8: None
+    codes,  # of values [B * Hkv * S, D * BITS / 32], words
+    pairs,  # minimum and scale of their groups [B * Hkv * S, D / 32], a word each
+    q_p,  # [B, Hq, D]
+    k_scale_p,  # int8: [B, Hkv, S] fp32
+    k_ring_p, v_ring_p,  # codes: keys and values of the last R tokens [B, R, Hkv, D]
+    pos_p,  # [B] int32
+    max_p, sum_p, out_p,  # of split_outputs
+    k_tokens, S, R, scale,
     G: gl.constexpr, KEY_BITS: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     # A program is one warp, and nothing moves between its threads but maxima: keys in int8 come from shared
@@ -504,7 +435,6 @@ def _shared_keys_kernel(
     KEYS: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if INT8 else 2)
     VALUES: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
-    k_tokens, S, R = sizes
     split, splits = gl.program_id(0), gl.num_programs(0)
     h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
     row, pos = b * Hkv + h, gl.load(pos_p + b)
@@ -531,13 +461,12 @@ def _shared_keys_kernel(
     if INT8:  # rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones
         high, rest, q_scale = _split_rows(query)
         query = gl.reshape(gl.permute(gl.join(high, rest), (2, 0, 1)), [16, D])
-        nothing = gl.full([16, T], 0, gl.int32, MMA)
     else:
         query = query.to(gl.float16)
         query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
         query = gl.permute(_key_columns(query, N), (1, 0))
-        nothing = gl.full([16, T], 0.0, gl.float32, MMA)
     query = gl.convert_layout(query, QUERIES)
+    nothing = gl.full([16, T], 0, gl.int32 if INT8 else gl.float32, MMA)
     coarse, _ = _both_halves(nothing)
     LOGITS: gl.constexpr = coarse.type.layout
     QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
@@ -587,13 +516,12 @@ def _shared_keys_kernel(
         _copy_tiles(stores, stages, ready, stage, firsts, at, i + STAGES < tiles)
     # 5. The result, or this split's part of it.
     total = gl.sum(total, 1)
-    top_p, sum_p, out_p = parts
-    if top_p is None:
+    if max_p is None:
         out /= gl.convert_layout(total, gl.SliceLayout(0, MMA))[None, :]
     else:
         g = gl.arange(0, 8, layout=QUERY)
         at = (row * G + g) * splits + split
-        gl.store(top_p + at, top, mask=g < G)
+        gl.store(max_p + at, top, mask=g < G)
         gl.store(sum_p + at, total, mask=g < G)
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
     m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]
@@ -602,20 +530,16 @@ def _shared_keys_kernel(
     gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=g < G)
 
 
-def _attend_shared(
-    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], pos: Tensor, bits: int, scale: float
-) -> Tensor:
-    """attend of keys in codes (see shares_keys), which are as kernels take them. It is launched plainly,
-    since programs of one warp would crowd if they were let in early (see overlapped)."""
-    (B, Hq, D), (_, Hkv, S, _) = q.shape, values[0].shape
-    T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
-    splits = max(1, min(cdiv(S, T), fill * SMS // (B * Hkv)))
-    out, parts = split_outputs(q, splits, D)
-    k, k_scale, codes, pairs = *keys[:2], *values[:2]
-    (k_tokens, width), key_pairs, rings, R = k.shape[2:], None, (None, None), 0
-    if k.dtype == torch.uint8:
+def _attend_shared(q: Tensor, keys: tuple, values: tuple, pos: Tensor, bits: int, scale: float) -> Tensor:
+    """attend over stores of keys in codes (shares_keys). Launches do not overlap: programs of one warp would
+    crowd if they were let in early (see overlapped)."""
+    (B, Hq, D), (k, k_scale, *ring), (codes, pairs, v_ring, _, Hkv) = q.shape, keys, values
+    (k_tokens, width), S, (k_ring, R), key_pairs = k.shape[2:], codes.shape[2], ring[:2] or (None, 0), None
+    if ring:
         k, k_scale, key_pairs = k.view(torch.int32), None, k_scale.view(B, Hkv, -1, 4)  # a tile: 32 rows
-        rings, R = (keys[2], values[2]), keys[2].shape[1]
+    T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
+    splits = max(1, min(kernels.cdiv(S, T), fill * SMS // (B * Hkv)))
+    out, parts = kernels.split_outputs(q, splits, D)
 
     def block(store):  # a matrix of rows, of which bulk copies take T
         rows, itemsize = store.flatten(0, 2).flatten(1), store.element_size()
@@ -625,22 +549,24 @@ def _attend_shared(
 
     blocks = [store if store is None else block(store) for store in (k, key_pairs, codes, pairs)]
     _shared_keys_kernel[splits, Hkv, B](
-        *blocks, q, k_scale, *rings, pos, parts, (k_tokens, S, R), scale * LOG2E, Hq // Hkv, width * 8 // D,
-        bits, stages, num_warps=1,
+        *blocks, q, k_scale, k_ring, v_ring, pos, *parts, k_tokens, S, R, scale * kernels.LOG2E, Hq // Hkv,
+        width * 8 // D, bits, stages, num_warps=1,
     )  # fmt: skip
-    return merge_splits(out, parts)
+    return kernels.merge_splits(out, parts)
 
 
-def shares_keys(device: torch.device, G: int, D: int, bits: int, dtype: torch.dtype) -> bool:
-    """Whether keys in codes that G queries share are attended by _shared_keys_kernel: up to 8 queries in
-    bf16 (halves as it decodes them would be too coarse for fp16), packed values, heads of 128 (whose rows
-    bulk copies and a warp's lanes take)."""
-    return on_hopper(device) and G <= 8 and D == 128 and bits < 16 and dtype == torch.bfloat16
+def shares_keys(q: Tensor, G: int, bits: int) -> bool:
+    """Whether _shared_keys_kernel attends keys in codes: up to 8 queries share them, in bf16 (the halves that
+    it decodes are too coarse for fp16); values are packed; heads have 128 dims, which fill bulk copies and
+    the lanes of a warp."""
+    fits = G <= 8 and q.shape[2] == 128 and bits < 16 and q.dtype == torch.bfloat16
+    return fits and kernels.nvidia_generation(q.device) == 9
 
 
 # ------------------------------------------------------------------- the linear layers between two attentions
 
 CHAIN_ROWS = 16  # at most; padded to 8 or 16, the narrow side of wgmma
+OUT = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0]))  # of outputs [HALF, MP]
 
 
 @gluon.jit
@@ -661,8 +587,7 @@ def _tile(first, count, tiles, i):
 
 @gluon.jit
 def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
-    """Copies the weights of this program's outputs, tile by tile, into the ring from `step` on; returns the
-    step after."""
+    """Copies this program's weights, tile by tile, into the ring from `step` on; returns the next step."""
     SLOTS: gl.constexpr = ring.shape[0]
     HALF: gl.constexpr = ring.shape[1] // 2
     KB: gl.constexpr = ring.shape[2]
@@ -696,7 +621,7 @@ def _stream_weights(wo, w13, w2, w, ring, ready, free):
 
 @gluon.jit
 def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.constexpr):
-    """The same for the inputs x [rows, K], once for every tile."""
+    """Copies the inputs x [rows, K] likewise, once for every tile."""
     SLOTS: gl.constexpr = xs.shape[0]
     MP: gl.constexpr = xs.shape[1] // 2
     KB: gl.constexpr = xs.shape[2]
@@ -715,9 +640,18 @@ def _stream_input_of(x, xs, ready, free, step, N, HALF: gl.constexpr, GATED: gl.
 
 
 @gluon.jit
+def _arrive(counter_p):
+    barrier()  # the stores of all warps come before the release
+    gl.atomic_add(counter_p, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
 def _wait_for_inputs(counter_p, goal):
-    """Waits until bulk copies, which are of another proxy, see what all programs stored. One warp."""
-    _wait_for_all(counter_p, goal)
+    """Waits until the counter is at `goal`. Bulk copies of this warp then see what all programs stored."""
+    # 0 is added by a load of one thread, whose acquisition the others share past its barrier.
+    while gl.atomic_add(counter_p, 0, sem="acquire", scope="gpu") < goal:
+        pass
+    # Bulk copies are of another proxy.
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     fence: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
@@ -728,9 +662,9 @@ def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF
     """The second producer, one warp: the inputs of each layer, once all programs have written them."""
     _wait_for_previous()
     dim, ffn = scaled.shape[1], gated.shape[1]
-    # One goal for all three counters. Our own arrival comes later: it needs the inputs below, and every
-    # program has outputs.
-    goal = _goal(counters_p, gl.num_programs(0))
+    # What all three counters are once all programs have arrived. Between launches a counter is a multiple of
+    # their number, and it stays below the next one until we arrive ourselves, which needs the inputs below.
+    goal = (gl.load(counters_p, volatile=True) // gl.num_programs(0) + 1) * gl.num_programs(0)
     step = _stream_input_of(attended, xs, ready, free, gl.to_tensor(0), dim, HALF, False)
     _wait_for_inputs(counters_p, goal)
     step = _stream_input_of(scaled, xs, ready, free, step, ffn, HALF, True)
@@ -741,7 +675,7 @@ def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF
 
 
 @gluon.jit
-def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr, OUT: gl.constexpr):
+def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr):
     """Both halves of the weight rows in the ring, from `step` on, times the inputs: [HALF, MP] each, and the
     step after. Gate and up, or of other layers two sums over alternate runs of the inputs, to be added."""
     SLOTS: gl.constexpr = ring.shape[0]
@@ -774,7 +708,7 @@ def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr, OUT: gl
 
 
 @gluon.jit
-def _outputs(n, end, rows, N, OUT: gl.constexpr, HALF: gl.constexpr, MP: gl.constexpr):
+def _outputs(n, end, rows, N, HALF: gl.constexpr, MP: gl.constexpr):
     """A tile's outputs, from n up to `end`, for MP rows: which [HALF], which exist there, their places
     [HALF, MP] in [rows, N], and which of these exist."""
     n += gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
@@ -792,21 +726,20 @@ def _add_bias(out, bias_p, n, inside):
 
 @gluon.jit
 def _residual_layer(
-    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, rows, N,
-    OUT: gl.constexpr,
+    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, rows, N
 ):  # fmt: skip
-    """x = residual + W y + b; and for the RMSNorm after it `scaled`, x times the norm's weight, and this
-    program's part of each row's sum of squares: the next layer divides its product by the norm."""
+    """x = residual + W y + b. Of the RMSNorm after it: `scaled`, x times the norm's weight, and this
+    program's part of each row's sum of squares, by which the next layer scales its product."""
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
     first, count, tiles = _share(N, HALF)
     squares = gl.full([MP], 0.0, gl.float32, gl.SliceLayout(0, OUT))
     for i in range(tiles):
         start, end = _tile(first, count, tiles, i)
-        n, inside, at, real = _outputs(start, end, rows, N, OUT, HALF, MP)
+        n, inside, at, real = _outputs(start, end, rows, N, HALF, MP)
         norm = gl.load(norm_p + n, mask=inside, other=0.0).to(gl.float32)
         residual = gl.load(residual_p + at, mask=real, other=0.0).to(gl.float32)
-        a, b, step = _halves_product(ring, xs, ready, free, step, K, False, OUT)
+        a, b, step = _halves_product(ring, xs, ready, free, step, K, False)
         x = (_add_bias(a + b, bias_p, n, inside) + residual).to(x_p.dtype.element_ty)
         gl.store(x_p + at, x, mask=real)
         x = x.to(gl.float32)
@@ -818,34 +751,28 @@ def _residual_layer(
 
 
 @gluon.jit
-def _inverse_norm(squares_p, K, eps, PP: gl.constexpr, MP: gl.constexpr, OUT: gl.constexpr):
-    """1 / rms [MP] of each row, from the sums of squares [programs, MP]."""
-    SQUARES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // MP, MP // 4], [4, 1], [1, 0])
-    program = gl.arange(0, PP, layout=gl.SliceLayout(1, SQUARES))
-    m = gl.arange(0, MP, layout=gl.SliceLayout(0, SQUARES))
-    at = squares_p + program[:, None] * MP + m[None, :]
-    mask = (program < gl.num_programs(0))[:, None]
-    # Not from L1, which does not see what other programs write.
-    squares = gl.sum(gl.load(at, mask=mask, other=0.0, cache_modifier=".cg"), 0)
-    return gl.convert_layout(gl.rsqrt(squares / K + eps), gl.SliceLayout(0, OUT))
-
-
-@gluon.jit
 def _normed_layer(
     ring, xs, ready, free, step, K, bias_p, squares_p, eps, out_p, rows, N,
-    GATED: gl.constexpr, PP: gl.constexpr, OUT: gl.constexpr,
+    GATED: gl.constexpr, PP: gl.constexpr,
 ):  # fmt: skip
     """W norm(x) + b, or of gate and up silu(gate) * up."""
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
+    SQUARES: gl.constexpr = gl.BlockedLayout([1, 4], [128 // MP, MP // 4], [4, 1], [1, 0])
     first, count, tiles = _share(N, HALF)
     norm = gl.full([MP], 0.0, gl.float32, gl.SliceLayout(0, OUT))
     for i in range(tiles):
         start, end = _tile(first, count, tiles, i)
-        a, b, step = _halves_product(ring, xs, ready, free, step, K, GATED, OUT)
-        if i == 0:
-            norm = _inverse_norm(squares_p, K, eps, PP, MP, OUT)
-        n, inside, at, real = _outputs(start, end, rows, N, OUT, HALF, MP)
+        a, b, step = _halves_product(ring, xs, ready, free, step, K, GATED)
+        if i == 0:  # 1 / rms [MP] of each row, from the sums of squares [programs, MP]
+            program = gl.arange(0, PP, layout=gl.SliceLayout(1, SQUARES))
+            m = gl.arange(0, MP, layout=gl.SliceLayout(0, SQUARES))
+            at = squares_p + program[:, None] * MP + m[None, :]
+            some = (program < gl.num_programs(0))[:, None]
+            # Not from L1, which does not see what other programs write.
+            squares = gl.sum(gl.load(at, mask=some, other=0.0, cache_modifier=".cg"), 0)
+            norm = gl.convert_layout(gl.rsqrt(squares / K + eps), gl.SliceLayout(0, OUT))
+        n, inside, at, real = _outputs(start, end, rows, N, HALF, MP)
         if GATED:
             gate = _add_bias(a * norm[None, :], bias_p, n, inside)
             up = _add_bias(b * norm[None, :], bias_p, N + n, inside)
@@ -864,37 +791,39 @@ def _multiply(
 ):  # fmt: skip
     """The consumer, four warps: a layer after the other."""
     _wait_for_previous()
-    OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     step = _residual_layer(
-        ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p, residual_p, norm_p, sum_p, scaled_p,
-        squares_p, rows, dim, OUT,
+        ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p,
+        residual_p, norm_p, sum_p, scaled_p, squares_p, rows, dim,
     )  # fmt: skip
     _arrive(counters_p)
     step = _normed_layer(
-        ring, xs, ready, free, step, dim, w13_bias_p, squares_p, eps, gated_p, rows, ffn, True, PP, OUT
+        ring, xs, ready, free, step, dim, w13_bias_p, squares_p, eps, gated_p, rows, ffn, True, PP
     )
     _arrive(counters_p + 1)
     step = _residual_layer(
-        ring, xs, ready, free, step, ffn, w2_bias_p, sum_p, next_norm_p, x_p, scaled_p,
-        squares_p, rows, dim, OUT,
-    )  # fmt: skip
-    _arrive(counters_p + 2)
-    _normed_layer(
-        ring, xs, ready, free, step, dim, bias_p, squares_p, next_eps, out_p, rows, N, False, PP, OUT
+        ring, xs, ready, free, step, ffn, w2_bias_p, sum_p, next_norm_p, x_p, scaled_p, squares_p, rows, dim
     )
+    _arrive(counters_p + 2)
+    _normed_layer(ring, xs, ready, free, step, dim, bias_p, squares_p, next_eps, out_p, rows, N, False, PP)
 
 
 @gluon.jit
 def _linear_chain_kernel(
-    wo, w13, w2, w, attended, scaled, gated, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
-    next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, eps, next_eps,
+    wo, w13, w2, w,  # in blocks [8, KB]
+    attended, scaled, gated,  # [rows, heads_dim], [rows, dim], [rows, ffn], in blocks [MP, KB]
+    residual_p,  # [rows, dim], as sum_p, scaled_p and x_p
+    wo_bias_p, norm_p, w13_bias_p, w2_bias_p, next_norm_p, bias_p,  # a number an output, or None
+    sum_p, scaled_p, squares_p,  # squares [programs, MP] fp32
+    gated_p, x_p, out_p,  # gated [rows, ffn], out [rows, N]
+    counters_p,  # [3] int64
+    rows, eps, next_eps,
     MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr,
 ):  # fmt: skip
     # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
-    # the slots of a ring, and on into the next layer's while the programs wait for one another in between:
-    # the memory never rests. A slot has two halves of HALF weight rows: of w13 gate and up, of the others,
-    # of which a program has fewer, the same outputs over two runs of inputs. The halves take turns of eight
-    # rows, so that a thread has both of an output. MP and PP are rows and programs, padded.
+    # the slots of a ring, and on into the next layer's while the programs wait for one another: the memory
+    # never rests. A slot has two halves of HALF weight rows: gate and up of w13, else the same outputs (there
+    # are fewer) over two runs of inputs. The halves take turns of eight rows, so that a thread has both of an
+    # output. MP and PP are rows and programs, padded.
     KB: gl.constexpr = wo.block_shape[1]
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
     ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
@@ -925,78 +854,68 @@ def _chain_counters(device: torch.device, programs: int) -> Tensor:
     return torch.zeros(3, dtype=torch.int64, device=device)
 
 
-def _chain_results(attended, x, weights, biases, norms, eps):
-    return torch.empty_like(x), x.new_empty(len(x), len(weights[3]))
-
-
-@operator(_chain_results)
+@operator(lambda attended, x, weights, *_: (torch.empty_like(x), x.new_empty(len(x), len(weights[3]))))
 def linear_chain(
     attended: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], norms: list[Tensor],
     eps: list[float]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The linear layers from one attention to the next, for a few rows, in one launch: x' = x + W_o attended,
+    """The linear layers from one attention to the next, of a few rows, in one launch: x' = x + W_o attended,
     x'' = x' + W_2 SwiGLU(W_13 norm(x')) (arXiv 2002.05202, RMSNorm 1910.07467), W norm(x'').
 
-    attended [rows, heads * D] and x [rows, dim] of at most CHAIN_ROWS rows in bf16; weights: W_o
-    [dim, heads * D], W_13 [2 ffn, dim], gate first, W_2 [dim, ffn], and W [N, dim], the next layer's W_qkv or
-    the logits'; biases: of each, or None; norms and eps: weight [dim] and epsilon of the RMSNorm before W_13
-    and of that before W -> x'' [rows, dim], and W norm(x'') + b [rows, N]. heads * D, dim and ffn are
-    multiples of 8 (bulk copies take rows of whole 16 bytes); ValueError for what does not fit.
+    attended [rows, heads * D] and x [rows, dim], bf16, at most CHAIN_ROWS rows; weights W_o [dim, heads * D],
+    W_13 [2 ffn, dim], gate first, W_2 [dim, ffn] and W [N, dim], the next layer's W_qkv or the logits'; their
+    biases, or None; norms and eps, of the RMSNorm before W_13 and of that before W -> x'' [rows, dim] and
+    W norm(x'') + b [rows, N]. heads * D, dim and ffn are multiples of 8, as bulk copies ask. ValueError
+    for what does not fit.
 
-    A few rows cost what the weights' bytes cost. Layer by layer, each launch would begin and end with some
-    3 us in which little is read; here all programs run through all layers, and wait for one another between
-    them with the next weights on their way. The first ones are read while the kernel before still runs, which
-    must not write them (see overlapped). The first call on a device must not be in a capture. Truth:
-    model.Layer."""
-    listed = [len(each) for each in (weights, biases, norms, eps)]
-    need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
-    matrices = all(each.ndim == 2 for each in (x, *weights))
-    need(matrices and len(x), f"x and weights must be matrices: {[list(t.shape) for t in (x, *weights)]}")
-    wo, w13, w2, w = weights
-    (rows, dim), heads_dim, ffn, N = x.shape, wo.shape[1], w2.shape[1], len(w)
-    dtype, names = x.dtype, ("wo", "w13", "w2", "w")
-    sizes = ((dim, heads_dim), (2 * ffn, dim), (dim, ffn), (N, dim))
-    copied = {"attended": (attended, dtype, rows, heads_dim)}
-    copied |= {name: (each, dtype, *size) for name, each, size in zip(names, weights, sizes, strict=True)}
-    given = {f"bias of {name}": (b, dtype, n) for name, b, (n, _) in zip(names, biases, sizes, strict=True)}
-    given |= {name: (norm, dtype, dim) for name, norm in zip(("norm", "next norm"), norms, strict=True)}
-    check(x=(x, dtype, rows, dim), **copied, **given)
-    for name, (tensor, *_) in copied.items():
-        need(aligned(tensor), f"{name} must start at a multiple of 16 bytes")
-    need(
-        chains_linears(x, heads_dim, dim, ffn),
-        f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU: not {dtype} "
-        f"{list(x.shape)} on {x.device}, with layers of {heads_dim} and {ffn} inputs",
-    )
+    All programs run through all layers. They wait for one another in between, with the next weights on their
+    way: launches of a layer each would read little for some 3 us. The kernel before must not write the first
+    weights, which are read while it still runs (see overlapped). The first call on a device must not be in a
+    capture. Truth: model.Layer."""
+    listed, matrices = [len(each) for each in (weights, biases, norms, eps)], (x, *weights)
+    kernels.need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
+    fits = all(each.ndim == 2 for each in matrices) and len(x)
+    kernels.need(fits, f"x and weights must be matrices: {[list(each.shape) for each in matrices]}")
+    (rows, dim), heads_dim, ffn, N = x.shape, weights[0].shape[1], weights[2].shape[1], len(weights[3])
+    sizes, dtype = {"wo": (dim, heads_dim), "w13": (2 * ffn, dim), "w2": (dim, ffn), "w": (N, dim)}, x.dtype
+    given = {"x": (x, dtype, rows, dim), "attended": (attended, dtype, rows, heads_dim)}
+    given |= {"norm": (norms[0], dtype, dim), "next norm": (norms[1], dtype, dim)}
+    for name, weight, bias in zip(sizes, weights, biases, strict=True):
+        given |= {name: (weight, dtype, *sizes[name]), f"bias of {name}": (bias, dtype, sizes[name][0])}
+    kernels.check(**given)
+    for name in ("attended", *sizes):  # which bulk copies take
+        kernels.need(aligned(given[name][0]), f"{name} must start at a multiple of 16 bytes")
+    limits = f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU"
+    given = f"{dtype} {list(x.shape)} on {x.device}, with layers of {heads_dim} and {ffn} inputs"
+    kernels.need(chains_linears(x, heads_dim, dim, ffn), f"{limits}: not {given}")
     device = torch.cuda.get_device_properties(x.device)
     # Every program must have outputs of the layers that end in x (see _stream_inputs).
     programs = min(device.multi_processor_count, dim // 8)
     MP, HALF, KB = 8 if rows <= 8 else 16, 32, 128
     spare = 2048  # of shared memory, for barriers and sums over warps
     SLOTS = (device.shared_memory_per_block_optin - spare) // (2 * (HALF + MP) * KB * 2)
-    kw = {"dtype": x.dtype, "device": x.device}
-    total, scaled, out_x = (torch.empty(rows, dim, **kw) for _ in range(3))
-    gated, out = torch.empty(rows, ffn, **kw), torch.empty(rows, N, **kw)
-    squares = torch.empty(programs, MP, dtype=torch.float32, device=x.device)
+    total, scaled, out_x = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+    gated, out = x.new_empty(rows, ffn), x.new_empty(rows, N)
+    squares = x.new_empty(programs, MP, dtype=torch.float32)
     layout = gl.NVMMASharedLayout(128, 16, 2)
     blocks = [TensorDescriptor.from_tensor(weight, [8, KB], layout) for weight in weights]
     blocks += [TensorDescriptor.from_tensor(t, [MP, KB], layout) for t in (attended, scaled, gated)]
     _linear_chain_kernel[programs,](
         *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
-        gated, out_x, out, _chain_counters(x.device, programs), rows, *eps, MP, HALF, SLOTS, power2(programs),
-        num_warps=4, launch_cooperative_grid=True, **overlapped(x.device),
+        gated, out_x, out, _chain_counters(x.device, programs), rows, *eps, MP, HALF, SLOTS,
+        kernels.power2(programs), num_warps=4, launch_cooperative_grid=True, **kernels.overlapped(x.device),
     )  # fmt: skip
     return out_x, out
 
 
 def chains_linears(x: Tensor, *inputs: int) -> bool:
-    """Whether `linear_chain` serves rows x in layers of so many inputs. Not in fp16, which may not hold x
-    before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
+    """Whether `linear_chain` serves rows x in layers of so many inputs. It does not in fp16, which may not
+    hold x before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
     fits = len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
-    return fits and on_hopper(x.device)
+    return fits and kernels.nvidia_generation(x.device) == 9
 
 
-# ---- a decode step of chains, in the place of Llama.decode: each ends in the next wqkv, or the logits
+# ---- a decode step of chains, in place of Llama.decode: each ends in the next wqkv, or in the logits
 
 
 def chained_first(embeddings, layer, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,9 @@
 Changed a kernel? On a GPU, `pytest test_all.py -k kernel` holds all of them to their truths, and
 `-k compile` compiles them for GPUs that are not there. `python calibrate.py speed` times them.
 
-B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
-dim, r rank. `pos` [B] int32 is the position of every row's newest token and is read on the device only, so
-that one CUDA graph is right for every length. No kernel needs the rest of the project: copy one together with
+B batch entries, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
+dim, r rank. `pos` [B] int32 holds the position of each entry's newest token. Kernels read it on the device,
+so that one CUDA graph serves every length. A kernel needs nothing else of the project: copy it together with
 its wrapper.
 """
 
@@ -42,7 +42,7 @@ try:
     import triton.language as tl
     from triton import constexpr_function, jit  # the first: what runs in Python when a kernel is compiled
 except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
-    triton, tl = None, SimpleNamespace(constexpr=None)  # which the kernels below are annotated with
+    triton, tl = None, SimpleNamespace(constexpr=None)  # for the kernels' annotations
     jit = constexpr_function = lambda function: function
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
@@ -50,7 +50,7 @@ LOG2E = math.log2(math.e)
 
 
 def operator(fake, mutates: tuple = (), library: str = "kv_kernels"):
-    """Makes a wrapper a PyTorch operator, which torch.compile calls as it is; `fake` shapes its result."""
+    """Makes a wrapper a PyTorch operator. torch.compile calls it as it is; `fake` shapes its result."""
 
     def wrap(function):
         made = torch.library.custom_op(f"{library}::{function.__name__}", function, mutates_args=mutates)
@@ -71,8 +71,8 @@ def shape(name: str, x: Tensor, dtype: torch.dtype, *sizes: int) -> None:
 
 
 def check(**tensors: tuple) -> None:
-    """Asks that triton is there, and of each tensor, given as (tensor or None, dtype, *sizes), that it has
-    these, is contiguous, and lies on the first one's device."""
+    """Raises an error unless triton is installed and every tensor fits. A tensor is given as (tensor or None,
+    dtype, *sizes): it must have these, be contiguous, and lie on the first one's device."""
     if triton is None:
         raise RuntimeError("triton is not installed: use the PyTorch path")
     (first, (leader, *_)), *_ = tensors.items()
@@ -87,9 +87,10 @@ def check_store(
     name: str, x: Tensor, dtype: torch.dtype, *sizes: int, scales: Tensor | None = None,
     scales_are: tuple = (torch.float32,)
 ) -> tuple[int, ...]:  # fmt: skip
-    """How many rows lie between the batch rows, the KV heads and the tokens of a store: a view
-    x [B, Hkv, S, width], whose rows lie whole, at multiples of their width. scales: what each row has of
-    another dtype (and sizes, in scales_are) lies as the rows do."""
+    """How many rows of a store lie between two batch entries, two KV heads and two tokens.
+
+    The store is a view x [B, Hkv, S, width]. Each row lies whole, at a multiple of its width. Each row has
+    scales, whose dtype and sizes are scales_are; they lie as the rows do."""
     shape(name, x, dtype, *sizes)
     width, strides = sizes[3], x.stride()
     whole = (strides[3] == 1 or width == 1) and not any(s % width for s in strides[:3])
@@ -103,7 +104,7 @@ def check_store(
 
 
 def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
-    """The bytes of a number that tiles are chosen by: in fp32 models codes, too, are multiplied as fp32."""
+    """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
     return 4 if dtype == torch.float32 else latent.element_size()
 
 
@@ -135,32 +136,33 @@ _padded = constexpr_function(power2)  # in kernels
 
 
 def overlapped(device: torch.device) -> dict:
-    """Options of a launch that need not wait until the kernel before it has ended (programmatic dependent
-    launch, NVIDIA GPUs from Hopper on): most of what lies between two kernels then passes meanwhile.
+    """Launch options with which a kernel begins before the kernel ahead of it has ended (programmatic
+    dependent launch, NVIDIA GPUs from Hopper on). This hides most of the gap between two kernels.
 
-    Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, in each group of
-    specialised warps that does, and before `_let_next_begin`. So it never ends before all ahead of it have.
-    Once all programs have called `_let_next_begin`, or ended, the next kernel's begin wherever a
-    multiprocessor has room. Where they would pile up, the call is left out (hopper.py, keys in int8)."""
+    Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, and before
+    `_let_next_begin`. Each group of specialised warps that reads or writes calls it. So a kernel never ends
+    before those ahead of it. Once all programs have called `_let_next_begin`, or have ended, the next
+    kernel's programs begin wherever a multiprocessor has room. A kernel leaves the call out where they would
+    pile up (hopper.py, keys in int8)."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
 @constexpr_function
 def _overlaps():
-    """Whether the GPU that a kernel is compiled for can launch it so."""
+    """Whether the GPU that a kernel is compiled for overlaps launches."""
     return not triton.knobs.runtime.interpret and tl.target_info.cuda_capability_geq(9, 0)
 
 
 @jit
 def _wait_for_previous():
-    """Waits until the kernel before has ended, and with it all before, for which it waited itself."""
+    """Waits until the kernel ahead has ended. That one has waited for all ahead of it."""
     if _overlaps():
         tl.extra.cuda.gdc_wait()
 
 
 @jit
 def _let_next_begin():
-    """Lets the programs of the next kernel in, once all programs of this one have called this."""
+    """Lets the next kernel's programs begin, once all programs of this one have called it."""
     if _overlaps():
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -170,35 +172,36 @@ def _let_next_begin():
 
 @jit
 def _nearest(x):
-    """The int32 nearest to x, |x| < 2**22, ties to even as in torch.round: fp32 numbers around 2**23 + 2**22,
-    whose bits are 0x4B400000, are the integers in turn."""
+    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 + 2**22, whose
+    bits are 0x4B400000, the fp32 numbers are the integers."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @jit
 def _split_rows(x):
-    """x [N, R] = (high * 254 + low) * scale [N], high and low int8: 15 bits of a row's largest number."""
+    """x [N, R] -> high, low, scale [N], with x = (high * 254 + low) * scale to 15 bits of a row's largest
+    number. high and low are int8."""
     largest = tl.max(tl.abs(x.to(tl.float32)), 1)
     x = x.to(tl.float32) * (127 / tl.maximum(largest, 1e-30))[:, None]
-    rest = x - ((x + 12582912.0) - 12582912.0)  # beyond _nearest(x), without a conversion back to fp32
+    rest = x - ((x + 12582912.0) - 12582912.0)  # x - _nearest(x), without a conversion back to fp32
     return _nearest(x).to(tl.int8), _nearest(rest * 254).to(tl.int8), largest / (127 * 254)
 
 
 def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
-    """(tokens a tile, ranks a block, warps, stages, programs) by shape; HP: heads, padded."""
+    """(tokens a tile, ranks a block, warps, stages, programs). HP: queries of a head, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
-        RB = power2(r_score, 32)  # all ranks at once, so that queries are split into int8 codes
+        RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
         if RB > 256:
             return 64, RB, 4, 2, 2 * SMS
         return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 3, 3 * SMS)
     RB = min(power2(r_score, 16), 64)
-    T = max(16, min(256, 8192 // RB, 4096 // HP))  # 16 KB of rows and of logits at most, if it can be
+    T = max(16, min(256, 8192 // RB, 4096 // HP))  # if possible, at most 16 KB of rows and of logits
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
 
 
 @jit
 def _up_to(positions_p, at, inside, length):
-    """Which rows hold a token of a position below `length`."""
+    """Which rows hold a token whose position is below `length`."""
     position = tl.load(positions_p + at, mask=inside, other=-1)
     return (position >= 0) & (position < length)
 
@@ -206,44 +209,62 @@ def _up_to(positions_p, at, inside, length):
 @jit
 def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
-    rows,  # [B, H, S, r] of the queries' dtype, and None; or int8, and a scale each, [B, H, S] fp32
+    rows_p,  # [B, H, S, r] of the queries' dtype, or int8
+    row_scale_p,  # [B, H, S] fp32; None: rows are not int8
     pos_p,  # [B] int32
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
-    sums,  # fp32: softmax: tops [B, H, tiles, NP]; of splits tops and sums [B, H, splits, NP]
-    query_steps, steps, sizes, scale, per_block,
-    N: tl.constexpr, NR: tl.constexpr, T: tl.constexpr, RB: tl.constexpr, RULE: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Logits scale q . row of a head's N queries, in log2 units but for the rule each; and for the others, of
-    each split of the tokens, top, their maximum (softmax: less 15), and the sum of exp2(logit - top)."""
+    tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
+    max_p,  # tops of splits [B, H, splits, NP] fp32
+    sum_p,  # sums of splits [B, H, splits, NP] fp32
+    query_step_b,  # numbers between the queries of two batch entries
+    query_step_block,  # of two blocks
+    query_step_h,  # of two heads
+    step_b,  # rows between two batch entries
+    step_h,  # of two heads
+    step_s,  # of two tokens
+    S,
+    tiles,
+    r_score,  # leading numbers of a row that count
+    r,  # numbers of a row
+    scale,
+    per_block,  # tiles of a block of queries
+    N: tl.constexpr,  # queries of a head
+    NR: tl.constexpr,  # blocks of ranks
+    T: tl.constexpr,  # tokens of a tile
+    RB: tl.constexpr,  # ranks of a block
+    RULE: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles in flight
+):
+    """Stores logits scale q . row of a head's N queries. They are in log2 units, except under rule each.
+
+    Rules softmax and largest also store, for each split of the tokens, its maximum (softmax: less 15) and the
+    sum of exp2(logit - maximum). Rule softmax stores exp2(logit - running maximum) in the logits' place, and
+    for each tile that maximum."""
     _wait_for_previous()
     split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
-    S, tiles, r_score, r = sizes
-    rows_p, row_scale_p = rows
-    tile_max_p, max_p, sum_p = sums
     length = tl.load(pos_p + b) + 1
     NP: tl.constexpr = _padded(N, 8)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
-    # The tiles of this program, of the live ones only where a second kernel writes the scores.
+    # The tiles of this program. Dead tiles are left out where a second kernel writes the scores.
     count = tiles if RULE == "each" or positions_p is not None else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
     first, stop = split * share, tl.minimum((split + 1) * share, count)
-    query_p += b * query_steps[0] + h * query_steps[2]
+    query_p += b * query_step_b + h * query_step_h
     query_at = query_p + n[:, None] * r_score + dims
-    # Int8 rows are multiplied as they are where the queries can be split once and for all tiles of a block.
+    # Int8 rows are multiplied as they are, if one split of the queries serves all tiles of a block.
     SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
-    # Of every T-th token, joined at the end; softmax keeps its weights, so it needs one maximum for all.
+    # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs a joint maximum.
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
     for block in range(first // per_block, tl.cdiv(stop, per_block)):
-        tile_query_at = query_at + tl.cast(block, tl.int64) * query_steps[1]
-        if NR == 1:  # the queries stay, and the loop over tiles is the one whose loads are kept in flight
+        tile_query_at = query_at + tl.cast(block, tl.int64) * query_step_block
+        if NR == 1:  # the queries stay, and the loop over tiles keeps its loads in flight
             query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
             if SPLIT:
                 high, low, query_scale = _split_rows(query)
-        # Stages that the loop itself names keep in flight what no product takes, too: the scales.
+        # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
         for tile in tl.range(
             tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block), num_stages=STAGES
         ):
@@ -251,7 +272,7 @@ def _scores_kernel(
             live = tokens < length
             if positions_p is not None:
                 live = _up_to(positions_p, b * S + tokens, tokens < S, length)
-            row = b * steps[0] + h * steps[1] + tokens * steps[2]
+            row = b * step_b + h * step_h + tokens * step_s
             row_scale = scale
             if row_scale_p is not None:
                 row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
@@ -272,14 +293,14 @@ def _scores_kernel(
                     row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
                     part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                     logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-            if tile < stop:  # always: what lies in a branch does not delay the loads of the next tile
+            if tile < stop:  # always true: a branch does not delay the loads of the next tile
                 logits = tl.where(live[:, None], logits * row_scale, float("-inf"))
                 if RULE != "softmax":
                     at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
                     tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
                 if RULE != "each":
                     new_top = logits
-                    if RULE == "softmax":  # halves of up to 2**15 keep 2**39 of range below a maximum
+                    if RULE == "softmax":  # fp16 up to 2**15 has a range of 2**39 below it
                         new_top = tl.max(logits, 0)[None, :] - 15
                     new_top = tl.maximum(top, new_top)
                     weight = tl.exp2(logits - new_top)
@@ -298,20 +319,26 @@ def _scores_kernel(
 
 @jit
 def _reduce_scores_kernel(
-    kept_p,  # of _scores_kernel, as the sums
-    sums,
+    kept_p,  # of _scores_kernel: softmax [B, H, S, NP], largest [B, H, N, S]
+    tile_max_p,  # [B, H, tiles, NP]
+    max_p,  # [B, H, splits, NP]
+    sum_p,  # [B, H, splits, NP]
     pos_p,  # [B] int32
     positions_p,  # [B, S] int32, or None
     out_p,  # [B, H, S] fp32
-    S, splits, N: tl.constexpr, T: tl.constexpr, SP: tl.constexpr, RULE: tl.constexpr,
-):  # fmt: skip
-    """softmax: sum over the queries of exp(logit) / their sum; largest: of logit - log2 of that sum the
-    largest. -inf beyond pos."""
+    S,
+    splits,
+    N: tl.constexpr,  # queries of a head
+    T: tl.constexpr,  # tokens of a tile
+    SP: tl.constexpr,  # splits, padded
+    RULE: tl.constexpr,
+):
+    """Stores scores from the softmax of each query's logits over the tokens. Rule softmax sums it over the
+    queries, rule largest takes the largest of its logarithms. Beyond pos scores are -inf."""
     _wait_for_previous()
     _let_next_begin()
     h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     length, tiles = tl.load(pos_p + b) + 1, tl.cdiv(S, T)
-    tile_max_p, max_p, sum_p = sums
     NP: tl.constexpr = _padded(N, 8)
     n, split = tl.arange(0, NP if RULE == "softmax" else _padded(N)), tl.arange(0, SP)
     at = ((b * H + h) * splits + split[:, None]) * NP + n[None, :]
@@ -333,7 +360,7 @@ def _reduce_scores_kernel(
             score = tl.sum(kept.to(tl.float32) * tl.where(some, factor, 0.0)[None, :], 1)
         else:
             kept_at = kept_p + ((b * H + h) * N + n[:, None]) * S + tokens[None, :]
-            # Wide loads need a mask that is alike for many tokens, as `live` is not known to be.
+            # Wide loads need a mask that is known to be equal for many tokens. `live` is not.
             kept = tl.load(kept_at, mask=some[:, None] & (tokens < S)[None, :], other=float("-inf"))
             score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-37)))[:, None], 0)
             score *= 0.6931471805599453  # ln 2
@@ -350,20 +377,20 @@ def scores(
     queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
     block: int = 0, positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Scores of a row's tokens from the leading dims of what is stored of them, which is read once.
+    """Scores of stored tokens from the leading dims of their rows. Each row is read once.
 
-    queries [B, H, N, r*], or [B, n, H, N, r*], one for each block of `block` tokens, a multiple of 16;
-    rows [B, H, S, r], a view (check_store) of the same dtype, r* <= r, or int8 codes with row_scale [B, H, S]
-    fp32. Logits are q . row * scale over the tokens up to pos. rule:
-        each     a score a query, its logit -> [B, H * N, S]
+    queries are [B, H, N, r*], or [B, n, H, N, r*] with queries for each block of `block` tokens, a multiple
+    of 16. rows [B, H, S, r], r* <= r, are a view (check_store) of the same dtype, or int8 codes with
+    row_scale [B, H, S] fp32. Logits are q . row * scale over the tokens up to pos. rule:
+        each     the logit of each query -> [B, H * N, S]
         softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
         largest  the largest of the log-softmax of a head's queries -> [B, H, S]
-    fp32, -inf beyond pos. positions [B, S] int32, for paged storage: each row's position, negative for
-    an empty row. Without it row s has position s.
+    Scores are fp32, -inf beyond pos. positions [B, S] int32 is for paged storage: each row's position,
+    negative for an empty row. Without it row s has position s.
 
-    For softmax a program keeps 2^15 exp(logit - running maximum) in fp16 (2 bytes a query and token) until
-    maximum and sum of the row are known. A second kernel multiplies it by exp(that maximum - maximum) / sum.
-    Truth: compress.sals_scores and group_scores."""
+    Under rule softmax a program stores 2^15 exp(logit - running maximum) in fp16 (2 bytes a query and token),
+    before a query's maximum and sum are known. A second kernel multiplies it by
+    exp(running maximum - maximum) / sum. Truth: compress.sals_scores and group_scores."""
     *_, H, N, r_score = queries.shape
     (B, _, S, r), blocks = rows.shape, tuple(queries.shape[1:-3])
     fits = len(queries) == B and r_score <= r
@@ -371,14 +398,14 @@ def scores(
     need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
     wanted = (cdiv(S, block),) if block else ()
     need(blocks == wanted, f"no queries for blocks of {block} of {S} tokens")
-    need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two
+    need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two blocks
     dtype = queries.dtype if row_scale is None else torch.int8
     steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
     given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
     check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     if rule == "largest" and N == 1:
-        rule = "each"  # which ranks tokens alike
+        rule = "each"  # it ranks tokens alike
     NP, soft = power2(N, 8), rule == "softmax"
     T, RB, warps, stages, programs = softmax_config(NP, r_score, tile_itemsize(queries.dtype, rows))
     if block:
@@ -395,7 +422,7 @@ def scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, (rows, row_scale), pos, positions, kept, sums, query_steps, steps, (S, tiles, r_score, r),
+        queries, rows, row_scale, pos, positions, kept, *sums, *query_steps, *steps, S, tiles, r_score, r,
         scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, cdiv(r_score, RB), T,
         RB, rule, stages, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
@@ -403,7 +430,7 @@ def scores(
         return kept
     out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
     _reduce_scores_kernel[max(1, min(cdiv(S, T), fill * SMS // (B * H))), H, B](
-        kept, sums, pos, positions, out, S, splits, N, T, power2(splits), rule, num_warps=4,
+        kept, *sums, pos, positions, out, S, splits, N, T, power2(splits), rule, num_warps=4,
         **overlapped(rows.device),
     )  # fmt: skip
     return out
@@ -411,14 +438,13 @@ def scores(
 
 # -------------------------------------------------------------------------------------------------- selection
 #
-# The y best are the keys that reach a threshold. A search narrows a bracket lo, hi: more than `most` keys
-# reach lo, at most that many hi.
+# A key is a score as an int32 number of the same order. The y best keys are those that reach a threshold. A
+# search narrows a bracket lo, hi: more than `most` keys reach lo, and at most `most` keys reach hi.
 
 
 @jit
 def _load_keys(scores_p, j, S, x, last):
-    """Int32 numbers that order as the scores of tokens j do; -2**31 for those that are no candidates, which
-    are dead."""
+    """The keys of tokens j. A token that is no candidate has a dead key, -2**31."""
     score = tl.load(scores_p + j, mask=j < S, other=0.0)
     alive = (j >= x) & (j <= last) & (j < S) & (score > float("-inf"))
     bits = score.to(tl.int32, bitcast=True)
@@ -427,7 +453,7 @@ def _load_keys(scores_p, j, S, x, last):
 
 @jit
 def _reach(keys, row, left, right):
-    """How many keys reach left, and how many right >= left, of a tile, or if it is None of a row's tiles."""
+    """How many keys reach left, and how many reach right >= left. keys is a tile; None: the tiles of row."""
     if row is None:
         counts = tl.sum(tl.where(keys >= right, 65537, tl.where(keys >= left, 1, 0)))
         return counts & 65535, (counts >> 16) & 65535  # of 2**15 keys at most
@@ -443,9 +469,9 @@ def _reach(keys, row, left, right):
 
 @jit
 def _guesses(lo, hi, count_lo, count_hi, goal):
-    """Two keys between lo and hi: where interpolation on the counts sees the goal, and the middle, so that 32
-    steps always find it."""
-    # 32-bit scalars only, as 64-bit ones double the latency of a step; fp32 is exact enough for a guess.
+    """Two numbers between lo and hi. One interpolates the counts to the goal. The other is the middle, so
+    that 32 steps are always enough."""
+    # 64-bit scalars would double the latency of a step. fp32 is exact enough for a guess.
     share = (count_lo.to(tl.float32) - goal) / (count_lo - count_hi).to(tl.float32)
     guess = (lo.to(tl.float32) + (hi.to(tl.float32) - lo.to(tl.float32)) * share).to(tl.int32)
     guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
@@ -455,8 +481,8 @@ def _guesses(lo, hi, count_lo, count_hi, goal):
 
 @jit
 def _threshold(keys, row, least, most):
-    """lo, hi, count(keys >= hi) of a tile or row: the count lies in least..most, or is less where keys equal
-    to lo = hi - 1 tie. lo = hi below all that are alive, if these are at most `most`."""
+    """lo, hi, count(keys >= hi) of a tile or row. The count lies in least..most; it is less if keys tie at
+    lo = hi - 1. If at most `most` keys are alive, lo = hi is below all of them."""
     count_lo, _ = _reach(keys, row, -2147483647, 2147483647)
     if row is None:
         lo, hi = tl.min(tl.where(keys > -2147483648, keys, 2147483646)), tl.max(keys) + 1
@@ -468,7 +494,7 @@ def _threshold(keys, row, least, most):
     while (count_hi < least) & (hi > lo + 1):
         left, right = _guesses(lo, hi, count_lo, count_hi, (least + most) * 0.5)
         many, few = _reach(keys, row, left, right)
-        above_left, above_right = many > most, few > most  # the threshold is
+        above_left, above_right = many > most, few > most  # is the threshold above?
         count_hi = tl.where(above_right, count_hi, tl.where(above_left, few, many))
         count_lo = tl.where(above_right, few, tl.where(above_left, many, count_lo))
         hi = tl.where(above_right, hi, tl.where(above_left, right, left))
@@ -478,8 +504,8 @@ def _threshold(keys, row, least, most):
 
 @jit
 def _places(keep):
-    """Where the kept of a tile [C, R] go, 0, 1, .., one row after another: a row lies in one thread, so that
-    only C counts are summed across threads."""
+    """Places 0, 1, .. of the kept numbers of a tile [C, R], row after row. A row lies in one thread, so only
+    C counts are summed across threads."""
     keep = keep.to(tl.int32)
     counts = tl.sum(keep, 1)
     return (tl.cumsum(counts, 0) - counts)[:, None] + tl.cumsum(keep, 1) - 1
@@ -487,7 +513,8 @@ def _places(keep):
 
 @jit
 def _store_kept(out_p, keys, index, lo, hi, spare):
-    """Stores the index of keys that reach hi, and of the first `spare` that equal lo; how many of both."""
+    """Stores the index of the keys that reach hi, and of the first `spare` keys that equal lo -> how many it
+    stored, and how many of these equal lo."""
     keep, tied = keys >= hi, keys < -2147483648
     if spare > 0:
         tied = keys == lo
@@ -501,7 +528,7 @@ def _store_kept(out_p, keys, index, lo, hi, spare):
 def _tile_of(N: tl.constexpr, C: tl.constexpr):
     """0 .. N - 1 as a tile [C, N / C], neighbours in a column.
 
-    The hint keeps loads at one number a thread, as a scatter has them: where they differ, all pointers move
+    With the hint a thread loads one number at a time, as it stores them. Without it all pointers would move
     through shared memory."""
     i = tl.arange(0, C)[:, None] + tl.arange(0, N // C)[None, :] * C
     return tl.max_contiguous(i, [1, 1])
@@ -511,22 +538,30 @@ def _tile_of(N: tl.constexpr, C: tl.constexpr):
 def _survivors_kernel(
     scores_p,  # [B, S] fp32
     pos_p,  # [B] int32
-    survivors,  # keys and index [B, chunks, CAP], cuts [B, chunks], int32
-    S, x, z, least, chunks, N: tl.constexpr, C: tl.constexpr, CAP: tl.constexpr
-):  # fmt: skip
-    """Of a chunk of tokens the best, `least` to CAP: their keys, dead ones after them, and their index; and
-    the cut, which all that it drops lie below."""
+    key_p,  # [B, chunks, CAP] int32
+    index_p,  # [B, chunks, CAP] int32
+    cut_p,  # [B, chunks] int32
+    S,
+    x,
+    z,
+    least,
+    chunks,
+    N: tl.constexpr,  # tokens of a chunk
+    C: tl.constexpr,  # rows of its tile
+    CAP: tl.constexpr,
+):
+    """Keeps the best `least` to CAP tokens of a chunk. Stores their keys, followed by dead ones, their index,
+    and the cut: all keys that are dropped lie below it."""
     _wait_for_previous()
     _let_next_begin()
     b, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     last = tl.load(pos_p + b) - z
-    # Chunks interleave in runs of 4, so that runs of high scores spread over all of them.
+    # Chunks interleave in runs of 4, so that neighbouring high scores spread over all chunks.
     i = _tile_of(N, C)
     j = ((i // 4) * chunks + chunk) * 4 + i % 4
     keys = _load_keys(scores_p + b * S, j, S, x, last)
     _, hi, count = _threshold(keys, None, least, CAP)
     keep = keys >= hi
-    key_p, index_p, cut_p = survivors
     slot = (b * chunks + chunk) * CAP
     place = slot + _places(keep)
     tl.store(key_p + place, keys, mask=keep)
@@ -540,13 +575,24 @@ def _survivors_kernel(
 def _select_kernel(
     scores_p,  # [B, S] fp32
     pos_p,  # [B] int32
-    wanted_p,  # [B] int32: how many a row takes; None: y
-    survivors,  # of _survivors_kernel, N of a row; None thrice: all tokens, which are N at most or WHOLE
+    wanted_p,  # [B] int32: how many tokens a batch entry takes; None: y
+    key_p,  # of _survivors_kernel [B, N]; None, as the next two: candidates are all tokens
+    index_p,  # [B, N]
+    cut_p,  # [B, CHUNKS]
     out_p,  # [B, x + y] int32
-    S, x, y, z, N: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, XP: tl.constexpr, YP: tl.constexpr,
-    WHOLE: tl.constexpr
-):  # fmt: skip
-    """The sinks 0 .. x - 1, and the y of x .. pos - z with the best scores; -1 where there are fewer."""
+    S,
+    x,
+    y,
+    z,
+    N: tl.constexpr,  # candidates of a tile
+    C: tl.constexpr,  # rows of the tile
+    CHUNKS: tl.constexpr,
+    XP: tl.constexpr,  # x, padded
+    YP: tl.constexpr,  # y, padded
+    WHOLE: tl.constexpr,  # a row is more than one tile, and has no survivors
+):
+    """Stores the sinks 0 .. x - 1, and the y tokens of x .. pos - z with the best scores; -1 if there are
+    fewer."""
     _wait_for_previous()
     _let_next_begin()
     b = tl.program_id(0).to(tl.int64)
@@ -555,7 +601,6 @@ def _select_kernel(
     scores_p += b * S
     out_p += b * (x + y)
     i = _tile_of(N, C)
-    key_p, index_p, cut_p = survivors
     done = not WHOLE
     total = 0
     if not WHOLE:
@@ -567,12 +612,12 @@ def _select_kernel(
             keys = tl.load(key_p + b * N + i)
             index = tl.load(index_p + b * N + i)
         lo, hi, total = _threshold(keys, None, want, want)
-        if key_p is not None:  # chunks drop only what is below their cuts: exact unless one could pass
+        if key_p is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
             done = tl.max(cut, 0) <= hi
         spare = tl.where(lo < hi, want - total, 0)
         _store_kept(out_p + x, keys, index, lo, hi, spare)
         total += spare
-    if not done:  # the same over the whole row, tile by tile
+    if not done:  # the same over all tokens, tile by tile
         lo, hi, total = _threshold(None, (scores_p, i, S, x, last), want, want)
         spare, total = tl.where(lo < hi, want - total, 0), last * 0
         for start in range(0, S, N):
@@ -589,13 +634,14 @@ def _select_kernel(
 def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
     """The x sinks and the exact top y of the tokens between sinks and recent window.
 
-    scores [B, S] fp32, pos [B] -> index [B, x + y] int32; -1 stands where a row has no such token. wanted [B]
-    int32: how many of the y a row takes, all if not given. Candidates are x <= j <= pos - z with a score
-    above -inf. Of equal scores at the threshold any may be chosen, always the same ones. Order: sinks first,
-    the rest the same from run to run but not sorted. Truth: compress.select (the same set). Long rows take
-    two kernels: chunks keep a few more than their share of y, one program a row selects among those, and
-    checks that no chunk dropped a key above the result (if one did: a slow but exact pass over the whole
-    row)."""
+    scores [B, S] fp32, pos [B] -> index [B, x + y] int32, -1 where there is no such token. wanted [B] int32:
+    how many of the y a batch entry takes; None: all. Candidates are x <= j <= pos - z with a score above
+    -inf. The sinks come first, the rest is not sorted. Of equal scores at the threshold any may be chosen.
+    Choice and order are the same in every run. Truth: compress.select (the same set).
+
+    A long row of scores takes two kernels. Chunks keep a few more tokens than their part of y. One program
+    for each batch entry selects among them. It checks that no chunk dropped a key above the threshold; if one
+    did, it makes a slow but exact pass over all tokens."""
     need(scores.ndim == 2, f"scores must be [B, S], not {list(scores.shape)}")
     B, S = scores.shape
     need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
@@ -612,20 +658,20 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
         survivors = (*empty(2, B, width), empty(B, chunks))
         C, warps = select_config(N, chunk=True)
         _survivors_kernel[chunks, B](
-            scores, pos, survivors, S, x, z, least, chunks, N, C, CAP, num_warps=warps, **overlapped(device)
+            scores, pos, *survivors, S, x, z, least, chunks, N, C, CAP, num_warps=warps, **overlapped(device)
         )
     C, warps = select_config(width)
     _select_kernel[B,](
-        scores, pos, wanted, survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y), whole,
+        scores, pos, wanted, *survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y), whole,
         num_warps=warps, **overlapped(device),
     )  # fmt: skip
     return out
 
 
 def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
-    """How `select` cuts a row: (chunks, tokens of one, survivors of one at least, at most), powers of two but
-    for the third; None where one program takes it: up to 4096 tokens, or if chunks would keep too much."""
-    for tokens in (1024, 2048):  # of long rows more
+    """How `select` cuts a row of scores: (chunks, tokens of a chunk, survivors at least, at most), powers of
+    two but for the third. None: one program takes it, as S is at most 4096 or chunks would keep too much."""
+    for tokens in (1024, 2048):  # more if a row is long
         chunks = min(128, max(min(32, power2(cdiv(S, tokens))), power2(cdiv(S, 8192))))
         N = power2(cdiv(cdiv(S, 4), chunks) * 4)
         part = cdiv(y, chunks)
@@ -636,27 +682,36 @@ def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
 
 
 def select_passes(S: int, y: int) -> bool:
-    """Whether `select` must pass over such a row many times, since no chunks fit: topk is faster then."""
+    """Whether `select` must pass over such a row many times, as no chunks fit. topk is then faster."""
     return S > 8192 and select_chunks(S, y) is None
 
 
 def select_config(N: int, chunk: bool = False) -> tuple[int, int]:
-    """(rows of a tile of N keys: one a thread, warps). A chunk is searched less, so that loads weigh more."""
+    """(rows of a tile of N keys, warps). A thread has one row. A chunk takes more warps: it is searched less,
+    so loads weigh more."""
     warps = max(4, min(32, N // (256 if chunk else 512)))
     return min(N, 32 * warps), warps
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
 #
-# A store is a matrix. A row belongs to one token of one KV head: it is number b * steps[0] + h * steps[1] +
-# token * steps[2] (check_store). A format of keys is two functions: QUERIES prepares a group's queries once,
-# LOGITS multiplies them with the keys of a tile of rows, and gives these too.
+# A store is a matrix. A row belongs to one token of one KV head. Its number is b * step_b + h * step_h +
+# token * step_s (check_store). A format of keys is two functions. QUERIES prepares a group's queries once.
+# LOGITS multiplies them with the keys of a tile of rows, and returns logits and keys. What a format stores is
+# one tuple, `keys` or `values`, since formats differ in it. Every other argument of a kernel has a name.
 
 
 class Packing(NamedTuple):
-    """How a head's values lie: byte j < WIDTH holds a code of each plane; a plane is RUNS runs of RUN
-    channels, each in one group, or where WIDTH is no power of 2 one padded run over several. The channels of
-    a GROUP share a minimum and a scale. Plain V is one plane of D numbers."""
+    """How a head's values lie, here D = 256 channels of BITS = 2 bits in WIDTH = 64 bytes:
+
+        bits      7 6   5 4   3 2   1 0
+        byte 0    192   128    64     0     the channels whose codes it holds
+        byte 1    193   129    65     1
+        ..
+        plane       3     2     1     0     each has 64 channels: RUNS = 2 runs of RUN = 32
+
+    The channels of a GROUP share a minimum and a scale. A run lies in one group. If WIDTH is no power of 2, a
+    plane is one padded run over several groups. Plain V is one plane of D numbers."""
 
     BITS: int
     GROUP: int
@@ -665,7 +720,7 @@ class Packing(NamedTuple):
     RUNS: int
     PLANES: int
     D: int  # channels
-    COLUMNS: int  # and padded ones
+    COLUMNS: int  # channels, padded
 
 
 def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
@@ -674,7 +729,7 @@ def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
 
 
 def value_packing(D: int, bits: int) -> Packing:
-    """Groups are of 32, or all of a narrow head, as compress.Rows has them."""
+    """Groups have 32 channels, or all of a narrow head, as in compress.py."""
     group, width = min(32, D), D * bits // 8
     need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
     if bits == 16:
@@ -695,11 +750,11 @@ class Shape(NamedTuple):
     T: int  # tokens of a tile
     STAGES: int  # tiles in flight
     R: int = 0  # rank of latents
-    KB: int = 0  # ranks that a product takes
+    KB: int = 0  # ranks of a product
     CODES: Packing | None = None  # of channels
-    PER: int = 0  # tokens of a tile in one group of channels
-    UNIT: int = 1  # what all ranks of heads are multiples of
-    EARLY: bool = False  # a branch, always taken, keeps the softmax behind the loads of the next tile
+    PER: int = 0  # neighbouring tokens of a tile that share channels' scales
+    UNIT: int = 1  # divides all ranks of heads
+    EARLY: bool = False  # the softmax lies in a branch, always taken, so that the next loads come before it
 
 
 @jit
@@ -709,7 +764,7 @@ def _half_at(words, shift: tl.constexpr):
 
 @jit
 def _load_rope(rope_p, at, mask):
-    """cos and sin of a position's pair: two halves of a 32-bit word, or two fp32 numbers."""
+    """cos and sin of a RoPE pair, from two halves of a 32-bit word or two fp32 numbers."""
     if rope_p.dtype.element_ty == tl.int32:
         word = tl.load(rope_p + at, mask=mask, other=0)
         return _half_at(word, 0), _half_at(word, 16)
@@ -727,8 +782,8 @@ def _largest_sum(dtype):
 
 @jit
 def _columns(PACKING: tl.constexpr):
-    """Column c of an unpacked tile is channel (plane, byte), padded where a plane is no power of two wide:
-    the channel and whether it exists [C]."""
+    """The channel of each column of an unpacked tile, and whether it exists, [C]. Columns go plane by plane,
+    and a plane is padded to a power of two."""
     PLANE: tl.constexpr = PACKING.RUNS * PACKING.RUN
     column = tl.arange(0, PACKING.PLANES * PLANE)
     byte = column % PLANE
@@ -739,13 +794,13 @@ def _columns(PACKING: tl.constexpr):
 
 
 def rope_pairs(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them: fp32 beside caches of fp32,
-    else fp16, 4 bytes a pair (an eighth of bf16's rounding)."""
+    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them. They are fp32 beside caches
+    of fp32. Else they are fp16, 4 bytes a pair, with an eighth of bf16's rounding."""
     return torch.stack((cos, sin), -1).to(torch.float32 if dtype == torch.float32 else torch.float16)
 
 
 def rope_words(rope: Tensor, positions: int, D: int, dtype: torch.dtype) -> Tensor:
-    """Checks a table of rope_pairs and shows its halves as words."""
+    """Checks a table of rope_pairs -> the same, its halves as int32 words."""
     kind = torch.float32 if dtype == torch.float32 else torch.float16
     need(rope.ndim == 3 and len(rope) >= positions, f"rope has {len(rope)} positions, the cache {positions}")
     check(rope=(rope, kind, len(rope), D // 2, 2))
@@ -753,10 +808,10 @@ def rope_words(rope: Tensor, positions: int, D: int, dtype: torch.dtype) -> Tens
 
 
 def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
-    """The basis as attend wants it: dims of a RoPE pair side by side, heads padded to a power of two.
+    """The basis as attend takes it: dims of a RoPE pair side by side, heads padded to a power of two.
 
-    basis [Hkv*D, r] -> [Hkv, DP, r]: dim 2c is old dim c, dim 2c + 1 is old dim c + D/2, DP - D zero rows
-    after them."""
+    basis [Hkv*D, r] -> [Hkv, DP, r]: dim 2c is old dim c, dim 2c + 1 is old dim c + D/2, and DP - D zero rows
+    follow."""
     heads = basis.unflatten(0, (n_kv_heads, 2, -1))  # [Hkv, 2, D/2, r]
     paired = heads.transpose(1, 2).flatten(1, 2)
     padding = power2(paired.shape[1]) - paired.shape[1]
@@ -772,7 +827,7 @@ def _load_queries(q_p, channel, real, SHAPE: tl.constexpr):
 
 
 def row_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    """(stores, steps, their fields of Shape) of keys in rows; the formats below give the same."""
+    """(stores, steps, fields of Shape) of keys in rows. The other formats' checks return the same."""
     (k, scale), (B, _, D) = (*keys, None)[:2], q.shape
     need(scale is None or D <= 512, f"sums of {D} products of int8 do not fit int32")
     dtype = q.dtype if scale is None else torch.int8
@@ -781,11 +836,12 @@ def row_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
 
 @jit
 def _row_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns [DP, GP]; for codes, so that tensor cores take these as they are, two
-    int8 numbers and a scale each, but in fp32 as they are."""
+    """The queries of a group as columns [DP, GP]. For keys in int8 they are split into two int8 numbers and a
+    scale, so that tensor cores take the keys as they are; fp32 queries are not."""
     d = tl.arange(0, SHAPE.DP)
     query = _load_queries(q_p, d, d < SHAPE.D, SHAPE)
-    if keys[1] is None or query.dtype == tl.float32:
+    _, scale_p = keys
+    if scale_p is None or query.dtype == tl.float32:
         return query, query, query
     else:
         high, low, scale = _split_rows(tl.trans(query))
@@ -794,13 +850,14 @@ def _row_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _row_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of keys in rows [.., D], of q's dtype or int8 codes with a scale a row, fp32."""
+    """Logits [T, GP] of keys in rows [.., D]. Keys are of q's dtype, or int8 with a scale a row, fp32."""
+    k_p, scale_p = keys
     query, low, query_scale = queries
     d = tl.arange(0, SHAPE.DP)
     mask = live[:, None] & (d < SHAPE.D)[None, :]
-    k = tl.load(keys[0] + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0)
-    if keys[1] is not None:
-        scale = (tl.load(keys[1] + row, mask=live, other=0.0) * scale)[:, None]
+    k = tl.load(k_p + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0)
+    if scale_p is not None:
+        scale = (tl.load(scale_p + row, mask=live, other=0.0) * scale)[:, None]
     if SHAPE.GP == 1:
         logits = tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale
     elif query.dtype == tl.int8:
@@ -827,16 +884,16 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
 
 
 def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
-    """How many ranks of latents a product takes: all, so that the basis waits in shared memory, where it
-    fits; else as many as a line of memory holds, and the basis comes again for each tile."""
+    """How many ranks of latents a product takes. It takes all if the basis fits in shared memory, where it
+    then stays. Else it takes a line of memory, 128 bytes, and each tile loads the basis again."""
     KB = power2(r, 32)
     return KB if KB * itemsize <= (512 if roomy else 256) else 128 // itemsize
 
 
 @jit
 def _latent_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries as columns in the order of the basis (interleave_rope), [DP, GP], and the basis [KB, DP]
-    where one product takes all ranks."""
+    """The queries as columns [DP, GP], in the order of the basis (interleave_rope), and the basis [KB, DP] if
+    one product takes all ranks."""
     _, _, basis_p, basis_scale_p, _, _ = keys
     d, dims = tl.arange(0, SHAPE.DP), tl.arange(0, SHAPE.KB)
     query = _load_queries(q_p, d // 2 + (d % 2) * (SHAPE.D // 2), d < SHAPE.D, SHAPE)
@@ -852,8 +909,8 @@ def _latent_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias): latents in rows [.., r], of
-    q's dtype or int8 with a scale a row; basis [Hkv, DP, r] alike, with a scale for each of its rows."""
+    """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias). Latents [.., r] and the basis
+    [Hkv, DP, r] are of q's dtype, or int8 with a scale a row."""
     latent_p, latent_scale_p, basis_p, _, bias_p, rope_p = keys
     query, basis = queries
     DP: tl.constexpr = SHAPE.DP
@@ -878,7 +935,7 @@ def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
         scale = (tl.load(latent_scale_p + row, mask=live, other=0.0) * scale)[:, None]
     if bias_p is not None:
         k += tl.load(bias_p + h * DP + d)[None, :]
-    # The basis has its RoPE pairs side by side, so that the halves of a pair lie in one thread.
+    # The basis has RoPE pairs side by side, so that the halves of a pair lie in one thread.
     real = live[:, None] & (pair < HALF)[None, :]
     cos, sin = _load_rope(rope_p, token[:, None].to(tl.int64) * HALF + pair[None, :], real)
     x, y = tl.split(tl.reshape(k, [row.shape[0], DP // 2, 2]))
@@ -900,12 +957,12 @@ def _no_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _given_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] that are there, of keys (logits, steps of rows, heads and queries): each query's lie in
-    line, by place and not by token."""
+    """Given logits [T, GP]. A query's logits lie in line, by place and not by token."""
+    logits_p, step_b, step_h, step_g = keys
     g = tl.arange(0, SHAPE.GP)[None, :]
     mask = live[:, None] & (g < SHAPE.G)
-    logits_p = keys[0] + b * keys[1] + h * keys[2]  # one number: so places are known to be neighbours
-    logits = tl.load(logits_p + place[:, None] + g * keys[3], mask=mask, other=0.0)
+    logits_p = logits_p + b * step_b + h * step_h  # one number: the compiler sees that places are neighbours
+    logits = tl.load(logits_p + place[:, None] + g * step_g, mask=mask, other=0.0)
     return logits * scale, logits
 
 
@@ -923,7 +980,7 @@ def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
 
 @jit
 def _channel_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns, in the order in which the keys' planes are decoded."""
+    """The queries of a group as columns, in the order of decoded keys (_columns)."""
     CODES: tl.constexpr = SHAPE.CODES
     channel, inside = _columns(CODES)
     return _load_queries(q_p, channel, inside, SHAPE)
@@ -931,8 +988,8 @@ def _channel_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of KIVI's keys: rows of codes, and for 32 tokens of each channel a minimum and a scale;
-    the last R in a ring. PER tokens of a tile lie in one such group."""
+    """Logits [T, GP] of KIVI's keys. Rows hold codes. 32 tokens are a group: they share a minimum and a scale
+    of each channel. PER tokens of a tile lie in one group. The last R tokens are read from a ring."""
     codes_p, low_scale_p, ring_p, R, Hkv = keys
     CODES: tl.constexpr = SHAPE.CODES
     BITS: tl.constexpr = CODES.BITS
@@ -950,7 +1007,7 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
     pairs = tl.reshape(pairs, [T // PER, 1, PLANES, RUN])
     codes = tl.reshape(codes.to(tl.int32), [T // PER, PER, 1, RUN])
     codes = (codes >> (tl.arange(0, PLANES) * BITS)[None, None, :, None]) & ((1 << BITS) - 1)
-    # The codes as the lowest bits of 2**23: no conversion, which runs at a quarter of the rate.
+    # Codes become the lowest bits of 2**23, since conversions run at a quarter of the rate.
     codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     k = codes * _half_at(pairs, 16) + _half_at(pairs, 0)
     k = tl.reshape(k, [T, PLANES * RUN]).to(query.dtype)
@@ -960,13 +1017,13 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
 
 @jit
 def _rank(table_p, row, h, Hkv, UNIT: tl.constexpr):
-    """A number of rank_table that UNIT divides: so the compiler sees that rows are aligned."""
+    """A number of rank_table. The compiler sees that UNIT divides it, so that rows are aligned."""
     return tl.load(table_p + row * Hkv + h).to(tl.int64) // UNIT * UNIT
 
 
 @jit
 def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns [DP, GP], and d_qk, d_v and what is stored before K' and V'."""
+    """The queries of a group as columns [DP, GP], d_qk, d_v, and the sums of ranks before K' and V'."""
     _, table_p, _, _, Hkv = keys
     UNIT: tl.constexpr = SHAPE.UNIT
     d, d_qk = tl.arange(0, SHAPE.DP), _rank(table_p, 0, h, Hkv, UNIT)
@@ -976,8 +1033,8 @@ def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _ragged_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of K' in rows of d_qk numbers, and V' [T, DP] of rows of d_v: K' [B, S, d_qk] head by
-    head, then V' [B, S, d_v]."""
+    """Logits [T, GP] of K', and V' [T, DP]. First K' [B, S, d_qk] of each head is stored, then V' [B, S, d_v]
+    of each head."""
     query, d_qk, d_v, before_k, before_v = queries
     packed_p, _, B, S, _ = keys
     d, token = tl.arange(0, SHAPE.DP)[None, :], token.to(tl.int64)[:, None]
@@ -987,7 +1044,7 @@ def _ragged_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
     return tl.dot(k, query, input_precision="ieee") * scale, v
 
 
-KEYS = {  # kind -> what checks it, QUERIES, LOGITS
+KEYS = {  # kind -> its check, QUERIES, LOGITS
     **dict.fromkeys(("plain", "rows", "int8"), (row_keys, _row_queries, _row_logits)),
     "latents": (latent_keys, _latent_queries, _latent_logits),
     "channels": (channel_keys, _channel_queries, _channel_logits),
@@ -999,7 +1056,7 @@ KEYS = {  # kind -> what checks it, QUERIES, LOGITS
 
 
 def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
-    """(stores, steps, packing) of values, plain ones at 16 bits and else codes."""
+    """(stores, steps, packing) of values. They are plain at 16 bits, else codes."""
     v, low_scale, ring = (*values, None, None)[:3]
     B, Hkv, _, width = v.shape
     packing, R = value_packing(width * 8 // bits if bits < 16 else width, bits), 1
@@ -1016,7 +1073,7 @@ def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
 
 @jit
 def _from_ring(x, ring_p, R, Hkv, b, h, token, live, pos, PACKING: tl.constexpr):
-    """x [T, C], but of the last R tokens out of a ring [B, R, Hkv, D]."""
+    """x [T, C], where the last R tokens are read from a ring [B, R, Hkv, D]."""
     recent = live & (token > pos - R)
     if tl.max(recent.to(tl.int32), 0) > 0:
         channel, inside = _columns(PACKING)
@@ -1036,7 +1093,7 @@ def _plain_values(v_p, row, live, PACKING: tl.constexpr):
 
 @jit
 def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C] of packed codes: rows of words [.., DV * bits / 32] and (minimum, scale) [.., DV / group]."""
+    """V [T, C] of packed codes, words [.., DV * bits / 32] with (minimum, scale) [.., DV / group]."""
     BITS: tl.constexpr = PACKING.BITS
     PLANES: tl.constexpr = PACKING.PLANES
     WIDTH: tl.constexpr = PACKING.WIDTH
@@ -1044,13 +1101,14 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
     WORDS: tl.constexpr = PACKING.RUN // 4
     GROUPS: tl.constexpr = PACKING.D // PACKING.GROUP
     T: tl.constexpr = row.shape[0]
-    # 1. Words of four codes [T, 1, RUNS, WORDS, 1], and (minimum, scale) of their groups as one word each, of
-    # a plane's run [T, PLANES, RUNS, 1, 1], or where planes are padded of each word [T, PLANES, 1, WORDS, 1].
+    # 1. Load words of four bytes [T, 1, RUNS, WORDS, 1], and (minimum, scale) of their groups as one word. A
+    # run has one of these, [T, PLANES, RUNS, 1, 1]. If planes are padded, each word has one,
+    # [T, PLANES, 1, WORDS, 1].
     word = tl.arange(0, RUNS * WORDS)[None, :]
     code_at = codes_p + row[:, None] * (WIDTH // 4) + word
     if RUNS * WORDS * 4 == WIDTH:
         code = tl.load(code_at, mask=live[:, None], other=0)
-        # The groups lie in the order of the runs: one wide load.
+        # Groups lie in the order of runs, so that one wide load takes them.
         group = tl.arange(0, PLANES * RUNS) // (PACKING.GROUP // PACKING.RUN)
         pair_at = pairs_p + row[:, None] * GROUPS + group[None, :]
         pairs = tl.reshape(tl.load(pair_at, mask=live[:, None], other=0), [T, PLANES, RUNS, 1, 1])
@@ -1060,12 +1118,12 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
         group = tl.minimum(channel, PACKING.D - 1) // PACKING.GROUP
         pair_at = pairs_p + row[:, None, None] * GROUPS + group[None, :, :]
         pairs = tl.load(pair_at, mask=live[:, None, None], other=0)[:, :, None, :, None]
-    # 2. A byte as top bits of a mantissa, all but one of its codes masked out, reads 1 + code / 2**n, n = 8
-    # less the code's first bit: no conversion (those run at a quarter of the rate), and one rotation
-    # for all codes of the byte. The 1 stands for up to 256 steps, which costs sums 8 bits: too many for fp32,
-    # where each code is rotated to the top by itself (n = BITS).
+    # 2. Decode without conversions, which run at a quarter of the rate. A rotation brings a byte to the top
+    # of a mantissa, and a mask leaves one code. The number reads 1 + code / 2**n, n = 8 less the code's first
+    # bit. One rotation serves all codes of a byte. The 1 stands for up to 256 steps, which costs sums 8 bits.
+    # These are too many for fp32, where each code is rotated to the top by itself (n = BITS).
     SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
-    first = (tl.arange(0, PLANES) * BITS)[None, :, None, None, None]  # bit of a byte, where its codes start
+    first = (tl.arange(0, PLANES) * BITS)[None, :, None, None, None]  # of a plane's codes in a byte
     byte = tl.arange(0, 4)[None, None, None, None, :]
     turn = (23 - SPAN - first // SPAN * SPAN - byte * 8) & 31  # never 0; a rotation is one instruction
     mask = ((1 << BITS) - 1) << (23 - SPAN + first % SPAN)
@@ -1079,8 +1137,8 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
 
 @jit
 def _values(values, k, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C], plain or of codes, of which the last R tokens may lie in a ring [B, R, Hkv, DV]; where there
-    are none, the keys."""
+    """V [T, C], plain or decoded. Beside codes the last R tokens may lie in a ring [B, R, Hkv, DV]. Without
+    stored values V is the keys k."""
     values_p, pairs_p, ring_p, R, Hkv = values
     if values_p is None:
         v = k
@@ -1098,9 +1156,9 @@ def _values(values, k, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING
 
 @jit
 def _attend_tile(logits, live, v, top, total, out):
-    """Online softmax: logits [T, GP] in log2 units, live [T], v [T, C] -> top [GP], total [T, GP] (summed
-    over T at the end, not in every tile) and out [C, GP] with this tile; of one query out [T, C], likewise
-    summed at the end."""
+    """A step of online softmax: logits [T, GP] in log2 units, live [T], v [T, C] -> top [GP], total [T, GP],
+    out [C, GP] with this tile. total is summed over T at the end. With one query out is [T, C], and is summed
+    at the end, too."""
     logits = tl.where(live[:, None], logits, -1e30)
     new_top = tl.maximum(top, tl.max(logits, 0))
     weight = tl.where(live[:, None], tl.exp2(logits - new_top[None, :]), 0.0)
@@ -1116,24 +1174,39 @@ def _attend_tile(logits, live, v, top, total, out):
 @jit
 def _attend_kernel(
     q_p,  # [B, Hq, D]
-    keys,  # stores of the format of keys
-    values,  # stores of _values
-    index_p,  # [B, sets, n] int32, -1: none; None: all tokens that are not in the window
+    keys,  # what the format of keys stores
+    values,  # what packed_values gives
+    index_p,  # [B, sets, n] int32, -1: no token; None: all tokens that are not in the window
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
-    S,  # None, too
-    window,  # exact keys [B, z, Hkv, D] after RoPE and values [B, z, Hkv, DV]; None twice: there is none
+    S,  # None without positions
+    window_k_p,  # exact keys [B, z, Hkv, D] after RoPE; None: there is no window
+    window_v_p,  # [B, z, Hkv, DV]
     pos_p,  # [B] int32
-    parts,  # maxima, sums [B, Hq, splits] and out [B, Hq, splits, DV], fp32; of one split the result alone
-    key_steps, value_steps, sizes, scale,
-    QUERIES: tl.constexpr, LOGITS: tl.constexpr, SHAPE: tl.constexpr, PACKING: tl.constexpr,
-):  # fmt: skip
-    """out = softmax(scale q K^T) V over a row's tokens and its exact window, the tokens cut into splits.
+    max_p,  # [B, Hq, splits] fp32; None: there is one split
+    sum_p,  # [B, Hq, splits] fp32
+    out_p,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    key_step_b,  # rows of keys between two batch entries
+    key_step_h,  # of two KV heads
+    key_step_s,  # of two tokens
+    value_step_b,  # the same of values
+    value_step_h,
+    value_step_s,
+    n,  # tokens of an index; without one of the stores
+    z,
+    sets,  # of an index
+    Hkv,
+    scale,
+    QUERIES: tl.constexpr,  # the two functions of the format of keys
+    LOGITS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    PACKING: tl.constexpr,  # of values
+):
+    """out = softmax(scale q K^T) V over stored tokens, which are cut into splits, and an exact window.
 
-    A program takes the queries of a KV head, or where each query head has its own index, one of them."""
+    A program takes the queries of a KV head. If each query head has its own index, it takes one query."""
     _wait_for_previous()
     split, splits = tl.program_id(0), tl.num_programs(0)
     p, programs, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    n, z, sets, Hkv = sizes
     h = p * Hkv // programs
     GP: tl.constexpr = SHAPE.GP
     T: tl.constexpr = SHAPE.T
@@ -1149,7 +1222,7 @@ def _attend_kernel(
     place = first * T + tl.arange(0, T)
     if index_p is not None:
         index_p += (b * sets + p * sets // programs) * n
-        # One tile ahead: a load that waits for the load of its own index would not be prefetched.
+        # One tile ahead: a load is not prefetched if it waits for the load of its index.
         ahead = tl.load(index_p + place, mask=place < n, other=-1)
     # 2. The queries, and a softmax of nothing.
     head_row = (b * programs + p) * SHAPE.G
@@ -1158,16 +1231,16 @@ def _attend_kernel(
     total = tl.zeros([T, GP], tl.float32)
     out = tl.zeros([T, C] if GP == 1 else [C, GP], tl.float32)
     # 3. The exact window, in the last split.
-    if window[0] is not None:
+    if window_k_p is not None:
         if split == splits - 1:
-            exact_k = (window[0], None)
+            exact_k = (window_k_p, None)
             exact = _row_queries(q_p + head_row * SHAPE.D, h, exact_k, SHAPE)
             for start in tl.range(0, z, T, num_stages=1):
                 slot = start + tl.arange(0, T)
                 live = (slot < z) & (slot <= pos)  # slots fill from the left
                 row = (b * z + slot) * Hkv + h
                 logits, _ = _row_logits(exact, exact_k, b, h, row, slot, slot, live, pos, scale, SHAPE)
-                v = _plain_values(window[1], row, live, PACKING)
+                v = _plain_values(window_v_p, row, live, PACKING)
                 top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 4. The stored tokens.
     for tile in tl.range(first, stop, num_stages=SHAPE.STAGES):
@@ -1185,24 +1258,23 @@ def _attend_kernel(
             live = live & (position >= 0)
             if index_p is None:
                 live = live & (position <= pos - z)
-        key_row = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
-        value_row = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
+        key_row = b * key_step_b + h * key_step_h + token.to(tl.int64) * key_step_s
+        value_row = b * value_step_b + h * value_step_h + token.to(tl.int64) * value_step_s
         logits, k = LOGITS(queries, keys, b, h, key_row, place, position, live, pos, scale, SHAPE)
         v = _values(values, k, b, h, value_row, position, live, pos, dtype, PACKING)
         if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
-    top_p, sum_p, out_p = parts
     total = tl.sum(total, 0)
     if GP == 1:
         out = tl.sum(out, 0)[:, None]
     g = tl.arange(0, GP)
     channel, inside = _columns(PACKING)
     at = (head_row + g) * splits + split
-    if top_p is None:
+    if max_p is None:
         out = out / total[None, :]
     else:
-        tl.store(top_p + at, top, mask=g < SHAPE.G)
+        tl.store(max_p + at, top, mask=g < SHAPE.G)
         tl.store(sum_p + at, total, mask=g < SHAPE.G)
     mask = inside[:, None] & (g < SHAPE.G)[None, :]
     out_at = out_p + at[None, :] * PACKING.D + channel[:, None]
@@ -1211,24 +1283,27 @@ def _attend_kernel(
 
 @jit
 def _merge_kernel(
-    parts,  # of _attend_kernel
+    max_p,  # of _attend_kernel [B, Hq, splits]
+    sum_p,  # [B, Hq, splits]
+    part_p,  # [B, Hq, splits, D]
     out_p,  # [B, Hq, D]
-    splits, D: tl.constexpr, SB: tl.constexpr,
-):  # fmt: skip
-    """out = sum of exp(maximum) part / sum of exp(maximum) sum, over a head's splits, SB at a time."""
+    splits,
+    D: tl.constexpr,
+    SB: tl.constexpr,  # splits at a time
+):
+    """out = sum of exp2(max) part / sum of exp2(max) sum, over a head's splits, SB at a time."""
     _wait_for_previous()
     _let_next_begin()
     head, d = tl.program_id(0).to(tl.int64), tl.arange(0, _padded(D))
-    top_p, sum_p, part_p = parts
     top, total = tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32)
     out = tl.zeros(d.shape, tl.float32)
     for start in range(0, splits, SB):
         part = start + tl.arange(0, SB)
         at = head * splits + part
-        tops = tl.load(top_p + at, mask=part < splits, other=-1e30)
+        tops = tl.load(max_p + at, mask=part < splits, other=-1e30)
         sums = tl.load(sum_p + at, mask=part < splits, other=0.0)
         mask = (part < splits)[:, None] & (d < D)[None, :]
-        numbers = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)  # empty ones are 0
+        numbers = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)
         new_top = tl.maximum(top, tl.max(tops, 0))
         weight = tl.exp2(tops - new_top)
         total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
@@ -1238,8 +1313,8 @@ def _merge_kernel(
 
 
 def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
-    """The result [B, Hq, D] for queries q, and what a launch leaves there: of several splits each one's
-    maximum and sum [B, Hq, splits] and part [B, Hq, splits, D] in fp32, else the result."""
+    """Empty tensors for a launch: the result [B, Hq, D], and the parts, (maximum [B, Hq, splits], sum
+    [B, Hq, splits], part [B, Hq, splits, D]) in fp32. With one split the parts are (None, None, result)."""
     out = torch.empty(*q.shape[:2], D, dtype=q.dtype, device=q.device)
     if splits == 1:
         return out, (None, None, out)
@@ -1248,13 +1323,15 @@ def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
 
 
 def merge_splits(out: Tensor, parts: tuple) -> Tensor:
-    """out, from the parts of split_outputs by log-sum-exp."""
+    """out, joined from the parts of split_outputs by log-sum-exp."""
     if parts[0] is not None:
         splits, D = parts[2].shape[2:]
         SB, warps = min(16, power2(splits)), 1
         if splits > 16 and D <= 128:  # wider ones would run out of registers
             SB, warps = 64, 2
-        _merge_kernel[out.numel() // D,](parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device))
+        _merge_kernel[out.numel() // D,](
+            *parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device)
+        )
     return out
 
 
@@ -1269,9 +1346,10 @@ def attend(
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
     positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Attention of one token a row, q [B, Hq, D] after RoPE, over stored tokens -> [B, Hq, DV].
+    """Attention of one new token of each batch entry, q [B, Hq, D] after RoPE, over stored tokens
+    -> [B, Hq, DV].
 
-    kind of the keys; each store is a view [B, Hkv, S, width] (check_store) where nothing else is said:
+    kind of the keys; a store is a view [B, Hkv, S, width] (check_store), unless its shape is given:
         plain    k [.., D] of q's dtype
         rows     the same; values are a key's DV leading numbers
         int8     k [.., D] int8, scale [B, Hkv, S] fp32
@@ -1279,19 +1357,20 @@ def attend(
                  its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32, or None; rope [>= S, D/2, 2] of
                  rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are int8 with scales, or
                  of q's dtype without
-        channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens, low_scale
-                 [B, Hkv, n, D, 2] fp16, ring [B, R, Hkv, D] of the last R tokens, which are read there
-        logits   none, but fp32 logits [B, Hkv, G, n], each query's in line: of the tokens of an index [B, n],
-                 or without one of all
-    values: v [.., DV] of q's dtype at 16 bits; below, codes [.., DV * bits / 8] uint8, low_scale
-    [.., DV / group, 2] fp16, and if the last R tokens are read from a ring, it [B, R, Hkv, DV]. index int32:
-    the tokens to attend, -1 for none, [B, n] for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens
-    up to pos - z are attended, at most S. window: exact keys and values [B, z, Hkv, D and DV], filled from
-    the left, which are attended besides, or () with z = 0. Truth: compress.attend over what the stores read.
+        channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens; low_scale
+                 [B, Hkv, n, D, 2] fp16; ring [B, R, Hkv, D], from which the last R tokens are read
+        logits   no keys, but their logits [B, Hkv, G, n] fp32, each query's in line. They belong to the
+                 tokens of an index [B, n]; without one to all
+    values are v [.., DV] of q's dtype at 16 bits. Below they are codes [.., DV * bits / 8] uint8, low_scale
+    [.., DV / group, 2] fp16 and, if the last R tokens are read from a ring, the ring [B, R, Hkv, DV]. index
+    int32 names the tokens to attend, -1 for none. It is [B, n] for all heads, [B, Hkv, n] or [B, Hq, n].
+    Without it all tokens up to pos - z are attended, at most S. window is exact keys and values
+    [B, z, Hkv, D and DV], which are attended as well; they fill from the left. () is no window, z = 0.
+    Truth: compress.attend over what the stores read.
 
-    positions [B, S] int32, for paged storage: each row's position, negative for an empty row. RoPE, rings and
-    liveness use it. An index then names rows; without one all rows of positions 0 to pos - z are attended.
-    Without positions row s has position s."""
+    positions [B, S] int32 is for paged storage: each row's position, negative for an empty row. RoPE, rings
+    and liveness use it. An index then names rows; without one all rows of positions 0 to pos - z are
+    attended. Without positions row s has position s."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
@@ -1311,12 +1390,12 @@ def attend(
     given = {"q": (q, q.dtype, B, Hq, D), "index": (index, torch.int32, *chosen)}
     given["positions"] = (positions, torch.int32, B, S)
     check(pos=(pos, torch.int32, B), **given, **exact)
-    programs = max(Hkv, sets)  # of a row and split
+    programs = max(Hkv, sets)  # of a batch entry and split
     G = Hq // programs
     T, warps, stages, fill = attend_config(kind, packing.D, q.element_size(), roomy(q.device))
     if kind == "channels" and index is not None:
-        sizes["PER"] = 1  # chosen tokens each look their group up
-    if kind == "rows":  # two products of wgmma have two tiles in shared memory: the branch reads the older
+        sizes["PER"] = 1  # each chosen token looks its group up
+    if kind == "rows":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
     SHAPE = Shape(G, GP, D, power2(D, 32 if kind == "int8" else 16), T, stages, **sizes)
@@ -1324,7 +1403,7 @@ def attend(
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, positions, None if positions is None else S,
-        tuple(window) or (None, None), pos, parts, key_steps, value_steps, (n, z, sets, Hkv), scale * LOG2E,
+        *(window or (None, None)), pos, *parts, *key_steps, *value_steps, n, z, sets, Hkv, scale * LOG2E,
         *functions, SHAPE, packing, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
@@ -1332,18 +1411,18 @@ def attend(
 
 @operator(lambda logits, v, pos: v.new_empty(len(v), logits.shape[1] * logits.shape[2], v.shape[3]))
 def attend_logits(logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    """Attention whose logits are there: softmax(logits) v over the tokens up to pos, at most S.
+    """Attention from given logits: softmax(logits) v over the tokens up to pos, at most S.
 
     logits [B, Hkv, G, S] fp32, each query's in line; v [B, Hkv, S, DV], whole rows -> [B, Hkv * G, DV] of v's
-    dtype. Truth: Tensor.softmax, a product."""
+    dtype. Truth: Tensor.softmax and a product."""
     B, H, G, S = logits.shape
     shape("v", v, v.dtype, B, H, S, v.shape[3])
-    q = v.new_empty(B, H * G, 16)  # its shape alone counts
+    q = v.new_empty(B, H * G, 16)  # only its shape is used
     return attend(q, "logits", [logits], [v], 16, pos, None, [], 1.0)
 
 
 def attend_splits(n: int, programs: int, fill: int) -> int:
-    """Into how many parts n tokens are cut, so that `fill` programs a multiprocessor have work."""
+    """How many splits n tokens are cut into, so that each multiprocessor has work for `fill` programs."""
     return max(1, min(cdiv(n, 128), fill * SMS // programs))
 
 
@@ -1362,12 +1441,12 @@ def attend_config(kind: str, DV: int, itemsize: int, roomy: bool) -> tuple[int, 
 
 @operator(lambda q, latent, pos, DV, scale: q.new_empty(*q.shape[:2], DV))
 def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float) -> Tensor:
-    """Attention of one token a row over rows that are key and value of all heads, as in MLA's absorbed
+    """Attention of one new token of each batch entry over latents that all heads share, as in MLA's absorbed
     decode.
 
-    q [B, Hq, W], latent [B, S, W] of the same dtype: keys, and in their leading DV numbers values. Tokens
-    0..pos are attended -> [B, Hq, DV]. The sums of rows beyond 512 numbers (256 in fp32) do not fit in
-    registers: there `scores` makes the logits, and `attend_logits` reads the values again.
+    q [B, Hq, W], latent [B, S, W] of the same dtype -> [B, Hq, DV]. A latent is the key, and its leading DV
+    numbers are the value. Tokens 0..pos are attended. Sums of rows beyond 512 numbers (256 in fp32) do not
+    fit in registers: there `scores` makes the logits, and `attend_logits` reads the values again.
     Truth: compress.attend with one KV head."""
     (B, Hq, W), S = q.shape, latent.shape[1]
     need(0 < DV <= W, f"values are the leading 1 to {W} numbers of a row, not {DV}")
@@ -1376,7 +1455,7 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
         rows = latent[:, None]
         return attend(q, "rows", [rows], [rows[..., :DV]], 16, pos, None, [], scale)
     logits = scores(q[:, None], latent[:, None], None, pos, scale, "each")[:, None]
-    width = math.gcd(512, DV, W)  # of the blocks that take the places of KV heads
+    width = math.gcd(512, DV, W)  # of blocks, which take the places of KV heads
     blocks = latent.unflatten(-1, (-1, width))[:, :, : DV // width].transpose(1, 2)
     out = attend_logits(logits.expand(-1, blocks.shape[1], -1, -1), blocks, pos)
     return out.unflatten(1, (-1, Hq)).transpose(1, 2).flatten(2)
@@ -1386,8 +1465,8 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float)
 
 
 def rank_table(ranks: list[int], device: torch.device) -> Tensor:
-    """attend_ragged's table, int32 [4, Hkv]: of each KV head d_qk, d_v, and the sum of ranks stored before
-    its K' and before its V'. ranks: d_qk of all heads, then d_v."""
+    """attend_ragged's table, int32 [4, Hkv]: each KV head's d_qk, d_v, and the sums of ranks stored before
+    its K' and its V'. ranks: d_qk of all heads, then d_v."""
     before = itertools.accumulate(ranks[:-1], initial=0)
     return torch.tensor([*ranks, *before], dtype=torch.int32, device=device).view(4, -1)
 
@@ -1396,12 +1475,12 @@ def rank_table(ranks: list[int], device: torch.device) -> Tensor:
 def attend_ragged(
     q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one token a row over the tokens 0..pos of heads of unequal rank.
+    """Attention of one new token of each batch entry over the tokens 0..pos of heads of unequal rank.
 
-    q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)]: K' [B, S, d_qk] head by head,
-    then V' [B, S, d_v]; ranks: d_qk of all heads, then d_v, and table the rank_table of them; scale: that of
-    the full head dim -> [B, Hq, max d_v], zero beyond a head's d_v. All heads are cut into as many splits: a
-    tile takes as long whatever it holds. Truth: compress.attend for each head."""
+    q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)], K' [B, S, d_qk] of each head,
+    then V' [B, S, d_v] of each head; ranks, d_qk of all heads, then d_v; table, their rank_table; scale, that
+    of the full head dim -> [B, Hq, max d_v], zero beyond a head's d_v. All heads have the same number of
+    splits, because the time of a tile does not depend on the rank. Truth: compress.attend for each head."""
     (B, Hq, _), Hkv = q.shape, len(ranks) // 2
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
     need(fits and math.gcd(8, *ranks) == 8, f"ranks must be d_qk and d_v of every head, in 8s, not {ranks}")
@@ -1413,8 +1492,8 @@ def attend_ragged(
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
-        q, (packed, table, B, S, Hkv), (None,) * 5, None, None, None, (None, None), pos, parts, (0, 0, 0),
-        (0, 0, 0), (S, 0, 1, Hkv), scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
+        q, (packed, table, B, S, Hkv), (None,) * 5, None, None, None, None, None, pos, *parts,
+        0, 0, 0, 0, 0, 0, S, 0, 1, Hkv, scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
         packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
@@ -1430,8 +1509,12 @@ def _fetch_kernel(
     place_p,  # [B, Hkv, n] int64
     miss_p,  # [B, Hkv, n] bool
     hot_p,  # [B, Hkv, slots, W]
-    S, n, slots, W: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    S,
+    n,
+    slots,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+):
     """hot[place] = rows[index] where miss."""
     head = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -1439,18 +1522,18 @@ def _fetch_kernel(
     index = tl.load(index_p + head * n + entry, mask=miss, other=0)
     place = tl.load(place_p + head * n + entry, mask=miss, other=0)
     d = tl.arange(0, _padded(W))[None, :]
-    mask = miss[:, None] & (d < W)  # lanes that are off read nothing over the bus
+    mask = miss[:, None] & (d < W)  # masked lanes read nothing over the bus
     row = tl.load(rows_p + (head * S + index)[:, None] * W + d, mask=mask, other=0.0)
     tl.store(hot_p + (head * slots + place)[:, None] * W + d, row, mask=mask)
 
 
 @operator(lambda *_: None, mutates=("hot",))
 def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
-    """hot[place] = rows[index] where miss; only missing rows are read.
+    """hot[place] = rows[index] where miss. Only missing rows are read.
 
-    rows [B, Hkv, S, W], on the GPU or host memory mapped into it; index, place int64 [B, Hkv, n] and miss
-    bool [B, Hkv, n], the places of missing rows distinct; hot [B, Hkv, slots, W]. Truth:
-    compress.fetch_rows."""
+    rows [B, Hkv, S, W] lie on the GPU, or in host memory that is mapped into it; index, place int64
+    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. The places of missing rows are distinct.
+    Truth: compress.fetch_rows."""
     (B, Hkv, S, W), n, slots = rows.shape, index.shape[2], hot.shape[2]
     heads, i64 = (B, Hkv), torch.int64
     check(
