@@ -307,7 +307,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
         values, vectors = eigen(own.movedim(-1, 1))
         tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
         context = Context(model, *trial.shape)
-        caches = compress.build_loki(model, compress.LokiSettings(basis=name), context, tensors)
+        caches = compress.loki_caches(model, compress.LokiSettings(basis=name), context, tensors)
         engine = Engine(model, caches, context, Sampling())
         perplexity[name] = math.exp(eval_perplexity(engine, trial, prefix, None, bar)[0].mean())
     bar.close()

@@ -934,21 +934,38 @@ def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tens
     return torch.einsum("...hgd,hdr->...hgr", grouped, basis.unflatten(0, (n_kv_heads, -1))).flatten(-3, -2)
 
 
-def sals_fold(attention: Attention, c: ModelConfig, down: Tensor, up: Tensor, r_score: int | None) -> None:
-    """Appends W_k U_r, and for the sum rule (sum over each group of W_q) U_r*, to the rows of wqkv.
+def sals_layer_maps(
+    c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device
+) -> list[Tensor]:
+    """latent_maps of layer i. Raises UserError where the artifact has too few directions."""
+    basis = artifact[f"{i}.{settings.metric}_basis"].to(device)  # [Hkv*D, fitted rank]
+    scale = artifact["scale"][i].to(device) if settings.metric == "query" else None
+    if basis.shape[1] < (need := rank_of(settings.rank, c.kv_dim)):
+        fault = f"rank {need} is more than the {basis.shape[1]} directions in the artifact"
+        raise UserError(f"{fault}; run calibrate.py fit with --max_rank {need / c.kv_dim:g}")
+    return latent_maps(settings, c, basis, scale)
 
-    Exact, since everything up to the latent is linear; biases fold the same way. down, up: of latent_maps."""
-    linear = attention.wqkv
+
+def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
+    """Layer i's attention with W_k U_r, and for the sum rule (sum over each group of W_q) U_r*, as rows of
+    wqkv: where there are latents, but not where q and k have norms.
+
+    Exact, since everything up to the latent is linear; biases fold the same way."""
+    skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
+    if c.qk_norm or skipped and settings.skip_as != "latent":
+        return attention
+    down, up = sals_layer_maps(c, settings, artifact, i, linear.weight.device)
     for name, parameter in list(linear.named_parameters()):
         q, k, _ = parameter.float().split(attention.widths)
         rows = [down.T @ k]
-        if r_score:
+        if settings.score == "sum" and not settings.score_block and not skipped:  # else RoPE lies between
             summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
-            rows.append(up[:, :r_score].T @ summed)
+            rows.append(up[:, : sals_score_rank(settings, c)].T @ summed)
         stacked = torch.cat((parameter, *(r.to(parameter.dtype) for r in rows)))
         setattr(linear, name, nn.Parameter(stacked, False))
     attention.widths = [*attention.widths, *map(len, rows)]
     linear.out_features = sum(attention.widths)
+    return attention
 
 
 class SalsCache(Cache):
@@ -964,7 +981,8 @@ class SalsCache(Cache):
         self.budget, self.block, self.rotations = settings.budget(context.capacity), *(blocks or (0, ()))
         self.r, self.r_score = rank_of(settings.rank, c.kv_dim), sals_score_rank(settings, c)
         down, up = (m.to(context.device) for m in maps)
-        self.down, self.up = (m.to(context.dtype) for m in (down, up))  # weights, not cache
+        self.up = up.to(context.dtype)  # weights, not cache
+        self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it
         latent = TokenStore if settings.latent_bits == 16 else Int8Store
         self.latents = latent(context, 1, context.capacity, self.r)
         self.keys = RebuiltKeys(self.latents, up.unflatten(0, (c.n_kv_heads, -1)))
@@ -1041,8 +1059,7 @@ def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
     return max(1, round(settings.score_rank * rank_of(settings.rank, config.kv_dim)))
 
 
-def build_sals(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    """One cache a layer. The latent's rows are appended to the model's wqkv, but where q and k have norms."""
+def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
     if min(settings.sinks, settings.critical) < 0 or settings.recent < 1 or not 0 <= settings.keep <= 1:
@@ -1051,29 +1068,19 @@ def build_sals(model: Llama, settings: SalsSettings, context: Context, artifact:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
     blocks = (block, mean_rotations(context, block)) if block else ()
-    need, shape = rank_of(settings.rank, c.kv_dim), (c.n_kv_heads, context.capacity, c.head_dim)
+    shape = c.n_kv_heads, context.capacity, c.head_dim
 
-    def cache(i: int, attention: Attention) -> Cache:
+    def cache(i: int) -> Cache:
         if i in skipped and settings.skip_as == "dense":
             return DenseCache(context)
         if i in skipped and settings.skip_as == "int8":
             # V of the newest tokens, too, is in codes: 2 bits would cost more than the exact keys gain.
             values = coded_store(context, shape, max(4, settings.bits))
             return DenseCache(context, Int8Store(context, *shape), values)
-        basis = artifact[f"{i}.{settings.metric}_basis"].to(context.device)  # [Hkv*D, fitted rank]
-        scale = artifact["scale"][i].to(context.device) if settings.metric == "query" else None
-        if basis.shape[1] < need:
-            fault = f"rank {need} is more than the {basis.shape[1]} directions in the artifact"
-            raise UserError(f"{fault}; run calibrate.py fit with --max_rank {need / c.kv_dim:g}")
-        maps = latent_maps(settings, c, basis, scale)
-        made = SalsCache(context, settings, i not in skipped, maps, blocks)
-        if not c.qk_norm:
-            by_sum = settings.score == "sum" and not block  # RoPE comes between W_q and U
-            sals_fold(attention, c, *maps, made.r_score if by_sum and made.sparse else None)
-            made.down = None
-        return made
+        maps = sals_layer_maps(c, settings, artifact, i, context.device)
+        return SalsCache(context, settings, i not in skipped, maps, blocks)
 
-    return [cache(i, layer.attention) for i, layer in enumerate(model.layers)]
+    return [cache(i) for i in range(c.n_layers)]
 
 
 def sals_tensors(c: ModelConfig) -> Stored:
@@ -1348,10 +1355,8 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
     return found
 
 
-def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> None:
-    """Gives every layer the EliteKV form of its attention. Uptrained factors A, B come from the artifact,
-    others from the weights. Raises UserError where the model, r or d_ckv do not fit."""
-    c = model.config
+def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
+    """r and d_ckv. Raises UserError where they do not fit the model, or the model not the method."""
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
     if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
@@ -1364,24 +1369,34 @@ def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> 
     most = min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r))
     if not 1 <= d_ckv <= most:
         raise UserError(f"--d_ckv {d_ckv}: with r = {r} the latent can have 1 to {most} dims")
+    return r, d_ckv
+
+
+def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, artifact: Artifact, i: int):
+    """Layer i's attention in the EliteKV form. Uptrained factors A, B come from the artifact, others from the
+    weights."""
+    r, d_ckv = elite_sizes(c, settings, artifact)
     same = (r, d_ckv, settings.lrd) == (int(artifact["r"]), int(artifact["d_ckv"]), "joint")
     uniform = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)  # [Hkv, D/2]
-    for i, layer in enumerate(model.layers):
-        order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
 
-        def factors(k: Tensor, v: Tensor, i: int = i) -> tuple[Tensor, Tensor]:
-            if not (same and f"{i}.A" in artifact):
-                return low_rank(k, v, d_ckv, settings.lrd)
-            a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
-            if a.shape[1] != d_ckv or b.shape != (d_ckv, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
-                raise UserError(f"the factors A and B of layer {i} do not fit r {r} and d_ckv {d_ckv}")
-            return a, b.unflatten(1, (c.n_kv_heads, -1))
+    def factors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not (same and f"{i}.A" in artifact):
+            return low_rank(k, v, d_ckv, settings.lrd)
+        a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
+        if a.shape[1] != d_ckv or b.shape != (d_ckv, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
+            raise UserError(f"the factors A and B of layer {i} do not fit r {r} and d_ckv {d_ckv}")
+        return a, b.unflatten(1, (c.n_kv_heads, -1))
 
-        layer.attention = elite_attention(layer.attention, c, order, r, factors)
+    order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
+    return elite_attention(attention, c, order, r, factors)
 
 
-def build_elitekv(model: Llama, settings: EliteSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    elite_convert(model, settings, artifact)
+def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> None:
+    """Gives every layer the EliteKV form of its attention."""
+    METHODS["elitekv"].fold_all(model, settings, artifact)
+
+
+def elite_caches(model: Llama, settings: EliteSettings, context: Context, artifact: Artifact) -> list[Cache]:
     return [EliteCache(context, layer.attention) for layer in model.layers]
 
 
@@ -1512,7 +1527,7 @@ def loki_basis(basis: str, artifact: Artifact) -> str:
     return ("pre", "post")[bool(artifact["better"])] if basis == "auto" else basis
 
 
-def build_loki(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
+def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
     if min(settings.sinks, settings.recent) < 0:
@@ -1893,7 +1908,7 @@ class LrqkCache(Cache):
         return (numbers * size + tables * 4) * c.n_kv_heads
 
 
-def build_lrqk(model: Llama, settings: LrqkSettings, context: Context, artifact: Artifact) -> list[Cache]:
+def lrqk_caches(model: Llama, settings: LrqkSettings, context: Context, artifact: Artifact) -> list[Cache]:
     most = model.config.head_dim
     if not 0 <= settings.rank <= most:
         raise UserError(f"--rank {settings.rank}: r must be 1 to {most}, the head dim (or 0)")
@@ -2639,13 +2654,14 @@ def fdc_rates(*values: Tensor) -> list[float]:
 
 
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
-    """The biases of the key and value projections, [Hkv, D] each; zeros where the model has none."""
+    """The biases of the key and value projections, [Hkv, D] each ([Hkv, 0] where V is folded); zeros where
+    the model has none."""
     linear = attention.wqkv
     bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-    return tuple(b.unflatten(0, (c.n_kv_heads, -1)) for b in bias.split(attention.widths)[1:3])
+    return tuple(b.view(c.n_kv_heads, len(b) // c.n_kv_heads) for b in bias.split(attention.widths)[1:3])
 
 
-def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> None:
+def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> Attention:
     """W_V R takes the place of W_V in wqkv, and R^T W_O that of W_O: the cache holds and returns x W_V R.
 
     bases R [D, d_v], one a KV head. V's bias moves into W_O's, since attention weights sum to one."""
@@ -2668,6 +2684,7 @@ def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> No
     attention.widths = [*attention.widths[:2], 0, width]
     for linear in (attention.wqkv, attention.wo):
         linear.out_features, linear.in_features = linear.weight.shape
+    return attention
 
 
 def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
@@ -2771,22 +2788,33 @@ def own_columns(ranks: list[int], G: int) -> Tensor:
     return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
-def cut(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
-    """The leading columns of each KV head's basis: [Hkv, D, D] and ranks [Hkv] -> [D, rank] each."""
+def leading_columns(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
+    """Of each KV head's basis: [Hkv, D, D] and ranks [Hkv] -> [D, rank] each."""
     return [basis[:, :rank].to(device) for basis, rank in zip(bases, ranks.tolist(), strict=True)]
 
 
-def build_fdc(model: Llama, settings: FdcSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    """One cache a layer; the values' bases are folded into the model's wqkv and wo."""
+def fdc_layer(
+    settings: FdcSettings, artifact: Artifact, i: int, kind: str, device: torch.device
+) -> list[Tensor]:
+    """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
     rate = float(artifact["rate"]) if settings.rate == -1 else settings.rate
     if not 0 <= rate < 1:
         raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
-    qk, v = (fdc_ranks(artifact[f"{kind}.values"], rate, settings.adaptive) for kind in ("qk", "v"))
-    caches = []
-    for i, layer in enumerate(model.layers):
-        fold_values(layer.attention, model.config, cut(artifact["v.basis"][i], v[i], context.device))
-        caches.append(FdcCache(context, cut(artifact["qk.basis"][i], qk[i], context.device), v[i].tolist()))
-    return caches
+    ranks = fdc_ranks(artifact[f"{kind}.values"], rate, settings.adaptive)  # of all layers, for their mean
+    return leading_columns(artifact[f"{kind}.basis"][i], ranks[i], device)
+
+
+def fold_fdc(attention: Attention, c: ModelConfig, settings: FdcSettings, artifact: Artifact, i: int):
+    """Layer i's attention with the values' bases in wqkv and wo."""
+    return fold_values(attention, c, fdc_layer(settings, artifact, i, "v", attention.wqkv.weight.device))
+
+
+def fdc_caches(model: Llama, settings: FdcSettings, context: Context, artifact: Artifact) -> list[Cache]:
+    def cache(i: int) -> Cache:
+        qk, v = (fdc_layer(settings, artifact, i, kind, context.device) for kind in ("qk", "v"))
+        return FdcCache(context, qk, [basis.shape[1] for basis in v])
+
+    return [cache(i) for i in range(len(model.layers))]
 
 
 def fdc_tensors(c: ModelConfig) -> Stored:
@@ -2863,19 +2891,30 @@ class PaluCache(Cache):
         return self.config.n_kv_heads * ranks * self.context.dtype.itemsize
 
 
-def build_palu(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    c = model.config
+def palu_basis(
+    c: ModelConfig, settings: PaluSettings, artifact: Artifact, i: int, kind: str, device
+) -> Tensor:
+    """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
     if not 0 < settings.keep <= 1:
-        raise UserError(
-            f"--keep {settings.keep}: the fraction of each head's dims to keep must lie in (0, 1]"
-        )
-    rank, caches = max(1, round(settings.keep * c.head_dim)), []
-    for i, layer in enumerate(model.layers):
-        bias, _ = kv_bias(layer.attention, c)
-        k, v = (artifact[f"{kind}.basis"][i, ..., :rank].to(context.device) for kind in "kv")
-        fold_values(layer.attention, c, list(v))
-        caches.append(PaluCache(context, k, rank, bias))
-    return caches
+        fault = "the fraction of each head's dims to keep must lie in (0, 1]"
+        raise UserError(f"--keep {settings.keep}: {fault}")
+    return artifact[f"{kind}.basis"][i, ..., : max(1, round(settings.keep * c.head_dim))].to(device)
+
+
+def fold_palu(attention: Attention, c: ModelConfig, settings: PaluSettings, artifact: Artifact, i: int):
+    """Layer i's attention with the values' bases in wqkv and wo."""
+    basis = palu_basis(c, settings, artifact, i, "v", attention.wqkv.weight.device)
+    return fold_values(attention, c, list(basis))
+
+
+def palu_caches(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
+    c = model.config
+
+    def cache(i: int, attention: Attention) -> Cache:
+        basis = palu_basis(c, settings, artifact, i, "k", context.device)
+        return PaluCache(context, basis, basis.shape[2], kv_bias(attention, c)[0])
+
+    return [cache(i, layer.attention) for i, layer in enumerate(model.layers)]
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts
@@ -2967,19 +3006,32 @@ def random_basis(*shape: int) -> Tensor:
 
 @dataclass
 class Method:
-    """A row of METHODS: its settings, how its caches are built, and for a method that `calibrate.py fit`
-    must fit first, the tensors of its artifact (and those of random_artifact that ones would not do for).
+    """A row of METHODS: its settings, its caches, and for one that `calibrate.py fit` must fit first, the
+    tensors of its artifact (and those of random_artifact that ones would not do for).
 
-    paper: the values of the settings under --variant paper, where the defaults (ours) are others. artifact:
-    the method whose artifact serves this one."""
+    caches(model, settings, context, artifact): one a layer. fold(attention, config, settings, artifact, i):
+    layer i's attention with what the method folds into its weights; it may run on the meta device. paper: the
+    values of the settings under --variant paper, where the defaults (ours) are others. artifact: the method
+    whose artifact serves this one."""
 
     settings: type
-    build: Callable[..., list[Cache]]
+    caches: Callable[..., list[Cache]]
     about: str
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], Artifact] | None = None
     paper: dict = field(default_factory=dict)
     artifact: str = ""
+    fold: Callable[..., Attention] | None = None
+
+    def fold_all(self, model: Llama, settings: object, artifact: Artifact) -> None:
+        """Folds what the method folds into every layer of a model."""
+        for i, layer in enumerate(model.layers if self.fold else ()):
+            layer.attention = self.fold(layer.attention, model.config, settings, artifact, i)
+
+    def build(self, model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
+        """The caches of all layers; it changes the model's weights where the method folds something."""
+        self.fold_all(model, settings, artifact)
+        return self.caches(model, settings, context, artifact)
 
     @property
     def fitted(self) -> bool:
@@ -2991,28 +3043,37 @@ METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context)), "the full cache"),
     "sals": Method(
         SalsSettings,
-        build_sals,
+        sals_caches,
         "sparse attention in a joint latent of the keys",
         sals_tensors,
         paper={"rank": 0.25, "latent_bits": 16, "metric": "key"}
         | {"score": "sum", "score_block": 0, "skip_as": "latent"},
+        fold=fold_sals,
     ),
     "elitekv": Method(
         EliteSettings,
-        build_elitekv,
+        elite_caches,
         "a few rotated pairs, a latent of the rest",
         elite_tensors,
         random_elitekv,
+        fold=fold_elitekv,
     ),
-    "loki": Method(LokiSettings, build_loki, "top-k attention, scored on principal components", loki_tensors),
+    "loki": Method(
+        LokiSettings, loki_caches, "top-k attention, scored on principal components", loki_tensors
+    ),
     "lrqk": Method(
         LrqkSettings,
-        build_lrqk,
+        lrqk_caches,
         "top-k attention by low-rank proxies; K and V in host memory",
         paper={"mode": "paper"},
     ),
     "fdc": Method(
-        FdcSettings, build_fdc, "compressed vectors, each head at its own rank", fdc_tensors, random_fdc
+        FdcSettings,
+        fdc_caches,
+        "compressed vectors, each head at its own rank",
+        fdc_tensors,
+        random_fdc,
+        fold=fold_fdc,
     ),
     "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
     "topk": Method(TopKSettings, each_layer(TopKCache), "exact top-k attention, the oracle of selections"),
@@ -3045,7 +3106,11 @@ METHODS = {
     ),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),
     "palu": Method(
-        PaluSettings, build_palu, "low-rank K and V, keys rebuilt before RoPE", lambda c: head_bases(c, "kv")
+        PaluSettings,
+        palu_caches,
+        "low-rank K and V, keys rebuilt before RoPE",
+        lambda c: head_bases(c, "kv"),
+        fold=fold_palu,
     ),
 }
 
