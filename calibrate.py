@@ -356,7 +356,7 @@ def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact:
     """Perplexity of tokens [N, S] in EliteKV form without uptraining, and the fraction of |W_k^n|^2 + |W_v|^2
     that A B keeps, a mean over layers; leaves the model as it was."""
     dense, kept = [layer.attention for layer in model.layers], []
-    compress.elite_convert(model, settings, artifact)
+    METHODS["elitekv"].fold_all(model, settings, artifact)
     for layer, before in zip(model.layers, dense, strict=True):
         _, k, v = before.wqkv.weight.float().split(before.widths)
         elite = layer.attention.wqkv.weight.float().split(layer.attention.widths)[1]
@@ -818,7 +818,7 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
     if model.config.qkv_bias or model.config.elitekv:
         raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
     artifact = load_artifact(args.source, "elitekv", model)
-    compress.elite_convert(model, settings_from("elitekv", candidate.options), artifact)
+    METHODS["elitekv"].fold_all(model, settings_from("elitekv", candidate.options), artifact)
     return model.requires_grad_(True), load_tokenizer(args.source)
 
 

@@ -819,9 +819,7 @@ class SalsSettings:
     score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
-    skip_as: str = setting(
-        "int8", "their form: int8, V in 4 bits or more (ours); latent; or dense", ("int8", "latent", "dense")
-    )
+    skip_as: str = setting("int8", "their form: int8 (ours), latent, or dense", ("int8", "latent", "dense"))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens for a cache of this capacity."""
@@ -1389,11 +1387,6 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
 
     order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
     return elite_attention(attention, c, order, r, factors)
-
-
-def elite_convert(model: Llama, settings: EliteSettings, artifact: Artifact) -> None:
-    """Gives every layer the EliteKV form of its attention."""
-    METHODS["elitekv"].fold_all(model, settings, artifact)
 
 
 def elite_caches(model: Llama, settings: EliteSettings, context: Context, artifact: Artifact) -> list[Cache]:
@@ -2471,6 +2464,13 @@ def kivi_stores(context: Context, bits: int, residual: int = 128) -> tuple:
     return keys, TokenValues(context, bits, keys.R)
 
 
+class KiviCache(DenseCache):
+    """K and V in these codes; every token is attended."""
+
+    def __init__(self, context: Context, settings: KiviSettings):
+        super().__init__(context, *kivi_stores(context, settings.bits, settings.residual))
+
+
 # --------------------------------------------------------------------------------------------------- ShadowKV
 
 
@@ -2524,10 +2524,8 @@ class ShadowKvCache(Cache):
         self.register_buffer("landmark", context.zeros(heads, self.chunks, d))
         outliers = self.outlier_tokens // self.chunk
         self.register_buffer("outlier", context.zeros(heads, outliers, dtype=torch.int32) - 1)
-        self.register_buffer("outlier_k", context.zeros(heads, self.outlier_tokens, d))
-        self.register_buffer("outlier_v", context.zeros(heads, self.outlier_tokens, d))
-        self.register_buffer("ring_k", context.zeros(heads, self.z, d))
-        self.register_buffer("ring_v", context.zeros(heads, self.z, d))
+        self.outliers = nn.ModuleList(TokenStore(context, heads, self.outlier_tokens, d) for _ in range(2))
+        self.rings = nn.ModuleList(Window(context, heads, d, 0, self.z) for _ in range(2))  # K, V
         self.host_v = host_rows(context, heads, context.capacity, d)  # not a buffer: host_bytes() counts it
 
     def local(self, pos: Tensor) -> Tensor:
@@ -2555,20 +2553,20 @@ class ShadowKvCache(Cache):
         index, n = self.tokens_of(ids)[None], n * self.chunk
         places = self.context.positions[:length]  # an index, not a slice: a kernel writes to host memory
         self.host_v[batch, :, places] = v.transpose(0, 1)
-        for x, outliers, ring in ((k, self.outlier_k, self.ring_k), (v, self.outlier_v, self.ring_v)):
-            outliers[batch, :, :n] = gather_rows(x.transpose(0, 1)[None], index)[0]
-            newest = places[-self.z :]
-            ring[batch, :, newest % self.z] = x[newest].transpose(0, 1)
+        for x, outliers, ring in zip((k, v), self.outliers, self.rings, strict=True):
+            outliers.rows[batch, :, :n] = gather_rows(x.transpose(0, 1)[None], index)[0]
+            ring.write((batch, slice(0, length)), x)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         batch = self.context.batch_ids
         self.latent[batch, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
         q, k = self.rope(q, pos), self.rope(k, pos)
-        self.ring_k[batch, :, pos % self.z], self.ring_v[batch, :, pos % self.z] = k, v
+        for ring, x in zip(self.rings, (k, v), strict=True):
+            ring.write((batch, pos), x)
         self.host_v[batch, :, pos] = v
         # The mean of the last chunk is written at every step and read when the chunk is whole.
         newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
-        mean = self.ring_k[batch[:, None], :, newest].float().mean(1)  # [B, Hkv, D]
+        mean = self.rings[0].rows[batch[:, None], :, newest].float().mean(1)  # [B, Hkv, D]
         self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
 
         index, live = self.select(pos, q)
@@ -2578,8 +2576,8 @@ class ShadowKvCache(Cache):
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring), -1)
         self.report_selected(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
-        k_all = torch.cat((self.outlier_k, k_chosen, self.ring_k), 2)
-        v_all = torch.cat((self.outlier_v, v_chosen, self.ring_v), 2)
+        parts = zip(self.outliers, (k_chosen, v_chosen), self.rings, strict=True)
+        k_all, v_all = (torch.cat((far.rows, chosen, near.rows), 2) for far, chosen, near in parts)
         return self.context.attend_rows(q, k_all, v_all, lives)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -2788,11 +2786,6 @@ def own_columns(ranks: list[int], G: int) -> Tensor:
     return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
-def leading_columns(bases: Tensor, ranks: Tensor, device: torch.device) -> list[Tensor]:
-    """Of each KV head's basis: [Hkv, D, D] and ranks [Hkv] -> [D, rank] each."""
-    return [basis[:, :rank].to(device) for basis, rank in zip(bases, ranks.tolist(), strict=True)]
-
-
 def fdc_layer(
     settings: FdcSettings, artifact: Artifact, i: int, kind: str, device: torch.device
 ) -> list[Tensor]:
@@ -2801,7 +2794,8 @@ def fdc_layer(
     if not 0 <= rate < 1:
         raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
     ranks = fdc_ranks(artifact[f"{kind}.values"], rate, settings.adaptive)  # of all layers, for their mean
-    return leading_columns(artifact[f"{kind}.basis"][i], ranks[i], device)
+    bases = zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True)
+    return [basis[:, :rank].to(device) for basis, rank in bases]
 
 
 def fold_fdc(attention: Attention, c: ModelConfig, settings: FdcSettings, artifact: Artifact, i: int):
@@ -3058,9 +3052,7 @@ METHODS = {
         random_elitekv,
         fold=fold_elitekv,
     ),
-    "loki": Method(
-        LokiSettings, loki_caches, "top-k attention, scored on principal components", loki_tensors
-    ),
+    "loki": Method(LokiSettings, loki_caches, "top-k, scored on principal components", loki_tensors),
     "lrqk": Method(
         LrqkSettings,
         lrqk_caches,
@@ -3077,9 +3069,7 @@ METHODS = {
     ),
     "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
     "topk": Method(TopKSettings, each_layer(TopKCache), "exact top-k attention, the oracle of selections"),
-    "h2o": Method(
-        H2oSettings, each_layer(H2oCache), "the heavy hitters and the last tokens, all others evicted"
-    ),
+    "h2o": Method(H2oSettings, each_layer(H2oCache), "heavy hitters and the last tokens; others are evicted"),
     "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache), "H2O with noise and a temperature"),
     "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
     "doublesparse": Method(
@@ -3095,15 +3085,7 @@ METHODS = {
         importance_tensors,
         artifact="doublesparse",
     ),
-    "kivi": Method(
-        KiviSettings,
-        each_layer(
-            lambda context, settings: DenseCache(
-                context, *kivi_stores(context, settings.bits, settings.residual)
-            )
-        ),
-        "keys quantised per channel, values per token",
-    ),
+    "kivi": Method(KiviSettings, each_layer(KiviCache), "keys quantised per channel, values per token"),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),
     "palu": Method(
         PaluSettings,

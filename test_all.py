@@ -673,7 +673,7 @@ def test_any_split_of_prompt_and_decode_leaves_the_same_cache(method, options):
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
     options, ids, last, whole = for_one_layer(method, options), random_ids(48), torch.tensor([47]), {}
     # What a prompt alone decides, or where a cache counts what has happened since.
-    of_the_prompt = "basis latent outlier outlier_k outlier_v held since head".split()
+    of_the_prompt = "basis latent outlier outliers.0.rows outliers.1.rows held since head".split()
     for first in (48, 1, 3, 7, 8, 9, 31, 32, 33, 47):
         engine = make_engine(tiny_model(n_layers=1).double(), method, 1, 64, **options)
         logits_through(engine, [ids[:first]], [ids[first:]])
@@ -1108,7 +1108,7 @@ def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
         c, artifact, x = model.config, artifact_of("elitekv", model), torch.randn(40, 48)
         dense, (cos, sin) = [layer.attention for layer in model.layers], rope_tables(c, 57, CPU)
         latent = min(48, c.n_kv_heads * (32 - 2 * r))
-        compress.elite_convert(model, compress.EliteSettings(r=r, d_ckv=latent), artifact)
+        METHODS["elitekv"].fold_all(model, compress.EliteSettings(r=r, d_ckv=latent), artifact)
         for layer, attention, order in zip(model.layers, dense, artifact["elite"], strict=True):
             elite = layer.attention
             got = elite(x, elite.causal(cos[:40], sin[:40]))
@@ -1242,8 +1242,8 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     assert float(lines[-1][1]) < float(lines[0][1]) - 0.3
     model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
     assert model.config.elitekv
-    compress.elite_convert(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
-    compress.elite_convert(start, compress.EliteSettings(3, 24), load_artifact(source, "elitekv", start))
+    METHODS["elitekv"].fold_all(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
+    METHODS["elitekv"].fold_all(start, compress.EliteSettings(3, 24), load_artifact(source, "elitekv", start))
     tokens = torch.randint(3, 4096, (1, 50))
     trained = training.call_args.args[0].eval()
     assert error(model(tokens), trained(tokens).detach()) < 5e-2  # bf16 weights
@@ -1582,7 +1582,8 @@ def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(cli):
     cache, _ = scene("shadowkv", 100, 120, 140, **SHADOW)
     assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.context).host_bytes() == 0
     names = {name for name, _ in cache.named_buffers()}
-    assert names == {"basis", "latent", "landmark", "outlier", "outlier_k", "outlier_v", "ring_k", "ring_v"}
+    pairs = {f"{name}.{i}.rows" for name in ("outliers", "rings") for i in range(2)}  # of K and V
+    assert names == {"basis", "latent", "landmark", "outlier", *pairs}
     assert not any(buffer is cache.host_v for buffer in cache.buffers())
     report = cli.json("generate --method shadowkv --prompt 30 --max_new_tokens 10")
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
