@@ -833,11 +833,12 @@ def sals_step(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, r_score: int, bits: int, budget: tuple, rope
 ) -> tuple[Tensor, Tensor, tuple]:
     """One decode step of SALS as published (Algorithm 1, whose lines number the steps), for one sequence.
+    The x first and z last tokens are exact here: the paper compresses the last ones by half.
 
     q [Hq, D], k, v [Hkv, D]: of the new token, before RoPE. stored, of the S - 1 tokens before it: latents
-    [S - 1, r]; values in codes and their scales (`quantize`); K and V [S - 1, Hkv, D] after RoPE, of which
+    [S - 1, r]; values in codes and their scales (`quantize`); K after RoPE and V [S - 1, Hkv, D], of which
     only the x first and z last are read. U [Hkv*D, r]; rope(x, positions) rotates x [n, H, D]. Gives the
-    output [Hq, D], the chosen tokens, and what is stored now."""
+    output [Hq, D], the tokens attended, and what is stored now."""
     latents, codes, scales, k_exact, v_exact = stored
     (x, y, z), (heads, D), S = budget, k.shape, len(latents) + 1
     # 2. Project the new token. The query of a group is the sum of its heads, which share its keys.
@@ -914,8 +915,8 @@ def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
 
 
 def block_queries(q: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
-    """q [B, Hq, D] after RoPE, rotated back to each of n blocks -> [B, n, Hq, D] (ours): without RoPE every
-    key is scored as if it stood at the query's place."""
+    """q [B, Hq, D] after RoPE, rotated back to each of n blocks -> [B, n, Hq, D] (ours). The paper's scores
+    have no RoPE: they place every key at the query's position."""
     cos, sin = rotations
     return apply_rope(q[:, None], cos, -sin)
 
@@ -966,6 +967,9 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     return attention
 
 
+# ---- the cache
+
+
 class SalsCache(Cache):
     """Joint latents of the pre-RoPE keys, values in codes, and a window of the x first and z last tokens.
 
@@ -976,7 +980,8 @@ class SalsCache(Cache):
     def __init__(self, context: Context, settings: SalsSettings, sparse: bool, maps: Sequence, blocks=()):
         super().__init__(context)
         c, self.settings, self.sparse = context.config, settings, sparse
-        self.budget, self.block, self.rotations = settings.budget(context.capacity), *(blocks or (0, ()))
+        self.budget = settings.budget(context.capacity)
+        self.block, self.rotations = blocks or (0, ())
         self.r, self.r_score = rank_of(settings.rank, c.kv_dim), sals_score_rank(settings, c)
         down, up = (m.to(context.device) for m in maps)
         self.up = up.to(context.dtype)  # weights, not cache
@@ -987,8 +992,7 @@ class SalsCache(Cache):
         shape = c.n_kv_heads, context.capacity, c.head_dim
         self.values = coded_store(context, shape, settings.bits, by_token=True)
         x, _, z = self.budget
-        self.exact_sinks = x if sparse else 0
-        exact = c.n_kv_heads, c.head_dim, self.exact_sinks, z
+        exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
         self.window = nn.ModuleList(Window(context, *exact, by_token=True) for _ in range(2))  # K, V
         # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
         # rotated lack. cos at position 0 equals the factor.
@@ -1006,18 +1010,24 @@ class SalsCache(Cache):
         self.write((batch, slice(0, len(q))), folded[0] if folded else raw.flatten(1) @ self.down, k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
-        """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
-        queries = block_queries(rotated, self.rotations) if self.block else q
+        """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made.
+
+        The latents are one head of rows, which serves the queries of all heads."""
         rule, up = self.settings.score, self.up[:, : self.r_score]
-        queries = folded[0][:, None] if folded else latent_queries(queries, up, self.config.n_kv_heads, rule)
-        how = {"rule": "each" if rule == "sum" else rule, "block": self.block, "scale": self.logit_scale}
+        if folded:
+            queries = folded[0][:, None]
+        else:
+            placed = block_queries(rotated, self.rotations) if self.block else q
+            queries = latent_queries(placed, up, self.config.n_kv_heads, rule)
+        rule = "each" if rule == "sum" else rule  # the logits of the one query are the scores
+        how = {"rule": rule, "block": self.block, "scale": self.logit_scale}
         return self.context.scores(queries, pos=pos, **self.latents.scored(pos), **how).flatten(1)
 
     def select(self, scores: Tensor, pos: Tensor) -> Tensor:
-        """The tokens to rebuild, [B, n]: the y best, and sinks that are not exact. -1: none."""
+        """The tokens to rebuild, the y best [B, y], -1 for none. The sinks, which come first, are exact."""
         index = self.context.select(scores, pos, self.budget)
         self.report_selected(pos, index.clamp(min=0), index >= 0, recent=self.budget[2])
-        return index[:, self.exact_sinks :].contiguous()
+        return index[:, self.budget[0] :].contiguous()
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index = self.rope(q, pos), None
@@ -1045,7 +1055,7 @@ class SalsCache(Cache):
         if not self.sparse:
             return (length - recent) * self.token_bytes() + recent * self.window_bytes()
         chosen = min(x + y, length - recent)
-        exact = min(self.exact_sinks, chosen)
+        exact = min(x, chosen)
         unread = (self.r - self.r_score) * self.latents.rows.element_size()  # of each token's latent
         scored = length * (self.latents.token_bytes - unread)
         return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
@@ -1183,6 +1193,9 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
     return torch.cat((elite, elite + half, rest, rest + half), 1)
 
 
+# ---- factors and the EliteKV form of a layer
+
+
 def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> tuple[Tensor, Tensor]:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
@@ -1293,6 +1306,9 @@ def dense_attention(elite: EliteAttention) -> Attention:
     return attention
 
 
+# ---- the cache
+
+
 class EliteCache(Cache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
@@ -1394,7 +1410,7 @@ def elite_caches(model: Llama, settings: EliteSettings, context: Context, artifa
 
 
 def elite_artifact(model: Llama) -> Artifact:
-    """What elite_convert needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
+    """What fold_elitekv needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
     attentions = [layer.attention for layer in model.layers]
     _, _, d_ckv = attentions[0].widths
     order = torch.stack([attention.order for attention in attentions])
@@ -1608,7 +1624,7 @@ def lrqk_step(
 
     q [G, D], k, v [D]: of the new token, after RoPE. stored, of the S - 1 tokens before it: A_K [S - 1, r], K
     and V [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, the tokens that the last step attended, which are
-    on the GPU. n: tokens to select (the paper's k). Gives the output, Omega, and what is stored now."""
+    on the GPU. n: tokens to select (the paper's k). Gives the output, Omega, what is stored, the bases."""
     # 1-7. The new token's proxies q^ and k^, and a step of the bases towards it.
     a_k, keys, values = stored
     q_hat, k_hat, *bases = lrqk_refit(q, k[None], *bases, a_k[near], keys[near])
@@ -1712,7 +1728,8 @@ def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor
 def take_slots(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gives each selected token a hot slot: hits keep theirs, misses take the least recently used (ours).
+    """Gives each selected token a hot slot: hits keep theirs, misses take the others (ours), with C > k those
+    unused for the longest time.
 
     index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot. The
     tables: slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1:
@@ -1727,7 +1744,7 @@ def take_slots(
     place = torch.where(hit, slot, others)  # distinct: k entries, C >= k slots
     # 3. The tables forget what is evicted, and learn what comes.
     miss, before = live & ~hit, pos_of.gather(-1, place)
-    slot_of.scatter_(-1, torch.where(miss & (before >= 0), before, index), -1)  # else its own, set next
+    slot_of.scatter_(-1, torch.where(miss & (before >= 0), before, index), -1)  # its own is set next
     slot_of.scatter_(-1, index, torch.where(live, place, -1).int())
     pos_of.scatter_(-1, place, torch.where(live, index, before).int())
     stamp.scatter_(-1, place, torch.where(live, step, stamp.gather(-1, place)))
@@ -1762,6 +1779,9 @@ def host_rows(context: Context, *shape: int) -> Tensor:
     interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
     view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
     return torch.as_tensor(view, device=context.device).view(context.dtype).view(pinned.shape)
+
+
+# ---- the cache
 
 
 class LrqkCache(Cache):
@@ -2628,6 +2648,22 @@ class FdcSettings:
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
 
+def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
+    """One decode step of FDC as published (sec. 5.1), for one KV head. Prefill attends the same vectors.
+
+    q [G, D], k [D]: of the new token, after RoPE. v [d_v]: x W_V R_V, since the values' basis is folded into
+    the weights, as is R_V^T into W_O. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading
+    columns of the head's rotation. Gives the output [G, d_v] and what is stored now."""
+    # 1. Compress the query and the key after RoPE; append.
+    q, k = q @ R, k @ R
+    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    # 2. Attend the compressed vectors, at the scale of the full head dim.
+    return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
+
+
+# ---- ranks and folded values
+
+
 def fdc_tails(values: Tensor) -> Tensor:
     """Fraction of the singular values that is lost when the first m columns stay, m = 1 .. D.
 
@@ -2639,7 +2675,8 @@ def fdc_tails(values: Tensor) -> Tensor:
 def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
     """Columns that each head keeps (Eq. 1): the least m that loses at most `rate`, rounded up to 16.
 
-    values [L, Hkv, D] -> ranks [L, Hkv]. The columns that rounding adds are real ones, not zeros."""
+    values [L, Hkv, D] -> ranks [L, Hkv]. The columns that rounding adds are real ones, not zeros. Not
+    adaptive: the mean of all ranks, which may be no multiple of 16."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
     ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
     return ranks if adaptive else ranks.double().mean().long().expand(ranks.shape)
@@ -2685,17 +2722,7 @@ def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> At
     return attention
 
 
-def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
-    """One decode step of FDC as published (sec. 5.1), for one KV head. Prefill attends the same vectors.
-
-    q [G, D], k [D]: of the new token, after RoPE. v [d_v]: x W_V R_V, since the values' basis is folded into
-    the weights, as is R_V^T into W_O. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading
-    columns of the head's rotation. Gives the output [G, d_v] and what is stored now."""
-    # 1. Compress the query and the key after RoPE; append.
-    q, k = q @ R, k @ R
-    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
-    # 2. Attend the compressed vectors, at the scale of the full head dim.
-    return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
+# ---- the cache
 
 
 class RaggedStore(nn.Module):

@@ -11,7 +11,7 @@
     FDC                                        attend_ragged
 
     operation                   kernel                                  its truth, in compress.py
-    scores                      _scores_kernel, _reduce_scores_kernel   sals_scores, group_scores
+    scores                      _scores_kernel, _reduce_scores_kernel   token_logits, group_scores
     select                      _survivors_kernel, _select_kernel       select
     attend, attend_logits,      _attend_kernel, _merge_kernel; a kind   attend, over what the stores read
     attend_latent,              of keys is two functions (KEYS)
@@ -187,7 +187,7 @@ def _split_rows(x):
     return _nearest(x).to(tl.int8), _nearest(rest * 254).to(tl.int8), largest / (127 * 254)
 
 
-def softmax_config(HP: int, r_score: int, itemsize: int) -> tuple:
+def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs). HP: queries of a head, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
         RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
@@ -390,7 +390,7 @@ def scores(
 
     Under rule softmax a program stores 2^15 exp(logit - running maximum) in fp16 (2 bytes a query and token),
     before a query's maximum and sum are known. A second kernel multiplies it by
-    exp(running maximum - maximum) / sum. Truth: compress.sals_scores and group_scores."""
+    exp(running maximum - maximum) / sum. Truth: compress.token_logits and group_scores."""
     *_, H, N, r_score = queries.shape
     (B, _, S, r), blocks = rows.shape, tuple(queries.shape[1:-3])
     fits = len(queries) == B and r_score <= r
@@ -407,7 +407,7 @@ def scores(
     if rule == "largest" and N == 1:
         rule = "each"  # it ranks tokens alike
     NP, soft = power2(N, 8), rule == "softmax"
-    T, RB, warps, stages, programs = softmax_config(NP, r_score, tile_itemsize(queries.dtype, rows))
+    T, RB, warps, stages, programs = scores_config(NP, r_score, tile_itemsize(queries.dtype, rows))
     if block:
         T = min(T, block & -block)  # a power of two that divides it
     tiles = cdiv(S, T)

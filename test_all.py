@@ -19,6 +19,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -3252,7 +3253,7 @@ def test_kernel_scores(dtype, rule, int8, sizes):
 @pytest.mark.parametrize("rule, int8, block", pairwise(RULES, [False, True], [0, 48]))
 @poisoned
 def test_kernel_scores_of_several_tiles_a_program(monkeypatch, rule, int8, block):
-    monkeypatch.setattr(kernels, "softmax_config", lambda *_: (16, 32, 4, 2, 6))
+    monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, 6))
     check_scores(torch.float16, rule, int8, 3, 300, 1, 4, 40, 32, block)
 
 
@@ -5296,6 +5297,25 @@ def test_the_readmes_own_method_runs(cli):
         report = cli.json(run)
     assert report["settings"]["keep"] == 24 and len(report["token_ids"][0]) == 4
     assert "keynorm" not in METHODS
+
+
+def test_the_readmes_line_ranges_and_the_names_of_the_docs_are_true():
+    """A range begins where a function, a class or a chapter does; a name in code style is in the code."""
+    readme, methods = (ROOT / "README.md").read_text(), (ROOT / "docs" / "methods.md").read_text()
+    sources = {
+        name: (ROOT / name).read_text() for name in ("model.py", "compress.py", "kernels.py", "calibrate.py")
+    }
+    file, ranges = "", 0
+    for name, first, last in re.findall(r"`(\w+\.py)`|\bL(\d+)-(\d+)", readme):
+        file = name or file
+        if first:
+            lines, ranges = sources[file].splitlines(), ranges + 1
+            assert lines[int(first) - 1].startswith(("def ", "class ", "@", "# --")), (file, first)
+            assert int(first) < int(last) <= len(lines), (file, last)
+    assert ranges > 10
+    code = "".join(sources.values()) + (ROOT / "generate.py").read_text()
+    for name in re.findall(r"`([a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods):
+        assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
 
 
 def test_the_docs_key_format_passes_its_own_test_on_the_kernel(tmp_path):
