@@ -2058,6 +2058,29 @@ class KeyformerSettings(H2oSettings):
     noise_seed: int = setting(0, "seed of the noise")
 
 
+def h2o_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int
+) -> tuple[Tensor, Tensor, tuple]:
+    """One decode step of H2O as published (Algorithm 1), for one KV head.
+
+    q [G, D], k, v [D]: of the new token, after RoPE. stored, of n <= slots tokens: K and V [n, D], positions
+    [n] in order, and the attention that each has got [n]. Gives the output [G, D], the positions, and what
+    is stored now."""
+    keys, values, positions, attention = stored
+    # 1. Where all slots are taken, forget the token with the least attention that is not recent.
+    now = int(positions[-1]) + 1
+    kept = torch.ones(len(keys), dtype=torch.bool)
+    if len(keys) == slots:
+        kept[attention.masked_fill(positions > now - recent, torch.inf).argmin()] = False
+    new = k, v, torch.tensor(now), torch.tensor(0.0)
+    keys, values, positions, attention = (
+        torch.cat((x[kept], each[None].to(x.dtype))) for x, each in zip(stored, new, strict=True)
+    )
+    # 2. Attend what is left, and add what each token gets.
+    weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
+    return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
+
+
 class H2oCache(DenseCache):
     """C = heavy + recent slots a KV head, each with the attention that its token has got so far. A new token
     takes an empty slot, or that of the token with the least attention that is not recent."""
@@ -2158,6 +2181,28 @@ class QuestSettings:
             raise UserError("--page must be at least 1")
         count, page = kept_tokens(self.keep, capacity), min(self.page, capacity)
         return (count if count == capacity else min(max(3, count // page) * page, capacity),)
+
+
+def quest_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int
+) -> tuple[Tensor, Tensor, tuple]:
+    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose together.
+
+    q [G, D], k, v [D]: of the new token, after RoPE. stored: K and V [S - 1, D]. Gives the output [G, D],
+    the tokens of the n pages, and what is stored now."""
+    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    # 1. The least and the largest key of each page bound a query's logits there.
+    low, high = (
+        torch.stack(each) for each in zip(*(p.aminmax(dim=0) for p in keys.split(page)), strict=True)
+    )
+    bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * len(k) ** -0.5  # [G, pages]
+    # 2. The best pages, and the last.
+    last = len(low) - 1
+    best = bound.log_softmax(-1).amax(0)[:last].topk(min(n - 1, last)).indices
+    tokens = (torch.cat((best, torch.tensor([last])))[:, None] * page + torch.arange(page)).flatten()
+    tokens = tokens[tokens < len(keys)]
+    # 3. Attend their tokens.
+    return (q @ keys[tokens].mT * len(k) ** -0.5).softmax(-1) @ values[tokens], tokens, stored
 
 
 def page_queries(q: Tensor) -> Tensor:
@@ -2349,6 +2394,24 @@ class KiviSettings:
     residual: int = setting(128, "R: last values that stay exact, and keys of a block")
 
 
+def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int) -> tuple[Tensor, tuple]:
+    """One decode step of KIVI as published (sec. 3.2), for one KV head.
+
+    q [G, D], k, v [D]: of the new token, after RoPE. stored: K and V [S - 1, D], of which each step makes
+    codes here. Gives the output [G, D] and what is stored now."""
+    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    # 1. Keys in codes per channel, 32 tokens a group; those of an unfinished block of R are exact.
+    full, group = len(keys) // R * R, min(32, len(k))
+    coded = dequantize(*quantize(keys[:full], bits, 32, -2), bits, 32, keys.dtype, -2)
+    keys = torch.cat((coded, keys[full:]))
+    # 2. Values in codes per token, 32 channels a group; the last R are exact.
+    old = max(0, len(values) - R)
+    coded = dequantize(*quantize(values[:old], bits, group), bits, group, values.dtype)
+    # 3. Attend every token.
+    weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
+    return weights @ torch.cat((coded, values[old:])), stored
+
+
 class RingStore(nn.Module):
     """A store in codes whose last R tokens lie in a ring, as they are attended. The base of KIVI's two.
 
@@ -2526,6 +2589,46 @@ class ShadowKvSettings:
                 f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
             )
         return outliers, selected * chunk, recent
+
+
+def shadowkv_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stored: tuple,
+    U: Tensor,
+    outliers: Tensor,
+    chunk: int,
+    n: int,
+    recent: int,
+    rope,
+) -> tuple[Tensor, list[Tensor], tuple]:
+    """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
+
+    q [Hq, D], k, v [Hkv, D]: of the new token, before RoPE. stored: latents [S - 1, r], K after RoPE (for
+    landmarks, outliers and recent tokens only) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's SVD.
+    outliers [Hkv, .]: chunks that are kept exactly. Gives the output [Hq, D], each KV head's tokens, and what
+    is stored now."""
+    S, (heads, D), outputs, chosen = len(stored[0]) + 1, k.shape, [], []
+    new = k.flatten() @ U, rope(k[None], torch.tensor([S - 1]))[0], v
+    latents, keys, values = stored = tuple(torch.cat((x, y[None])) for x, y in zip(stored, new, strict=True))
+    q, near = rope(q[None], torch.tensor([S - 1]))[0].unflatten(0, (heads, -1)), max(0, S - recent) // chunk
+    for h in range(heads):
+        # 1. The n best of the older chunks, by the largest weight that a query gives their mean key.
+        landmarks = keys[: S // chunk * chunk, h].unflatten(0, (-1, chunk)).mean(1)
+        scores = (q[h] @ landmarks.mT * D**-0.5).log_softmax(-1).amax(0)[:near]
+        scores[outliers[h][outliers[h] < near]] = -torch.inf
+        best = scores.topk(min(n, int(scores.isfinite().sum()))).indices
+        # 2. Rebuild their keys; outliers and recent tokens are exact.
+        rebuilt, far = ((c[:, None] * chunk + torch.arange(chunk)).flatten() for c in (best, outliers[h]))
+        exact = torch.cat((far, torch.arange(near * chunk, S)))
+        k_best = rope((latents[rebuilt] @ U.unflatten(0, (heads, D))[h].mT)[:, None], rebuilt)[:, 0]
+        # 3. Attend. The values of what is rebuilt come from host memory.
+        tokens = torch.cat((rebuilt, exact))
+        weights = (q[h] @ torch.cat((k_best, keys[exact, h])).mT * D**-0.5).softmax(-1)
+        outputs.append(weights @ values[tokens, h])
+        chosen.append(tokens)
+    return torch.cat(outputs), chosen, stored
 
 
 class ShadowKvCache(Cache):

@@ -160,13 +160,7 @@ class Engine:
     any prompt is read; the graph is right for every length, because lengths are read on the device."""
 
     def __init__(
-        self,
-        model: Llama,
-        caches: list[Cache],
-        context: Context,
-        sampling: Sampling,
-        compiled: bool = False,
-        graphed: bool = False,
+        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False
     ):
         self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
         self.tokens = torch.zeros(context.batch_size, dtype=torch.int64, device=context.device)
@@ -679,7 +673,7 @@ def print_report(r: dict) -> None:
     host = f"\nhost memory  {human(r['cache_bytes_host'])}{missed}" if r["cache_bytes_host"] else ""
     print(
         f"""
-{r["method"]} on {r["model"]}, {r["dtype"]}, {r["device"]}
+{r["method"]}{", as in the paper," * (r["variant"] == "paper")} on {r["model"]}, {r["dtype"]}, {r["device"]}
 tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {rows} row(s)
 time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s
 decode       {r["decode_tokens_per_s"]} tokens/s{share}

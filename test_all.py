@@ -578,6 +578,50 @@ def pure_loki(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, lambda h: (k[:n, h] @ cache.basis[h], v[:n, h]), step)
 
 
+def pure_kivi(cache, entry, n, q, k, v):
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+
+    def step(i, q, k, v, stored):
+        out, stored = compress.kivi_step(q, k, v, stored, cache.keys.bits, cache.keys.R)
+        return out, None, stored
+
+    return by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
+
+
+def pure_quest(cache, entry, n, q, k, v):
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+
+    def step(i, q, k, v, stored):
+        return compress.quest_step(q, k, v, stored, cache.page, cache.count // cache.page)
+
+    return by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
+
+
+def pure_h2o(cache, entry, n, q, k, v):
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+
+    def start(h):  # what the prompt left in the slots, in the order of its positions
+        taken = cache.position[entry, h] >= 0
+        order = cache.position[entry, h][taken].argsort()
+        slots = cache.keys.rows, cache.values.rows, cache.position, cache.attention
+        return tuple(x[entry, h][taken][order] for x in slots)
+
+    def step(i, q, k, v, stored):
+        return compress.h2o_step(q, k, v, stored, cache.tokens, cache.recent)
+
+    return by_head(cache, q, k, v, n, start, step)
+
+
+def pure_shadowkv(cache, entry, n, q, k, v):
+    stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[entry], cache.rope(k, slice(0, len(k))), v))
+    outliers = [chunks[chunks >= 0] for chunks in cache.outlier[entry]]
+    how = cache.chunk, cache.selected // cache.chunk, cache.settings.recent, cache.rope
+    for i in range(n, len(q)):
+        given = q[i], k[i], v[i], stored, cache.basis[entry], outliers
+        out, chosen, stored = compress.shadowkv_step(*given, *how)
+        yield out.flatten(), chosen
+
+
 def pure_fdc(cache, entry, n, q, k, v, latent):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     bases = [basis[:, :rank] for basis, rank in zip(cache.basis, cache.k_ranks, strict=True)]
@@ -619,6 +663,10 @@ PURE = {  # method -> options beside the paper's, its steps, what a token has be
     "sals, ours": ({"sinks": 3, "critical": 12, "recent": 6, "score_block": 16}, pure_sals_ours, None),
     "lrqk": ({"rank": 6, "k": 12, "recent": 6}, pure_lrqk, None),
     "loki": ({"k": 0.4, "d": 0.5}, pure_loki, None),
+    "kivi": ({"bits": 4, "residual": 32}, pure_kivi, None),
+    "quest": ({"keep": 20, "page": 4}, pure_quest, None),
+    "h2o": ({"keep": 20}, pure_h2o, None),
+    "shadowkv": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
     "fdc": (
         {"rate": 0.4},
         pure_fdc,
