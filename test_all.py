@@ -867,6 +867,7 @@ def test_keep_is_the_share_of_tokens_attended():
         assert settings.budget(4096) == (16, 432, 64)
     assert sum(SalsSettings(keep=0.25).budget(8192)) == 2048
     assert compress.skipped_layers(SalsSettings(), 32) == {0, 1, 31}
+    assert compress.left_to_select(24, 24, 80, 16, 8) == 0  # sinks and recent tokens alone
     with pytest.raises(UserError, match="fewer than"):
         SalsSettings(keep=0.01).budget(1000)
 
