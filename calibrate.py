@@ -275,16 +275,18 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of the covariance of its keys k before RoPE (SALS sec. 4.2), and
-    of S k (ours). An error e of a key changes a logit by q^T R e, where R rotates each pair p. Over all
-    angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2, U of S k keeps logits best."""
-    c, second = model.config, moments["pre"].second
+    of S (k - mean) (ours). An error e of a key changes a logit by q^T R e, where R rotates each pair p. Over
+    all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2, U of S k keeps logits best.
+    The mean key is stored beside U."""
+    c, second, mean = model.config, moments["pre"].second, moments["pre"].mean
     scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
     r = max(1, round(max_rank * c.kv_dim))
-    tensors, energy = {"scale": scale.float()}, []
-    for metric, s in (("query", scale), ("key", torch.ones_like(scale))):
-        values, vectors = eigen(s[:, :, None] * second * s[:, None])
+    centred = second - mean[:, :, None] * mean[:, None]
+    tensors, energy = {"scale": scale.float(), "mean": mean.float()}, []
+    for metric, covariance in (("query", scale[:, :, None] * centred * scale[:, None]), ("key", second)):
+        values, vectors = eigen(covariance)
         tensors[f"{metric}_eigenvalues"] = values.float()
         for i in range(c.n_layers):
             tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float()

@@ -107,8 +107,9 @@ class Context:
         return self.rope(x[..., None, :], positions)[..., 0, :]
 
     def scores(
-        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, scale=None
-    ) -> Tensor:
+        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, scale=None,
+        offset=None, run: int = 1
+    ) -> Tensor:  # fmt: skip
         """Scores the tokens up to pos by the leading d numbers of what is stored of each.
 
         q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. rows [B, H, S, >= d]: a
@@ -116,14 +117,20 @@ class Context:
             each     every query's logit -> [B, H, N, S]
             softmax  the sum over a head's queries of their attention weights -> [B, H, S]
             largest  the largest of these weights, as a logarithm -> [B, H, S]
-        fp32, -inf beyond pos. scale: of the logits, 1/sqrt(D) if not given."""
+        fp32, -inf beyond pos. scale: of the logits, 1/sqrt(D) if not given. offset [B, n, Hq]: what is
+        added to q . row in each of n runs of `run` tokens."""
         q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
         scale = self.config.head_dim**-0.5 if scale is None else scale
         if self.kernels and block % 16 == 0:
-            scores = self.kernels.scores(q.contiguous(), rows, row_scale, pos.int(), scale, rule, block)
+            stored = rows, row_scale, pos.int()
+            scores = self.kernels.scores(q.contiguous(), *stored, scale, rule, block, offset, run)
             return scores.unflatten(1, q.shape[-3:-1]) if rule == "each" else scores
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
-        logits = token_logits(q, rows, row_scale, block) * scale  # [B, H, N, S]
+        logits = token_logits(q, rows, row_scale, block)  # [B, H, N, S]
+        if offset is not None:
+            each = offset.mT.repeat_interleave(run, -1)[..., : rows.shape[2]]  # [B, Hq, S]
+            logits = logits + each.unflatten(1, logits.shape[1:3])
+        logits = logits * scale
         if rule == "largest":
             return group_scores(logits, live)
         logits = logits.masked_fill(~live[:, None, None], -torch.inf)
@@ -542,6 +549,28 @@ class Int8Store(TokenStore):
         return matmul_codes(weights * self.view(self.scale)[:, :, None], self.view(self.rows))
 
 
+class MixedStore(Int8Store):
+    """Int8 codes of the r* leading numbers of a row, 4-bit codes of the others, and one scale (SALS)."""
+
+    def __init__(self, context: Context, heads: int, tokens: int, width: int, lead: int):
+        self.lead = lead
+        super().__init__(context, heads, tokens, width)
+
+    def layout(self) -> dict[str, tuple]:
+        packed = ((self.width - self.lead) // 2,), torch.uint8
+        return {"rows": ((self.lead,), torch.int8), "rest": packed, "scale": ((), torch.float32)}
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return quantize_mixed(x, self.lead)
+
+    def decode(self, rows: Tensor, rest: Tensor, scale: Tensor) -> Tensor:
+        return super().decode(torch.cat((rows, unpack(rest, 4).to(torch.int8) * 8 - 60), -1), scale)
+
+    def kernel_form(self) -> list[Tensor]:
+        rows, rest, scale = super().kernel_form()
+        return [rows, scale, rest]
+
+
 class CodedStore(TokenStore):
     """Codes of 2, 4 or 8 bits with a minimum and a scale for 32 channels, or a narrow row (`quantize`)."""
 
@@ -566,6 +595,28 @@ class CodedStore(TokenStore):
         return mix_codes(weights, self.view(self.rows), self.view(self.scale), self.bits)
 
 
+class ScaledStore(CodedStore):
+    """Codes of 2, 4 or 8 bits with one scale for a head's row, which is evenly spread (`quantize_spread`)."""
+
+    def layout(self) -> dict[str, tuple]:
+        return super().layout() | {"scale": ((), torch.float16)}
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_spread(x, self.bits)
+
+    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return ((2.0 * unpack(rows, self.bits) - self.top) * scale[..., None]).to(self.context.dtype)
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        scale = self.view(self.scale).float()
+        low_scale = torch.stack((-self.top * scale, 2 * scale), -1)[..., None, :]
+        return mix_codes(weights, self.view(self.rows), low_scale, self.bits)
+
+    @property
+    def top(self) -> int:
+        return 2**self.bits - 1
+
+
 def coded_store(context: Context, shape: tuple[int, int, int], bits: int, by_token=False) -> TokenStore:
     """A store of shape (heads, tokens, width) with so many bits a number; 16: as they are."""
     if bits == 16:
@@ -588,7 +639,8 @@ class RebuiltKeys(nn.Module):
         if kernels:  # what they take: RoPE's pairs side by side
             n, coded = len(basis), latents.kind == "int8"
             codes, scale = quantize_basis(basis) if coded else (self.basis, None)
-            given = codes.flatten(0, 1), scale, None if bias is None else bias.float()
+            bias = bias if bias is None else bias.float()[..., None] / (scale if coded else 1)
+            given = codes.flatten(0, 1), scale, bias
             flat = (x if x is None else x.reshape(n * basis.shape[1], -1) for x in given)
             self.paired = [x if x is None else kernels.interleave_rope(x, n) for x in flat]
 
@@ -602,8 +654,9 @@ class RebuiltKeys(nn.Module):
 
     def kernel_form(self) -> list[Tensor | None]:
         heads = len(self.basis)
-        rows, scale = (*(x.expand(-1, heads, *x.shape[2:]) for x in self.latents.kernel_form()), None)[:2]
-        return [rows, scale, *self.paired, self.context.rope_pairs]
+        stored = [x.expand(-1, heads, *x.shape[2:]) for x in self.latents.kernel_form()]
+        rows, scale, rest = (*stored, None, None)[:3]
+        return [rows, scale, rest, *self.paired, self.context.rope_pairs]
 
 
 # ------------------------------------------------------------------------------------- the base of all caches
@@ -769,9 +822,8 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     """Asymmetric codes of groups along `dim`: of channels within each token, as KIVI's values, or with dim -2
     of tokens within each channel, as its keys (arXiv 2402.02750).
 
-    x [..., S, D] -> codes [..., S, D * bits / 8] uint8, and (minimum, scale) of each group in fp16,
-    [..., S, D / group, 2] or [..., S / group, D, 2]. Byte j holds channels j, j + n, j + 2n, ...
-    (n = D * bits / 8) from its lowest bits up: unpacking gives contiguous runs of channels."""
+    x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and (minimum, scale) of each group in fp16,
+    [..., S, D / group, 2] or [..., S / group, D, 2]."""
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
     # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
@@ -779,19 +831,59 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     scale = as_fp16((high - low.float()) / (2**bits - 1))
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
     codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
-    planes = codes.flatten(dim - 1, dim).to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
-    packed = sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
-    return packed, torch.stack((low, scale), dim=-1).squeeze(dim - 1)
+    return pack(codes.flatten(dim - 1, dim), bits), torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
 def dequantize(
     codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype: torch.dtype, dim: int = -1
 ) -> Tensor:
     """The inverse: codes [..., S, D * bits / 8] and the groups' (minimum, scale) -> x [..., S, D]."""
-    planes = [(codes >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)]
-    grouped = torch.cat(planes, dim=-1).float().unflatten(dim, (-1, group))
+    grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
     low, scale = (part.unsqueeze(dim) for part in low_scale.float().unbind(-1))
     return (grouped * scale + low).flatten(dim - 1, dim).to(dtype)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
+    its lowest bits up, so that unpacking gives contiguous runs of channels."""
+    planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
+    return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse."""
+    return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
+
+
+# The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
+# error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
+LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+
+
+def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes of rows whose numbers are spread like normal ones, with one scale a row (ours; as in RaBitQ):
+    x = (2 code - top) scale, top = 2**bits - 1.
+
+    x [..., D] -> codes [..., D * bits / 8] uint8 (`pack`) and scales [...] fp16. The scale is such that
+    x . decoded = x . x: decoded rows are not too short on the mean, as by least squares they would be."""
+    x, top = x.float(), 2**bits - 1
+    step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
+    codes = ((x / step + top) / 2).round().clamp(0, top)
+    scale = x.square().sum(-1) / (x * (2 * codes - top)).sum(-1).clamp(min=1e-8)
+    return pack(codes, bits), as_fp16(scale)
+
+
+def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of rows x [..., D] with one scale a row: int8 of the leading numbers, and of the others the odd
+    multiples of 4 up to 60 in 4 bits (ours): all are int8 numbers again once they are unpacked.
+
+    -> int8 [..., lead], uint8 [..., (D - lead) / 2] (`pack`), scales [...] fp32."""
+    leading, rest = x.float().split((lead, x.shape[-1] - lead), -1)
+    spread = rest.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
+    scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
+    step = torch.where(scale == 0, 1, scale)[..., None]
+    codes = ((rest / step + 60) / 8).round().clamp(0, 15)
+    return (leading / step).round().to(torch.int8), pack(codes, 4), scale
 
 
 def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
@@ -807,19 +899,20 @@ def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Ten
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.5, "d_r: rank of the latent, a fraction of Hkv*D (paper: 1/4, 1/8)", sets="bytes")
-    score_rank: float = setting(0.5, "r*/r: fraction of the latent's leading dims that scoring reads")
-    latent_bits: int = setting(8, "bits of a latent's number: 8 (ours), or 16, the model's dtype", (8, 16))
-    bits: int = setting(4, "bits of a value code; 2 goes with half the default rank", (2, 4, 8, 16))
-    sinks: int = setting(16, "x: first tokens that are always attended")
-    critical: int = setting(432, "y: tokens selected by score, at each step and layer")
+    rank: float = setting(0.0, "d_r: rank of the latent, a fraction of Hkv*D; 0: half, <= 1024", sets="bytes")
+    score_rank: float = setting(0.25, "r*/r: fraction of the latent's leading dims that scoring reads")
+    latent_bits: int = setting(4, "of a latent; 4: r* dims in int8, the others in 4 (ours)", (4, 8, 16))
+    bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
+    value_code: str = setting("spread", "turned, one scale a head; or grouped (paper)", ("spread", "grouped"))
+    sinks: int = setting(4, "x: first tokens that are always attended")
+    critical: int = setting(444, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
     keep: float = setting(0.0, "sets y so that x + y + z is this fraction of the capacity", sets="tokens")
     score: str = setting("softmax", "sum of the heads' softmax, or of logits (paper)", ("softmax", "sum"))
     score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
-    skip_as: str = setting("int8", "their form: int8 (ours), latent, or dense", ("int8", "latent", "dense"))
+    skip_as: str = setting("latent", "their form: latent, int8, or dense", ("latent", "int8", "dense"))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens for a cache of this capacity."""
@@ -880,14 +973,37 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tens
 
 
 @functools.lru_cache
-def mix_rotation(r_score: int, r: int) -> Tensor:
-    """A fixed random rotation [r, r] of the leading r* dims among themselves and of the others (ours).
+def mix_rotation(*sizes: int) -> Tensor:
+    """A fixed random rotation of consecutive parts of so many dims, each part by itself (ours).
 
-    It changes no logit and no score, and spreads each part's energy evenly over its dims: one int8 scale then
-    serves a whole latent (Palu, arXiv 2407.21118, rotates its latents likewise)."""
+    It changes no logit and no score, and spreads each part's energy evenly over its dims: one scale then
+    serves all of them (Palu, arXiv 2407.21118, rotates its latents likewise)."""
     seeded = torch.Generator().manual_seed(0)
-    parts = (torch.randn(n, n, generator=seeded) for n in (r_score, r - r_score))
+    parts = (torch.randn(n, n, generator=seeded) for n in sizes)
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
+
+
+def turn_values(attention: Attention, c: ModelConfig) -> None:
+    """Rotates V of every head by one fixed random rotation R: W_V becomes R^T W_V, W_O becomes W_O R (ours).
+
+    Outputs stay the same. The energy of a head's values lies evenly on its dims: see quantize_spread."""
+    linear, wo = attention.wqkv, attention.wo
+    R = mix_rotation(c.head_dim).to(wo.weight.device)
+    for name, parameter in list(linear.named_parameters()):
+        q, k, v = parameter.float().split(attention.widths)
+        v = torch.einsum("de,hd...->he...", R, v.unflatten(0, (c.n_kv_heads, -1))).flatten(0, 1)
+        setattr(linear, name, nn.Parameter(torch.cat((q, k, v)).to(parameter.dtype), False))
+    turned = (wo.weight.float().unflatten(1, (-1, c.head_dim)) @ R).flatten(1)
+    wo.weight = nn.Parameter(turned.to(wo.weight.dtype), False)
+
+
+def rest_gain(values: Tensor, lead: int, r: int) -> Tensor:
+    """What multiplies a latent's dims from `lead` on, so that quantize_mixed's 4-bit codes fit them (ours).
+
+    values: the dims' mean squares. The largest of n normal numbers is about sqrt(2 ln 2n) deviations."""
+    leading, rest = values[:lead].mean().sqrt(), values[lead:r].mean().sqrt()
+    unit = leading * (math.sqrt(2 * math.log(2 * lead)) / 127)
+    return (8 / LEVELS_APART[4] * unit / rest.clamp(min=1e-12)).clamp(1e-2, 1e2)
 
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -897,15 +1013,29 @@ def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
-def latent_maps(settings: SalsSettings, c: ModelConfig, basis: Tensor, scale: Tensor | None) -> list[Tensor]:
-    """`down` and `up` of sals_maps at rank r, fp32; for int8 latents mixed, and `up` as its codes hold it."""
-    r = rank_of(settings.rank, c.kv_dim)
-    down, up = sals_maps(basis.float(), scale, r)
+def sals_layer_maps(
+    c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`down` and `up` of sals_maps for layer i at rank r, for codes mixed and scaled, and `up` as int8 codes
+    hold it; and the mean key [Hkv*D], which is taken off before the latent and added to rebuilt keys (ours):
+    key biases can be a hundred times as large as the keys' spread. The paper's basis has none.
+
+    Raises UserError where the artifact has too few directions."""
+    basis = artifact[f"{i}.{settings.metric}_basis"].float().to(device)  # [Hkv*D, fitted rank]
+    centred = settings.metric == "query"
+    scale, mean = (artifact[name][i].to(device) if centred else None for name in ("scale", "mean"))
+    r, lead = sals_rank(settings, c), sals_score_rank(settings, c)
+    if basis.shape[1] < r:
+        fault = f"rank {r} is more than the {basis.shape[1]} directions in the artifact"
+        raise UserError(f"{fault}; run calibrate.py fit with --max_rank {r / c.kv_dim:g}")
+    down, up = sals_maps(basis, scale, r)
     if settings.latent_bits == 16:
-        return [down, up]
-    mix = mix_rotation(sals_score_rank(settings, c), r).to(basis.device)
-    codes, pair_scale = quantize_basis((up @ mix).unflatten(0, (c.n_kv_heads, -1)))
-    return [down @ mix, (codes * pair_scale).flatten(0, 1)]
+        return down, up, mean
+    mix, gains = mix_rotation(lead, r - lead).to(device), torch.ones(r, device=device)
+    if settings.latent_bits == 4:
+        gains[lead:] = rest_gain(artifact[f"{settings.metric}_eigenvalues"][i], lead, r)
+    codes, pair_scale = quantize_basis((up @ mix / gains).unflatten(0, (c.n_kv_heads, -1)))
+    return down @ mix * gains, (codes * pair_scale).flatten(0, 1), mean
 
 
 def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
@@ -921,6 +1051,15 @@ def block_queries(q: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
     return apply_rope(q[:, None], cos, -sin)
 
 
+def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor) -> Tensor:
+    """q . RoPE(mean key) at n places: q [B, Hq, D] after RoPE, mean [Hkv*D], rotations [n, D], cos beside sin
+    -> [B, n, Hq] fp32 (ours). With centred keys the latents' scores lack it."""
+    x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
+    a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
+    pairs = torch.cat((a * x + b * y, b * x - a * y), -1).flatten(1, 2)  # [B, Hq, D]
+    return rotations @ pairs.mT
+
+
 def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
     """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*].
 
@@ -933,30 +1072,22 @@ def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tens
     return torch.einsum("...hgd,hdr->...hgr", grouped, basis.unflatten(0, (n_kv_heads, -1))).flatten(-3, -2)
 
 
-def sals_layer_maps(
-    c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device
-) -> list[Tensor]:
-    """latent_maps of layer i. Raises UserError where the artifact has too few directions."""
-    basis = artifact[f"{i}.{settings.metric}_basis"].to(device)  # [Hkv*D, fitted rank]
-    scale = artifact["scale"][i].to(device) if settings.metric == "query" else None
-    if basis.shape[1] < (need := rank_of(settings.rank, c.kv_dim)):
-        fault = f"rank {need} is more than the {basis.shape[1]} directions in the artifact"
-        raise UserError(f"{fault}; run calibrate.py fit with --max_rank {need / c.kv_dim:g}")
-    return latent_maps(settings, c, basis, scale)
-
-
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
-    """Layer i's attention with W_k U_r, and for the sum rule (sum over each group of W_q) U_r*, as rows of
-    wqkv: where there are latents, but not where q and k have norms.
+    """Layer i's attention with turned values, and with W_k U_r, and for the sum rule (sum over each group of
+    W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms.
 
-    Exact, since everything up to the latent is linear; biases fold the same way."""
+    Exact, since everything up to the latent is linear; biases fold the same way, the mean key taken off."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
-    if c.qk_norm or skipped and settings.skip_as != "latent":
+    if skipped and settings.skip_as != "latent":
         return attention
-    down, up = sals_layer_maps(c, settings, artifact, i, linear.weight.device)
+    if settings.value_code == "spread" and settings.bits < 16:
+        turn_values(attention, c)
+    if c.qk_norm:
+        return attention
+    down, up, mean = sals_layer_maps(c, settings, artifact, i, linear.weight.device)
     for name, parameter in list(linear.named_parameters()):
         q, k, _ = parameter.float().split(attention.widths)
-        rows = [down.T @ k]
+        rows = [down.T @ (k - mean if name == "bias" and mean is not None else k)]
         if settings.score == "sum" and not settings.score_block and not skipped:  # else RoPE lies between
             summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
             rows.append(up[:, : sals_score_rank(settings, c)].T @ summed)
@@ -975,22 +1106,32 @@ class SalsCache(Cache):
 
     Every token is written to latents and values at once; the window holds its tokens exactly. `sparse` layers
     attend x + y + z tokens; the others rebuild and attend every token, and have no sinks in their window.
-    maps: of latent_maps; blocks: tokens of a block and its mean_rotations, or ()."""
+    maps: of sals_layer_maps; blocks: the tokens and mean_rotations of a block, and of a run; or ()."""
 
     def __init__(self, context: Context, settings: SalsSettings, sparse: bool, maps: Sequence, blocks=()):
         super().__init__(context)
         c, self.settings, self.sparse = context.config, settings, sparse
         self.budget = settings.budget(context.capacity)
-        self.block, self.rotations = blocks or (0, ())
-        self.r, self.r_score = rank_of(settings.rank, c.kv_dim), sals_score_rank(settings, c)
-        down, up = (m.to(context.device) for m in maps)
+        self.block, self.rotations, self.run, self.run_rotations = blocks or (0, (), 1, None)
+        self.r, self.r_score = sals_rank(settings, c), sals_score_rank(settings, c)
+        down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
         self.up = up.to(context.dtype)  # weights, not cache
         self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it
-        latent = TokenStore if settings.latent_bits == 16 else Int8Store
-        self.latents = latent(context, 1, context.capacity, self.r)
-        self.keys = RebuiltKeys(self.latents, up.unflatten(0, (c.n_kv_heads, -1)))
+        self.offset = None  # the mean's latent, where no bias of wqkv has it
+        if self.mean is not None and (c.qk_norm or not c.qkv_bias):
+            self.offset = (self.mean @ down).to(context.dtype)
+        shape = context, 1, context.capacity, self.r
+        if settings.latent_bits == 4 and self.r_score < self.r:
+            self.latents = MixedStore(*shape, self.r_score)
+        else:
+            self.latents = (TokenStore if settings.latent_bits == 16 else Int8Store)(*shape)
+        mean = self.mean if self.mean is None else self.mean.view(c.n_kv_heads, -1)
+        self.keys = RebuiltKeys(self.latents, up.unflatten(0, (c.n_kv_heads, -1)), mean)
         shape = c.n_kv_heads, context.capacity, c.head_dim
-        self.values = coded_store(context, shape, settings.bits, by_token=True)
+        if settings.value_code == "spread" and settings.bits < 16:
+            self.values = ScaledStore(context, *shape, settings.bits, by_token=True)
+        else:
+            self.values = coded_store(context, shape, settings.bits, by_token=True)
         x, _, z = self.budget
         exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
         self.window = nn.ModuleList(Window(context, *exact, by_token=True) for _ in range(2))  # K, V
@@ -998,6 +1139,11 @@ class SalsCache(Cache):
         # rotated lack. cos at position 0 equals the factor.
         factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
         self.logit_scale = c.head_dim**-0.5 * factor**2
+
+    def latent(self, k: Tensor, *folded: Tensor) -> Tensor:
+        """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
+        latent = folded[0] if folded else k.flatten(1) @ self.down
+        return latent if self.offset is None else latent - self.offset
 
     def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores tokens, of latent [n, r], and k, v [n, Hkv, D] after RoPE."""
@@ -1007,20 +1153,23 @@ class SalsCache(Cache):
             store.write(where, x)
 
     def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
-        self.write((batch, slice(0, len(q))), folded[0] if folded else raw.flatten(1) @ self.down, k, v)
+        self.write((batch, slice(0, len(q))), self.latent(raw, *folded), k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made.
 
         The latents are one head of rows, which serves the queries of all heads."""
-        rule, up = self.settings.score, self.up[:, : self.r_score]
+        rule, up, offset = self.settings.score, self.up[:, : self.r_score], None
+        if self.block and self.mean is not None:  # without RoPE it is the same for all tokens
+            offset = mean_logits(rotated, self.mean, self.run_rotations)
+            offset = offset.sum(-1, keepdim=True) if rule == "sum" else offset
         if folded:
             queries = folded[0][:, None]
         else:
             placed = block_queries(rotated, self.rotations) if self.block else q
             queries = latent_queries(placed, up, self.config.n_kv_heads, rule)
         rule = "each" if rule == "sum" else rule  # the logits of the one query are the scores
-        how = {"rule": rule, "block": self.block, "scale": self.logit_scale}
+        how = {"rule": rule, "scale": self.logit_scale, "block": self.block, "offset": offset, "run": self.run}
         return self.context.scores(queries, pos=pos, **self.latents.scored(pos), **how).flatten(1)
 
     def select(self, scores: Tensor, pos: Tensor) -> Tensor:
@@ -1031,8 +1180,7 @@ class SalsCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index = self.rope(q, pos), None
-        latent = folded[0] if folded else k.flatten(1) @ self.down
-        self.write((self.context.batch_ids, pos), latent, self.rope(k, pos), v)
+        self.write((self.context.batch_ids, pos), self.latent(k, *folded), self.rope(k, pos), v)
         if self.sparse:
             index = self.select(self.score(pos, q, rotated, *folded[1:]), pos)
         return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)
@@ -1056,15 +1204,23 @@ class SalsCache(Cache):
             return (length - recent) * self.token_bytes() + recent * self.window_bytes()
         chosen = min(x + y, length - recent)
         exact = min(x, chosen)
-        unread = (self.r - self.r_score) * self.latents.rows.element_size()  # of each token's latent
-        scored = length * (self.latents.token_bytes - unread)
+        scale = 4 if self.settings.latent_bits < 16 else 0
+        scored = length * (self.r_score * self.latents.rows.element_size() + scale)
         return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
 
 
+def sals_rank(settings: SalsSettings, config: ModelConfig) -> int:
+    """r: --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest keys (ours)."""
+    return rank_of(settings.rank, config.kv_dim) if settings.rank else min(config.kv_dim // 2, 1024)
+
+
 def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
+    """r*. With 4-bit codes the number of the other dims is even: a byte holds two."""
     if not 0 < settings.score_rank <= 1:
         raise UserError(f"--score_rank {settings.score_rank}: r*/r must lie in (0, 1]")
-    return max(1, round(settings.score_rank * rank_of(settings.rank, config.kv_dim)))
+    r = sals_rank(settings, config)
+    r_score = max(1, round(settings.score_rank * r))
+    return r_score + (r - r_score) % 2 if settings.latent_bits == 4 else r_score
 
 
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
@@ -1075,7 +1231,9 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
-    blocks = (block, mean_rotations(context, block)) if block else ()
+    run = 1 if c.qkv_bias else 16  # a biased mean's logits may turn from token to token, others are slow
+    both = [mean_rotations(context, n) for n in (block, run)] if block else []
+    blocks = (block, both[0], run, torch.cat(both[1], -1)) if block else ()
     shape = c.n_kv_heads, context.capacity, c.head_dim
 
     def cache(i: int) -> Cache:
@@ -1093,7 +1251,7 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
 
 def sals_tensors(c: ModelConfig) -> Stored:
     bases = (f"{i}.{metric}_basis" for i in range(c.n_layers) for metric in ("query", "key"))
-    rows = ("scale", "query_eigenvalues", "key_eigenvalues")
+    rows = ("scale", "mean", "query_eigenvalues", "key_eigenvalues")
     return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
@@ -1102,8 +1260,10 @@ def sals_local_part(artifact: Artifact, c: ModelConfig) -> None:
     of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
     for i, metric in itertools.product(range(c.n_layers), ("query", "key")):
         own = local_part(artifact[name := f"{i}.{metric}_basis"], (c.kv_dim, None)).double()
-        values = artifact[f"{metric}_eigenvalues"][i, : own.shape[1]].double().clamp(min=0)
-        artifact[name] = torch.linalg.svd(own * values.sqrt(), full_matrices=False).U.float()
+        values = artifact[f"{metric}_eigenvalues"][i]  # of all heads, then of these
+        roots = values[: own.shape[1]].double().clamp(min=0).sqrt()
+        U, singular, _ = torch.linalg.svd(own * roots, full_matrices=False)
+        artifact[name], values[: len(singular)] = U.float(), singular.square()
 
 
 # ---------------------------------------------------------------------------------------------------- EliteKV
@@ -3170,8 +3330,8 @@ METHODS = {
         sals_caches,
         "sparse attention in a joint latent of the keys",
         sals_tensors,
-        paper={"rank": 0.25, "latent_bits": 16, "metric": "key"}
-        | {"score": "sum", "score_block": 0, "skip_as": "latent"},
+        paper={"rank": 0.25, "score_rank": 0.5, "latent_bits": 16, "metric": "key", "score": "sum"}
+        | {"score_block": 0, "bits": 4, "value_code": "grouped", "sinks": 16, "critical": 432},
         fold=fold_sals,
     ),
     "elitekv": Method(

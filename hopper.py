@@ -53,9 +53,10 @@ def attend(
         fits = rings and values[0].shape[3] * 8 // bits == D and shares_keys(q, Hq // Hkv, bits)
         shared = fits and aligned(*keys, *values)
     if positions is None and index is not None and kind == "latents" and index.ndim == 2:
-        latent, _, basis, _, bias, _ = keys
-        joint = (latent.stride(1) == 0 or len(basis) == 1) and bias is None and Hq == len(basis)
-        sizes = (*index.shape, Hq, D, latent.shape[3], kernels.tile_itemsize(q.dtype, latent))
+        latent, _, rest, basis, _, bias, _ = keys
+        joint = (latent.stride(1) == 0 or len(basis) == 1) and Hq == len(basis)
+        ranks = [latent.shape[3], 0 if rest is None else rest.shape[3]]  # in a byte of the last lie two
+        sizes = (*index.shape, Hq, D, *ranks, kernels.tile_itemsize(q.dtype, latent))
         streamed = joint and streams_basis(q.device, *sizes) and aligned(latent[:, 0], basis)
     if shared or streamed:  # what kernels.attend checks of the stores
         kernels.check(pos=(pos, torch.int32, B), q=(q, q.dtype, B, Hq, D))
@@ -95,14 +96,16 @@ def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
-    q_p, index_p, latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, Hkv,
+    q_p, index_p, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv,
+    RESTS: gl.constexpr,
 ):  # fmt: skip
-    """A consumer, four warps: the logits of its half of every tile."""
+    """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two codes."""
     _wait_for_previous()
     SLOTS: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
     CHUNKS: gl.constexpr = latents.shape[0] // 2
+    LEADS: gl.constexpr = CHUNKS - 2 * RESTS
     T: gl.constexpr = latents.shape[1]
     NC: gl.constexpr = queries.shape[1]
     ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
@@ -121,6 +124,7 @@ def _tile_logits(
     wide = gl.arange(0, D, layout=gl.SliceLayout(0, QUERY))
     dim = wide // 2 + (wide % 2) * (D // 2)
     column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))
+    column_of_key = gl.arange(0, D, layout=gl.SliceLayout(0, KEYS))
     chunk = 0
     for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
         start = (tile * 2 + HALF) * T
@@ -128,18 +132,23 @@ def _tile_logits(
         # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
         line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, COPY))
         stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-        latent_row = latent_p + stored[:, None] * (CHUNKS * KB)
-        for j in gl.static_range(CHUNKS):
+        latent_row = latent_p + stored[:, None] * (LEADS * KB)
+        for j in gl.static_range(LEADS):
             copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
         ampere.async_copy.commit_group()
+        for j in gl.static_range(RESTS):
+            packed = gl.load(rest_p + stored[:, None] * (RESTS * KB) + (j * KB + kb)[None, :])
+            latents.index(HALF * CHUNKS + LEADS + j).store(((packed & 15) << 3).to(gl.int8) - 60)
+            latents.index(HALF * CHUNKS + LEADS + RESTS + j).store(((packed >> 4) << 3).to(gl.int8) - 60)
         line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, PAIRS))
         words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
         cos, sin = _half_at(words, 0), _half_at(words, 16)
+        if INT8:
+            line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, KEYS))
+            stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
+            token_scale = gl.load(latent_scale_p + stored) / LARGE
         line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
         row = line // n
-        if INT8:
-            stored = gl.minimum(row, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-            token_scale = gl.load(latent_scale_p + stored)
         logits_row = logits_p + row.to(gl.int64) * (Hkv * n) + (line - row * n)
         own = gl.where(line < B * n, row - first_row, -1)
         mine = own[:, None] == gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
@@ -173,14 +182,14 @@ def _tile_logits(
             hopper.mbarrier.arrive(free.index((chunk - 1) % SLOTS))
             # From here on the other consumer has the tensor cores, but for a small product with the query.
             if INT8:
-                k = k.to(gl.float32) / LARGE
+                k = k.to(gl.float32) * token_scale[:, None]
+            if bias_p is not None:
+                k += (gl.load(bias_p + head * D + column_of_key) / (LARGE if INT8 else 1.0))[None, :]
             a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
             rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D]).to(dtype)
             left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
             right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
             logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
-            if INT8:
-                logits *= token_scale[:, None]
             to = gl.expand_dims(logits_row + head * n, 1) + gl.full([T, NC], 0, gl.int32, LOGITS)
             gl.store(to, logits, mask=mine)
 
@@ -189,13 +198,16 @@ def _tile_logits(
 def _streamed_logits_kernel(
     q_p,  # [B, Hkv, D]
     index_p,  # [B, n] int32, -1: none
-    latent_p,  # [B, S, r]
+    latent_p,  # [B, S, KB LEADS]
     latent_scale_p,  # [B, S] fp32, or None
+    rest_p,  # [B, S, KB RESTS] uint8, or None
     basis,  # [Hkv * D, r], in blocks [D, KB]
     basis_scale_p,  # [Hkv, D] fp32, or None
+    bias_p,  # [Hkv, D] fp32, or None
     rope_p,  # [>= S, D / 2] words of rope_words
     logits_p,  # [B, Hkv, 1, n] fp32
-    B, n, S, Hkv, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr,
+    B, n, S, Hkv, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, RESTS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     # Tiles of all rows times heads are one line of units, of which every program takes an equal run. The
     # latents of a tile stay in shared memory, a warp streams the basis past them by bulk copies, and of two
@@ -220,9 +232,11 @@ def _streamed_logits_kernel(
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, Hkv)),
+                            latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
+                            S, Hkv, gl.constexpr(RESTS))),
             (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, basis_scale_p, rope_p, logits_p, B, n, S, Hkv)),
+                            latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
+                            S, Hkv, gl.constexpr(RESTS))),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 1],  # warps, beside the four of the first
@@ -230,25 +244,29 @@ def _streamed_logits_kernel(
     )  # fmt: skip
 
 
-def _streamed_logits(q, index, latent, latent_scale, basis, basis_scale, _, words) -> Tensor:
+def _streamed_logits(q, index, latent, latent_scale, rest, basis, basis_scale, bias, words) -> Tensor:
     """q . k [B, Hkv, 1, n] of chosen tokens, from the stores of keys in latents of all heads."""
-    (B, Hkv, D), (S, r), n, itemsize = q.shape, latent.shape[2:], index.shape[1], latent.element_size()
-    T, NC, KB, SLOTS = 64, 8, 128 // itemsize, 4
+    (B, Hkv, D), S, n, itemsize = q.shape, latent.shape[2], index.shape[1], latent.element_size()
+    T, NC, KB, SLOTS, r = 64, 8, 128 // itemsize, 4, basis.shape[2]
     layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
     logits = torch.empty(B, Hkv, 1, n, dtype=torch.float32, device=q.device)
     _streamed_logits_kernel[min(kernels.cdiv(B * n, 2 * T) * Hkv, SMS),](
-        q, index, latent, latent_scale, chunks, basis_scale, words, logits, B, n, S, Hkv, T, NC, r // KB,
-        SLOTS, num_warps=4, **kernels.overlapped(q.device),
+        q, index, latent, latent_scale, rest, chunks, basis_scale, bias, words, logits, B, n, S, Hkv, T, NC,
+        r // KB, 0 if rest is None else rest.shape[3] // KB, SLOTS, num_warps=4,
+        **kernels.overlapped(q.device),
     )  # fmt: skip
     return logits
 
 
-def streams_basis(device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, itemsize: int) -> bool:
-    """Whether _streamed_logits_kernel makes the logits: latents are of 8 or 16 bits, in whole chunks of 128
-    bytes, and shared memory holds 128 of them; heads have 64 or 128 dims; 64 tokens in line span 8 rows of
-    the batch at most; and, for speed, every program has two heads or more."""
-    chunks = itemsize < 4 and r * itemsize % 128 == 0 and r * itemsize <= 1024
+def streams_basis(
+    device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, width: int, itemsize: int
+) -> bool:
+    """Whether _streamed_logits_kernel makes the logits: latents are of r dims in 8 or 16 bits, and `width`
+    bytes of two dims each, in whole chunks of 128 bytes, and shared memory holds 128 of them; heads have 64
+    or 128 dims; 64 tokens in line span 8 rows of the batch at most; and, for speed, every program has two
+    heads or more."""
+    chunks = itemsize < 4 and r * itemsize % 128 == width % 128 == 0 and r * itemsize + 2 * width <= 1024
     fits = chunks and D in (64, 128) and n >= 8 and kernels.cdiv(B * n, 128) * Hkv >= 2 * SMS
     return fits and kernels.nvidia_generation(device) == 9
 

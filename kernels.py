@@ -211,6 +211,7 @@ def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
     rows_p,  # [B, H, S, r] of the queries' dtype, or int8
     row_scale_p,  # [B, H, S] fp32; None: rows are not int8
+    offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . row
     pos_p,  # [B] int32
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
@@ -228,6 +229,7 @@ def _scores_kernel(
     r_score,  # leading numbers of a row that count
     r,  # numbers of a row
     scale,
+    run,  # tokens of a run
     per_block,  # tiles of a block of queries
     N: tl.constexpr,  # queries of a head
     NR: tl.constexpr,  # blocks of ranks
@@ -294,7 +296,12 @@ def _scores_kernel(
                     part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                     logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
             if tile < stop:  # always true: a branch does not delay the loads of the next tile
-                logits = tl.where(live[:, None], logits * row_scale, float("-inf"))
+                logits *= row_scale
+                if offset_p is not None:
+                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
+                    some = live[:, None] & (n < N)[None, :]
+                    logits += tl.load(offset_p + offset_at, mask=some, other=0.0) * scale
+                logits = tl.where(live[:, None], logits, float("-inf"))
                 if RULE != "softmax":
                     at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
                     tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
@@ -368,20 +375,21 @@ def _reduce_scores_kernel(
 
 
 @operator(
-    lambda queries, rows, row_scale, pos, scale, rule, block=0, positions=None: rows.new_empty(
+    lambda queries, rows, row_scale, pos, scale, rule, *_: rows.new_empty(
         (len(rows), rows.shape[1] * (queries.shape[-2] if rule == "each" else 1), rows.shape[2]),
         dtype=torch.float32,
     )
 )
 def scores(
     queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, positions: Tensor | None = None
+    block: int = 0, offset: Tensor | None = None, run: int = 1, positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Scores of stored tokens from the leading dims of their rows. Each row is read once.
 
     queries are [B, H, N, r*], or [B, n, H, N, r*] with queries for each block of `block` tokens, a multiple
     of 16. rows [B, H, S, r], r* <= r, are a view (check_store) of the same dtype, or int8 codes with
-    row_scale [B, H, S] fp32. Logits are q . row * scale over the tokens up to pos. rule:
+    row_scale [B, H, S] fp32. Logits are (q . row + offset) * scale over the tokens up to pos. offset is none,
+    or fp32 [B, n, H * N], one for each of n runs of `run` tokens. rule:
         each     the logit of each query -> [B, H * N, S]
         softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
         largest  the largest of the log-softmax of a head's queries -> [B, H, S]
@@ -402,6 +410,7 @@ def scores(
     dtype = queries.dtype if row_scale is None else torch.int8
     steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
     given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
+    given["offset"] = (offset, torch.float32, B, cdiv(S, run), H * N)
     check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     if rule == "largest" and N == 1:
@@ -422,9 +431,9 @@ def scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, rows, row_scale, pos, positions, kept, *sums, *query_steps, *steps, S, tiles, r_score, r,
-        scale * (1 if rule == "each" else LOG2E), block // T if block else tiles, N, cdiv(r_score, RB), T,
-        RB, rule, stages, num_warps=warps, num_stages=stages, **overlapped(rows.device),
+        queries, rows, row_scale, offset, pos, positions, kept, *sums, *query_steps, *steps, S, tiles,
+        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else tiles, N,
+        cdiv(r_score, RB), T, RB, rule, stages, num_warps=warps, num_stages=stages, **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":
         return kept
@@ -751,6 +760,8 @@ class Shape(NamedTuple):
     STAGES: int  # tiles in flight
     R: int = 0  # rank of latents
     KB: int = 0  # ranks of a product
+    HELD: bool = False  # does a product take all ranks? The basis then stays in shared memory
+    REST: Packing | None = None  # of a latent's dims in 4 bits, which follow its R dims in int8
     CODES: Packing | None = None  # of channels
     PER: int = 0  # neighbouring tokens of a tile that share channels' scales
     UNIT: int = 1  # divides all ranks of heads
@@ -869,18 +880,24 @@ def _row_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE:
 
 
 def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    (latent, scale, basis, basis_scale, bias, rope), (B, _, D) = keys, q.shape
-    (S, r), DP, f32 = latent.shape[2:], power2(D, 16), torch.float32
+    (latent, scale, rest, basis, basis_scale, bias, rope), (B, _, D) = keys, q.shape
+    (S, r), DP, f32, packing = latent.shape[2:], power2(D, 16), torch.float32, None
     dtype = q.dtype if scale is None else torch.int8
-    steps = check_store("latents", latent, dtype, B, Hkv, S, r, scales=scale)
+    steps, wide = check_store("latents", latent, dtype, B, Hkv, S, r, scales=scale), r
     need((scale is None) == (basis_scale is None), "latents and basis are of int8 together")
-    need(bias is None or scale is None, "latents in int8 take no bias")
-    given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, r)}
+    if rest is not None:
+        width, wide = rest.shape[3], r + 2 * rest.shape[3]
+        packing = packing_of(4, 1, width, power2(width, 16))
+        need(scale is not None, "latents with dims in 4 bits have others in int8")
+        rest_steps = check_store("rest", rest, torch.uint8, B, Hkv, S, width)
+        need(rest_steps == steps, "a latent's dims in 4 bits must lie as its others do")
+    given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, wide)}
     given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
     check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1))
-    KB = ranks_at_once(r, tile_itemsize(q.dtype, latent), roomy(q.device))
-    stores = (latent, scale, basis, basis_scale, bias, rope_words(rope, S, D, q.dtype))
-    return stores, steps, {"R": r, "KB": KB}
+    KB = ranks_at_once(wide, tile_itemsize(q.dtype, latent), roomy(q.device))
+    stores = (latent, scale, rest, basis, basis_scale, bias, rope_words(rope, S, D, q.dtype))
+    held = KB >= wide
+    return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held, "REST": packing}
 
 
 def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
@@ -894,47 +911,78 @@ def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
 def _latent_queries(q_p, h, keys, SHAPE: tl.constexpr):
     """The queries as columns [DP, GP], in the order of the basis (interleave_rope), and the basis [KB, DP] if
     one product takes all ranks."""
-    _, _, basis_p, basis_scale_p, _, _ = keys
+    _, _, _, basis_p, basis_scale_p, _, _ = keys
     d, dims = tl.arange(0, SHAPE.DP), tl.arange(0, SHAPE.KB)
     query = _load_queries(q_p, d // 2 + (d % 2) * (SHAPE.D // 2), d < SHAPE.D, SHAPE)
     if basis_scale_p is not None:
         scale = tl.load(basis_scale_p + h * SHAPE.DP + d) * _largest_sum(query.dtype)
         query = (query * scale[:, None]).to(query.dtype)
-    basis = query
-    if SHAPE.KB >= SHAPE.R:
-        basis_at = basis_p + (h * SHAPE.DP + d)[None, :] * SHAPE.R + dims[:, None]
-        basis = tl.load(basis_at, mask=(dims < SHAPE.R)[:, None], other=0.0)
-    return query, basis
+    basis, rest_basis = query, query
+    if SHAPE.HELD:
+        basis = _load_basis(basis_p, h, dims, dims < SHAPE.R, SHAPE)
+        if SHAPE.REST is not None:
+            channel, inside = _columns(SHAPE.REST)
+            rest_basis = _load_basis(basis_p, h, SHAPE.R + channel, inside, SHAPE)
+    return query, basis, rest_basis
+
+
+@jit
+def _load_basis(basis_p, h, dims, inside, SHAPE: tl.constexpr):
+    """Dims of a head's basis as rows [len(dims), DP]."""
+    WIDE: tl.constexpr = SHAPE.R if SHAPE.REST is None else SHAPE.R + SHAPE.REST.D
+    basis_at = basis_p + (h * SHAPE.DP + tl.arange(0, SHAPE.DP))[None, :] * WIDE + dims[:, None]
+    return tl.load(basis_at, mask=inside[:, None], other=0.0)
+
+
+@jit
+def _rest_codes(rest_p, row, byte, live, WIDTH: tl.constexpr):
+    """The dims in 4 bits of a tile of latents, as int8 numbers [T, 2 len(byte)]: first the low halves of the
+    bytes, then the high ones."""
+    inside = live[:, None] & (byte < WIDTH)[None, :]
+    packed = tl.load(rest_p + row[:, None] * WIDTH + byte[None, :], mask=inside, other=0)
+    high = ((packed >> 4) << 3).to(tl.int8) - 60
+    low = ((packed & 15) << 3).to(tl.int8) - 60
+    both = tl.permute(tl.join(low, high), [0, 2, 1])
+    return tl.reshape(both, [row.shape[0], 2 * byte.shape[0]])
 
 
 @jit
 def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias). Latents [.., r] and the basis
-    [Hkv, DP, r] are of q's dtype, or int8 with a scale a row."""
-    latent_p, latent_scale_p, basis_p, _, bias_p, rope_p = keys
-    query, basis = queries
+    [Hkv, DP, r] are of q's dtype, or int8 with a scale a row; a latent's last dims may lie in 4 bits."""
+    latent_p, latent_scale_p, rest_p, basis_p, _, bias_p, rope_p = keys
+    query, basis, rest_basis = queries
     DP: tl.constexpr = SHAPE.DP
     R: tl.constexpr = SHAPE.R
     HALF: tl.constexpr = SHAPE.D // 2
     INT8: tl.constexpr = latent_scale_p is not None
     SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
+    LARGE: tl.constexpr = _largest_sum(query.dtype) if INT8 else 1.0
     d, pair, dims = tl.arange(0, DP), tl.arange(0, DP // 2), tl.arange(0, SHAPE.KB)
-    latent_at = latent_p + row[:, None] * R + dims[None, :]
-    if SHAPE.KB >= R:
-        left = tl.load(latent_at, mask=live[:, None] & (dims < R)[None, :], other=0.0)
-        k = tl.dot(left, basis, input_precision="ieee", out_dtype=SUM)
-    else:
-        basis_at = basis_p + (h * DP + d)[None, :] * R + dims[:, None]
-        k = tl.zeros([row.shape[0], DP], SUM)
-        for start in range(0, R, SHAPE.KB):
-            left = tl.load(latent_at + start, mask=live[:, None] & (dims + start < R)[None, :], other=0.0)
-            right = tl.load(basis_at + start, mask=(dims + start < R)[:, None], other=0.0)
-            k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
+    k = tl.zeros([row.shape[0], DP], SUM)
+    for start in range(0, R, SHAPE.KB):
+        inside = dims + start < R
+        left_at = latent_p + row[:, None] * R + (dims + start)[None, :]
+        left = tl.load(left_at, mask=live[:, None] & inside[None, :], other=0.0)
+        right = basis if SHAPE.HELD else _load_basis(basis_p, h, dims + start, inside, SHAPE)
+        k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
+    if rest_p is not None:
+        WIDTH: tl.constexpr = SHAPE.REST.WIDTH
+        if SHAPE.HELD:
+            left = _rest_codes(rest_p, row, tl.arange(0, SHAPE.REST.RUN), live, WIDTH)
+            k = tl.dot(left, rest_basis, k, out_dtype=SUM)
+        else:
+            for start in range(0, WIDTH, SHAPE.KB // 2):
+                byte = start + tl.arange(0, SHAPE.KB // 2)
+                left = _rest_codes(rest_p, row, byte, live, WIDTH)
+                channel = start + dims % (SHAPE.KB // 2)
+                right_at = R + channel + dims // (SHAPE.KB // 2) * WIDTH
+                right = _load_basis(basis_p, h, right_at, channel < WIDTH, SHAPE)
+                k = tl.dot(left, right, k, out_dtype=SUM)
     if INT8:
-        k = k.to(tl.float32) / _largest_sum(query.dtype)
-        scale = (tl.load(latent_scale_p + row, mask=live, other=0.0) * scale)[:, None]
+        k = k.to(tl.float32) * (tl.load(latent_scale_p + row, mask=live, other=0.0) / LARGE)[:, None]
     if bias_p is not None:
-        k += tl.load(bias_p + h * DP + d)[None, :]
+        k += (tl.load(bias_p + h * DP + d) / LARGE)[None, :]
     # The basis has RoPE pairs side by side, so that the halves of a pair lie in one thread.
     real = live[:, None] & (pair < HALF)[None, :]
     cos, sin = _load_rope(rope_p, token[:, None].to(tl.int64) * HALF + pair[None, :], real)
@@ -1056,19 +1104,22 @@ KEYS = {  # kind -> its check, QUERIES, LOGITS
 
 
 def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
-    """(stores, steps, packing) of values. They are plain at 16 bits, else codes."""
+    """(stores, steps, packing) of values. They are plain at 16 bits, else codes, with (minimum, scale) of
+    each group, or one scale a row."""
     v, low_scale, ring = (*values, None, None)[:3]
     B, Hkv, _, width = v.shape
     packing, R = value_packing(width * 8 // bits if bits < 16 else width, bits), 1
     if bits == 16:
         return (v, None, None, R, Hkv), check_store("values", v, q.dtype, *v.shape), packing
     need(low_scale is not None, f"values of {bits} bits need low_scale")
-    pairs = (torch.float16, packing.D // packing.GROUP, 2)
+    paired = low_scale.ndim == 5
+    pairs = (torch.float16, packing.D // packing.GROUP, 2) if paired else (torch.float16,)
     steps = check_store("values", v, torch.uint8, *v.shape, scales=low_scale, scales_are=pairs)
     if ring is not None:
         R = ring.shape[1]
         check(**{"ring of values": (ring, q.dtype, B, R, Hkv, packing.D)})
-    return (v.view(torch.int32), low_scale.view(torch.int32), ring, R, Hkv), steps, packing
+    words = low_scale.view(torch.int32) if paired else low_scale
+    return (v.view(torch.int32), words, ring, R, Hkv), steps, packing
 
 
 @jit
@@ -1093,20 +1144,26 @@ def _plain_values(v_p, row, live, PACKING: tl.constexpr):
 
 @jit
 def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C] of packed codes, words [.., DV * bits / 32] with (minimum, scale) [.., DV / group]."""
+    """V [T, C] of packed codes, words [.., DV * bits / 32] with (minimum, scale) [.., DV / group]. With one
+    scale [..] a row they mean (2 code - 2**bits + 1) scale."""
     BITS: tl.constexpr = PACKING.BITS
     PLANES: tl.constexpr = PACKING.PLANES
     WIDTH: tl.constexpr = PACKING.WIDTH
     RUNS: tl.constexpr = PACKING.RUNS
     WORDS: tl.constexpr = PACKING.RUN // 4
     GROUPS: tl.constexpr = PACKING.D // PACKING.GROUP
+    PAIRED: tl.constexpr = pairs_p.dtype.element_ty == tl.int32
     T: tl.constexpr = row.shape[0]
     # 1. Load words of four bytes [T, 1, RUNS, WORDS, 1], and (minimum, scale) of their groups as one word. A
     # run has one of these, [T, PLANES, RUNS, 1, 1]. If planes are padded, each word has one,
     # [T, PLANES, 1, WORDS, 1].
     word = tl.arange(0, RUNS * WORDS)[None, :]
     code_at = codes_p + row[:, None] * (WIDTH // 4) + word
-    if RUNS * WORDS * 4 == WIDTH:
+    if not PAIRED:
+        code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
+        half = tl.load(pairs_p + row, mask=live, other=0.0).to(tl.float32)[:, None, None, None, None]
+        low, step = half * (1.0 - 2**BITS), half * 2
+    elif RUNS * WORDS * 4 == WIDTH:
         code = tl.load(code_at, mask=live[:, None], other=0)
         # Groups lie in the order of runs, so that one wide load takes them.
         group = tl.arange(0, PLANES * RUNS) // (PACKING.GROUP // PACKING.RUN)
@@ -1127,11 +1184,13 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
     byte = tl.arange(0, 4)[None, None, None, None, :]
     turn = (23 - SPAN - first // SPAN * SPAN - byte * 8) & 31  # never 0; a rotation is one instruction
     mask = ((1 << BITS) - 1) << (23 - SPAN + first % SPAN)
-    step = _half_at(pairs, 16) * (1 << (SPAN - first % SPAN)).to(tl.float32)
+    if PAIRED:
+        low, step = _half_at(pairs, 0), _half_at(pairs, 16)
+    step = step * (1 << (SPAN - first % SPAN)).to(tl.float32)
     code = tl.reshape(code, [T, 1, RUNS, WORDS, 1]).to(tl.uint32, bitcast=True)
     code = ((code << turn) | (code >> (32 - turn))) & mask
     code = (code | 0x3F800000).to(tl.float32, bitcast=True)
-    v = code * step + (_half_at(pairs, 0) - step)
+    v = code * step + (low - step)
     return tl.reshape(v, [T, PLANES * RUNS * PACKING.RUN]).to(dtype)
 
 
@@ -1353,20 +1412,21 @@ def attend(
         plain    k [.., D] of q's dtype
         rows     the same; values are a key's DV leading numbers
         int8     k [.., D] int8, scale [B, Hkv, S] fp32
-        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; basis [Hkv, DP, r] of interleave_rope;
-                 its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32, or None; rope [>= S, D/2, 2] of
-                 rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are int8 with scales, or
-                 of q's dtype without
+        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n] uint8, two
+                 in a byte (compress.quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope; its
+                 scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of that scale, or None;
+                 rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are
+                 int8 with scales, or of q's dtype without
         channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens; low_scale
                  [B, Hkv, n, D, 2] fp16; ring [B, R, Hkv, D], from which the last R tokens are read
         logits   no keys, but their logits [B, Hkv, G, n] fp32, each query's in line. They belong to the
                  tokens of an index [B, n]; without one to all
-    values are v [.., DV] of q's dtype at 16 bits. Below they are codes [.., DV * bits / 8] uint8, low_scale
-    [.., DV / group, 2] fp16 and, if the last R tokens are read from a ring, the ring [B, R, Hkv, DV]. index
-    int32 names the tokens to attend, -1 for none. It is [B, n] for all heads, [B, Hkv, n] or [B, Hq, n].
-    Without it all tokens up to pos - z are attended, at most S. window is exact keys and values
-    [B, z, Hkv, D and DV], which are attended as well; they fill from the left. () is no window, z = 0.
-    Truth: compress.attend over what the stores read.
+    values are v [.., DV] of q's dtype at 16 bits. Below they are codes [.., DV * bits / 8] uint8 and
+    low_scale [.., DV / group, 2] fp16, or one scale [B, Hkv, S] fp16 a row. If the last R tokens are read
+    from a ring [B, R, Hkv, DV], it follows. index int32 names the tokens to attend, -1 for none. It is [B, n]
+    for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S.
+    window is exact keys and values [B, z, Hkv, D and DV], which are attended as well; they fill from the
+    left. () is no window, z = 0. Truth: compress.attend over what the stores read.
 
     positions [B, S] int32 is for paged storage: each row's position, negative for an empty row. RoPE, rings
     and liveness use it. An index then names rows; without one all rows of positions 0 to pos - z are

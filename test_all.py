@@ -3275,7 +3275,7 @@ def poison(x, dead):
     return x
 
 
-def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels):
+def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, run=0):
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
     x = randn(B, S, H, r, dtype=dtype)
@@ -3285,7 +3285,12 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels):
     queries = 2 * randn(B, n, H, N, r_score, seed=1, dtype=dtype)
     queries[..., 0, :] *= N == 1  # a query without a largest number
     of_token = torch.arange(S, device=DEVICE) // (block or S)
-    logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded) * 0.3
+    logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded)
+    offset = randn(B, -(-S // run), H * N, seed=2) if run else None
+    if run:
+        each = offset[:, torch.arange(S, device=DEVICE) // run]  # [B, S, H N]
+        logits = logits + each.unflatten(2, (H, N)).permute(0, 2, 3, 1)
+    logits = logits * 0.3
     logits = logits.masked_fill(~live[:, None, None], -torch.inf)
     if rule == "each":
         truth = logits.flatten(1, 2)
@@ -3298,7 +3303,7 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels):
     else:
         rows = poison(rows, ~live)
     queries = queries if block else queries[:, 0]
-    out = ops.scores(queries, rows.transpose(1, 2), scale, pos, 0.3, rule, block)
+    out = ops.scores(queries, rows.transpose(1, 2), scale, pos, 0.3, rule, block, offset, run or 1)
     assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
     close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
@@ -3320,6 +3325,12 @@ SCORES_SIZES = [  # B, S, H, N, r, r_score, block
 def test_kernel_scores(dtype, rule, int8, sizes):
     """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8."""
     check_scores(dtype, rule, int8, *sizes)
+
+
+@pytest.mark.parametrize("rule, int8, block, run", pairwise(RULES, [False, True], [0, 48], [1, 16]))
+@poisoned
+def test_kernel_scores_with_an_offset_for_runs_of_tokens(rule, int8, block, run):
+    check_scores(DTYPES[-1], rule, int8, 2, 130, 2, 3, 40, 32, block, run=run)
 
 
 @pytest.mark.parametrize("rule, int8, block", pairwise(RULES, [False, True], [0, 48]))
@@ -3456,7 +3467,7 @@ def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
 
 # ---- attend
 
-JOINT_LATENTS = ["joint latents", "joint int8 latents"]
+JOINT_LATENTS = ["joint latents", "joint int8 latents", "joint mixed latents"]
 FORMATS = ["plain", "int8", "latents", *JOINT_LATENTS, "channels"]
 
 
@@ -3490,25 +3501,32 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
         truth, ring, exact = with_ring(decoded, pos, read, 4, dtype)
         coded = F.pad(read & ~exact[:, None], (0, -S % 32)).unflatten(2, (-1, 32)).any(3)
         return [codes, poison(low_scale, ~coded), ring], truth
-    joint, int8 = "joint" in form, "int8" in form
+    joint, coded = "joint" in form, "int8" in form or "mixed" in form
     cos, sin = rope_tables(tiny_config(head_dim=D), S, torch.device(DEVICE))
     latent = randn(B, 1 if joint else Hkv, S, r, dtype=dtype)
     basis, bias = r**-0.5 * randn(Hkv * D, r, seed=2, dtype=dtype), randn(Hkv * D, 1, seed=3)
-    paired, dead = [kernels.interleave_rope(x, Hkv) for x in (basis, bias)], ~read
-    if joint:  # of all heads, as SALS has them
-        dead, paired[1], bias = ~read.any(1, keepdim=True), None, 0 * bias
-    stores = [poison(latent, dead), None, paired[0], None, paired[1]]
-    if int8:
-        codes, scale = compress.quantize_int8(latent)
-        coded = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
-        basis_codes, basis_scale = (x.flatten(0, 1) for x in coded)
-        latent, basis = codes * scale, basis_codes * basis_scale
-        paired = [kernels.interleave_rope(x, Hkv) for x in (basis_codes, basis_scale)]
-        stores = [codes, poison(scale[..., 0], dead), *paired, None]
-    stores[:2] = [x if x is None else x.expand(B, Hkv, *x.shape[2:]) for x in stores[:2]]
-    k = (latent.float() @ basis.float().unflatten(0, (Hkv, D)).mT) + bias.view(Hkv, 1, D)
+    dead = ~read.any(1, keepdim=True) if joint else ~read  # those of all heads, as SALS has them
+    if coded:
+        rest, (codes, scale) = None, compress.quantize_int8(latent)
+        scale, latent = scale[..., 0], codes * scale
+        if "mixed" in form:
+            chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
+            lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
+            codes, rest, scale = compress.quantize_mixed(randn(*latent.shape, dtype=dtype), lead)
+            unpacked = torch.cat((codes, compress.unpack(rest, 4).to(torch.int8) * 8 - 60), -1)
+            latent = unpacked * scale[..., None]
+        basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
+        basis, flat = basis_codes * basis_scale, [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)]
+        flat.append(bias / flat[1])
+        stores = [codes, poison(scale, dead), rest]
+    else:
+        flat, stores = [basis, None, bias], [poison(latent, dead), None, None]
+        basis = basis.unflatten(0, (Hkv, D))
+    stores = [x if x is None else x.expand(B, Hkv, *x.shape[2:]) for x in stores]
+    paired = [x if x is None else kernels.interleave_rope(x, Hkv) for x in flat]
+    k = (latent.float() @ basis.float().mT) + bias.view(Hkv, 1, D)
     truth = apply_rope(k.transpose(1, 2), cos, sin).transpose(1, 2)
-    return [*stores, kernels.rope_pairs(cos, sin, dtype)], truth
+    return [*stores, *paired, kernels.rope_pairs(cos, sin, dtype)], truth
 
 
 def stored_values(form, dtype, read, DV, bits, pos):
@@ -3520,6 +3538,9 @@ def stored_values(form, dtype, read, DV, bits, pos):
     if bits < 16:
         codes, low_scale = quantize(v, bits, min(32, DV))
         truth = compress.dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
+    if bits < 16 and "latents" in form:  # one scale a row
+        codes, low_scale = compress.quantize_spread(v, bits)
+        truth = (2.0 * compress.unpack(codes, bits) - 2**bits + 1) * low_scale[..., None].float()
     if form not in ("int8", "channels"):
         codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
     if bits == 16:
@@ -3631,7 +3652,8 @@ def test_kernel_attend_and_scores_of_pages(module, form, tokens):
     k, k_scale = (*keys, None)[:2]
     for rule in RULES:
         unpaged = ops.scores(q.unflatten(1, (2, 2)), k, k_scale, pos, scale, rule)
-        out = ops.scores(q.unflatten(1, (2, 2)), *map(paged, (k, k_scale)), pos, scale, rule, 0, positions_)
+        paged_rows = [*map(paged, (k, k_scale)), pos, scale, rule, 0, None, 1, positions_]
+        out = ops.scores(q.unflatten(1, (2, 2)), *paged_rows)
         out = out.gather(-1, place[:, None].expand(out.shape))
         live = unpaged > -torch.inf
         assert torch.equal(out > -torch.inf, live)
@@ -5787,9 +5809,10 @@ def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes)
     B, Hkv, D, chunks, n, bits, z, programs = sizes
     if programs:
         monkeypatch.setattr(streamed, "SMS", programs)
-    pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (128 if "int8" in form else 64)
+    pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (64 if form == JOINT_LATENTS[0] else 128)
     case = (dtype, form, "row", B, 600, Hkv, 1, D, D, bits, z, pos)
-    check_attend(*case, n=n, r=r, written=True, ops=streamed)
+    if "mixed" not in form or chunks > 2:
+        check_attend(*case, n=n, r=r, written=True, ops=streamed)
 
 
 @needs_hopper
@@ -5801,7 +5824,7 @@ def test_kernel_hopper_attend_windows_of_several_tiles_and_real_sizes(streamed):
     for form, (B, S, bits, n) in itertools.product(JOINT_LATENTS, ((16, 1000, 2, 448), (4, 5000, 4, 4032))):
         pos = [S - 1 - 7 * b for b in range(B)]
         case = (torch.bfloat16, form, "row", B, S, 32, 1, 128, 128, bits, 64, pos)
-        check_attend(*case, n=n, r=512, written=True, ops=streamed)
+        check_attend(*case, n=n, r=1024 if "mixed" in form else 512, written=True, ops=streamed)
 
 
 HALF, WHOLE = torch.float16, torch.float32
@@ -5830,10 +5853,11 @@ def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkey
 def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     takes, cuda = hopper.streams_basis, torch.device("cuda")
-    fits = [16, 448, 32, 128, 512, 2]  # B, n, Hkv, D, r, itemsize
-    assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:4], 1024, 1)
-    assert not takes(cuda, *fits[:4], 500, 2)  # no whole chunks
-    assert not takes(cuda, *fits[:4], 256, 4)  # fp32
+    fits = [16, 448, 32, 128, 512, 0, 2]  # B, n, Hkv, D, r, width, itemsize
+    assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:4], 1024, 0, 1)
+    assert takes(cuda, *fits[:4], 256, 384, 1) and not takes(cuda, *fits[:4], 256, 192, 1)
+    assert not takes(cuda, *fits[:4], 500, 0, 2)  # no whole chunks
+    assert not takes(cuda, *fits[:4], 256, 0, 4)  # fp32
     for i, other in ((0, 2), (1, 7), (2, 4), (3, 256), (4, 1024)):  # each alone too few or too many
         assert not takes(cuda, *fits[:i], other, *fits[i + 1 :])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
