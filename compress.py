@@ -3130,8 +3130,9 @@ def random_basis(*shape: int) -> Tensor:
 
 @dataclass
 class Method:
-    """A row of METHODS: its settings, its caches, and for one that `calibrate.py fit` must fit first, the
-    tensors of its artifact (and those of random_artifact that ones would not do for).
+    """A row of METHODS: its settings, whose docstring `--help` shows, its caches, and for one that
+    `calibrate.py fit` must fit first, the tensors of its artifact (and those of random_artifact that ones
+    would not do for).
 
     caches(model, settings, context, artifact): one a layer. fold(attention, config, settings, artifact, i):
     layer i's attention with what the method folds into its weights; it may run on the meta device. paper: the
@@ -3140,12 +3141,11 @@ class Method:
 
     settings: type
     caches: Callable[..., list[Cache]]
-    about: str
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], Artifact] | None = None
+    fold: Callable[..., Attention] | None = None
     paper: dict = field(default_factory=dict)
     artifact: str = ""
-    fold: Callable[..., Attention] | None = None
 
     def fold_all(self, model: Llama, settings: object, artifact: Artifact) -> None:
         """Folds what the method folds into every layer of a model."""
@@ -3163,67 +3163,29 @@ class Method:
 
 
 VARIANTS = ("ours", "paper")
+SALS_PAPER = {"rank": 0.25, "latent_bits": 16, "metric": "key"}
+SALS_PAPER |= {"score": "sum", "score_block": 0, "skip_as": "latent"}
 METHODS = {
-    "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context)), "the full cache"),
-    "sals": Method(
-        SalsSettings,
-        sals_caches,
-        "sparse attention in a joint latent of the keys",
-        sals_tensors,
-        paper={"rank": 0.25, "latent_bits": 16, "metric": "key"}
-        | {"score": "sum", "score_block": 0, "skip_as": "latent"},
-        fold=fold_sals,
-    ),
-    "elitekv": Method(
-        EliteSettings,
-        elite_caches,
-        "a few rotated pairs, a latent of the rest",
-        elite_tensors,
-        random_elitekv,
-        fold=fold_elitekv,
-    ),
-    "loki": Method(LokiSettings, loki_caches, "top-k, scored on principal components", loki_tensors),
-    "lrqk": Method(
-        LrqkSettings,
-        lrqk_caches,
-        "top-k attention by low-rank proxies; K and V in host memory",
-        paper={"mode": "paper"},
-    ),
-    "fdc": Method(
-        FdcSettings,
-        fdc_caches,
-        "compressed vectors, each head at its own rank",
-        fdc_tensors,
-        random_fdc,
-        fold=fold_fdc,
-    ),
-    "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
-    "topk": Method(TopKSettings, each_layer(TopKCache), "exact top-k attention, the oracle of selections"),
-    "h2o": Method(H2oSettings, each_layer(H2oCache), "heavy hitters and the last tokens; others are evicted"),
-    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache), "H2O with noise and a temperature"),
-    "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
+    "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),
+    "sals": Method(SalsSettings, sals_caches, sals_tensors, fold=fold_sals, paper=SALS_PAPER),
+    "elitekv": Method(EliteSettings, elite_caches, elite_tensors, random_elitekv, fold_elitekv),
+    "loki": Method(LokiSettings, loki_caches, loki_tensors),
+    "lrqk": Method(LrqkSettings, lrqk_caches, paper={"mode": "paper"}),
+    "fdc": Method(FdcSettings, fdc_caches, fdc_tensors, random_fdc, fold_fdc),
+    "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
+    "topk": Method(TopKSettings, each_layer(TopKCache)),
+    "h2o": Method(H2oSettings, each_layer(H2oCache)),
+    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
+    "quest": Method(QuestSettings, each_layer(QuestCache)),
     "doublesparse": Method(
-        DoubleSparseSettings,
-        each_layer(DoubleSparseCache, "importance"),
-        "top-k, scored on a few channels",
-        importance_tensors,
+        DoubleSparseSettings, each_layer(DoubleSparseCache, "importance"), importance_tensors
     ),
     "hshare": Method(
-        HshareSettings,
-        each_layer(HshareCache, "importance"),
-        "Double Sparsity, a selection for several steps and heads",
-        importance_tensors,
-        artifact="doublesparse",
+        HshareSettings, each_layer(HshareCache, "importance"), importance_tensors, artifact="doublesparse"
     ),
-    "kivi": Method(KiviSettings, each_layer(KiviCache), "keys quantised per channel, values per token"),
-    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),
-    "palu": Method(
-        PaluSettings,
-        palu_caches,
-        "low-rank K and V, keys rebuilt before RoPE",
-        lambda c: head_bases(c, "kv"),
-        fold=fold_palu,
-    ),
+    "kivi": Method(KiviSettings, each_layer(KiviCache)),
+    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
+    "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_palu),
 }
 
 
