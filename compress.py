@@ -687,27 +687,20 @@ class DenseCache(Cache):
         """Queries or keys [..., H, D] after RoPE as they are multiplied and kept, [..., H, width]."""
         return x
 
-    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
-        """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
-
-    def update_index(self, pos: Tensor, k: Tensor) -> None:
-        """The same for one token each, k [B, Hkv, D] after RoPE."""
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        """Stores tokens, of k, v [n, Hkv, D] after RoPE; where: as stores have it."""
+        self.keys.write(where, self.to_stored_basis(k))
+        self.values.write(where, v)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
     def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        where = batch, slice(0, len(q))
-        self.keys.write(where, self.to_stored_basis(k))
-        self.values.write(where, v)
-        self.index_prompt(batch, k, q[-1:])
+        self.write((batch, slice(0, len(q))), k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        where = self.context.batch_ids, pos
-        q, k = (self.to_stored_basis(self.rope(x, pos)) for x in (q, k))
-        self.keys.write(where, k)
-        self.values.write(where, v)
-        self.update_index(pos, k)
+        self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
+        q = self.to_stored_basis(self.rope(q, pos))
         index = self.select(pos, q) if self.selects else None
         if index is not None:
             self.report_selected(pos, index, index >= 0)
@@ -718,8 +711,9 @@ class DenseCache(Cache):
         return round(self.keys.formula() + self.values.formula())
 
     def tokens_read(self, length: int) -> tuple[float, float]:
-        """Tokens of K and of V that one decode step must read, a KV head."""
-        return length, length
+        """Tokens of K and of V that one decode step must read, a KV head: all that are stored."""
+        n = min(length, self.keys.tokens)
+        return n, n
 
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
@@ -1961,9 +1955,6 @@ class StreamingCache(DenseCache):
         sinks = self.context.positions[: self.x].expand(len(pos), -1)
         self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.w)
 
-    def tokens_read(self, length: int) -> tuple[float, float]:
-        return min(length, self.x + self.w), min(length, self.x + self.w)
-
 
 # -------------------------------------------------- exact top-k, and what the rows that select have in common
 
@@ -2000,35 +1991,45 @@ class TopKSettings(KeepSettings):
 
 
 class SelectiveCache(DenseCache):
-    """A full cache of which each step attends `count` tokens a KV head, if that is less than all."""
+    """A full cache of which each step attends `count` tokens a KV head, if that is less than all.
 
-    def __init__(self, context: Context, settings: object, *stores: TokenStore):
-        super().__init__(context, *stores)
+    proxies: a store of what scoring reads instead of K, each of its rows for `page` tokens."""
+
+    page = 1
+
+    def __init__(self, context: Context, settings: object):
+        super().__init__(context)
         self.budget = settings.budget(context.capacity)
         self.count = sum(self.budget)
         self.selects = self.count < context.capacity
 
-    def index_read(self, length: int) -> int:
-        """Bytes beside K and V that selection reads, where there is anything to select."""
-        return 0
-
     def tokens_read(self, length: int) -> tuple[float, float]:
         return min(length, self.count), min(length, self.count)
 
+    def formula(self) -> int:
+        return super().formula() + self.proxies.formula()
+
+    def score_bytes(self, length: int) -> int:
+        return -(-length // self.page) * self.proxies.token_bytes
+
     def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + (self.index_read(length) if length > self.count else 0)
+        return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
 
 
-class TopKCache(SelectiveCache):
+class TopKCache(DenseCache):
+    """K and V in full, or in KIVI's codes."""
+
     def __init__(self, context: Context, settings: TopKSettings):
-        super().__init__(context, settings, *kivi_stores(context, settings.kv_bits))
+        super().__init__(context, *kivi_stores(context, settings.kv_bits))
+        self.budget = settings.budget(context.capacity)
+        self.selects = sum(self.budget) < context.capacity
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         scores = self.context.scores(q, pos=pos, rule="largest", **self.keys.scored(pos))
         return self.context.select(scores, pos, self.budget, recent=True)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
-        return length, min(length, self.count)
+        return length, min(length, sum(self.budget))
 
 
 # --------------------------------------------------------------------------------------------- H2O, Keyformer
@@ -2141,9 +2142,6 @@ class H2oCache(DenseCache):
         slots = self.tokens * self.config.n_kv_heads * 8
         return super().formula() + self.context.batch_size * (slots + 4)
 
-    def tokens_read(self, length: int) -> tuple[float, float]:
-        return min(length, self.tokens), min(length, self.tokens)
-
     def bytes_read(self, length: int) -> int:
         return super().bytes_read(length) + min(length, self.tokens) * self.config.n_kv_heads * 8
 
@@ -2217,34 +2215,28 @@ class QuestCache(SelectiveCache):
     def __init__(self, context: Context, settings: QuestSettings):
         super().__init__(context, settings)
         c, self.page = context.config, min(settings.page, context.capacity)
-        self.bounds = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
+        self.proxies = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
 
-    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
-        n = -(-len(k) // self.page)
-        tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last one fills up
-        low, high = k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
-        self.bounds.write((batch, slice(0, n)), torch.cat((high, low), -1))
-
-    def update_index(self, pos: Tensor, k: Tensor) -> None:
-        page, batch = pos // self.page, self.context.batch_ids
-        high, low = self.bounds.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
-        first = (pos % self.page == 0)[:, None, None]
-        high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
-        self.bounds.write((batch, page), torch.cat((high, low), -1))
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        batch, pos = where
+        if isinstance(batch, int):  # a prompt
+            n = -(-len(k) // self.page)
+            tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last fills up
+            page, (low, high) = slice(0, n), k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
+        else:
+            page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
+            high, low = self.proxies.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
+            high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
+        self.proxies.write((batch, page), torch.cat((high, low), -1))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
-        scores = self.context.scores(page_queries(q), pos=last, rule="largest", **self.bounds.scored(last))
+        scores = self.context.scores(page_queries(q), pos=last, rule="largest", **self.proxies.scored(last))
         budget = 0, self.count // self.page - 1, 1
         pages = self.context.select(scores, last, budget, recent=True)  # [B, Hkv, n], with the last
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
         return index.where(index <= pos[:, None, None], -1)
-
-    def formula(self) -> int:
-        return super().formula() + self.bounds.formula()
-
-    def index_read(self, length: int) -> int:
-        return -(-length // self.page) * self.bounds.token_bytes
 
 
 # ------------------------------------------------------------------------------------ Double Sparsity, HShare
@@ -2271,18 +2263,16 @@ class DoubleSparseCache(SelectiveCache):
         c = context.config
         r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(r).indices.to(context.device)  # [Hkv, r_c]
-        self.label = TokenStore(context, c.n_kv_heads, context.capacity, r)
+        self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)  # the labels
 
     def labels(self, x: Tensor) -> Tensor:
         """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
         index = self.channels.repeat_interleave(x.shape[-2] // len(self.channels), 0)
         return x.gather(-1, index.expand(*x.shape[:-1], -1))
 
-    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
-        self.label.write((batch, slice(0, len(k))), self.labels(k))
-
-    def update_index(self, pos: Tensor, k: Tensor) -> None:
-        self.label.write((self.context.batch_ids, pos), self.labels(k))
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        self.proxies.write(where, self.labels(k))
 
     def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
@@ -2290,13 +2280,7 @@ class DoubleSparseCache(SelectiveCache):
         return self.context.select(scores, pos, (x, count - x - z, z), recent=True)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        return self.best(pos, q, self.label.rows, self.count)
-
-    def formula(self) -> int:
-        return super().formula() + self.label.formula()
-
-    def index_read(self, length: int) -> int:
-        return length * self.label.token_bytes
+        return self.best(pos, q, self.proxies.rows, self.count)
 
 
 def importance_tensors(c: ModelConfig) -> Stored:
@@ -2346,21 +2330,23 @@ class HshareCache(DoubleSparseCache):
         self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
         self.register_buffer("head", context.zeros(heads, dtype=torch.int32))
 
-    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
-        super().index_prompt(batch, k, q)
+    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        super().write_prompt(batch, q, k, v)
         self.since[batch] = -self.every  # the first step selects
         self.head[batch] = torch.arange(k.shape[1], device=k.device)
         if self.merged:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
             least = self.budget[0] + self.budget[2] + 1
-            count, label = min(self.held_count, max(least, len(k) // 2)), self.label.rows[batch : batch + 1]
-            index = self.best(torch.tensor([len(k) - 1], device=k.device), q, label, count)[0]  # [Hkv, n]
+            count, label = min(self.held_count, max(least, len(k) // 2)), self.proxies.rows[batch : batch + 1]
+            index = self.best(torch.tensor([len(k) - 1], device=k.device), q[-1:], label, count)[
+                0
+            ]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
             self.head[batch] = share_map(member @ member.T, self.merged).int()
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        index = self.best(pos, q, self.label.rows, self.held_count)
+        index = self.best(pos, q, self.proxies.rows, self.held_count)
         index = index.gather(1, self.head.long()[..., None].expand_as(index))
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
@@ -2377,10 +2363,10 @@ class HshareCache(DoubleSparseCache):
         heads = self.config.n_kv_heads
         return super().formula() + self.context.batch_size * (heads * (self.held_count + 1) + 1) * 4
 
-    def index_read(self, length: int) -> int:
+    def score_bytes(self, length: int) -> int:
         """The labels of the heads that select, in one of `every` steps."""
         heads = self.config.n_kv_heads
-        return super().index_read(length) * (heads - self.merged) // heads // self.every
+        return super().score_bytes(length) * (heads - self.merged) // heads // self.every
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI

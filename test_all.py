@@ -1432,12 +1432,12 @@ def test_quest_bounds_are_the_largest_products_of_each_channel():
 @pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 50])
 def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_prompt):
     qkv, cache = stream(60), row_cache("quest", tiny_model(), 1, 100, keep=48)
-    cache.bounds.rows += 5  # what an earlier prompt left behind
+    cache.proxies.rows += 5  # what an earlier prompt left behind
     reads(cache, n_prompt, *qkv)
     for n in range(n_prompt, 60):
         _, chosen = watched_step(cache, n, *qkv)
         for page, keys in enumerate(cache.keys.rows[0, :, : n + 1].split(16, 1)):
-            assert torch.equal(cache.bounds.rows[0, :, page], torch.cat((keys.amax(1), keys.amin(1)), -1))
+            assert torch.equal(cache.proxies.rows[0, :, page], torch.cat((keys.amax(1), keys.amin(1)), -1))
         assert chosen[:, n // 16 * 16 : n + 1].all() and chosen.sum(-1).max() <= 48
     assert compress.QuestSettings(keep=20).budget(1000) == (48,)  # at least 3 pages
 
@@ -1448,9 +1448,9 @@ def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_p
 def test_double_sparse_scores_on_its_channels_alone():
     """Whatever the keys hold in the others."""
     cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
-    assert cache.label.rows.shape == (1, 4, 60, 4)
+    assert cache.proxies.rows.shape == (1, 4, 60, 4)
     expected = cache.keys.rows[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
-    assert torch.equal(cache.label.rows[0, :, :59], expected)
+    assert torch.equal(cache.proxies.rows[0, :, :59], expected)
     pos = torch.tensor([58])
     asked = pos, cache.rope(q[58:59], pos)
     index = cache.select(*asked)
@@ -1490,7 +1490,7 @@ def test_hshare_holds_a_selection_and_lets_new_tokens_join():
         held = cache.held[0].clone()
         if n % 5 == 0:
             pos = torch.tensor([n])
-            fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.label.rows, 16)[0]
+            fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.proxies.rows, 16)[0]
             assert fresh.shape == (4, 16)
         assert torch.equal(held, fresh.int()) and int(cache.since) == n // 5 * 5
         mask = torch.zeros(4, 60, dtype=torch.bool).scatter_(1, held.long(), True)
@@ -1516,8 +1516,8 @@ def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
     for n in range(50, 60):
         chosen = watched_step(cache, n, q, k, v)[1][::2]
         assert torch.equal(chosen[twin], chosen[of]) and len(chosen.unique(dim=0)) == 3
-    read = row_cache("doublesparse", tiny_model(), 1, 100, **options).index_read(60)
-    assert cache.index_read(60) == read * 3 // 4
+    read = row_cache("doublesparse", tiny_model(), 1, 100, **options).score_bytes(60)
+    assert cache.score_bytes(60) == read * 3 // 4
 
 
 # ---- KIVI
