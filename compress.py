@@ -1565,7 +1565,6 @@ class LrqkSettings:
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
-    init: str = setting("topcol", "where Alg. 1 starts, in mode paper", ("topcol", "randn"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
@@ -1581,12 +1580,15 @@ class LrqkSettings:
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
 
 
-def lrqk_prompt(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, ...]:
-    """A prompt's factors as published (Algorithm 1, all lambda = 1): W_Q, W_K [Hkv, D, r] before -> after
-    LRQK_STEPS rounds, and B_Q, B_K [Hkv, r, D].
+def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> tuple[Tensor, ...]:
+    """A prompt's factors as published (Algorithm 1, all lambda = 1): W_Q, W_K [Hkv, D, r] after LRQK_STEPS
+    rounds, and B_Q, B_K [Hkv, r, D].
 
     Every A_Q is Q W_Q and every A_K is K W_K. So the rounds need only G_Q = Q^T Q and G_K = K^T K
-    [Hkv, D, D], and cost the same for every prompt."""
+    [Hkv, D, D], and cost the same for every prompt. columns [Hkv, D]: the sums of |Q| and |K|."""
+    # 1. A_Q and A_K start as the r columns of the largest sums ("topcol").
+    eye = torch.eye(columns.shape[-1], dtype=columns.dtype, device=columns.device)
+    w_q = w_k = eye[columns.topk(r).indices].mT
 
     def bases() -> tuple[Tensor, Tensor]:  # 3, 4. Least squares of Q ~ A_Q B_Q and K ~ A_K B_K (Eq. 6)
         return tuple(spd_solve(w.mT @ g @ w, w.mT @ g) for w, g in ((w_q, gram_q), (w_k, gram_k)))
@@ -1597,18 +1599,6 @@ def lrqk_prompt(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tup
         w_k = spd_solve(w_q.mT @ gram_q @ w_q + b_k @ b_k.mT, (gram_q @ w_q + b_k.mT).mT).mT
         w_q = spd_solve(w_k.mT @ gram_k @ w_k + b_q @ b_q.mT, (gram_k @ w_k + b_q.mT).mT).mT
     return w_q, w_k, *bases()  # fitted once more to the final A, as in the released code
-
-
-def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tensor, Tensor]:
-    """W_Q, W_K [Hkv, D, r] such that A_Q = Q W_Q and A_K = K W_K start Alg. 1; sum_q, sum_k [Hkv, D].
-
-    topcol: the r columns of the largest sum. randn: a normal W, not a normal A as in the paper, which no W
-    gives."""
-    if init == "randn":
-        seeded = torch.Generator().manual_seed(0)
-        return tuple(torch.randn(2, *sum_q.shape, rank, generator=seeded, dtype=sum_q.dtype).to(sum_q.device))
-    eye = torch.eye(sum_q.shape[-1], dtype=sum_q.dtype, device=sum_q.device)
-    return (eye[(sum_q + sum_k).topk(rank).indices].mT,) * 2
 
 
 def lrqk_step(
@@ -1828,8 +1818,7 @@ class LrqkCache(Cache):
         # On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens.
         (gram_q, sum_q), (gram_k, sum_k) = ((gram.cpu(), total.cpu()) for gram, total in moments)
         if self.settings.mode == "paper":  # in Alg. 1's own gauge, on which Alg. 2's step depends
-            start = lrqk_init(self.settings.init, self.rank, sum_q, sum_k)
-            w_q, w_k, *bases = lrqk_prompt(*start, gram_q, gram_k)
+            w_q, w_k, *bases = lrqk_prompt(gram_q, gram_k, sum_q + sum_k, self.rank)
         else:
             w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
             bases = w_q.mT, w_k.mT
@@ -1840,7 +1829,9 @@ class LrqkCache(Cache):
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
         k = self.rope(k, pos)
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
-        self.write(pos, k_hat[:, :, 0], torch.cat((k, v), -1))
+        batch, kv = self.context.batch_ids, torch.cat((k, v), -1)
+        self.a_k[batch, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
+        self.kv[batch, :, pos], self.hot[batch, :, self.slots + pos % self.z] = kv, kv
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
@@ -1863,12 +1854,6 @@ class LrqkCache(Cache):
         self.basis_q.copy_(b_q)
         self.basis_k.copy_(b_k)
         return q_hat.float(), k_hat.float()
-
-    def write(self, pos: Tensor, k_hat: Tensor, kv: Tensor) -> None:
-        """Stores one token each: its row of A_K [B, Hkv, r], and K and V side by side [B, Hkv, 2D]."""
-        batch = self.context.batch_ids
-        self.a_k[batch, :, pos] = k_hat.to(self.a_k.dtype)
-        self.kv[batch, :, pos], self.hot[batch, :, self.slots + pos % self.z] = kv, kv
 
     def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
         """Brings the tokens that q_hat selects into the hot slots of these entries, and stamps the slots."""
