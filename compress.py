@@ -1525,17 +1525,13 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
-def loki_basis(basis: str, artifact: Artifact) -> str:
-    """The keys that P was fitted on, "pre" or "post" RoPE; "auto" is what calibration found better."""
-    return ("pre", "post")[bool(artifact["better"])] if basis == "auto" else basis
-
-
 def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
     if min(settings.sinks, settings.recent) < 0:
         raise UserError("--sinks and --recent must be at least 0")
-    kind = loki_basis(settings.basis, artifact)
+    better = ("pre", "post")[bool(artifact["better"])]
+    kind = better if settings.basis == "auto" else settings.basis
     ranks = [max(1, round(settings.d * model.config.head_dim))] * len(model.layers)
     if settings.explained:
         values = artifact[f"{kind}.eigenvalues"]
@@ -2041,8 +2037,6 @@ class H2oSettings:
 class KeyformerSettings(H2oSettings):
     """Keyformer (arXiv 2403.09054): H2O whose scores have Gumbel noise and a temperature."""
 
-    noise_seed: int = setting(0, "seed of the noise")
-
 
 def h2o_step(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int
@@ -2137,8 +2131,7 @@ class KeyformerCache(H2oCache):
     def __init__(self, context: Context, settings: KeyformerSettings):
         super().__init__(context, settings)
         # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
-        seeded = torch.Generator().manual_seed(settings.noise_seed)
-        tape = torch.rand(65521, generator=seeded).clamp(min=1e-10)
+        tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
         self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
@@ -2518,11 +2511,8 @@ def kivi_stores(context: Context, bits: int, residual: int = 128) -> tuple:
     return keys, TokenValues(context, bits, keys.R)
 
 
-class KiviCache(DenseCache):
-    """K and V in these codes; every token is attended."""
-
-    def __init__(self, context: Context, settings: KiviSettings):
-        super().__init__(context, *kivi_stores(context, settings.bits, settings.residual))
+def kivi_cache(context: Context, settings: KiviSettings) -> Cache:
+    return DenseCache(context, *kivi_stores(context, settings.bits, settings.residual))
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -2721,6 +2711,15 @@ class FdcSettings:
     rate: float = setting(-1.0, "r: fraction of singular values lost (Eq. 1; -1: as fitted)", sets="bytes")
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
+    def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
+        """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
+        rate = float(artifact["rate"]) if self.rate == -1 else self.rate
+        if not 0 <= rate < 1:
+            raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
+        ranks = fdc_ranks(artifact[f"{kind}.values"], rate, self.adaptive)  # of all layers, for their mean
+        bases = zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True)
+        return [basis[:, :rank] for basis, rank in bases]
+
 
 def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
     """One decode step of FDC as published (sec. 5.1), for one KV head. Prefill attends the same vectors.
@@ -2770,11 +2769,11 @@ def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
     return tuple(b.view(c.n_kv_heads, len(b) // c.n_kv_heads) for b in bias.split(attention.widths)[1:3])
 
 
-def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> Attention:
-    """W_V R takes the place of W_V in wqkv, and R^T W_O that of W_O: the cache holds and returns x W_V R.
-
-    bases R [D, d_v], one a KV head. V's bias moves into W_O's, since attention weights sum to one."""
-    heads = (c.n_kv_heads, -1)
+def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact: Artifact, i: int):
+    """Layer i's attention with W_V R in the place of W_V and R^T W_O in that of W_O, for FDC and Palu: the
+    cache holds and returns x W_V R. V's bias moves into W_O's, since attention weights sum to one."""
+    heads, device = (c.n_kv_heads, -1), attention.wqkv.weight.device
+    bases = [basis.to(device) for basis in settings.bases(artifact, i, "v")]  # R [D, d_v] of each KV head
     q, k, v = attention.wqkv.weight.float().split(attention.widths)
     values = [basis.T @ rows for basis, rows in zip(bases, v.unflatten(0, heads), strict=True)]  # [d_v, dim]
     columns = attention.wo.weight.float().unflatten(1, (c.n_kv_heads, c.group, -1))  # [dim, Hkv, G, D]
@@ -2887,26 +2886,9 @@ def own_columns(ranks: list[int], G: int) -> Tensor:
     return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
-def fdc_layer(
-    settings: FdcSettings, artifact: Artifact, i: int, kind: str, device: torch.device
-) -> list[Tensor]:
-    """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
-    rate = float(artifact["rate"]) if settings.rate == -1 else settings.rate
-    if not 0 <= rate < 1:
-        raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
-    ranks = fdc_ranks(artifact[f"{kind}.values"], rate, settings.adaptive)  # of all layers, for their mean
-    bases = zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True)
-    return [basis[:, :rank].to(device) for basis, rank in bases]
-
-
-def fold_fdc(attention: Attention, c: ModelConfig, settings: FdcSettings, artifact: Artifact, i: int):
-    """Layer i's attention with the values' bases in wqkv and wo."""
-    return fold_values(attention, c, fdc_layer(settings, artifact, i, "v", attention.wqkv.weight.device))
-
-
 def fdc_caches(model: Llama, settings: FdcSettings, context: Context, artifact: Artifact) -> list[Cache]:
     def cache(i: int) -> Cache:
-        qk, v = (fdc_layer(settings, artifact, i, kind, context.device) for kind in ("qk", "v"))
+        qk, v = (settings.bases(artifact, i, kind) for kind in ("qk", "v"))
         return FdcCache(context, qk, [basis.shape[1] for basis in v])
 
     return [cache(i) for i in range(len(model.layers))]
@@ -2931,6 +2913,13 @@ class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
     keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes")
+
+    def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
+        """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
+        if not 0 < self.keep <= 1:
+            raise UserError(f"--keep {self.keep}: the fraction of each head's dims must lie in (0, 1]")
+        basis = artifact[f"{kind}.basis"][i]
+        return basis[..., : max(1, round(self.keep * basis.shape[-1]))]
 
 
 def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
@@ -2982,31 +2971,14 @@ class PaluCache(Cache):
 
     def token_bytes(self) -> int:
         """Two latents of each head."""
-        ranks = self.keys.latents.width + self.values.width
-        return self.config.n_kv_heads * ranks * self.context.dtype.itemsize
-
-
-def palu_basis(
-    c: ModelConfig, settings: PaluSettings, artifact: Artifact, i: int, kind: str, device
-) -> Tensor:
-    """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
-    if not 0 < settings.keep <= 1:
-        fault = "the fraction of each head's dims to keep must lie in (0, 1]"
-        raise UserError(f"--keep {settings.keep}: {fault}")
-    return artifact[f"{kind}.basis"][i, ..., : max(1, round(settings.keep * c.head_dim))].to(device)
-
-
-def fold_palu(attention: Attention, c: ModelConfig, settings: PaluSettings, artifact: Artifact, i: int):
-    """Layer i's attention with the values' bases in wqkv and wo."""
-    basis = palu_basis(c, settings, artifact, i, "v", attention.wqkv.weight.device)
-    return fold_values(attention, c, list(basis))
+        return self.keys.latents.token_bytes + self.values.token_bytes
 
 
 def palu_caches(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c = model.config
 
     def cache(i: int, attention: Attention) -> Cache:
-        basis = palu_basis(c, settings, artifact, i, "k", context.device)
+        basis = settings.bases(artifact, i, "k")
         return PaluCache(context, basis, basis.shape[2], kv_bias(attention, c)[0])
 
     return [cache(i, layer.attention) for i, layer in enumerate(model.layers)]
@@ -3142,7 +3114,7 @@ METHODS = {
     "elitekv": Method(EliteSettings, elite_caches, elite_tensors, random_elitekv, fold_elitekv),
     "loki": Method(LokiSettings, loki_caches, loki_tensors),
     "lrqk": Method(LrqkSettings, lrqk_caches, paper={"mode": "paper"}),
-    "fdc": Method(FdcSettings, fdc_caches, fdc_tensors, random_fdc, fold_fdc),
+    "fdc": Method(FdcSettings, fdc_caches, fdc_tensors, random_fdc, fold_values),
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
     "topk": Method(TopKSettings, each_layer(TopKCache)),
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
@@ -3154,9 +3126,9 @@ METHODS = {
     "hshare": Method(
         HshareSettings, each_layer(HshareCache, "importance"), importance_tensors, artifact="doublesparse"
     ),
-    "kivi": Method(KiviSettings, each_layer(KiviCache)),
+    "kivi": Method(KiviSettings, each_layer(kivi_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
-    "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_palu),
+    "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_values),
 }
 
 

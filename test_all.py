@@ -1389,16 +1389,16 @@ def test_h2o_equals_the_papers_lists(heavy, recent, n_prompt):
 
 def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
     runs = []
-    for method, options in (("h2o", {}), *(("keyformer", {"noise_seed": seed}) for seed in (0, 0, 1))):
-        cache, qkv = scene(method, 16, 50, keep=16, **options)
+    for method in ("h2o", "keyformer", "keyformer"):
+        cache, qkv = scene(method, 16, 50, keep=16)
         steps = [step(cache, n, *qkv) for n in range(16, 50)]
         runs.append((steps[0], cache.position.clone(), cache.attention.clone()))
-        if options:
+        if method == "keyformer":
             noise = cache.gumbel  # of mean 0.577 and variance pi^2 / 6
             assert abs(noise.mean() - 0.5772) < 0.03 and abs(noise.var() - math.pi**2 / 6) < 0.06
-    plain, one, again, other = runs
+    plain, one, again = runs
     assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
-    assert not torch.equal(one[2], other[2]) and not torch.equal(one[2], plain[2])
+    assert not torch.equal(one[2], plain[2])
 
 
 def test_keyformers_temperature_grows_with_the_tokens_since_the_prompt():
@@ -4775,7 +4775,7 @@ BAD_COMMANDS = {
     "generate --meth sals": "--meth is neither an option nor a setting of dense",
     "generate --method sals --rank 1e308 --prompt hi": "a fraction of at most 1",
     "generate --method shadowkv --rank 1e308 --prompt hi": "must lie in",
-    f"generate --method keyformer --noise_seed {10**20}": f"--noise_seed: {10**20} is too large a number",
+    f"generate --method keyformer --window {10**20}": f"--window: {10**20} is too large a number",
     "generate --method sals --rank x": "--rank: invalid number value: 'x'",
     f"generate --prompt {'1' * 5000}": "more than the model's 512",
     "generate --prompt hi --context 600": "512; shorten --context",
