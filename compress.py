@@ -2553,24 +2553,15 @@ class ShadowKvSettings:
 
 
 def shadowkv_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    stored: tuple,
-    U: Tensor,
-    outliers: Tensor,
-    chunk: int,
-    n: int,
-    recent: int,
-    rope,
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, outliers: Tensor, budget: tuple, rope
 ) -> tuple[Tensor, list[Tensor], tuple]:
     """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
 
     q [Hq, D], k, v [Hkv, D]: of the new token, before RoPE. stored: latents [S - 1, r], K after RoPE (for
     landmarks, outliers and recent tokens only) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's SVD.
-    outliers [Hkv, .]: chunks that are kept exactly. Gives the output [Hq, D], each KV head's tokens, and what
-    is stored now."""
-    S, (heads, D), outputs, chosen = len(stored[0]) + 1, k.shape, [], []
+    outliers [Hkv, .]: chunks that are kept exactly. budget: chunks to select, tokens of a chunk, recent
+    tokens. Gives the output [Hq, D], each KV head's tokens, and what is stored now."""
+    (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
     new = k.flatten() @ U, rope(k[None], torch.tensor([S - 1]))[0], v
     latents, keys, values = stored = tuple(torch.cat((x, y[None])) for x, y in zip(stored, new, strict=True))
     q, near = rope(q[None], torch.tensor([S - 1]))[0].unflatten(0, (heads, -1)), max(0, S - recent) // chunk
@@ -2939,18 +2930,18 @@ class PaluCache(Cache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
 
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
-    between B and the query, so every step rebuilds and rotates all keys. basis: R [Hkv, D, r] of each head;
-    v_rank: its V's rank; bias: of its keys, [Hkv, D], which stays outside of the latent."""
+    between B and the query, so every step rebuilds and rotates all keys. basis: R [Hkv, D, r] of each head,
+    whose V has rank r, too; bias: of its keys, [Hkv, D], which stays outside of the latent."""
 
-    def __init__(self, context: Context, basis: Tensor, v_rank: int, bias: Tensor):
+    def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
         self.basis, self.bias = basis.to(context.device, context.dtype), bias
-        heads, tokens = len(basis), context.capacity
-        self.keys = RebuiltKeys(TokenStore(context, heads, tokens, basis.shape[2]), self.basis, bias)
-        self.values = TokenStore(context, heads, tokens, v_rank)
+        shape = len(basis), context.capacity, basis.shape[2]
+        self.keys = RebuiltKeys(TokenStore(context, *shape), self.basis, bias)
+        self.values = TokenStore(context, *shape)
 
     def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is stored, [..., Hkv, rank], of k [..., Hkv, D] before RoPE and folded v [..., Hkv v_rank]."""
+        """What is stored, [..., Hkv, r], of k [..., Hkv, D] before RoPE and folded v [..., Hkv r]."""
         latent = torch.einsum("...hd,hdr->...hr", k - self.bias, self.basis)
         return latent, v.unflatten(-1, (self.config.n_kv_heads, -1))
 
@@ -2975,13 +2966,8 @@ class PaluCache(Cache):
 
 
 def palu_caches(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    c = model.config
-
-    def cache(i: int, attention: Attention) -> Cache:
-        basis = settings.bases(artifact, i, "k")
-        return PaluCache(context, basis, basis.shape[2], kv_bias(attention, c)[0])
-
-    return [cache(i, layer.attention) for i, layer in enumerate(model.layers)]
+    biases = (kv_bias(layer.attention, model.config)[0] for layer in model.layers)
+    return [PaluCache(context, settings.bases(artifact, i, "k"), bias) for i, bias in enumerate(biases)]
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts

@@ -615,10 +615,10 @@ def pure_h2o(cache, entry, n, q, k, v):
 def pure_shadowkv(cache, entry, n, q, k, v):
     stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[entry], cache.rope(k, slice(0, len(k))), v))
     outliers = [chunks[chunks >= 0] for chunks in cache.outlier[entry]]
-    how = cache.chunk, cache.selected // cache.chunk, cache.settings.recent, cache.rope
+    budget = cache.selected // cache.chunk, cache.chunk, cache.settings.recent
     for i in range(n, len(q)):
         given = q[i], k[i], v[i], stored, cache.basis[entry], outliers
-        out, chosen, stored = compress.shadowkv_step(*given, *how)
+        out, chosen, stored = compress.shadowkv_step(*given, budget, cache.rope)
         yield out.flatten(), chosen
 
 
@@ -2147,16 +2147,16 @@ def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
     """Keys that are a bias and a vector of the basis come back exactly; decode is attention over them."""
     model, bias = tiny_model(head_dim=48), torch.randn(4, 48)
     bases = torch.stack([orthonormal(48, h)[:, :12] for h in range(4)])
-    cache = compress.PaluCache(Context(model, 1, 33), bases, 20, bias)
+    cache = compress.PaluCache(Context(model, 1, 33), bases, bias)
     k = torch.einsum("shr,hdr->shd", torch.randn(33, 4, 12), bases) + bias
-    q, latent = torch.randn(33, 8, 48), torch.randn(33, 80)
+    q, latent = torch.randn(33, 8, 48), torch.randn(33, 48)
     cache.prefill(0, q[:32], k[:32], k[:32, :0], latent[:32])
     got = cache.decode(torch.tensor([32]), q[32:], k[32:], k[32:, :0], latent[32:])
-    keys, values = cache.rope(k, slice(0, 33)), latent.unflatten(1, (4, 20))
+    keys, values = cache.rope(k, slice(0, 33)), latent.unflatten(1, (4, 12))
     query = cache.rope(q[32:], slice(32, 33))
     truth = attend(query, *(x.transpose(0, 1)[None] for x in (keys, values)), torch.ones(1, 33) > 0)
     assert error(got, truth) < 1e-5
-    assert cache.measured() == 33 * 4 * (12 + 20) * 4
+    assert cache.measured() == 33 * 4 * (12 + 12) * 4
 
 
 # ------------------------------------------------------------------------------------ sampling and the engine
