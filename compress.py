@@ -731,14 +731,12 @@ def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Ca
     make gets a layer's part of each of these tensors of the artifact."""
 
     def build(model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
-        skipped = skipped_layers(settings, len(model.layers)) if hasattr(settings, "skip") else ()
-
-        def cache(i: int) -> Cache:
-            if i in skipped:
-                return DenseCache(context)
-            return make(context, settings, *(artifact[name][i] for name in names))
-
-        return [cache(i) for i in range(len(model.layers))]
+        caches, n = [], len(model.layers)
+        skipped = skipped_layers(settings, n) if hasattr(settings, "skip") else ()
+        for i in range(n):
+            parts = (artifact[name][i] for name in names)
+            caches.append(DenseCache(context) if i in skipped else make(context, settings, *parts))
+        return caches
 
     return build
 
@@ -1927,14 +1925,13 @@ class StreamingCache(DenseCache):
     the place within the cache, to go on beyond the trained length.)"""
 
     def __init__(self, context: Context, settings: StreamingSettings):
-        self.x, self.w = settings.budget(context.capacity)
-        shape = context.config.n_kv_heads, context.config.head_dim, self.x, self.w
+        shape = context.config.n_kv_heads, context.config.head_dim, *settings.budget(context.capacity)
         super().__init__(context, *(Window(context, *shape) for _ in range(2)))
 
     def select(self, pos: Tensor, q: Tensor) -> None:
         """All slots: they fill from the left, so that those up to pos hold a token."""
-        sinks = self.context.positions[: self.x].expand(len(pos), -1)
-        self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.w)
+        sinks = self.context.positions[: self.keys.x].expand(len(pos), -1)
+        self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.keys.z)
 
 
 # -------------------------------------------------- exact top-k, and what the rows that select have in common
@@ -2940,24 +2937,23 @@ class PaluCache(Cache):
         self.keys = RebuiltKeys(TokenStore(context, *shape), self.basis, bias)
         self.values = TokenStore(context, *shape)
 
-    def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is stored, [..., Hkv, r], of k [..., Hkv, D] before RoPE and folded v [..., Hkv r]."""
-        latent = torch.einsum("...hd,hdr->...hr", k - self.bias, self.basis)
-        return latent, v.unflatten(-1, (self.config.n_kv_heads, -1))
+    def write(self, where: tuple, k: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]; gives what is stored."""
+        k = torch.einsum("nhd,hdr->nhr", k - self.bias, self.basis)
+        v = latent.unflatten(-1, (self.config.n_kv_heads, -1))
+        self.keys.latents.write(where, k)
+        self.values.write(where, v)
+        return k, v
 
     def prefill(self, batch: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        k, v = self.compress(k, latent)
-        self.keys.latents.write((batch, slice(0, len(q))), k)
-        self.values.write((batch, slice(0, len(q))), v)
-        span, (rank, width) = slice(0, len(q)), (v.shape[-1], q.shape[-1])
+        span = slice(0, len(q))
+        k, v = self.write((batch, span), k, latent)
         rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
-        padded = F.pad(v, (0, width - rank))  # flash attention wants one width
-        return causal_attention(self.rope(q, span), self.rope(rebuilt, span), padded)[..., :rank]
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # flash attention wants one width
+        return causal_attention(self.rope(q, span), self.rope(rebuilt, span), padded)[..., : v.shape[-1]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        k, v = self.compress(k, latent)
-        self.keys.latents.write((self.context.batch_ids, pos), k)
-        self.values.write((self.context.batch_ids, pos), v)
+        self.write((self.context.batch_ids, pos), k, latent)
         return self.context.attend(self.rope(q, pos), self.keys, self.values, pos)
 
     def token_bytes(self) -> int:
