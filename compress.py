@@ -1446,15 +1446,11 @@ class LokiSettings:
     explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v (App. B.2)")
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
     share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
-    sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
-    recent: int = setting(0, "last tokens that are always among the k (the paper: none)")
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z): sinks, selected and recent tokens of a query head, in a cache that is full."""
-        x, z = within(capacity, self.sinks, self.recent)
-        total = capacity if self.reduced else token_count(self.k, capacity)
-        return x, max(0, total - x - z), z
+        return 0, capacity if self.reduced else token_count(self.k, capacity), 0
 
 
 def loki_step(
@@ -1503,10 +1499,10 @@ class LokiCache(DenseCache):
         chooses together ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
         rule = {"query": "each", "group": "largest"}[self.settings.share]
         scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
-        wanted, forced = None, self.budget[0] + self.budget[2]
+        wanted = None
         if self.settings.k <= 1:  # a fraction of each entry's own length
-            wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
-        return self.context.select(scores, pos, self.budget, wanted, recent=True)
+            wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=1)
+        return self.context.select(scores, pos, self.budget, wanted)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected tokens: at most G k distinct ones a KV head."""
@@ -1526,10 +1522,9 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
 def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
-    if min(settings.sinks, settings.recent) < 0:
-        raise UserError("--sinks and --recent must be at least 0")
-    better = ("pre", "post")[bool(artifact["better"])]
-    kind = better if settings.basis == "auto" else settings.basis
+    kind = settings.basis
+    if kind == "auto":  # what calibration found better
+        kind = ("pre", "post")[bool(artifact["better"])]
     ranks = [max(1, round(settings.d * model.config.head_dim))] * len(model.layers)
     if settings.explained:
         values = artifact[f"{kind}.eigenvalues"]

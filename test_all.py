@@ -145,7 +145,7 @@ CASES = [  # every method, in each way in which it stores and selects; a new met
     *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, {"skip_as": "int8"})),
     ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
     ("loki", {"k": 0.3, "d": 0.5}),
-    ("loki", {"k": 12, "d": 0.25, "sinks": 2, "recent": 4}),
+    ("loki", {"k": 12, "d": 0.25}),
     ("loki", {"k": 12, "d": 0.5, "share": "group"}),
     ("loki", {"d": 0.5, "reduced": True}),
     ("lrqk", LRQK),
@@ -777,10 +777,9 @@ SELECTORS = [
     ("doublesparse", {"keep": 24, "channels": 1.0, "recent": 3}, 24, 0, 3, 0, "largest"),
     ("hshare", {"keep": 24, "every": 8, "share_heads": 2}, 24, 0, 1, 7, ""),
     ("hshare", {"keep": 24, "every": 5, "sinks": 2, "recent": 4}, 24, 2, 4, 4, ""),
-    ("loki", {"k": 12, "d": 0.25, "sinks": 2, "recent": 4}, 12, 2, 4, 0, ""),
+    ("loki", {"k": 12, "d": 0.25}, 12, 0, 0, 0, ""),
     ("loki", {"k": 9, "d": 1.0}, 9, 0, 0, 0, "each"),
     ("loki", {"k": 9, "d": 1.0, "share": "group"}, 9, 0, 0, 0, "largest"),
-    ("loki", {"k": 0.05, "sinks": 8, "recent": 16}, 24, 8, 16, 0, ""),
     ("lrqk", KEEP_15 | {"rank": 16}, 15, 0, 5, 0, "largest old"),
     ("lrqk", KEEP_15 | {"mode": "paper", "rank": 16}, 15, 0, 5, 0, "largest old"),
     ("lrqk", KEEP_15 | {"mode": "paper", "rank": 6}, 15, 0, 5, 0, ""),
@@ -1680,7 +1679,7 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("topk", {"keep": 0}, "--keep 0: give a fraction"),
     ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
     ("topk", {"recent": 0}, "--recent at least 1"),
-    ("loki", {"sinks": -1}, "--sinks and --recent must be at least 0"),
+    ("loki", {"k": 0}, "--k must be above 0"),
     ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
     ("quest", {"page": 0}, "--page must be at least 1"),
     ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
@@ -1788,19 +1787,14 @@ def test_loki_scores_on_the_leading_components():
 @pytest.mark.parametrize(
     "length, k, count", [(1, 0.25, 1), (3, 0.25, 1), (8, 0.25, 2), (39, 0.25, 9), (40, 7, 7), (4, 7, 4)]
 )
-@pytest.mark.parametrize("sinks, recent", [(0, 0), (2, 3), (30, 30)])
-def test_loki_attends_floor_of_k_but_at_least_one(length, k, count, sinks, recent):
-    """Of a row's own length; or what is forced, if that is more."""
-    loki, (q, _, _) = scene("loki", 40, 41, k=k, sinks=sinks, recent=recent)
+def test_loki_attends_floor_of_k_but_at_least_one(length, k, count):
+    """Of a row's own length."""
+    loki, (q, _, _) = scene("loki", 40, 41, k=k)
     index = loki.select(torch.tensor([length - 1]), loki.to_stored_basis(q[40:]))
     assert compress.token_count(k, length) == count
-    forced = {*range(min(sinks, length)), *range(max(0, length - recent), length)}
     for head in index.flatten(0, 2).tolist():
         chosen = {n for n in head if n >= 0}
-        assert sum(n >= 0 for n in head) == len(chosen) == max(count, min(length, sinks + recent))
-        assert forced <= chosen <= set(range(length))
-    budget = compress.LokiSettings(k=0.05, sinks=8, recent=16).budget
-    assert [budget(n) for n in (100, 20, 6)] == [(8, 0, 16), (8, 0, 12), (6, 0, 0)]
+        assert sum(n >= 0 for n in head) == len(chosen) == count and chosen <= set(range(length))
 
 
 @pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
@@ -4027,8 +4021,6 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
     ("loki", {"reduced": True, "d": 0.5}, 2, "plain"),
     ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
-    ("loki", {"k": 0.5, "d": 0.25, "sinks": 3, "recent": 5}, 2, "plain scores select"),
-    ("loki", {"k": 0.1, "d": 0.25, "sinks": 8, "recent": 24}, 2, "plain scores"),  # all are forced
     ("topk", {"keep": 32, "kv_bits": 4}, 2, "channels scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "plain scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}, 2, "plain scores select"),
