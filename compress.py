@@ -673,15 +673,15 @@ class DenseSettings:
 class DenseCache(Cache):
     """Post-RoPE K and V of every token: the truth that all others are measured against.
 
-    The base of the caches that keep K and V by position, in two stores (plain ones if not given): `select`
-    names the tokens that a step attends."""
+    The base of the caches that keep K and V by position, in two stores (plain ones if not given). A step
+    attends `count` tokens: those of a budget, all that are stored if there is none. Where these are fewer
+    than all, `select` names them."""
 
-    selects = True  # does a step attend fewer tokens than all?
-
-    def __init__(self, context: Context, keys: TokenStore | None = None, values: TokenStore | None = None):
+    def __init__(self, context: Context, keys=None, values=None, budget: tuple[int, ...] = ()):
         super().__init__(context)
         shape = context.config.n_kv_heads, context.capacity, context.config.head_dim
         self.keys, self.values = keys or TokenStore(context, *shape), values or TokenStore(context, *shape)
+        self.budget, self.count = budget, min(sum(budget) or self.keys.tokens, context.capacity)
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         """Queries or keys [..., H, D] after RoPE as they are multiplied and kept, [..., H, width]."""
@@ -701,7 +701,7 @@ class DenseCache(Cache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
         q = self.to_stored_basis(self.rope(q, pos))
-        index = self.select(pos, q) if self.selects else None
+        index = self.select(pos, q) if self.count < self.context.capacity else None
         if index is not None:
             self.report_selected(pos, index, index >= 0)
             index = index.flatten(1, -2)
@@ -711,9 +711,8 @@ class DenseCache(Cache):
         return round(self.keys.formula() + self.values.formula())
 
     def tokens_read(self, length: int) -> tuple[float, float]:
-        """Tokens of K and of V that one decode step must read, a KV head: all that are stored."""
-        n = min(length, self.keys.tokens)
-        return n, n
+        """Tokens of K and of V that one decode step must read, a KV head."""
+        return min(length, self.count), min(length, self.count)
 
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
@@ -1482,9 +1481,9 @@ class LokiCache(DenseCache):
     def __init__(self, context: Context, settings: LokiSettings, basis: Tensor, d: int):
         # Components that are cached: the scale of their logits stays that of the full head dim.
         c, self.width = context.config, d if settings.reduced else context.config.head_dim
-        super().__init__(context, TokenStore(context, c.n_kv_heads, context.capacity, self.width))
-        self.selects = not settings.reduced
-        self.settings, self.d, self.budget = settings, d, settings.budget(context.capacity)
+        keys = TokenStore(context, c.n_kv_heads, context.capacity, self.width)
+        super().__init__(context, keys, budget=settings.budget(context.capacity))
+        self.settings, self.d = settings, d
         self.basis = basis.to(context.device, context.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
@@ -1963,21 +1962,10 @@ class TopKSettings(KeepSettings):
     kv_bits: int = setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
 
 
-class SelectiveCache(DenseCache):
-    """A full cache of which each step attends `count` tokens a KV head, if that is less than all.
-
-    proxies: a store of what scoring reads instead of K, each of its rows for `page` tokens."""
+class ProxyCache(DenseCache):
+    """K and V in full, and `proxies`, a store of what scoring reads instead of K: a row for `page` tokens."""
 
     page = 1
-
-    def __init__(self, context: Context, settings: object):
-        super().__init__(context)
-        self.budget = settings.budget(context.capacity)
-        self.count = sum(self.budget)
-        self.selects = self.count < context.capacity
-
-    def tokens_read(self, length: int) -> tuple[float, float]:
-        return min(length, self.count), min(length, self.count)
 
     def formula(self) -> int:
         return super().formula() + self.proxies.formula()
@@ -1993,16 +1981,15 @@ class TopKCache(DenseCache):
     """K and V in full, or in KIVI's codes."""
 
     def __init__(self, context: Context, settings: TopKSettings):
-        super().__init__(context, *kivi_stores(context, settings.kv_bits))
-        self.budget = settings.budget(context.capacity)
-        self.selects = sum(self.budget) < context.capacity
+        stores = kivi_stores(context, settings.kv_bits)
+        super().__init__(context, *stores, budget=settings.budget(context.capacity))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         scores = self.context.scores(q, pos=pos, rule="largest", **self.keys.scored(pos))
         return self.context.select(scores, pos, self.budget, recent=True)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
-        return length, min(length, sum(self.budget))
+        return length, min(length, self.count)
 
 
 # --------------------------------------------------------------------------------------------- H2O, Keyformer
@@ -2058,13 +2045,12 @@ class H2oCache(DenseCache):
     takes an empty slot, or that of the token with the least attention that is not recent."""
 
     def __init__(self, context: Context, settings: H2oSettings):
-        heavy, self.recent = settings.budget(context.capacity)
-        self.tokens, heads = heavy + self.recent, context.config.n_kv_heads
-        shape = heads, self.tokens, context.config.head_dim
+        budget, heads = settings.budget(context.capacity), context.config.n_kv_heads
+        shape = heads, sum(budget), context.config.head_dim
         super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
-        self.settings = settings
-        self.register_buffer("position", context.zeros(heads, self.tokens, dtype=torch.int32) - 1)
-        self.register_buffer("attention", context.zeros(heads, self.tokens, dtype=torch.float32))
+        self.settings, self.recent = settings, budget[1]
+        self.register_buffer("position", context.zeros(heads, self.count, dtype=torch.int32) - 1)
+        self.register_buffer("attention", context.zeros(heads, self.count, dtype=torch.float32))
         self.register_buffer("prompt", context.zeros(dtype=torch.int32))  # its length
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
@@ -2081,7 +2067,7 @@ class H2oCache(DenseCache):
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
         attention = self.weights(logits[None], zero, zero)[0].sum((1, 2))  # [Hkv, S]
         ranked = attention.masked_fill(places >= length - self.recent, torch.inf)
-        kept = ranked.topk(min(self.tokens, length)).indices.sort(-1).values  # [Hkv, n]
+        kept = ranked.topk(min(self.count, length)).indices.sort(-1).values  # [Hkv, n]
         n = kept.shape[1]
         for store, x in ((self.keys, heads), (self.values, v.transpose(0, 1))):
             store.rows[batch, :, :n] = gather_rows(x[None], kept[None])[0]
@@ -2101,7 +2087,7 @@ class H2oCache(DenseCache):
         # 2. Attend all slots, and add what each has got.
         live = self.position >= 0
         self.report_selected(pos, self.position, live)
-        every = torch.full_like(pos, self.tokens - 1)
+        every = torch.full_like(pos, self.count - 1)
         logits = self.context.scores(q, self.keys.rows, every, "each")  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
@@ -2110,11 +2096,11 @@ class H2oCache(DenseCache):
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and the length of each prompt."""
-        slots = self.tokens * self.config.n_kv_heads * 8
+        slots = self.count * self.config.n_kv_heads * 8
         return super().formula() + self.context.batch_size * (slots + 4)
 
     def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + min(length, self.tokens) * self.config.n_kv_heads * 8
+        return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
 
 
 class KeyformerCache(H2oCache):
@@ -2179,11 +2165,11 @@ def page_queries(q: Tensor) -> Tensor:
     return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
 
 
-class QuestCache(SelectiveCache):
-    """K and V in full, and for each page the largest and the least key of every channel, after RoPE."""
+class QuestCache(ProxyCache):
+    """The proxy of a page is the largest and the least key of every channel, after RoPE."""
 
     def __init__(self, context: Context, settings: QuestSettings):
-        super().__init__(context, settings)
+        super().__init__(context, budget=settings.budget(context.capacity))
         c, self.page = context.config, min(settings.page, context.capacity)
         self.proxies = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
 
@@ -2225,15 +2211,15 @@ class DoubleSparseSettings(KeepSettings):
         return super().budget(capacity)
 
 
-class DoubleSparseCache(SelectiveCache):
-    """K and V in full, and a label a key: its r_c most important channels, after RoPE."""
+class DoubleSparseCache(ProxyCache):
+    """The proxy of a key is its label: its r_c most important channels, after RoPE."""
 
     def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
-        super().__init__(context, settings)
+        super().__init__(context, budget=settings.budget(context.capacity))
         c = context.config
         r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(r).indices.to(context.device)  # [Hkv, r_c]
-        self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)  # the labels
+        self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
 
     def labels(self, x: Tensor) -> Tensor:
         """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
@@ -2294,7 +2280,7 @@ class HshareCache(DoubleSparseCache):
         heads, merged = context.config.n_kv_heads, settings.share_heads
         if not 0 <= merged < heads:
             raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-        self.every, self.merged = (settings.every, merged) if self.selects else (1, 0)
+        self.every, self.merged = (settings.every, merged) if self.count < context.capacity else (1, 0)
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
         self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
         self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)

@@ -607,7 +607,7 @@ def pure_h2o(cache, entry, n, q, k, v):
         return tuple(x[entry, h][taken][order] for x in slots)
 
     def step(i, q, k, v, stored):
-        return compress.h2o_step(q, k, v, stored, cache.tokens, cache.recent)
+        return compress.h2o_step(q, k, v, stored, cache.count, cache.recent)
 
     return by_head(cache, q, k, v, n, start, step)
 
@@ -1590,7 +1590,7 @@ def test_kivi_bytes_are_the_papers():
         cache = row_cache("kivi", model, 1, 4096, bits=bits, residual=32)
         token = 2 * 4 * 64 * 2
         assert cache.formula() == 4096 * token * ratio + 32 * token
-        for n in (4096, 4097):  # the last 32 keys and values are read from their rings
+        for n in (4095, 4096):  # the last 32 keys and values are read from their rings
             assert cache.bytes_read(n) == (2 * n - 64) * token / 2 * ratio + 64 * token / 2
 
 
@@ -1759,7 +1759,7 @@ def test_loki_attends_as_exactly_as_dense(dtype):
     q, k, v = (x.to(dtype) for x in stream(60))
     q, k = (x + 60 * (torch.arange(16) == 3) for x in (q, k))  # a biased channel, as Qwen's
     exact, dense = (DenseCache(Context(tiny_model().to(t), 1, 64)) for t in (torch.float64, dtype))
-    loki, far = row_cache("loki", tiny_model().to(dtype), 1, 64, k=1.0, d=1.0), []
+    loki, far = row_cache("loki", tiny_model().to(dtype), 1, 64, k=63, d=1.0), []
     loki.basis = torch.eye(16, dtype=dtype).expand(4, -1, -1)
     for cache in (exact, dense, loki):
         x = [t.to(cache.context.dtype) for t in (q, k, v)]
