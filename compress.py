@@ -2205,17 +2205,14 @@ class DoubleSparseSettings(KeepSettings):
     channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D")
     skip: str = setting("0,1", "layers that attend every token")
 
-    def budget(self, capacity: int) -> tuple[int, int, int]:
-        if not 0 < self.channels <= 1:
-            raise UserError(f"--channels {self.channels:g}: r_c / D must lie in (0, 1]")
-        return super().budget(capacity)
-
 
 class DoubleSparseCache(ProxyCache):
     """The proxy of a key is its label: its r_c most important channels, after RoPE."""
 
     def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
         super().__init__(context, budget=settings.budget(context.capacity))
+        if not 0 < settings.channels <= 1:
+            raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
         c = context.config
         r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(r).indices.to(context.device)  # [Hkv, r_c]
@@ -2250,12 +2247,6 @@ class HshareSettings(DoubleSparseSettings):
     every: int = setting(8, "steps for which a selection is used")
     share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
 
-    def budget(self, capacity: int) -> tuple[int, int, int]:
-        x, y, z = super().budget(capacity)
-        if self.every < 1 or (self.every > y + 1 and x + y + z < capacity):
-            raise UserError(f"--every {self.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
-        return x, y, z
-
 
 def share_map(overlap: Tensor, merged: int) -> Tensor:
     """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i.
@@ -2277,10 +2268,13 @@ class HshareCache(DoubleSparseCache):
 
     def __init__(self, context: Context, settings: HshareSettings, importance: Tensor):
         super().__init__(context, settings, importance)
-        heads, merged = context.config.n_kv_heads, settings.share_heads
+        heads, every, merged = context.config.n_kv_heads, settings.every, settings.share_heads
         if not 0 <= merged < heads:
             raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-        self.every, self.merged = (settings.every, merged) if self.count < context.capacity else (1, 0)
+        selects, most = self.count < context.capacity, self.budget[1] + 1
+        if every < 1 or every > most and selects:
+            raise UserError(f"--every {every}: at least 1 and at most {most}, 1 + the tokens selected")
+        self.every, self.merged = (every, merged) if selects else (1, 0)
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
         self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
         self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
@@ -2805,15 +2799,14 @@ class RaggedStore(nn.Module):
 class FdcCache(Cache):
     """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
 
-    bases: R [D, d_qk] of each KV head; v_ranks: d_v."""
+    k_bases: R [D, d_qk] of each KV head; v_bases: R [D, d_v], which the weights have."""
 
-    def __init__(self, context: Context, bases: list[Tensor], v_ranks: list[int]):
+    def __init__(self, context: Context, k_bases: list[Tensor], v_bases: list[Tensor]):
         super().__init__(context)
-        k_ranks = [basis.shape[1] for basis in bases]
-        padded = [F.pad(basis, (0, max(k_ranks) - basis.shape[1])) for basis in bases]
+        self.k_ranks, self.v_ranks = ([basis.shape[1] for basis in bases] for bases in (k_bases, v_bases))
+        padded = [F.pad(basis, (0, max(self.k_ranks) - basis.shape[1])) for basis in k_bases]
         self.basis = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
-        self.k_ranks, self.v_ranks = k_ranks, v_ranks
-        self.vectors = RaggedStore(context, k_ranks, v_ranks)
+        self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks)
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> Tensor:
         """x [..., H, D] before RoPE -> x R after RoPE [..., Hkv, H / Hkv, max d_qk], zero beyond d_qk."""
@@ -2856,11 +2849,8 @@ def own_columns(ranks: list[int], G: int) -> Tensor:
 
 
 def fdc_caches(model: Llama, settings: FdcSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    def cache(i: int) -> Cache:
-        qk, v = (settings.bases(artifact, i, kind) for kind in ("qk", "v"))
-        return FdcCache(context, qk, [basis.shape[1] for basis in v])
-
-    return [cache(i) for i in range(len(model.layers))]
+    bases = ([settings.bases(artifact, i, kind) for kind in ("qk", "v")] for i in range(len(model.layers)))
+    return [FdcCache(context, *pair) for pair in bases]
 
 
 def fdc_tensors(c: ModelConfig) -> Stored:
@@ -3113,9 +3103,9 @@ def settings_from(method: str, options: dict) -> object:
         options = row.paper | options
     for name, value in options.items():
         if name not in known:
-            names = ", ".join(known) or "none"
-            raise UserError(f"--{name} is not a setting of {method}; its settings are: {names}")
+            fault = f"--{name} is not a setting of {method}"
+            raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
         choices = known[name].metadata["choices"]
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-    return METHODS[method].settings(**options)
+    return row.settings(**options)
