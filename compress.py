@@ -1134,45 +1134,10 @@ def elitekv_step(
 # ---- which pairs are rotated (sec. 3.1, 4.3)
 
 
-def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Delta_c: what rotating pair c changes in a KV head's logits: s(RoPE) - s(E) = sum of c not in E.
-
-    q [N, I, G, D] at positions places [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
-    with the scale 1/sqrt(D), and 0 where the key comes after the query."""
-    half, k = q.shape[-1] // 2, k.unsqueeze(-2)
-    # Four products a pair: (rotated a, b) . (rotated u, v) - (a, b) . (u, v), in one matmul.
-    q = torch.cat((apply_rope(q, cos[places], sin[places]), -q), -1).unflatten(-1, (4, half))
-    k = torch.cat((apply_rope(k, cos, sin), k), -1).unflatten(-1, (4, half))
-    deltas = torch.einsum("nigxc,nshxc->cngis", q, k) * (2 * half) ** -0.5
-    return deltas * (torch.arange(k.shape[1], device=q.device) <= places[:, None])
-
-
-def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
-
-    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
-    first r picks are the elite set of any r; distance is J after each (it may rise)."""
-    rest, left, order, distance = deltas.sum(0), list(range(len(deltas))), [], []
-    while left:
-        j = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
-        best = left.pop(int(j.argmin()))
-        rest = rest - deltas[best]
-        order.append(best)
-        distance.append(j.min())
-    return torch.tensor(order), torch.stack(distance).cpu()
-
-
 def uniform_order(half: int, r: int) -> Tensor:
     """Uniform (sec. 4.3.1): r pairs spread evenly over the `half` = D/2, then the others; [half]."""
     chosen = [i * (half - 1) // max(1, r - 1) for i in range(r)]
     return torch.tensor(chosen + [c for c in range(half) if c not in chosen])
-
-
-def contribution(q: Tensor, k: Tensor) -> Tensor:
-    """Contribution (sec. 4.3.1) of one KV head: the mean norm of q's pair times that of k's, which no
-    rotation changes. q [..., G, D], averaged over the query heads of the group, k [..., D] -> [D/2]."""
-    q, k = (x.unflatten(-1, (2, -1)).norm(dim=-2).flatten(0, -2).mean(0) for x in (q, k))
-    return q * k
 
 
 def elite_dims(order: Tensor, r: int) -> Tensor:
@@ -1283,20 +1248,6 @@ def elite_attention(
     return EliteAttention(c, order, r, linear_of(stacked, biases[0]), linear_of(up, biases[1]), attention.wo)
 
 
-def dense_attention(elite: EliteAttention) -> Attention:
-    """The inverse: W_k and W_v expanded from A B, dims in their original order. Without biases."""
-    c, r = elite.config, elite.r
-    back = elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
-    q, k, a = elite.wqkv.weight.split(elite.widths)
-    expanded = (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1))
-    rest, v = expanded.split((c.head_dim - 2 * r, c.head_dim), 1)
-    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1).flatten(0, 1)  # [Hkv * D, dim]
-    rows = [in_order(x, back).flatten(0, 2) for x in (q, k)]
-    attention = Attention(c)
-    attention.wqkv, attention.wo = linear_of(torch.cat((*rows, v.flatten(0, 1))), None), elite.wo
-    return attention
-
-
 # ---- the cache
 
 
@@ -1342,24 +1293,6 @@ class EliteCache(Cache):
         return (2 * self.r * self.config.n_kv_heads + self.d_ckv) * self.context.dtype.itemsize
 
 
-def elite_limit(c: ModelConfig, r: int) -> int:
-    """The largest d_ckv that adds no parameters (App. C): d_ckv (dim + n) <= dim n, n = Hkv (2D - 2r)."""
-    n = c.n_kv_heads * (2 * c.head_dim - 2 * r)
-    return c.dim * n // (c.dim + n)
-
-
-def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
-    """(r, d_ckv) that fill this fraction of the dense cache without extra parameters (App. C).
-
-    d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves four."""
-    total, step, found = round(fraction * 2 * c.kv_dim), 256, []
-    while len(found) < 4 and step > 1:
-        step //= 2
-        pairs = ((r, total - 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
-        found = [(r, d) for r, d in pairs if d > 0 and d % step == 0 and d <= elite_limit(c, r)]
-    return found
-
-
 def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
     """r and d_ckv. Raises UserError where they do not fit the model, or the model not the method."""
     if c.qk_norm:
@@ -1398,17 +1331,6 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
 
 def elite_caches(model: Llama, settings: EliteSettings, context: Context, artifact: Artifact) -> list[Cache]:
     return [EliteCache(context, layer.attention) for layer in model.layers]
-
-
-def elite_artifact(model: Llama) -> Artifact:
-    """What fold_elitekv needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
-    attentions = [layer.attention for layer in model.layers]
-    _, _, d_ckv = attentions[0].widths
-    order = torch.stack([attention.order for attention in attentions])
-    tensors = {"elite": order, "r": torch.tensor(attentions[0].r), "d_ckv": torch.tensor(d_ckv)}
-    for i, attention in enumerate(attentions):
-        tensors |= {f"{i}.A": attention.wqkv.weight[-d_ckv:].T, f"{i}.B": attention.up.weight.T}
-    return tensors
 
 
 def elite_tensors(c: ModelConfig) -> Stored:
@@ -2716,12 +2638,6 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
     ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
     return ranks if adaptive else ranks.double().mean().long().expand(ranks.shape)
-
-
-def fdc_rates(*values: Tensor) -> list[float]:
-    """Every rate at which some head's rank changes, rising, from 0: what the search of F_p has to try."""
-    steps = [fdc_tails(v)[..., 15::16].flatten() for v in values]  # a rank of 16, 32, ...
-    return torch.cat((torch.zeros(1, dtype=torch.float64), *steps)).unique().tolist()
 
 
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -1188,7 +1188,7 @@ def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
             assert r < 8 or error(got, attention(x, attention.causal(cos[:40], sin[:40]))) < 1e-4
             assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
             if not qkv_bias:
-                back = compress.dense_attention(elite).wqkv.weight
+                back = calibrate.dense_attention(elite).wqkv.weight
                 assert error(back, attention.wqkv.weight) < 1e-5
 
 
@@ -1196,9 +1196,9 @@ def test_ropelite_takes_the_best_pair_in_each_round():
     """Brute force, from the definition, over the queries at some positions."""
     torch.manual_seed(1)
     q, k, rows = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16), torch.randperm(24)[:15]
-    deltas = compress.rope_deltas(q[:, rows], k[:, :, 0], rows, *rope_tables(tiny_config(), 24, CPU))
+    deltas = calibrate.rope_deltas(q[:, rows], k[:, :, 0], rows, *rope_tables(tiny_config(), 24, CPU))
     assert deltas.shape == (8, 2, 2, 15, 24)  # [D / 2, N, G, I, S]
-    order, distance = compress.ropelite(deltas)
+    order, distance = calibrate.ropelite(deltas)
     assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
 
     def lost(*pairs):
@@ -1220,9 +1220,9 @@ def test_elite_orders_are_those_of_each_head_alone():
     q, k, _ = observed(model, tokens)[2]
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: calibrate.ELITE_ROWS]
     tables = rope_tables(model.config, 40, CPU)
-    order, distance = compress.ropelite(compress.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
+    order, distance = calibrate.ropelite(calibrate.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
     assert torch.equal(order, found["elite"][2, 1]) and torch.equal(distance, found["distance"][2, 1])
-    norms = compress.contribution(q[:, :, 4:], k[:, :, 1])
+    norms = calibrate.contribution(q[:, :, 4:], k[:, :, 1])
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
 
@@ -1233,10 +1233,10 @@ def test_uniform_contribution_and_dims_of_pairs():
         order = compress.uniform_order(half, r)
         assert sorted(order.tolist()) == list(range(half)) and order[0] == 0
     q, k, tables = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16), rope_tables(tiny_config(), 30, CPU)
-    got = compress.contribution(q, k[:, :, 0])
+    got = calibrate.contribution(q, k[:, :, 0])
     truth = math.prod(pair_energy(x)[..., 3].sqrt().mean() for x in (q, k))
     assert got.shape == (8,) and abs(got[3] / truth - 1) < 1e-5
-    turned = compress.contribution(apply_rope(q, *tables), apply_rope(k, *tables)[:, :, 0])
+    turned = calibrate.contribution(apply_rope(q, *tables), apply_rope(k, *tables)[:, :, 0])
     assert torch.allclose(turned, got, rtol=1e-4)  # blind to rotation
     dims = [2, 5, 10, 13, 0, 1, 3, 4, 6, 7, 8, 9, 11, 12, 14, 15]  # the pairs first, in halves
     assert compress.elite_dims(torch.tensor([[5, 2, 0, 1, 3, 4, 6, 7]]), 2).tolist() == [dims]
@@ -1275,13 +1275,13 @@ def test_elitekv_numbers_of_cache_and_parameters():
     assert after - before == (2 * 3 * 4 * 48 + 20 * 48 + 20 * 4 * (32 - 6)) - 2 * 48 * 64
     llama, llama3 = SHAPES["llama-2-7b"], SHAPES["llama-3.1-8b"]
     for share, known in ((0.5, (26, 2432)), (0.34375, (12, 2048)), (0.25, (8, 1536)), (0.125, (4, 768))):
-        found = compress.elite_allocations(llama, share)
+        found = calibrate.elite_allocations(llama, share)
         assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)
-    assert (24, 2560) not in compress.elite_allocations(llama, 0.5)  # it would add parameters
-    assert (8, 64) in compress.elite_allocations(calibrate.NANO, 0.25)
+    assert (24, 2560) not in calibrate.elite_allocations(llama, 0.5)  # it would add parameters
+    assert (8, 64) in calibrate.elite_allocations(calibrate.NANO, 0.25)
     for c, r in itertools.product((llama, llama3, calibrate.NANO), (1, 8, llama.head_dim // 2)):
         r = min(r, c.head_dim // 2)
-        n, most = c.n_kv_heads * (2 * c.head_dim - 2 * r), compress.elite_limit(c, r)
+        n, most = c.n_kv_heads * (2 * c.head_dim - 2 * r), calibrate.elite_limit(c, r)
         dense, rotated = 2 * c.dim * c.kv_dim, 2 * r * c.n_kv_heads * c.dim
         assert rotated + most * (c.dim + n) <= dense < rotated + (most + 1) * (c.dim + n)
 
@@ -2083,7 +2083,7 @@ def test_fdc_ranks_obey_equation_1(rate):
 
 def test_fdc_rates_are_where_ranks_change():
     values = torch.rand(2, 3, 64, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
-    rates = compress.fdc_rates(values)
+    rates = calibrate.fdc_rates(values)
     assert rates[0] == 0 and len(rates) == 1 + 2 * 3 * 3
     totals = [int(compress.fdc_ranks(values, rate).sum()) for rate in rates]
     assert all(a - b == 16 for a, b in itertools.pairwise(totals))
@@ -2110,7 +2110,7 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
 
 def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     model, tokens, tensors, facts = fdc_fit
-    rates = compress.fdc_rates(tensors["qk.values"], tensors["v.values"])
+    rates = calibrate.fdc_rates(tensors["qk.values"], tensors["v.values"])
     found = rates.index(float(tensors["rate"]))
     measure = functools.partial(calibrate.fdc_accuracy, model, tokens, tensors)
     dense, at, beyond = (measure(rate)[0].item() for rate in (0.0, *rates[found : found + 2]))
