@@ -1119,9 +1119,8 @@ def elitekv_step(
     latent [d_ckv]: c = x A of all else. stored: elite keys [S - 1, Hkv, 2r] and latents [S - 1, d_ckv]. b_k
     [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T. Gives the output [Hq, D] and what is stored now."""
     # 1. Append: the elite keys of each head, and one latent for all else of K and V.
-    keys, latents = stored = tuple(
-        torch.cat(pair) for pair in zip(stored, (k[None], latent[None]), strict=True)
-    )
+    new = k[None], latent[None]
+    keys, latents = stored = tuple(torch.cat(pair) for pair in zip(stored, new, strict=True))
     # 2. Expand what is not rotated, and the values: [K^n | V] = c B (Eq. 2).
     rest = torch.einsum("sc,hdc->shd", latents, b_k)
     values = torch.einsum("sc,hdc->shd", latents, b_v)
@@ -1395,10 +1394,8 @@ def loki_step(
 
 
 class LokiCache(DenseCache):
-    """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V.
-
-    The leading d components score all tokens; each query head attends its own k best, exactly. Since P is a
-    rotation, full logits are unchanged (Lemma 4.1) and no second copy of the keys is kept."""
+    """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V. The leading d
+    components score all tokens, so that no second copy of the keys is kept."""
 
     def __init__(self, context: Context, settings: LokiSettings, basis: Tensor, d: int):
         # Components that are cached: the scale of their logits stays that of the full head dim.
@@ -1547,11 +1544,11 @@ def lrqk_refit(
     gram_b, k_b = b_k @ b_k.mT, k @ b_k.mT
     m_r = b_q @ b_q.mT + a_near.mT @ a_near
     m_l = q @ b_q.mT + (q @ k_near.mT) @ a_near
-    k_hat = spd_solve_in_graph(gram_b, k_b.mT).mT
+    k_hat = spd_solve(gram_b, k_b.mT).mT
     for _ in range(LRQK_STEPS):
-        q_hat = spd_solve_in_graph(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
+        q_hat = spd_solve(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
         total = k_b + (s * q_hat).sum(-2, keepdim=True)
-        k_hat = spd_solve_in_graph(gram_b + q_hat.mT @ q_hat, total.mT).mT
+        k_hat = spd_solve(gram_b + q_hat.mT @ q_hat, total.mT).mT
     return q_hat, k_hat, lrqk_gradient_step(b_q, q_hat, q), lrqk_gradient_step(b_k, k_hat, k)
 
 
@@ -1567,14 +1564,8 @@ def lrqk_gradient_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
 
 
 def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
-    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Cholesky with a ridge."""
-    return torch.cholesky_solve(rhs, torch.linalg.cholesky(add_ridge(m, 1e-10)))
-
-
-def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
-    """The same by Gauss-Jordan elimination, in plain operations: a CUDA graph cannot capture cuSOLVER.
-
-    fp64 spares Alg. 2 a larger ridge."""
+    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Gauss-Jordan elimination
+    in plain operations, since a CUDA graph cannot capture cuSOLVER. fp64 spares a larger ridge."""
     n = m.shape[-1]
     eye = torch.eye(n, dtype=m.dtype, device=m.device)
     x = torch.cat((add_ridge(m, 1e-10), rhs), -1)
@@ -1963,8 +1954,7 @@ def h2o_step(
 
 
 class H2oCache(DenseCache):
-    """C = heavy + recent slots a KV head, each with the attention that its token has got so far. A new token
-    takes an empty slot, or that of the token with the least attention that is not recent."""
+    """C = heavy + recent slots a KV head, each with the attention that its token has got so far."""
 
     def __init__(self, context: Context, settings: H2oSettings):
         budget, heads = settings.budget(context.capacity), context.config.n_kv_heads
@@ -1999,7 +1989,7 @@ class H2oCache(DenseCache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q, now = self.rope(q, pos), pos[:, None, None]
-        # 1. The new token takes the place of the one with the least attention.
+        # 1. The new token takes an empty slot, or that of the least attention that is not recent.
         cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
         victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
         where = self.context.batch_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim
@@ -2068,9 +2058,8 @@ def quest_step(
     the tokens of the n pages, and what is stored now."""
     keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
     # 1. The least and the largest key of each page bound a query's logits there.
-    low, high = (
-        torch.stack(each) for each in zip(*(p.aminmax(dim=0) for p in keys.split(page)), strict=True)
-    )
+    bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
+    low, high = map(torch.stack, zip(*bounds, strict=True))  # [pages, D]
     bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * len(k) ** -0.5  # [G, pages]
     # 2. The best pages, and the last.
     last = len(low) - 1
@@ -2156,10 +2145,6 @@ class DoubleSparseCache(ProxyCache):
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         return self.best(pos, q, self.proxies.rows, self.count)
-
-
-def importance_tensors(c: ModelConfig) -> Stored:
-    return {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)}
 
 
 @dataclass
@@ -2423,10 +2408,8 @@ class ShadowKvSettings:
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(outliers, selected, recent) in tokens that are attended at most."""
-        outliers, selected, recent = self.layout(capacity)
-        recent, outliers, selected = within(capacity, recent, outliers, selected)
-        return outliers, selected, recent
+        """(selected, outliers, recent) in tokens that are attended at most."""
+        return within(capacity, *self.layout(capacity)[::-1])[::-1]
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
         """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
@@ -2436,14 +2419,14 @@ class ShadowKvSettings:
         outliers, recent = self.outliers * chunk, self.recent + chunk - 1
         total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
         if total >= capacity:
-            return min(self.outliers, chunks) * chunk, chunks * chunk, min(recent, capacity)
+            return chunks * chunk, min(self.outliers, chunks) * chunk, min(recent, capacity)
         selected = (total - outliers - recent) // chunk
         if selected < 1:
             raise UserError(
                 f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {chunk} beside "
                 f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
             )
-        return outliers, selected * chunk, recent
+        return selected * chunk, outliers, recent
 
 
 def shadowkv_step(
@@ -2484,7 +2467,7 @@ class ShadowKvCache(Cache):
     def __init__(self, context: Context, settings: ShadowKvSettings):
         super().__init__(context)
         c, self.settings, self.chunk = context.config, settings, min(settings.chunk, context.capacity)
-        self.outlier_tokens, self.selected, self.z = settings.layout(context.capacity)
+        self.selected, self.outlier_tokens, self.z = settings.layout(context.capacity)
         self.r = rank_of(settings.rank, c.kv_dim)
         self.chunks = -(-context.capacity // self.chunk)
         heads, d = c.n_kv_heads, c.head_dim
@@ -2657,7 +2640,7 @@ def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact
     values = [basis.T @ rows for basis, rows in zip(bases, v.unflatten(0, heads), strict=True)]  # [d_v, dim]
     columns = attention.wo.weight.float().unflatten(1, (c.n_kv_heads, c.group, -1))  # [dim, Hkv, G, D]
     output = [(columns[:, h] @ basis).flatten(1) for h, basis in enumerate(bases)]  # [dim, G * d_v]
-    width = sum(len(rows) for rows in values)
+    width = sum(basis.shape[1] for basis in bases)
     changed = {"weight": (torch.cat((q, k, *values)), torch.cat(output, 1))}
     if attention.wqkv.bias is not None:
         q, k, v = attention.wqkv.bias.float().split(attention.widths)
@@ -2803,9 +2786,8 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
     q [G, D] after RoPE, k [D] before it, v [d_v]: of the new token. stored: latents of the keys [S - 1, r]
     and of the values [S - 1, d_v], whose basis is folded into W_V and W_O. R [D, r] is orthonormal;
     rope(x, positions) rotates x [n, D]. Gives the output [G, d_v] and what is stored now."""
-    latents, values = stored = tuple(
-        torch.cat(pair) for pair in zip(stored, ((k @ R)[None], v[None]), strict=True)
-    )
+    new = (k @ R)[None], v[None]
+    latents, values = stored = tuple(torch.cat(pair) for pair in zip(stored, new, strict=True))
     keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
@@ -2813,9 +2795,9 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
 class PaluCache(Cache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
 
-    K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
-    between B and the query, so every step rebuilds and rotates all keys. basis: R [Hkv, D, r] of each head,
-    whose V has rank r, too; bias: of its keys, [Hkv, D], which stays outside of the latent."""
+    K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. basis:
+    R [Hkv, D, r] of each head, whose V has rank r, too; bias: of its keys, [Hkv, D], which stays outside of
+    the latent."""
 
     def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
@@ -2919,7 +2901,7 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
 
 def random_artifact(method: str, c: ModelConfig) -> Artifact:
     """An artifact of no meaning, for random weights: orthonormal bases, random numbers near 1, row.random."""
-    row = METHODS[method]
+    row = METHODS[METHODS[method].artifact or method]
     made, seeded = row.random(c) if row.random else {}, torch.Generator().manual_seed(0)
     for name, (kind, *shape) in row.tensors(c).items():
         if name not in made:
@@ -2971,7 +2953,7 @@ class Method:
 
     @property
     def fitted(self) -> bool:
-        return self.tensors is not None
+        return bool(self.tensors or self.artifact)
 
 
 VARIANTS = ("ours", "paper")
@@ -2990,11 +2972,11 @@ METHODS = {
     "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
     "doublesparse": Method(
-        DoubleSparseSettings, each_layer(DoubleSparseCache, "importance"), importance_tensors
+        DoubleSparseSettings,
+        each_layer(DoubleSparseCache, "importance"),
+        lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
     ),
-    "hshare": Method(
-        HshareSettings, each_layer(HshareCache, "importance"), importance_tensors, artifact="doublesparse"
-    ),
+    "hshare": Method(HshareSettings, each_layer(HshareCache, "importance"), artifact="doublesparse"),
     "kivi": Method(KiviSettings, each_layer(kivi_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
     "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_values),

@@ -1874,7 +1874,7 @@ def test_lrqk_gram_form_is_algorithm_1_and_the_closed_form_the_optimum(group, mo
 
 
 def test_solver_for_graphs_solves():
-    a, solve = torch.randn(3, 12, 20, dtype=torch.float64), compress.spd_solve_in_graph
+    a, solve = torch.randn(3, 12, 20, dtype=torch.float64), compress.spd_solve
     m, rhs = a @ a.mT, torch.randn(3, 12, 4, dtype=torch.float64)
     assert error(m @ solve(m, rhs), rhs) < 1e-4
     assert error(solve(m, rhs), torch.linalg.solve(compress.add_ridge(m, 1e-10), rhs)) < 1e-9
