@@ -1359,9 +1359,7 @@ def random_elitekv(c: ModelConfig) -> Artifact:
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(
-        0.25, "k_f: tokens of a query head, a fraction of all (above 1: a count)", sets="tokens"
-    )
+    k: float = setting(0.25, "k_f: tokens of a query head, a fraction (above 1: a count)", sets="tokens")
     d: float = setting(0.25, "d_f: leading components that scoring reads, as a fraction of D", sets="bytes")
     explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v (App. B.2)")
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
@@ -1944,10 +1942,8 @@ def h2o_step(
     kept = torch.ones(len(keys), dtype=torch.bool)
     if len(keys) == slots:
         kept[attention.masked_fill(positions > now - recent, torch.inf).argmin()] = False
-    new = k, v, torch.tensor(now), torch.tensor(0.0)
-    keys, values, positions, attention = (
-        torch.cat((x[kept], each[None].to(x.dtype))) for x, each in zip(stored, new, strict=True)
-    )
+    new = zip(stored, (k, v, torch.tensor(now), torch.tensor(0.0)), strict=True)
+    keys, values, positions, attention = (torch.cat((x[kept], y[None].to(x.dtype))) for x, y in new)
     # 2. Attend what is left, and add what each token gets.
     weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
     return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
@@ -2193,11 +2189,10 @@ class HshareCache(DoubleSparseCache):
         self.head[batch] = torch.arange(k.shape[1], device=k.device)
         if self.merged:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
-            least = self.budget[0] + self.budget[2] + 1
-            count, label = min(self.held_count, max(least, len(k) // 2)), self.proxies.rows[batch : batch + 1]
-            index = self.best(torch.tensor([len(k) - 1], device=k.device), q[-1:], label, count)[
-                0
-            ]  # [Hkv, n]
+            x, _, z = self.budget
+            count = min(self.held_count, max(x + z + 1, len(k) // 2))
+            last, label = torch.tensor([len(k) - 1], device=k.device), self.proxies.rows[batch : batch + 1]
+            index = self.best(last, q[-1:], label, count)[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
             self.head[batch] = share_map(member @ member.T, self.merged).int()
@@ -2311,7 +2306,7 @@ class ChannelKeys(RingStore):
 
     def write(self, where: tuple, x: Tensor) -> None:
         self.ring.write(where, x)
-        (self.write_prompt if isinstance(where[0], int) else self.write_token)(where[0], where[1], x)
+        (self.write_prompt if isinstance(where[0], int) else self.write_token)(*where, x)
 
     def write_prompt(self, batch: int, tokens: slice, x: Tensor) -> None:
         full = len(x) // self.R * self.R
@@ -2422,10 +2417,9 @@ class ShadowKvSettings:
             return chunks * chunk, min(self.outliers, chunks) * chunk, min(recent, capacity)
         selected = (total - outliers - recent) // chunk
         if selected < 1:
-            raise UserError(
-                f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {chunk} beside "
-                f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
-            )
+            fault = f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {chunk} beside"
+            exact = f"{self.outliers} outlier chunks and {recent} recent tokens"
+            raise UserError(f"{fault} {exact}; lower --outliers or --recent")
         return selected * chunk, outliers, recent
 
 
@@ -2522,22 +2516,20 @@ class ShadowKvCache(Cache):
         self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
 
         index, live = self.select(pos, q)
-        k_chosen, v_chosen = self.reconstruct(index)
         near = ring_positions(pos, self.z)[:, None].expand(-1, live.shape[1], -1)  # [B, Hkv, z]
         ring = near >= (self.local(pos) * self.chunk)[:, None, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring), -1)
         self.report_selected(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
-        parts = zip(self.outliers, (k_chosen, v_chosen), self.rings, strict=True)
+        parts = zip(self.outliers, self.reconstruct(index), self.rings, strict=True)
         k_all, v_all = (torch.cat((far.rows, chosen, near.rows), 2) for far, chosen, near in parts)
         return self.context.attend_rows(q, k_all, v_all, lives)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
-        scores = self.context.scores(q, self.landmark, whole, "largest")
         outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
-        scores = scores.masked_fill(outlier, -torch.inf)
+        scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
         last = self.local(pos) - 1  # the newest chunk that is not recent
         index = self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
         return index.clamp(min=0), index >= 0
@@ -2796,8 +2788,7 @@ class PaluCache(Cache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
 
     K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. basis:
-    R [Hkv, D, r] of each head, whose V has rank r, too; bias: of its keys, [Hkv, D], which stays outside of
-    the latent."""
+    R [Hkv, D, r] of each head, whose V has rank r, too; bias: of its keys, [Hkv, D], not in the latent."""
 
     def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
