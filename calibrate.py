@@ -326,6 +326,41 @@ def fit_doublesparse(model: Llama, tokens: Tensor, moments: Moments, max_rank: f
     return {"importance": importance.float()}, {"energy": f"12.5%: {eighth.mean():.4f}"}
 
 
+def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Delta_c: what rotating pair c changes in a KV head's logits: s(RoPE) - s(E) = sum of c not in E.
+
+    q [N, I, G, D] at positions places [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
+    with the scale 1/sqrt(D), and 0 where the key comes after the query."""
+    half, k = q.shape[-1] // 2, k.unsqueeze(-2)
+    # Four products a pair: (rotated a, b) . (rotated u, v) - (a, b) . (u, v), in one matmul.
+    q = torch.cat((apply_rope(q, cos[places], sin[places]), -q), -1).unflatten(-1, (4, half))
+    k = torch.cat((apply_rope(k, cos, sin), k), -1).unflatten(-1, (4, half))
+    deltas = torch.einsum("nigxc,nshxc->cngis", q, k) * (2 * half) ** -0.5
+    return deltas * (torch.arange(k.shape[1], device=q.device) <= places[:, None])
+
+
+def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
+    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
+
+    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
+    first r picks are the elite set of any r; distance is J after each (it may rise)."""
+    rest, left, order, distance = deltas.sum(0), list(range(len(deltas))), [], []
+    while left:
+        j = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
+        best = left.pop(int(j.argmin()))
+        rest = rest - deltas[best]
+        order.append(best)
+        distance.append(j.min())
+    return torch.tensor(order), torch.stack(distance).cpu()
+
+
+def contribution(q: Tensor, k: Tensor) -> Tensor:
+    """Contribution (sec. 4.3.1) of one KV head: the mean norm of q's pair times that of k's, which no
+    rotation changes. q [..., G, D], averaged over the query heads of the group, k [..., D] -> [D/2]."""
+    q, k = (x.unflatten(-1, (2, -1)).norm(dim=-2).flatten(0, -2).mean(0) for x in (q, k))
+    return q * k
+
+
 ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so many query rows of each
 
 
@@ -342,8 +377,8 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
         for h in range(c.n_kv_heads):
-            elite = compress.ropelite(compress.rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin))
-            order = compress.contribution(q[:, :, h], k[:, :, h]).argsort(descending=True)
+            elite = ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin))
+            order = contribution(q[:, :, h], k[:, :, h]).argsort(descending=True)
             found.append((*elite, order.cpu()))
             bar.tick()
 
@@ -370,11 +405,29 @@ def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact:
     return perplexity, torch.stack(kept).mean().item()
 
 
+def elite_limit(c: ModelConfig, r: int) -> int:
+    """The largest d_ckv that adds no parameters (App. C): d_ckv (dim + n) <= dim n, n = Hkv (2D - 2r)."""
+    n = c.n_kv_heads * (2 * c.head_dim - 2 * r)
+    return c.dim * n // (c.dim + n)
+
+
+def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
+    """(r, d_ckv) that fill this fraction of the dense cache without extra parameters (App. C).
+
+    d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves four."""
+    total, step, found = round(fraction * 2 * c.kv_dim), 256, []
+    while len(found) < 4 and step > 1:
+        step //= 2
+        pairs = ((r, total - 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
+        found = [(r, d) for r, d in pairs if d > 0 and d % step == 0 and d <= elite_limit(c, r)]
+    return found
+
+
 def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
     lowest perplexity on the last windows without uptraining (App. C)."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS]) | {"r": torch.tensor(0), "d_ckv": torch.tensor(0)}
-    allocations = compress.elite_allocations(model.config, 0.25)
+    allocations = elite_allocations(model.config, 0.25)
     if not allocations:
         raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
     trials = {}
@@ -446,10 +499,16 @@ def fdc_kept(tensors: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
     return {kind: torch.arange(values[kind].shape[-1]) < r[..., None] for kind, r in ranks.items()}
 
 
+def fdc_rates(*values: Tensor) -> list[float]:
+    """Every rate at which some head's rank changes, rising, from 0: what the search of F_p has to try."""
+    steps = [compress.fdc_tails(v)[..., 15::16].flatten() for v in values]  # a rank of 16, 32, ...
+    return torch.cat((torch.zeros(1, dtype=torch.float64), *steps)).unique().tolist()
+
+
 def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float) -> tuple:
     """F_p (FDC sec. 5.2): the largest rate that keeps `accuracy` of the dense model's on tokens [N, S].
     -> the rate, its accuracy and perplexity over the dense ones, by bisection of the rates that matter."""
-    rates = compress.fdc_rates(tensors["qk.values"], tensors["v.values"])
+    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
     bar = Progress("rate", len(rates).bit_length() + 1)
     dense = fdc_accuracy(model, tokens, tensors, 0.0)
     low, high, best = 0, len(rates), dense  # rates[low] holds the floor, rates[high] does not
@@ -824,6 +883,31 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
     return model.requires_grad_(True), load_tokenizer(args.source)
 
 
+def elite_artifact(model: Llama) -> dict[str, Tensor]:
+    """What fold_elitekv needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
+    attentions = [layer.attention for layer in model.layers]
+    _, _, d_ckv = attentions[0].widths
+    order = torch.stack([attention.order for attention in attentions])
+    tensors = {"elite": order, "r": torch.tensor(attentions[0].r), "d_ckv": torch.tensor(d_ckv)}
+    for i, attention in enumerate(attentions):
+        tensors |= {f"{i}.A": attention.wqkv.weight[-d_ckv:].T, f"{i}.B": attention.up.weight.T}
+    return tensors
+
+
+def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
+    """The inverse of elite_attention, without biases: W_k and W_v expanded from A B, dims as they were."""
+    c, r = elite.config, elite.r
+    back = compress.elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
+    q, k, a = elite.wqkv.weight.split(elite.widths)
+    expanded = (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1))
+    rest, v = expanded.split((c.head_dim - 2 * r, c.head_dim), 1)
+    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1).flatten(0, 1)  # [Hkv * D, dim]
+    rows = [compress.in_order(x, back).flatten(0, 2) for x in (q, k)]
+    attention = model_file.Attention(c)
+    attention.wqkv, attention.wo = compress.linear_of(torch.cat((*rows, v.flatten(0, 1))), None), elite.wo
+    return attention
+
+
 @torch.no_grad()
 def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download.
@@ -837,9 +921,9 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
                 if file.suffix in (".json", ".model", ".txt", ".jinja") and ".index." not in file.name:
                     shutil.copy(file, partial)
             config = model_file.read_json(partial / "config.json") | {"elitekv": True}
-            artifact = compress.elite_artifact(model)
+            artifact = elite_artifact(model)
             for layer in model.layers:
-                layer.attention = compress.dense_attention(layer.attention)
+                layer.attention = dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         weights = in_bf16(model_file.weight_slots(model))
         save_artifact(weights, partial / "model.safetensors", {"format": "pt"})

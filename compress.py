@@ -726,42 +726,35 @@ class DenseSettings:
 class DenseCache(Cache):
     """Post-RoPE K and V of every token: the truth that all others are measured against.
 
-    The base of the caches that keep K and V by position, in two stores (plain ones if not given): `select`
-    names the tokens that a step attends."""
+    The base of the caches that keep K and V by position, in two stores (plain ones if not given). A step
+    attends `count` tokens: those of a budget, all that are stored if there is none. Where these are fewer
+    than all, `select` names them."""
 
-    selects = True  # does a step attend fewer tokens than all?
-
-    def __init__(self, context: Context, keys: TokenStore | None = None, values: TokenStore | None = None):
+    def __init__(self, context: Context, keys=None, values=None, budget: tuple[int, ...] = ()):
         super().__init__(context)
         shape = context.config.n_kv_heads, context.capacity, context.config.head_dim
         self.keys, self.values = keys or TokenStore(context, *shape), values or TokenStore(context, *shape)
+        self.budget, self.count = budget, min(sum(budget) or self.keys.tokens, context.capacity)
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         """Queries or keys [..., H, D] after RoPE as they are multiplied and kept, [..., H, width]."""
         return x
 
-    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
-        """Writes what selection reads, from a prompt's k [S, Hkv, D] and last q [1, Hq, D] after RoPE."""
-
-    def update_index(self, pos: Tensor, k: Tensor) -> None:
-        """The same for one token each, k [B, Hkv, D] after RoPE."""
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        """Stores tokens, of k, v [n, Hkv, D] after RoPE; where: as stores have it."""
+        self.keys.write(where, self.to_stored_basis(k))
+        self.values.write(where, v)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
     def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        where = batch, slice(0, len(q))
-        self.keys.write(where, self.to_stored_basis(k))
-        self.values.write(where, v)
-        self.index_prompt(batch, k, q[-1:])
+        self.write((batch, slice(0, len(q))), k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        where = self.context.batch_ids, pos
-        q, k = (self.to_stored_basis(self.rope(x, pos)) for x in (q, k))
-        self.keys.write(where, k)
-        self.values.write(where, v)
-        self.update_index(pos, k)
-        index = self.select(pos, q) if self.selects else None
+        self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
+        q = self.to_stored_basis(self.rope(q, pos))
+        index = self.select(pos, q) if self.count < self.context.capacity else None
         if index is not None:
             self.report_selected(pos, index, index >= 0)
             index = index.flatten(1, -2)
@@ -772,7 +765,7 @@ class DenseCache(Cache):
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Tokens of K and of V that one decode step must read, a KV head."""
-        return length, length
+        return min(length, self.count), min(length, self.count)
 
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
@@ -790,14 +783,12 @@ def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Ca
     make gets a layer's part of each of these tensors of the artifact."""
 
     def build(model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
-        skipped = skipped_layers(settings, len(model.layers)) if hasattr(settings, "skip") else ()
-
-        def cache(i: int) -> Cache:
-            if i in skipped:
-                return DenseCache(context)
-            return make(context, settings, *(artifact[name][i] for name in names))
-
-        return [cache(i) for i in range(len(model.layers))]
+        caches, n = [], len(model.layers)
+        skipped = skipped_layers(settings, n) if hasattr(settings, "skip") else ()
+        for i in range(n):
+            parts = (artifact[name][i] for name in names)
+            caches.append(DenseCache(context) if i in skipped else make(context, settings, *parts))
+        return caches
 
     return build
 
@@ -1169,8 +1160,8 @@ class SalsCache(Cache):
             placed = block_queries(rotated, self.rotations) if self.block else q
             queries = latent_queries(placed, up, self.config.n_kv_heads, rule)
         rule = "each" if rule == "sum" else rule  # the logits of the one query are the scores
-        how = {"rule": rule, "scale": self.logit_scale, "block": self.block, "offset": offset, "run": self.run}
-        return self.context.scores(queries, pos=pos, **self.latents.scored(pos), **how).flatten(1)
+        how = {"rule": rule, "scale": self.logit_scale, "block": self.block} | self.latents.scored(pos)
+        return self.context.scores(queries, pos=pos, offset=offset, run=self.run, **how).flatten(1)
 
     def select(self, scores: Tensor, pos: Tensor) -> Tensor:
         """The tokens to rebuild, the y best [B, y], -1 for none. The sinks, which come first, are exact."""
@@ -1288,9 +1279,8 @@ def elitekv_step(
     latent [d_ckv]: c = x A of all else. stored: elite keys [S - 1, Hkv, 2r] and latents [S - 1, d_ckv]. b_k
     [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T. Gives the output [Hq, D] and what is stored now."""
     # 1. Append: the elite keys of each head, and one latent for all else of K and V.
-    keys, latents = stored = tuple(
-        torch.cat(pair) for pair in zip(stored, (k[None], latent[None]), strict=True)
-    )
+    new = k[None], latent[None]
+    keys, latents = stored = tuple(torch.cat(pair) for pair in zip(stored, new, strict=True))
     # 2. Expand what is not rotated, and the values: [K^n | V] = c B (Eq. 2).
     rest = torch.einsum("sc,hdc->shd", latents, b_k)
     values = torch.einsum("sc,hdc->shd", latents, b_v)
@@ -1303,45 +1293,10 @@ def elitekv_step(
 # ---- which pairs are rotated (sec. 3.1, 4.3)
 
 
-def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Delta_c: what rotating pair c changes in a KV head's logits: s(RoPE) - s(E) = sum of c not in E.
-
-    q [N, I, G, D] at positions places [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
-    with the scale 1/sqrt(D), and 0 where the key comes after the query."""
-    half, k = q.shape[-1] // 2, k.unsqueeze(-2)
-    # Four products a pair: (rotated a, b) . (rotated u, v) - (a, b) . (u, v), in one matmul.
-    q = torch.cat((apply_rope(q, cos[places], sin[places]), -q), -1).unflatten(-1, (4, half))
-    k = torch.cat((apply_rope(k, cos, sin), k), -1).unflatten(-1, (4, half))
-    deltas = torch.einsum("nigxc,nshxc->cngis", q, k) * (2 * half) ** -0.5
-    return deltas * (torch.arange(k.shape[1], device=q.device) <= places[:, None])
-
-
-def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
-
-    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
-    first r picks are the elite set of any r; distance is J after each (it may rise)."""
-    rest, left, order, distance = deltas.sum(0), list(range(len(deltas))), [], []
-    while left:
-        j = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
-        best = left.pop(int(j.argmin()))
-        rest = rest - deltas[best]
-        order.append(best)
-        distance.append(j.min())
-    return torch.tensor(order), torch.stack(distance).cpu()
-
-
 def uniform_order(half: int, r: int) -> Tensor:
     """Uniform (sec. 4.3.1): r pairs spread evenly over the `half` = D/2, then the others; [half]."""
     chosen = [i * (half - 1) // max(1, r - 1) for i in range(r)]
     return torch.tensor(chosen + [c for c in range(half) if c not in chosen])
-
-
-def contribution(q: Tensor, k: Tensor) -> Tensor:
-    """Contribution (sec. 4.3.1) of one KV head: the mean norm of q's pair times that of k's, which no
-    rotation changes. q [..., G, D], averaged over the query heads of the group, k [..., D] -> [D/2]."""
-    q, k = (x.unflatten(-1, (2, -1)).norm(dim=-2).flatten(0, -2).mean(0) for x in (q, k))
-    return q * k
 
 
 def elite_dims(order: Tensor, r: int) -> Tensor:
@@ -1452,20 +1407,6 @@ def elite_attention(
     return EliteAttention(c, order, r, linear_of(stacked, biases[0]), linear_of(up, biases[1]), attention.wo)
 
 
-def dense_attention(elite: EliteAttention) -> Attention:
-    """The inverse: W_k and W_v expanded from A B, dims in their original order. Without biases."""
-    c, r = elite.config, elite.r
-    back = elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
-    q, k, a = elite.wqkv.weight.split(elite.widths)
-    expanded = (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1))
-    rest, v = expanded.split((c.head_dim - 2 * r, c.head_dim), 1)
-    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1).flatten(0, 1)  # [Hkv * D, dim]
-    rows = [in_order(x, back).flatten(0, 2) for x in (q, k)]
-    attention = Attention(c)
-    attention.wqkv, attention.wo = linear_of(torch.cat((*rows, v.flatten(0, 1))), None), elite.wo
-    return attention
-
-
 # ---- the cache
 
 
@@ -1511,24 +1452,6 @@ class EliteCache(Cache):
         return (2 * self.r * self.config.n_kv_heads + self.d_ckv) * self.context.dtype.itemsize
 
 
-def elite_limit(c: ModelConfig, r: int) -> int:
-    """The largest d_ckv that adds no parameters (App. C): d_ckv (dim + n) <= dim n, n = Hkv (2D - 2r)."""
-    n = c.n_kv_heads * (2 * c.head_dim - 2 * r)
-    return c.dim * n // (c.dim + n)
-
-
-def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
-    """(r, d_ckv) that fill this fraction of the dense cache without extra parameters (App. C).
-
-    d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves four."""
-    total, step, found = round(fraction * 2 * c.kv_dim), 256, []
-    while len(found) < 4 and step > 1:
-        step //= 2
-        pairs = ((r, total - 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
-        found = [(r, d) for r, d in pairs if d > 0 and d % step == 0 and d <= elite_limit(c, r)]
-    return found
-
-
 def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
     """r and d_ckv. Raises UserError where they do not fit the model, or the model not the method."""
     if c.qk_norm:
@@ -1569,17 +1492,6 @@ def elite_caches(model: Llama, settings: EliteSettings, context: Context, artifa
     return [EliteCache(context, layer.attention) for layer in model.layers]
 
 
-def elite_artifact(model: Llama) -> Artifact:
-    """What fold_elitekv needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
-    attentions = [layer.attention for layer in model.layers]
-    _, _, d_ckv = attentions[0].widths
-    order = torch.stack([attention.order for attention in attentions])
-    tensors = {"elite": order, "r": torch.tensor(attentions[0].r), "d_ckv": torch.tensor(d_ckv)}
-    for i, attention in enumerate(attentions):
-        tensors |= {f"{i}.A": attention.wqkv.weight[-d_ckv:].T, f"{i}.B": attention.up.weight.T}
-    return tensors
-
-
 def elite_tensors(c: ModelConfig) -> Stored:
     # An uptrained checkpoint's pairs are fixed, and its factors are not made from the weights.
     order, sizes = (int, c.n_layers, c.n_kv_heads, c.head_dim // 2), {"r": (int,), "d_ckv": (int,)}
@@ -1607,22 +1519,16 @@ def random_elitekv(c: ModelConfig) -> Artifact:
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(
-        0.25, "k_f: tokens of a query head, a fraction of all (above 1: a count)", sets="tokens"
-    )
+    k: float = setting(0.25, "k_f: tokens of a query head, a fraction (above 1: a count)", sets="tokens")
     d: float = setting(0.25, "d_f: leading components that scoring reads, as a fraction of D", sets="bytes")
     explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v (App. B.2)")
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
     share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
-    sinks: int = setting(0, "first tokens that are always among the k (the paper: none)")
-    recent: int = setting(0, "last tokens that are always among the k (the paper: none)")
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z): sinks, selected and recent tokens of a query head, in a cache that is full."""
-        x, z = within(capacity, self.sinks, self.recent)
-        total = capacity if self.reduced else token_count(self.k, capacity)
-        return x, max(0, total - x - z), z
+        return 0, capacity if self.reduced else token_count(self.k, capacity), 0
 
 
 def loki_step(
@@ -1646,17 +1552,15 @@ def loki_step(
 
 
 class LokiCache(DenseCache):
-    """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V.
-
-    The leading d components score all tokens; each query head attends its own k best, exactly. Since P is a
-    rotation, full logits are unchanged (Lemma 4.1) and no second copy of the keys is kept."""
+    """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V. The leading d
+    components score all tokens, so that no second copy of the keys is kept."""
 
     def __init__(self, context: Context, settings: LokiSettings, basis: Tensor, d: int):
         # Components that are cached: the scale of their logits stays that of the full head dim.
         c, self.width = context.config, d if settings.reduced else context.config.head_dim
-        super().__init__(context, TokenStore(context, c.n_kv_heads, context.capacity, self.width))
-        self.selects = not settings.reduced
-        self.settings, self.d, self.budget = settings, d, settings.budget(context.capacity)
+        keys = TokenStore(context, c.n_kv_heads, context.capacity, self.width)
+        super().__init__(context, keys, budget=settings.budget(context.capacity))
+        self.settings, self.d = settings, d
         self.basis = basis.to(context.device, context.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
@@ -1671,10 +1575,10 @@ class LokiCache(DenseCache):
         chooses together ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
         rule = {"query": "each", "group": "largest"}[self.settings.share]
         scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
-        wanted, forced = None, self.budget[0] + self.budget[2]
+        wanted = None
         if self.settings.k <= 1:  # a fraction of each entry's own length
-            wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=max(1, forced)) - forced
-        return self.context.select(scores, pos, self.budget, wanted, recent=True)
+            wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=1)
+        return self.context.select(scores, pos, self.budget, wanted)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected tokens: at most G k distinct ones a KV head."""
@@ -1691,17 +1595,12 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
-def loki_basis(basis: str, artifact: Artifact) -> str:
-    """The keys that P was fitted on, "pre" or "post" RoPE; "auto" is what calibration found better."""
-    return ("pre", "post")[bool(artifact["better"])] if basis == "auto" else basis
-
-
 def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
     if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
         raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
-    if min(settings.sinks, settings.recent) < 0:
-        raise UserError("--sinks and --recent must be at least 0")
-    kind = loki_basis(settings.basis, artifact)
+    kind = settings.basis
+    if kind == "auto":  # what calibration found better
+        kind = ("pre", "post")[bool(artifact["better"])]
     ranks = [max(1, round(settings.d * model.config.head_dim))] * len(model.layers)
     if settings.explained:
         values = artifact[f"{kind}.eigenvalues"]
@@ -1731,7 +1630,6 @@ class LrqkSettings:
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
     recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
     mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
-    init: str = setting("topcol", "where Alg. 1 starts, in mode paper", ("topcol", "randn"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
@@ -1747,12 +1645,15 @@ class LrqkSettings:
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
 
 
-def lrqk_prompt(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tuple[Tensor, ...]:
-    """A prompt's factors as published (Algorithm 1, all lambda = 1): W_Q, W_K [Hkv, D, r] before -> after
-    LRQK_STEPS rounds, and B_Q, B_K [Hkv, r, D].
+def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> tuple[Tensor, ...]:
+    """A prompt's factors as published (Algorithm 1, all lambda = 1): W_Q, W_K [Hkv, D, r] after LRQK_STEPS
+    rounds, and B_Q, B_K [Hkv, r, D].
 
     Every A_Q is Q W_Q and every A_K is K W_K. So the rounds need only G_Q = Q^T Q and G_K = K^T K
-    [Hkv, D, D], and cost the same for every prompt."""
+    [Hkv, D, D], and cost the same for every prompt. columns [Hkv, D]: the sums of |Q| and |K|."""
+    # 1. A_Q and A_K start as the r columns of the largest sums ("topcol").
+    eye = torch.eye(columns.shape[-1], dtype=columns.dtype, device=columns.device)
+    w_q = w_k = eye[columns.topk(r).indices].mT
 
     def bases() -> tuple[Tensor, Tensor]:  # 3, 4. Least squares of Q ~ A_Q B_Q and K ~ A_K B_K (Eq. 6)
         return tuple(spd_solve(w.mT @ g @ w, w.mT @ g) for w, g in ((w_q, gram_q), (w_k, gram_k)))
@@ -1763,18 +1664,6 @@ def lrqk_prompt(w_q: Tensor, w_k: Tensor, gram_q: Tensor, gram_k: Tensor) -> tup
         w_k = spd_solve(w_q.mT @ gram_q @ w_q + b_k @ b_k.mT, (gram_q @ w_q + b_k.mT).mT).mT
         w_q = spd_solve(w_k.mT @ gram_k @ w_k + b_q @ b_q.mT, (gram_k @ w_k + b_q.mT).mT).mT
     return w_q, w_k, *bases()  # fitted once more to the final A, as in the released code
-
-
-def lrqk_init(init: str, rank: int, sum_q: Tensor, sum_k: Tensor) -> tuple[Tensor, Tensor]:
-    """W_Q, W_K [Hkv, D, r] such that A_Q = Q W_Q and A_K = K W_K start Alg. 1; sum_q, sum_k [Hkv, D].
-
-    topcol: the r columns of the largest sum. randn: a normal W, not a normal A as in the paper, which no W
-    gives."""
-    if init == "randn":
-        seeded = torch.Generator().manual_seed(0)
-        return tuple(torch.randn(2, *sum_q.shape, rank, generator=seeded, dtype=sum_q.dtype).to(sum_q.device))
-    eye = torch.eye(sum_q.shape[-1], dtype=sum_q.dtype, device=sum_q.device)
-    return (eye[(sum_q + sum_k).topk(rank).indices].mT,) * 2
 
 
 def lrqk_step(
@@ -1813,11 +1702,11 @@ def lrqk_refit(
     gram_b, k_b = b_k @ b_k.mT, k @ b_k.mT
     m_r = b_q @ b_q.mT + a_near.mT @ a_near
     m_l = q @ b_q.mT + (q @ k_near.mT) @ a_near
-    k_hat = spd_solve_in_graph(gram_b, k_b.mT).mT
+    k_hat = spd_solve(gram_b, k_b.mT).mT
     for _ in range(LRQK_STEPS):
-        q_hat = spd_solve_in_graph(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
+        q_hat = spd_solve(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
         total = k_b + (s * q_hat).sum(-2, keepdim=True)
-        k_hat = spd_solve_in_graph(gram_b + q_hat.mT @ q_hat, total.mT).mT
+        k_hat = spd_solve(gram_b + q_hat.mT @ q_hat, total.mT).mT
     return q_hat, k_hat, lrqk_gradient_step(b_q, q_hat, q), lrqk_gradient_step(b_k, k_hat, k)
 
 
@@ -1833,14 +1722,8 @@ def lrqk_gradient_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
 
 
 def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
-    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Cholesky with a ridge."""
-    return torch.cholesky_solve(rhs, torch.linalg.cholesky(add_ridge(m, 1e-10)))
-
-
-def spd_solve_in_graph(m: Tensor, rhs: Tensor) -> Tensor:
-    """The same by Gauss-Jordan elimination, in plain operations: a CUDA graph cannot capture cuSOLVER.
-
-    fp64 spares Alg. 2 a larger ridge."""
+    """m^-1 rhs for symmetric positive m [..., n, n], rhs [..., n, j], by Gauss-Jordan elimination
+    in plain operations, since a CUDA graph cannot capture cuSOLVER. fp64 spares a larger ridge."""
     n = m.shape[-1]
     eye = torch.eye(n, dtype=m.dtype, device=m.device)
     x = torch.cat((add_ridge(m, 1e-10), rhs), -1)
@@ -1994,8 +1877,7 @@ class LrqkCache(Cache):
         # On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens.
         (gram_q, sum_q), (gram_k, sum_k) = ((gram.cpu(), total.cpu()) for gram, total in moments)
         if self.settings.mode == "paper":  # in Alg. 1's own gauge, on which Alg. 2's step depends
-            start = lrqk_init(self.settings.init, self.rank, sum_q, sum_k)
-            w_q, w_k, *bases = lrqk_prompt(*start, gram_q, gram_k)
+            w_q, w_k, *bases = lrqk_prompt(gram_q, gram_k, sum_q + sum_k, self.rank)
         else:
             w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
             bases = w_q.mT, w_k.mT
@@ -2006,7 +1888,9 @@ class LrqkCache(Cache):
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
         k = self.rope(k, pos)
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
-        self.write(pos, k_hat[:, :, 0], torch.cat((k, v), -1))
+        batch, kv = self.context.batch_ids, torch.cat((k, v), -1)
+        self.a_k[batch, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
+        self.kv[batch, :, pos], self.hot[batch, :, self.slots + pos % self.z] = kv, kv
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
@@ -2029,12 +1913,6 @@ class LrqkCache(Cache):
         self.basis_q.copy_(b_q)
         self.basis_k.copy_(b_k)
         return q_hat.float(), k_hat.float()
-
-    def write(self, pos: Tensor, k_hat: Tensor, kv: Tensor) -> None:
-        """Stores one token each: its row of A_K [B, Hkv, r], and K and V side by side [B, Hkv, 2D]."""
-        batch = self.context.batch_ids
-        self.a_k[batch, :, pos] = k_hat.to(self.a_k.dtype)
-        self.kv[batch, :, pos], self.hot[batch, :, self.slots + pos % self.z] = kv, kv
 
     def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
         """Brings the tokens that q_hat selects into the hot slots of these entries, and stamps the slots."""
@@ -2112,17 +1990,13 @@ class StreamingCache(DenseCache):
     the place within the cache, to go on beyond the trained length.)"""
 
     def __init__(self, context: Context, settings: StreamingSettings):
-        self.x, self.w = settings.budget(context.capacity)
-        shape = context.config.n_kv_heads, context.config.head_dim, self.x, self.w
+        shape = context.config.n_kv_heads, context.config.head_dim, *settings.budget(context.capacity)
         super().__init__(context, *(Window(context, *shape) for _ in range(2)))
 
     def select(self, pos: Tensor, q: Tensor) -> None:
         """All slots: they fill from the left, so that those up to pos hold a token."""
-        sinks = self.context.positions[: self.x].expand(len(pos), -1)
-        self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.w)
-
-    def tokens_read(self, length: int) -> tuple[float, float]:
-        return min(length, self.x + self.w), min(length, self.x + self.w)
+        sinks = self.context.positions[: self.keys.x].expand(len(pos), -1)
+        self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.keys.z)
 
 
 # -------------------------------------------------- exact top-k, and what the rows that select have in common
@@ -2159,29 +2033,27 @@ class TopKSettings(KeepSettings):
     kv_bits: int = setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
 
 
-class SelectiveCache(DenseCache):
-    """A full cache of which each step attends `count` tokens a KV head, if that is less than all."""
+class ProxyCache(DenseCache):
+    """K and V in full, and `proxies`, a store of what scoring reads instead of K: a row for `page` tokens."""
 
-    def __init__(self, context: Context, settings: object, *stores: TokenStore):
-        super().__init__(context, *stores)
-        self.budget = settings.budget(context.capacity)
-        self.count = sum(self.budget)
-        self.selects = self.count < context.capacity
+    page = 1
 
-    def index_read(self, length: int) -> int:
-        """Bytes beside K and V that selection reads, where there is anything to select."""
-        return 0
+    def formula(self) -> int:
+        return super().formula() + self.proxies.formula()
 
-    def tokens_read(self, length: int) -> tuple[float, float]:
-        return min(length, self.count), min(length, self.count)
+    def score_bytes(self, length: int) -> int:
+        return -(-length // self.page) * self.proxies.token_bytes
 
     def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + (self.index_read(length) if length > self.count else 0)
+        return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
 
 
-class TopKCache(SelectiveCache):
+class TopKCache(DenseCache):
+    """K and V in full, or in KIVI's codes."""
+
     def __init__(self, context: Context, settings: TopKSettings):
-        super().__init__(context, settings, *kivi_stores(context, settings.kv_bits))
+        stores = kivi_stores(context, settings.kv_bits)
+        super().__init__(context, *stores, budget=settings.budget(context.capacity))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         scores = self.context.scores(q, pos=pos, rule="largest", **self.keys.scored(pos))
@@ -2215,8 +2087,6 @@ class H2oSettings:
 class KeyformerSettings(H2oSettings):
     """Keyformer (arXiv 2403.09054): H2O whose scores have Gumbel noise and a temperature."""
 
-    noise_seed: int = setting(0, "seed of the noise")
-
 
 def h2o_step(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int
@@ -2232,27 +2102,23 @@ def h2o_step(
     kept = torch.ones(len(keys), dtype=torch.bool)
     if len(keys) == slots:
         kept[attention.masked_fill(positions > now - recent, torch.inf).argmin()] = False
-    new = k, v, torch.tensor(now), torch.tensor(0.0)
-    keys, values, positions, attention = (
-        torch.cat((x[kept], each[None].to(x.dtype))) for x, each in zip(stored, new, strict=True)
-    )
+    new = zip(stored, (k, v, torch.tensor(now), torch.tensor(0.0)), strict=True)
+    keys, values, positions, attention = (torch.cat((x[kept], y[None].to(x.dtype))) for x, y in new)
     # 2. Attend what is left, and add what each token gets.
     weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
     return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
 
 
 class H2oCache(DenseCache):
-    """C = heavy + recent slots a KV head, each with the attention that its token has got so far. A new token
-    takes an empty slot, or that of the token with the least attention that is not recent."""
+    """C = heavy + recent slots a KV head, each with the attention that its token has got so far."""
 
     def __init__(self, context: Context, settings: H2oSettings):
-        heavy, self.recent = settings.budget(context.capacity)
-        self.tokens, heads = heavy + self.recent, context.config.n_kv_heads
-        shape = heads, self.tokens, context.config.head_dim
+        budget, heads = settings.budget(context.capacity), context.config.n_kv_heads
+        shape = heads, sum(budget), context.config.head_dim
         super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
-        self.settings = settings
-        self.register_buffer("position", context.zeros(heads, self.tokens, dtype=torch.int32) - 1)
-        self.register_buffer("attention", context.zeros(heads, self.tokens, dtype=torch.float32))
+        self.settings, self.recent = settings, budget[1]
+        self.register_buffer("position", context.zeros(heads, self.count, dtype=torch.int32) - 1)
+        self.register_buffer("attention", context.zeros(heads, self.count, dtype=torch.float32))
         self.register_buffer("prompt", context.zeros(dtype=torch.int32))  # its length
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
@@ -2269,7 +2135,7 @@ class H2oCache(DenseCache):
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
         attention = self.weights(logits[None], zero, zero)[0].sum((1, 2))  # [Hkv, S]
         ranked = attention.masked_fill(places >= length - self.recent, torch.inf)
-        kept = ranked.topk(min(self.tokens, length)).indices.sort(-1).values  # [Hkv, n]
+        kept = ranked.topk(min(self.count, length)).indices.sort(-1).values  # [Hkv, n]
         n = kept.shape[1]
         for store, x in ((self.keys, heads), (self.values, v.transpose(0, 1))):
             store.rows[batch, :, :n] = gather_rows(x[None], kept[None])[0]
@@ -2279,7 +2145,7 @@ class H2oCache(DenseCache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q, now = self.rope(q, pos), pos[:, None, None]
-        # 1. The new token takes the place of the one with the least attention.
+        # 1. The new token takes an empty slot, or that of the least attention that is not recent.
         cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
         victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
         where = self.context.batch_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim
@@ -2289,7 +2155,7 @@ class H2oCache(DenseCache):
         # 2. Attend all slots, and add what each has got.
         live = self.position >= 0
         self.report_selected(pos, self.position, live)
-        every = torch.full_like(pos, self.tokens - 1)
+        every = torch.full_like(pos, self.count - 1)
         logits = self.context.scores(q, self.keys.rows, every, "each")  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
@@ -2298,14 +2164,11 @@ class H2oCache(DenseCache):
 
     def formula(self) -> int:
         """K, V, position and attention of each slot, and the length of each prompt."""
-        slots = self.tokens * self.config.n_kv_heads * 8
+        slots = self.count * self.config.n_kv_heads * 8
         return super().formula() + self.context.batch_size * (slots + 4)
 
-    def tokens_read(self, length: int) -> tuple[float, float]:
-        return min(length, self.tokens), min(length, self.tokens)
-
     def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + min(length, self.tokens) * self.config.n_kv_heads * 8
+        return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
 
 
 class KeyformerCache(H2oCache):
@@ -2314,8 +2177,7 @@ class KeyformerCache(H2oCache):
     def __init__(self, context: Context, settings: KeyformerSettings):
         super().__init__(context, settings)
         # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
-        seeded = torch.Generator().manual_seed(settings.noise_seed)
-        tape = torch.rand(65521, generator=seeded).clamp(min=1e-10)
+        tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
         self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
@@ -2352,9 +2214,8 @@ def quest_step(
     the tokens of the n pages, and what is stored now."""
     keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
     # 1. The least and the largest key of each page bound a query's logits there.
-    low, high = (
-        torch.stack(each) for each in zip(*(p.aminmax(dim=0) for p in keys.split(page)), strict=True)
-    )
+    bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
+    low, high = map(torch.stack, zip(*bounds, strict=True))  # [pages, D]
     bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * len(k) ** -0.5  # [G, pages]
     # 2. The best pages, and the last.
     last = len(low) - 1
@@ -2371,40 +2232,34 @@ def page_queries(q: Tensor) -> Tensor:
     return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
 
 
-class QuestCache(SelectiveCache):
-    """K and V in full, and for each page the largest and the least key of every channel, after RoPE."""
+class QuestCache(ProxyCache):
+    """The proxy of a page is the largest and the least key of every channel, after RoPE."""
 
     def __init__(self, context: Context, settings: QuestSettings):
-        super().__init__(context, settings)
+        super().__init__(context, budget=settings.budget(context.capacity))
         c, self.page = context.config, min(settings.page, context.capacity)
-        self.bounds = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
+        self.proxies = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
 
-    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
-        n = -(-len(k) // self.page)
-        tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last one fills up
-        low, high = k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
-        self.bounds.write((batch, slice(0, n)), torch.cat((high, low), -1))
-
-    def update_index(self, pos: Tensor, k: Tensor) -> None:
-        page, batch = pos // self.page, self.context.batch_ids
-        high, low = self.bounds.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
-        first = (pos % self.page == 0)[:, None, None]
-        high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
-        self.bounds.write((batch, page), torch.cat((high, low), -1))
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        batch, pos = where
+        if isinstance(batch, int):  # a prompt
+            n = -(-len(k) // self.page)
+            tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last fills up
+            page, (low, high) = slice(0, n), k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
+        else:
+            page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
+            high, low = self.proxies.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
+            high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
+        self.proxies.write((batch, page), torch.cat((high, low), -1))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         last = pos // self.page
-        scores = self.context.scores(page_queries(q), pos=last, rule="largest", **self.bounds.scored(last))
+        scores = self.context.scores(page_queries(q), pos=last, rule="largest", **self.proxies.scored(last))
         budget = 0, self.count // self.page - 1, 1
         pages = self.context.select(scores, last, budget, recent=True)  # [B, Hkv, n], with the last
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
         return index.where(index <= pos[:, None, None], -1)
-
-    def formula(self) -> int:
-        return super().formula() + self.bounds.formula()
-
-    def index_read(self, length: int) -> int:
-        return -(-length // self.page) * self.bounds.token_bytes
 
 
 # ------------------------------------------------------------------------------------ Double Sparsity, HShare
@@ -2417,32 +2272,27 @@ class DoubleSparseSettings(KeepSettings):
     channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D")
     skip: str = setting("0,1", "layers that attend every token")
 
-    def budget(self, capacity: int) -> tuple[int, int, int]:
-        if not 0 < self.channels <= 1:
-            raise UserError(f"--channels {self.channels:g}: r_c / D must lie in (0, 1]")
-        return super().budget(capacity)
 
-
-class DoubleSparseCache(SelectiveCache):
-    """K and V in full, and a label a key: its r_c most important channels, after RoPE."""
+class DoubleSparseCache(ProxyCache):
+    """The proxy of a key is its label: its r_c most important channels, after RoPE."""
 
     def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
-        super().__init__(context, settings)
+        super().__init__(context, budget=settings.budget(context.capacity))
+        if not 0 < settings.channels <= 1:
+            raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
         c = context.config
         r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(r).indices.to(context.device)  # [Hkv, r_c]
-        self.label = TokenStore(context, c.n_kv_heads, context.capacity, r)
+        self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
 
     def labels(self, x: Tensor) -> Tensor:
         """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
         index = self.channels.repeat_interleave(x.shape[-2] // len(self.channels), 0)
         return x.gather(-1, index.expand(*x.shape[:-1], -1))
 
-    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
-        self.label.write((batch, slice(0, len(k))), self.labels(k))
-
-    def update_index(self, pos: Tensor, k: Tensor) -> None:
-        self.label.write((self.context.batch_ids, pos), self.labels(k))
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        self.proxies.write(where, self.labels(k))
 
     def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
@@ -2450,17 +2300,7 @@ class DoubleSparseCache(SelectiveCache):
         return self.context.select(scores, pos, (x, count - x - z, z), recent=True)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        return self.best(pos, q, self.label.rows, self.count)
-
-    def formula(self) -> int:
-        return super().formula() + self.label.formula()
-
-    def index_read(self, length: int) -> int:
-        return length * self.label.token_bytes
-
-
-def importance_tensors(c: ModelConfig) -> Stored:
-    return {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)}
+        return self.best(pos, q, self.proxies.rows, self.count)
 
 
 @dataclass
@@ -2469,12 +2309,6 @@ class HshareSettings(DoubleSparseSettings):
 
     every: int = setting(8, "steps for which a selection is used")
     share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
-
-    def budget(self, capacity: int) -> tuple[int, int, int]:
-        x, y, z = super().budget(capacity)
-        if self.every < 1 or (self.every > y + 1 and x + y + z < capacity):
-            raise UserError(f"--every {self.every}: at least 1 and at most {y + 1}, 1 + the tokens selected")
-        return x, y, z
 
 
 def share_map(overlap: Tensor, merged: int) -> Tensor:
@@ -2497,30 +2331,34 @@ class HshareCache(DoubleSparseCache):
 
     def __init__(self, context: Context, settings: HshareSettings, importance: Tensor):
         super().__init__(context, settings, importance)
-        heads, merged = context.config.n_kv_heads, settings.share_heads
+        heads, every, merged = context.config.n_kv_heads, settings.every, settings.share_heads
         if not 0 <= merged < heads:
             raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-        self.every, self.merged = (settings.every, merged) if self.selects else (1, 0)
+        selects, most = self.count < context.capacity, self.budget[1] + 1
+        if every < 1 or every > most and selects:
+            raise UserError(f"--every {every}: at least 1 and at most {most}, 1 + the tokens selected")
+        self.every, self.merged = (every, merged) if selects else (1, 0)
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
         self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
         self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
         self.register_buffer("head", context.zeros(heads, dtype=torch.int32))
 
-    def index_prompt(self, batch: int, k: Tensor, q: Tensor) -> None:
-        super().index_prompt(batch, k, q)
+    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        super().write_prompt(batch, q, k, v)
         self.since[batch] = -self.every  # the first step selects
         self.head[batch] = torch.arange(k.shape[1], device=k.device)
         if self.merged:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
-            least = self.budget[0] + self.budget[2] + 1
-            count, label = min(self.held_count, max(least, len(k) // 2)), self.label.rows[batch : batch + 1]
-            index = self.best(torch.tensor([len(k) - 1], device=k.device), q, label, count)[0]  # [Hkv, n]
+            x, _, z = self.budget
+            count = min(self.held_count, max(x + z + 1, len(k) // 2))
+            last, label = torch.tensor([len(k) - 1], device=k.device), self.proxies.rows[batch : batch + 1]
+            index = self.best(last, q[-1:], label, count)[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
             self.head[batch] = share_map(member @ member.T, self.merged).int()
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        index = self.best(pos, q, self.label.rows, self.held_count)
+        index = self.best(pos, q, self.proxies.rows, self.held_count)
         index = index.gather(1, self.head.long()[..., None].expand_as(index))
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
@@ -2537,10 +2375,10 @@ class HshareCache(DoubleSparseCache):
         heads = self.config.n_kv_heads
         return super().formula() + self.context.batch_size * (heads * (self.held_count + 1) + 1) * 4
 
-    def index_read(self, length: int) -> int:
+    def score_bytes(self, length: int) -> int:
         """The labels of the heads that select, in one of `every` steps."""
         heads = self.config.n_kv_heads
-        return super().index_read(length) * (heads - self.merged) // heads // self.every
+        return super().score_bytes(length) * (heads - self.merged) // heads // self.every
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI
@@ -2628,7 +2466,7 @@ class ChannelKeys(RingStore):
 
     def write(self, where: tuple, x: Tensor) -> None:
         self.ring.write(where, x)
-        (self.write_prompt if isinstance(where[0], int) else self.write_token)(where[0], where[1], x)
+        (self.write_prompt if isinstance(where[0], int) else self.write_token)(*where, x)
 
     def write_prompt(self, batch: int, tokens: slice, x: Tensor) -> None:
         full = len(x) // self.R * self.R
@@ -2707,11 +2545,8 @@ def kivi_stores(context: Context, bits: int, residual: int = 128) -> tuple:
     return keys, TokenValues(context, bits, keys.R)
 
 
-class KiviCache(DenseCache):
-    """K and V in these codes; every token is attended."""
-
-    def __init__(self, context: Context, settings: KiviSettings):
-        super().__init__(context, *kivi_stores(context, settings.bits, settings.residual))
+def kivi_cache(context: Context, settings: KiviSettings) -> Cache:
+    return DenseCache(context, *kivi_stores(context, settings.bits, settings.residual))
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -2728,10 +2563,8 @@ class ShadowKvSettings:
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(outliers, selected, recent) in tokens that are attended at most."""
-        outliers, selected, recent = self.layout(capacity)
-        recent, outliers, selected = within(capacity, recent, outliers, selected)
-        return outliers, selected, recent
+        """(selected, outliers, recent) in tokens that are attended at most."""
+        return within(capacity, *self.layout(capacity)[::-1])[::-1]
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
         """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
@@ -2741,35 +2574,25 @@ class ShadowKvSettings:
         outliers, recent = self.outliers * chunk, self.recent + chunk - 1
         total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
         if total >= capacity:
-            return min(self.outliers, chunks) * chunk, chunks * chunk, min(recent, capacity)
+            return chunks * chunk, min(self.outliers, chunks) * chunk, min(recent, capacity)
         selected = (total - outliers - recent) // chunk
         if selected < 1:
-            raise UserError(
-                f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {chunk} beside "
-                f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
-            )
-        return outliers, selected * chunk, recent
+            fault = f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {chunk} beside"
+            exact = f"{self.outliers} outlier chunks and {recent} recent tokens"
+            raise UserError(f"{fault} {exact}; lower --outliers or --recent")
+        return selected * chunk, outliers, recent
 
 
 def shadowkv_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    stored: tuple,
-    U: Tensor,
-    outliers: Tensor,
-    chunk: int,
-    n: int,
-    recent: int,
-    rope,
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, outliers: Tensor, budget: tuple, rope
 ) -> tuple[Tensor, list[Tensor], tuple]:
     """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
 
     q [Hq, D], k, v [Hkv, D]: of the new token, before RoPE. stored: latents [S - 1, r], K after RoPE (for
     landmarks, outliers and recent tokens only) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's SVD.
-    outliers [Hkv, .]: chunks that are kept exactly. Gives the output [Hq, D], each KV head's tokens, and what
-    is stored now."""
-    S, (heads, D), outputs, chosen = len(stored[0]) + 1, k.shape, [], []
+    outliers [Hkv, .]: chunks that are kept exactly. budget: chunks to select, tokens of a chunk, recent
+    tokens. Gives the output [Hq, D], each KV head's tokens, and what is stored now."""
+    (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
     new = k.flatten() @ U, rope(k[None], torch.tensor([S - 1]))[0], v
     latents, keys, values = stored = tuple(torch.cat((x, y[None])) for x, y in zip(stored, new, strict=True))
     q, near = rope(q[None], torch.tensor([S - 1]))[0].unflatten(0, (heads, -1)), max(0, S - recent) // chunk
@@ -2798,7 +2621,7 @@ class ShadowKvCache(Cache):
     def __init__(self, context: Context, settings: ShadowKvSettings):
         super().__init__(context)
         c, self.settings, self.chunk = context.config, settings, min(settings.chunk, context.capacity)
-        self.outlier_tokens, self.selected, self.z = settings.layout(context.capacity)
+        self.selected, self.outlier_tokens, self.z = settings.layout(context.capacity)
         self.r = rank_of(settings.rank, c.kv_dim)
         self.chunks = -(-context.capacity // self.chunk)
         heads, d = c.n_kv_heads, c.head_dim
@@ -2853,22 +2676,20 @@ class ShadowKvCache(Cache):
         self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
 
         index, live = self.select(pos, q)
-        k_chosen, v_chosen = self.reconstruct(index)
         near = ring_positions(pos, self.z)[:, None].expand(-1, live.shape[1], -1)  # [B, Hkv, z]
         ring = near >= (self.local(pos) * self.chunk)[:, None, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring), -1)
         self.report_selected(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
-        parts = zip(self.outliers, (k_chosen, v_chosen), self.rings, strict=True)
+        parts = zip(self.outliers, self.reconstruct(index), self.rings, strict=True)
         k_all, v_all = (torch.cat((far.rows, chosen, near.rows), 2) for far, chosen, near in parts)
         return self.context.attend_rows(q, k_all, v_all, lives)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
-        scores = self.context.scores(q, self.landmark, whole, "largest")
         outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
-        scores = scores.masked_fill(outlier, -torch.inf)
+        scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
         last = self.local(pos) - 1  # the newest chunk that is not recent
         index = self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
         return index.clamp(min=0), index >= 0
@@ -2910,6 +2731,15 @@ class FdcSettings:
     rate: float = setting(-1.0, "r: fraction of singular values lost (Eq. 1; -1: as fitted)", sets="bytes")
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
+    def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
+        """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
+        rate = float(artifact["rate"]) if self.rate == -1 else self.rate
+        if not 0 <= rate < 1:
+            raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
+        ranks = fdc_ranks(artifact[f"{kind}.values"], rate, self.adaptive)  # of all layers, for their mean
+        bases = zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True)
+        return [basis[:, :rank] for basis, rank in bases]
+
 
 def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
     """One decode step of FDC as published (sec. 5.1), for one KV head. Prefill attends the same vectors.
@@ -2945,12 +2775,6 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
     return ranks if adaptive else ranks.double().mean().long().expand(ranks.shape)
 
 
-def fdc_rates(*values: Tensor) -> list[float]:
-    """Every rate at which some head's rank changes, rising, from 0: what the search of F_p has to try."""
-    steps = [fdc_tails(v)[..., 15::16].flatten() for v in values]  # a rank of 16, 32, ...
-    return torch.cat((torch.zeros(1, dtype=torch.float64), *steps)).unique().tolist()
-
-
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
     """The biases of the key and value projections, [Hkv, D] each ([Hkv, 0] where V is folded); zeros where
     the model has none."""
@@ -2959,16 +2783,16 @@ def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
     return tuple(b.view(c.n_kv_heads, len(b) // c.n_kv_heads) for b in bias.split(attention.widths)[1:3])
 
 
-def fold_values(attention: Attention, c: ModelConfig, bases: list[Tensor]) -> Attention:
-    """W_V R takes the place of W_V in wqkv, and R^T W_O that of W_O: the cache holds and returns x W_V R.
-
-    bases R [D, d_v], one a KV head. V's bias moves into W_O's, since attention weights sum to one."""
-    heads = (c.n_kv_heads, -1)
+def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact: Artifact, i: int):
+    """Layer i's attention with W_V R in the place of W_V and R^T W_O in that of W_O, for FDC and Palu: the
+    cache holds and returns x W_V R. V's bias moves into W_O's, since attention weights sum to one."""
+    heads, device = (c.n_kv_heads, -1), attention.wqkv.weight.device
+    bases = [basis.to(device) for basis in settings.bases(artifact, i, "v")]  # R [D, d_v] of each KV head
     q, k, v = attention.wqkv.weight.float().split(attention.widths)
     values = [basis.T @ rows for basis, rows in zip(bases, v.unflatten(0, heads), strict=True)]  # [d_v, dim]
     columns = attention.wo.weight.float().unflatten(1, (c.n_kv_heads, c.group, -1))  # [dim, Hkv, G, D]
     output = [(columns[:, h] @ basis).flatten(1) for h, basis in enumerate(bases)]  # [dim, G * d_v]
-    width = sum(len(rows) for rows in values)
+    width = sum(basis.shape[1] for basis in bases)
     changed = {"weight": (torch.cat((q, k, *values)), torch.cat(output, 1))}
     if attention.wqkv.bias is not None:
         q, k, v = attention.wqkv.bias.float().split(attention.widths)
@@ -3026,15 +2850,14 @@ class RaggedStore(nn.Module):
 class FdcCache(Cache):
     """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
 
-    bases: R [D, d_qk] of each KV head; v_ranks: d_v."""
+    k_bases: R [D, d_qk] of each KV head; v_bases: R [D, d_v], which the weights have."""
 
-    def __init__(self, context: Context, bases: list[Tensor], v_ranks: list[int]):
+    def __init__(self, context: Context, k_bases: list[Tensor], v_bases: list[Tensor]):
         super().__init__(context)
-        k_ranks = [basis.shape[1] for basis in bases]
-        padded = [F.pad(basis, (0, max(k_ranks) - basis.shape[1])) for basis in bases]
+        self.k_ranks, self.v_ranks = ([basis.shape[1] for basis in bases] for bases in (k_bases, v_bases))
+        padded = [F.pad(basis, (0, max(self.k_ranks) - basis.shape[1])) for basis in k_bases]
         self.basis = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
-        self.k_ranks, self.v_ranks = k_ranks, v_ranks
-        self.vectors = RaggedStore(context, k_ranks, v_ranks)
+        self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks)
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> Tensor:
         """x [..., H, D] before RoPE -> x R after RoPE [..., Hkv, H / Hkv, max d_qk], zero beyond d_qk."""
@@ -3076,29 +2899,9 @@ def own_columns(ranks: list[int], G: int) -> Tensor:
     return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
-def fdc_layer(
-    settings: FdcSettings, artifact: Artifact, i: int, kind: str, device: torch.device
-) -> list[Tensor]:
-    """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
-    rate = float(artifact["rate"]) if settings.rate == -1 else settings.rate
-    if not 0 <= rate < 1:
-        raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
-    ranks = fdc_ranks(artifact[f"{kind}.values"], rate, settings.adaptive)  # of all layers, for their mean
-    bases = zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True)
-    return [basis[:, :rank].to(device) for basis, rank in bases]
-
-
-def fold_fdc(attention: Attention, c: ModelConfig, settings: FdcSettings, artifact: Artifact, i: int):
-    """Layer i's attention with the values' bases in wqkv and wo."""
-    return fold_values(attention, c, fdc_layer(settings, artifact, i, "v", attention.wqkv.weight.device))
-
-
 def fdc_caches(model: Llama, settings: FdcSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    def cache(i: int) -> Cache:
-        qk, v = (fdc_layer(settings, artifact, i, kind, context.device) for kind in ("qk", "v"))
-        return FdcCache(context, qk, [basis.shape[1] for basis in v])
-
-    return [cache(i) for i in range(len(model.layers))]
+    bases = ([settings.bases(artifact, i, kind) for kind in ("qk", "v")] for i in range(len(model.layers)))
+    return [FdcCache(context, *pair) for pair in bases]
 
 
 def fdc_tensors(c: ModelConfig) -> Stored:
@@ -3121,6 +2924,13 @@ class PaluSettings:
 
     keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes")
 
+    def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
+        """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
+        if not 0 < self.keep <= 1:
+            raise UserError(f"--keep {self.keep}: the fraction of each head's dims must lie in (0, 1]")
+        basis = artifact[f"{kind}.basis"][i]
+        return basis[..., : max(1, round(self.keep * basis.shape[-1]))]
+
 
 def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
     """One decode step of Palu as published (sec. 3.1), for one KV head of its own group.
@@ -3128,9 +2938,8 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
     q [G, D] after RoPE, k [D] before it, v [d_v]: of the new token. stored: latents of the keys [S - 1, r]
     and of the values [S - 1, d_v], whose basis is folded into W_V and W_O. R [D, r] is orthonormal;
     rope(x, positions) rotates x [n, D]. Gives the output [G, d_v] and what is stored now."""
-    latents, values = stored = tuple(
-        torch.cat(pair) for pair in zip(stored, ((k @ R)[None], v[None]), strict=True)
-    )
+    new = (k @ R)[None], v[None]
+    latents, values = stored = tuple(torch.cat(pair) for pair in zip(stored, new, strict=True))
     keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
@@ -3138,67 +2947,43 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
 class PaluCache(Cache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
 
-    K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. RoPE sits
-    between B and the query, so every step rebuilds and rotates all keys. basis: R [Hkv, D, r] of each head;
-    v_rank: its V's rank; bias: of its keys, [Hkv, D], which stays outside of the latent."""
+    K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. basis:
+    R [Hkv, D, r] of each head, whose V has rank r, too; bias: of its keys, [Hkv, D], not in the latent."""
 
-    def __init__(self, context: Context, basis: Tensor, v_rank: int, bias: Tensor):
+    def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
         self.basis, self.bias = basis.to(context.device, context.dtype), bias
-        heads, tokens = len(basis), context.capacity
-        self.keys = RebuiltKeys(TokenStore(context, heads, tokens, basis.shape[2]), self.basis, bias)
-        self.values = TokenStore(context, heads, tokens, v_rank)
+        shape = len(basis), context.capacity, basis.shape[2]
+        self.keys = RebuiltKeys(TokenStore(context, *shape), self.basis, bias)
+        self.values = TokenStore(context, *shape)
 
-    def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is stored, [..., Hkv, rank], of k [..., Hkv, D] before RoPE and folded v [..., Hkv v_rank]."""
-        latent = torch.einsum("...hd,hdr->...hr", k - self.bias, self.basis)
-        return latent, v.unflatten(-1, (self.config.n_kv_heads, -1))
+    def write(self, where: tuple, k: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]; gives what is stored."""
+        k = torch.einsum("nhd,hdr->nhr", k - self.bias, self.basis)
+        v = latent.unflatten(-1, (self.config.n_kv_heads, -1))
+        self.keys.latents.write(where, k)
+        self.values.write(where, v)
+        return k, v
 
     def prefill(self, batch: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        k, v = self.compress(k, latent)
-        self.keys.latents.write((batch, slice(0, len(q))), k)
-        self.values.write((batch, slice(0, len(q))), v)
-        span, (rank, width) = slice(0, len(q)), (v.shape[-1], q.shape[-1])
+        span = slice(0, len(q))
+        k, v = self.write((batch, span), k, latent)
         rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
-        padded = F.pad(v, (0, width - rank))  # flash attention wants one width
-        return causal_attention(self.rope(q, span), self.rope(rebuilt, span), padded)[..., :rank]
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # flash attention wants one width
+        return causal_attention(self.rope(q, span), self.rope(rebuilt, span), padded)[..., : v.shape[-1]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        k, v = self.compress(k, latent)
-        self.keys.latents.write((self.context.batch_ids, pos), k)
-        self.values.write((self.context.batch_ids, pos), v)
+        self.write((self.context.batch_ids, pos), k, latent)
         return self.context.attend(self.rope(q, pos), self.keys, self.values, pos)
 
     def token_bytes(self) -> int:
         """Two latents of each head."""
-        ranks = self.keys.latents.width + self.values.width
-        return self.config.n_kv_heads * ranks * self.context.dtype.itemsize
-
-
-def palu_basis(
-    c: ModelConfig, settings: PaluSettings, artifact: Artifact, i: int, kind: str, device
-) -> Tensor:
-    """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
-    if not 0 < settings.keep <= 1:
-        fault = "the fraction of each head's dims to keep must lie in (0, 1]"
-        raise UserError(f"--keep {settings.keep}: {fault}")
-    return artifact[f"{kind}.basis"][i, ..., : max(1, round(settings.keep * c.head_dim))].to(device)
-
-
-def fold_palu(attention: Attention, c: ModelConfig, settings: PaluSettings, artifact: Artifact, i: int):
-    """Layer i's attention with the values' bases in wqkv and wo."""
-    basis = palu_basis(c, settings, artifact, i, "v", attention.wqkv.weight.device)
-    return fold_values(attention, c, list(basis))
+        return self.keys.latents.token_bytes + self.values.token_bytes
 
 
 def palu_caches(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    c = model.config
-
-    def cache(i: int, attention: Attention) -> Cache:
-        basis = palu_basis(c, settings, artifact, i, "k", context.device)
-        return PaluCache(context, basis, basis.shape[2], kv_bias(attention, c)[0])
-
-    return [cache(i, layer.attention) for i, layer in enumerate(model.layers)]
+    biases = (kv_bias(layer.attention, model.config)[0] for layer in model.layers)
+    return [PaluCache(context, settings.bases(artifact, i, "k"), bias) for i, bias in enumerate(biases)]
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts
@@ -3267,7 +3052,7 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
 
 def random_artifact(method: str, c: ModelConfig) -> Artifact:
     """An artifact of no meaning, for random weights: orthonormal bases, random numbers near 1, row.random."""
-    row = METHODS[method]
+    row = METHODS[METHODS[method].artifact or method]
     made, seeded = row.random(c) if row.random else {}, torch.Generator().manual_seed(0)
     for name, (kind, *shape) in row.tensors(c).items():
         if name not in made:
@@ -3290,8 +3075,9 @@ def random_basis(*shape: int) -> Tensor:
 
 @dataclass
 class Method:
-    """A row of METHODS: its settings, its caches, and for one that `calibrate.py fit` must fit first, the
-    tensors of its artifact (and those of random_artifact that ones would not do for).
+    """A row of METHODS: its settings, whose docstring `--help` shows, its caches, and for one that
+    `calibrate.py fit` must fit first, the tensors of its artifact (and those of random_artifact that ones
+    would not do for).
 
     caches(model, settings, context, artifact): one a layer. fold(attention, config, settings, artifact, i):
     layer i's attention with what the method folds into its weights; it may run on the meta device. paper: the
@@ -3300,12 +3086,11 @@ class Method:
 
     settings: type
     caches: Callable[..., list[Cache]]
-    about: str
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], Artifact] | None = None
+    fold: Callable[..., Attention] | None = None
     paper: dict = field(default_factory=dict)
     artifact: str = ""
-    fold: Callable[..., Attention] | None = None
 
     def fold_all(self, model: Llama, settings: object, artifact: Artifact) -> None:
         """Folds what the method folds into every layer of a model."""
@@ -3319,71 +3104,33 @@ class Method:
 
     @property
     def fitted(self) -> bool:
-        return self.tensors is not None
+        return bool(self.tensors or self.artifact)
 
 
 VARIANTS = ("ours", "paper")
+SALS_PAPER = {"rank": 0.25, "score_rank": 0.5, "latent_bits": 16, "metric": "key", "score": "sum"}
+SALS_PAPER |= {"score_block": 0, "bits": 4, "value_code": "grouped", "sinks": 16, "critical": 432}
 METHODS = {
-    "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context)), "the full cache"),
-    "sals": Method(
-        SalsSettings,
-        sals_caches,
-        "sparse attention in a joint latent of the keys",
-        sals_tensors,
-        paper={"rank": 0.25, "score_rank": 0.5, "latent_bits": 16, "metric": "key", "score": "sum"}
-        | {"score_block": 0, "bits": 4, "value_code": "grouped", "sinks": 16, "critical": 432},
-        fold=fold_sals,
-    ),
-    "elitekv": Method(
-        EliteSettings,
-        elite_caches,
-        "a few rotated pairs, a latent of the rest",
-        elite_tensors,
-        random_elitekv,
-        fold=fold_elitekv,
-    ),
-    "loki": Method(LokiSettings, loki_caches, "top-k, scored on principal components", loki_tensors),
-    "lrqk": Method(
-        LrqkSettings,
-        lrqk_caches,
-        "top-k attention by low-rank proxies; K and V in host memory",
-        paper={"mode": "paper"},
-    ),
-    "fdc": Method(
-        FdcSettings,
-        fdc_caches,
-        "compressed vectors, each head at its own rank",
-        fdc_tensors,
-        random_fdc,
-        fold=fold_fdc,
-    ),
-    "streaming": Method(StreamingSettings, each_layer(StreamingCache), "the first and the last tokens only"),
-    "topk": Method(TopKSettings, each_layer(TopKCache), "exact top-k attention, the oracle of selections"),
-    "h2o": Method(H2oSettings, each_layer(H2oCache), "heavy hitters and the last tokens; others are evicted"),
-    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache), "H2O with noise and a temperature"),
-    "quest": Method(QuestSettings, each_layer(QuestCache), "top pages, by an upper bound of their logits"),
+    "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),
+    "sals": Method(SalsSettings, sals_caches, sals_tensors, fold=fold_sals, paper=SALS_PAPER),
+    "elitekv": Method(EliteSettings, elite_caches, elite_tensors, random_elitekv, fold_elitekv),
+    "loki": Method(LokiSettings, loki_caches, loki_tensors),
+    "lrqk": Method(LrqkSettings, lrqk_caches, paper={"mode": "paper"}),
+    "fdc": Method(FdcSettings, fdc_caches, fdc_tensors, random_fdc, fold_values),
+    "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
+    "topk": Method(TopKSettings, each_layer(TopKCache)),
+    "h2o": Method(H2oSettings, each_layer(H2oCache)),
+    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
+    "quest": Method(QuestSettings, each_layer(QuestCache)),
     "doublesparse": Method(
         DoubleSparseSettings,
         each_layer(DoubleSparseCache, "importance"),
-        "top-k, scored on a few channels",
-        importance_tensors,
+        lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
     ),
-    "hshare": Method(
-        HshareSettings,
-        each_layer(HshareCache, "importance"),
-        "Double Sparsity, a selection for several steps and heads",
-        importance_tensors,
-        artifact="doublesparse",
-    ),
-    "kivi": Method(KiviSettings, each_layer(KiviCache), "keys quantised per channel, values per token"),
-    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), "low-rank keys, values in host memory"),
-    "palu": Method(
-        PaluSettings,
-        palu_caches,
-        "low-rank K and V, keys rebuilt before RoPE",
-        lambda c: head_bases(c, "kv"),
-        fold=fold_palu,
-    ),
+    "hshare": Method(HshareSettings, each_layer(HshareCache, "importance"), artifact="doublesparse"),
+    "kivi": Method(KiviSettings, each_layer(kivi_cache)),
+    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
+    "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_values),
 }
 
 
@@ -3405,9 +3152,9 @@ def settings_from(method: str, options: dict) -> object:
         options = row.paper | options
     for name, value in options.items():
         if name not in known:
-            names = ", ".join(known) or "none"
-            raise UserError(f"--{name} is not a setting of {method}; its settings are: {names}")
+            fault = f"--{name} is not a setting of {method}"
+            raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
         choices = known[name].metadata["choices"]
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-    return METHODS[method].settings(**options)
+    return row.settings(**options)

@@ -776,7 +776,7 @@ def add_model_options(parser: Parser) -> None:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    about = "\n".join(f"  {name:13}{m.about}" for name, m in METHODS.items())
+    about = "\n".join(f"  {name:13}{m.settings.__doc__}" for name, m in METHODS.items())
     title, epilog = __doc__.split("\n\n")
     parser = Parser(description=f"{title}\n\nmethods:\n{about}", epilog=epilog)
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
