@@ -112,11 +112,12 @@ def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def bases(model: Llama) -> dict[str, torch.Tensor]:
-    """Full-rank orthonormal bases and any scale in the place of fitted ones: at full rank all are exact."""
+    """Full-rank orthonormal bases, any scale and any mean in the place of fitted ones: all are exact then."""
     n, layers = model.config.kv_dim, model.config.n_layers
     made = {f"{i}.{metric}_basis": orthonormal(n, i) for i in range(layers) for metric in ("query", "key")}
     made |= {f"{m}_eigenvalues": torch.arange(n, 0, -1.0).repeat(layers, 1) for m in ("query", "key")}
-    return made | {"scale": 2 ** (2 * torch.rand(layers, n, generator=torch.Generator().manual_seed(0)) - 1)}
+    some = torch.rand(2, layers, n, generator=torch.Generator().manual_seed(0))
+    return made | {"scale": 2 ** (2 * some[0] - 1), "mean": some[1] - 0.5}
 
 
 def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
@@ -135,14 +136,17 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
     return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
 
 
-PAPER = {"latent_bits": 16, "skip_as": "latent"}  # of SALS
+PAPER = {"latent_bits": 16, "value_code": "grouped"}  # of SALS
+SPREAD = {"latent_bits": 4, "value_code": "spread"}  # ours
 FULL = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 4, "critical": 400, "recent": 8}
-SPARSE = PAPER | {"rank": 0.5, "bits": 4, "sinks": 4, "critical": 20, "recent": 8, "score_block": 16}
+SPARSE = PAPER | {"rank": 0.5, "score_rank": 0.5, "bits": 4, "score_block": 16}
+SPARSE |= {"sinks": 4, "critical": 20, "recent": 8}
 LRQK = {"rank": 8, "k": 20, "recent": 8}
 SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
 CASES = [  # every method, in each way in which it stores and selects; a new method is tested by a line here
     *(("sals", SPARSE | more) for more in ({}, {"bits": 2}, {"bits": 16}, {"score": "sum"})),
-    *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, {"skip_as": "int8"})),
+    *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, {"skip_as": "int8"}, SPREAD)),
+    ("sals", SPARSE | SPREAD | {"bits": 2, "score": "sum", "skip": ""}),
     ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
     ("loki", {"k": 0.3, "d": 0.5}),
     ("loki", {"k": 12, "d": 0.25}),
@@ -4023,6 +4027,8 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("sals", SALS_0, 2, "latents scores select"),
     ("sals", SALS_0 | {"score": "sum", "bits": 16, "rank": 0.3}, 1, "latents scores select"),
     ("sals", SALS_0 | {"skip_as": "dense"}, 8, "plain latents scores select"),
+    ("sals", SALS_0 | SPREAD, 2, "latents scores select"),
+    ("sals", SALS_0 | SPREAD | {"bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "latents scores select"),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, "latents scores select"),
     ("sals", SALS_0 | {"skip_as": "int8", "bits": 2}, 1, "int8 latents scores select"),
@@ -4059,6 +4065,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
     """The same logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
     logits, calls, options = [], set(), dict(options)
     shape = {"n_layers": 2, "n_heads": 2 * group, "n_kv_heads": 2, "head_dim": options.pop("head_dim", 16)}
+    shape["qkv_bias"] = options.pop("qkv_bias", False)
     for name in ("attend", "attend_latent", "attend_logits", "attend_ragged", "scores", "select"):
         operation = getattr(kernels, name)
 
