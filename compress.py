@@ -903,7 +903,7 @@ class SalsSettings:
     score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
-    skip_as: str = setting("latent", "their form: latent, int8, or dense", ("latent", "int8", "dense"))
+    skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "int8", "dense"))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens for a cache of this capacity."""
@@ -1222,7 +1222,7 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
-    run = 1 if c.qkv_bias else 16  # a biased mean's logits may turn from token to token, others are slow
+    run = 1 if c.qkv_bias else block  # of a mean with a bias the logits may turn from token to token
     both = [mean_rotations(context, n) for n in (block, run)] if block else []
     blocks = (block, both[0], run, torch.cat(both[1], -1)) if block else ()
     shape = c.n_kv_heads, context.capacity, c.head_dim
@@ -1230,6 +1230,8 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
     def cache(i: int) -> Cache:
         if i in skipped and settings.skip_as == "dense":
             return DenseCache(context)
+        if i in skipped and settings.skip_as == "kivi":  # to rebuild all keys would take longer
+            return DenseCache(context, *kivi_stores(context, 4, 32))
         if i in skipped and settings.skip_as == "int8":
             # V of the newest tokens, too, is in codes: 2 bits would cost more than the exact keys gain.
             values = coded_store(context, shape, max(4, settings.bits))
@@ -3109,7 +3111,8 @@ class Method:
 
 VARIANTS = ("ours", "paper")
 SALS_PAPER = {"rank": 0.25, "score_rank": 0.5, "latent_bits": 16, "metric": "key", "score": "sum"}
-SALS_PAPER |= {"score_block": 0, "bits": 4, "value_code": "grouped", "sinks": 16, "critical": 432}
+SALS_PAPER |= {"score_block": 0, "bits": 4, "value_code": "grouped", "skip_as": "latent"}
+SALS_PAPER |= {"sinks": 16, "critical": 432}
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),
     "sals": Method(SalsSettings, sals_caches, sals_tensors, fold=fold_sals, paper=SALS_PAPER),

@@ -237,6 +237,7 @@ def _scores_kernel(
     RB: tl.constexpr,  # ranks of a block
     RULE: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
+    ONE_RUN: tl.constexpr,  # does a tile lie in one run?
 ):
     """Stores logits scale q . row of a head's N queries. They are in log2 units, except under rule each.
 
@@ -298,9 +299,14 @@ def _scores_kernel(
             if tile < stop:  # always true: a branch does not delay the loads of the next tile
                 logits *= row_scale
                 if offset_p is not None:
-                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
-                    some = live[:, None] & (n < N)[None, :]
-                    logits += tl.load(offset_p + offset_at, mask=some, other=0.0) * scale
+                    if ONE_RUN:
+                        offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
+                        offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
+                    else:
+                        offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
+                        some = live[:, None] & (n < N)[None, :]
+                        offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
+                    logits += offset * scale
                 logits = tl.where(live[:, None], logits, float("-inf"))
                 if RULE != "softmax":
                     at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
@@ -433,7 +439,8 @@ def scores(
     _scores_kernel[splits, H, B](
         queries, rows, row_scale, offset, pos, positions, kept, *sums, *query_steps, *steps, S, tiles,
         r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else tiles, N,
-        cdiv(r_score, RB), T, RB, rule, stages, num_warps=warps, num_stages=stages, **overlapped(rows.device),
+        cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, num_warps=warps, num_stages=stages,
+        **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":
         return kept
@@ -761,7 +768,9 @@ class Shape(NamedTuple):
     R: int = 0  # rank of latents
     KB: int = 0  # ranks of a product
     HELD: bool = False  # does a product take all ranks? The basis then stays in shared memory
-    REST: Packing | None = None  # of a latent's dims in 4 bits, which follow its R dims in int8
+    REST: int = 0  # bytes of a latent's dims in 4 bits, which follow its R dims in int8
+    WIDE: int = 0  # of them those of a first product, a power of two
+    NARROW: int = 0  # of a second one, padded
     CODES: Packing | None = None  # of channels
     PER: int = 0  # neighbouring tokens of a tile that share channels' scales
     UNIT: int = 1  # divides all ranks of heads
@@ -881,13 +890,14 @@ def _row_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE:
 
 def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (latent, scale, rest, basis, basis_scale, bias, rope), (B, _, D) = keys, q.shape
-    (S, r), DP, f32, packing = latent.shape[2:], power2(D, 16), torch.float32, None
+    (S, r), DP, f32, split = latent.shape[2:], power2(D, 16), torch.float32, {}
     dtype = q.dtype if scale is None else torch.int8
     steps, wide = check_store("latents", latent, dtype, B, Hkv, S, r, scales=scale), r
     need((scale is None) == (basis_scale is None), "latents and basis are of int8 together")
     if rest is not None:
         width, wide = rest.shape[3], r + 2 * rest.shape[3]
-        packing = packing_of(4, 1, width, power2(width, 16))
+        first = power2(width, 32) if width < 64 else power2(width + 1) // 2
+        split = {"REST": width, "WIDE": first, "NARROW": power2(width - first, 32) if width > first else 0}
         need(scale is not None, "latents with dims in 4 bits have others in int8")
         rest_steps = check_store("rest", rest, torch.uint8, B, Hkv, S, width)
         need(rest_steps == steps, "a latent's dims in 4 bits must lie as its others do")
@@ -897,7 +907,7 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     KB = ranks_at_once(wide, tile_itemsize(q.dtype, latent), roomy(q.device))
     stores = (latent, scale, rest, basis, basis_scale, bias, rope_words(rope, S, D, q.dtype))
     held = KB >= wide
-    return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held, "REST": packing}
+    return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held} | split
 
 
 def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
@@ -917,33 +927,40 @@ def _latent_queries(q_p, h, keys, SHAPE: tl.constexpr):
     if basis_scale_p is not None:
         scale = tl.load(basis_scale_p + h * SHAPE.DP + d) * _largest_sum(query.dtype)
         query = (query * scale[:, None]).to(query.dtype)
-    basis, rest_basis = query, query
+    basis = query
+    wide, narrow = (query, query), (query, query)
     if SHAPE.HELD:
         basis = _load_basis(basis_p, h, dims, dims < SHAPE.R, SHAPE)
-        if SHAPE.REST is not None:
-            channel, inside = _columns(SHAPE.REST)
-            rest_basis = _load_basis(basis_p, h, SHAPE.R + channel, inside, SHAPE)
-    return query, basis, rest_basis
+        if SHAPE.REST > 0:
+            wide = _rest_basis(basis_p, h, tl.arange(0, SHAPE.WIDE), SHAPE)
+            if SHAPE.NARROW > 0:
+                narrow = _rest_basis(basis_p, h, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), SHAPE)
+    return query, basis, wide, narrow
 
 
 @jit
 def _load_basis(basis_p, h, dims, inside, SHAPE: tl.constexpr):
     """Dims of a head's basis as rows [len(dims), DP]."""
-    WIDE: tl.constexpr = SHAPE.R if SHAPE.REST is None else SHAPE.R + SHAPE.REST.D
-    basis_at = basis_p + (h * SHAPE.DP + tl.arange(0, SHAPE.DP))[None, :] * WIDE + dims[:, None]
-    return tl.load(basis_at, mask=inside[:, None], other=0.0)
+    rows = basis_p + (h * SHAPE.DP + tl.arange(0, SHAPE.DP))[None, :] * (SHAPE.R + 2 * SHAPE.REST)
+    return tl.load(rows + dims[:, None], mask=inside[:, None], other=0.0)
 
 
 @jit
-def _rest_codes(rest_p, row, byte, live, WIDTH: tl.constexpr):
-    """The dims in 4 bits of a tile of latents, as int8 numbers [T, 2 len(byte)]: first the low halves of the
-    bytes, then the high ones."""
-    inside = live[:, None] & (byte < WIDTH)[None, :]
-    packed = tl.load(rest_p + row[:, None] * WIDTH + byte[None, :], mask=inside, other=0)
-    high = ((packed >> 4) << 3).to(tl.int8) - 60
-    low = ((packed & 15) << 3).to(tl.int8) - 60
-    both = tl.permute(tl.join(low, high), [0, 2, 1])
-    return tl.reshape(both, [row.shape[0], 2 * byte.shape[0]])
+def _rest_basis(basis_p, h, byte, SHAPE: tl.constexpr):
+    """A head's basis of the two dims that each byte holds."""
+    low, inside = SHAPE.R + byte, byte < SHAPE.REST
+    low_basis = _load_basis(basis_p, h, low, inside, SHAPE)
+    return low_basis, _load_basis(basis_p, h, low + SHAPE.REST, inside, SHAPE)
+
+
+@jit
+def _add_rest(k, rest_p, row, byte, live, basis, SHAPE: tl.constexpr):
+    """k + the dims in 4 bits of a tile of latents times their basis: byte j holds dims j and j + REST."""
+    inside = live[:, None] & (byte < SHAPE.REST)[None, :]
+    packed = tl.load(rest_p + row[:, None] * SHAPE.REST + byte[None, :], mask=inside, other=0)
+    low_basis, high_basis = basis
+    k = tl.dot(((packed & 15) << 3).to(tl.int8) - 60, low_basis, k, out_dtype=tl.int32)
+    return tl.dot(((packed & 240) >> 1).to(tl.int8) - 60, high_basis, k, out_dtype=tl.int32)
 
 
 @jit
@@ -951,7 +968,7 @@ def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
     """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias). Latents [.., r] and the basis
     [Hkv, DP, r] are of q's dtype, or int8 with a scale a row; a latent's last dims may lie in 4 bits."""
     latent_p, latent_scale_p, rest_p, basis_p, _, bias_p, rope_p = keys
-    query, basis, rest_basis = queries
+    query, basis, wide, narrow = queries
     DP: tl.constexpr = SHAPE.DP
     R: tl.constexpr = SHAPE.R
     HALF: tl.constexpr = SHAPE.D // 2
@@ -967,18 +984,14 @@ def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
         right = basis if SHAPE.HELD else _load_basis(basis_p, h, dims + start, inside, SHAPE)
         k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
     if rest_p is not None:
-        WIDTH: tl.constexpr = SHAPE.REST.WIDTH
         if SHAPE.HELD:
-            left = _rest_codes(rest_p, row, tl.arange(0, SHAPE.REST.RUN), live, WIDTH)
-            k = tl.dot(left, rest_basis, k, out_dtype=SUM)
+            k = _add_rest(k, rest_p, row, tl.arange(0, SHAPE.WIDE), live, wide, SHAPE)
+            if SHAPE.NARROW > 0:
+                k = _add_rest(k, rest_p, row, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), live, narrow, SHAPE)
         else:
-            for start in range(0, WIDTH, SHAPE.KB // 2):
-                byte = start + tl.arange(0, SHAPE.KB // 2)
-                left = _rest_codes(rest_p, row, byte, live, WIDTH)
-                channel = start + dims % (SHAPE.KB // 2)
-                right_at = R + channel + dims // (SHAPE.KB // 2) * WIDTH
-                right = _load_basis(basis_p, h, right_at, channel < WIDTH, SHAPE)
-                k = tl.dot(left, right, k, out_dtype=SUM)
+            for start in range(0, SHAPE.REST, SHAPE.KB):
+                byte = dims + start
+                k = _add_rest(k, rest_p, row, byte, live, _rest_basis(basis_p, h, byte, SHAPE), SHAPE)
     if INT8:
         k = k.to(tl.float32) * (tl.load(latent_scale_p + row, mask=live, other=0.0) / LARGE)[:, None]
     if bias_p is not None:

@@ -136,7 +136,7 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
     return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
 
 
-PAPER = {"latent_bits": 16, "value_code": "grouped"}  # of SALS
+PAPER = {"latent_bits": 16, "value_code": "grouped", "skip_as": "latent"}  # of SALS
 SPREAD = {"latent_bits": 4, "value_code": "spread"}  # ours
 FULL = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 4, "critical": 400, "recent": 8}
 SPARSE = PAPER | {"rank": 0.5, "score_rank": 0.5, "bits": 4, "score_block": 16}
@@ -3665,7 +3665,8 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     """The basis at once and in steps; empty splits, and more than a merge takes at once."""
     Hkv, D, tile, step, splits = sizes
     tile = max(32, tile) if form == "channels" else tile  # whole groups of 32 tokens
-    monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: max(32, step) if "int8" in form else step)
+    step = max(32, step) if form in JOINT_LATENTS[1:] else step
+    monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: step)
     monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
     check_attend(torch.float16, form, tokens, 2, 400, Hkv, 2, D, D, 4, 100, (399, 120), n=130, r=57)
