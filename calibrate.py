@@ -25,6 +25,7 @@ import signal
 import sys
 import sysconfig
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -964,6 +965,7 @@ juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
 """.split()
 ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2  # of the loss, where a token of plain text has 1
 KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
+TASKS = (*KINDS, "uuid")  # training draws from KINDS alone
 
 
 @dataclass
@@ -1047,6 +1049,19 @@ def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
     return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
 
 
+def uuid_line(rng: random.Random) -> tuple[str, str, str]:
+    """A line of the task `uuid`, and its key and value: two random UUIDs."""
+    key, value = (str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2))
+    return f"\n{key}: {value}", key, value
+
+
+def tasks_uuid(rng: random.Random) -> list[Task]:
+    """One UUID is the key of another, in a text of nothing else (Haystack.uuids): an exact copy is asked."""
+    line, key, value = uuid_line(rng)
+    ask = f"What is the value of {key}?\nAnswer: The value of {key} is"
+    return [Task([line], ask, f" {value}.", [value])]
+
+
 def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
     """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
     context = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
@@ -1061,6 +1076,8 @@ def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None
         return tasks_multiquery(rng, n_facts or rng.randint(4, max(4, min(16, context))), 4)
     if kind == "variables":
         return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, context // 5))), 4)
+    if kind == "uuid":
+        return tasks_uuid(rng)
     return tasks_frequent(rng, n_tokens // 100)
 
 
@@ -1089,6 +1106,15 @@ class Haystack:
         places = sorted(int(starts[int(w * len(starts))]) for w in where)
         *parts, last = np.split(plain, places)
         return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
+
+    def uuids(self, rng: random.Random, fact: str, n: int) -> list:
+        """Lines of a text of n tokens: the fact at a random place among pairs of UUIDs. The first is cut."""
+        lines, left = [], n - len(self.encode(fact))
+        while left > 0:
+            lines.insert(0, self.encode(uuid_line(rng)[0])[-left:])
+            left -= len(lines[0])
+        lines.insert(rng.randint(min(1, len(lines)), len(lines)), self.encode(fact))
+        return lines
 
 
 def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -1134,7 +1160,11 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
     task = make_tasks(kind, rng, n_tokens, n_facts)[0]
     question = hay.encode(f"\nQuestion: {task.question}").tolist()
     bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
-    pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
+    room = n_tokens - len(question) - len(bos)
+    if kind == "uuid":
+        pieces = hay.uuids(rng, *task.facts, room)
+    else:
+        pieces = hay.bury(rng, task.facts, room, depth)
     ids = [*bos, *np.concatenate(pieces).tolist(), *question]
     if len(ids) > n_tokens:
         fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
@@ -2087,7 +2117,7 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
     costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
     if "dense" not in names:
         raise UserError(f"{path}: it has no row of dense")
-    scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (KINDS, "kl "))
+    scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (TASKS, "kl "))
     shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
     losses = [np.where(each > 0, each, np.nan) for each in losses]  # dense's 0 has no logarithm
     figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
@@ -2198,7 +2228,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
-    p.option("--tasks", str, KINDS, "retrieval tasks", nargs="+", choices=KINDS)
+    p.option("--tasks", str, KINDS, "retrieval tasks; uuid: a text of UUIDs alone", nargs="+", choices=TASKS)
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
     p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
@@ -2222,7 +2252,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "a line of the table, such as sals:rank=0.125; repeat it (default: sals)"
     p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...]")
     p.set_defaults(equal_bytes=None, equal_tokens=None)
-    p.option("--task", str, "multikey", "retrieval task", choices=KINDS)
+    p.option("--task", str, "multikey", "retrieval task", choices=TASKS)
     p.option("--length", whole(1), 2048, "tokens of a prompt")
     p.option("--samples", whole(1), 8, "prompts")
 

@@ -4218,7 +4218,7 @@ def test_nano_retrieves_through_the_cache(method, how, nano_haystack):
 # ------------------------------------------------------------------------------- tasks, calibration, training
 
 
-@pytest.mark.parametrize("kind", calibrate.KINDS)
+@pytest.mark.parametrize("kind", calibrate.TASKS)
 def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
     tokenizer = nano_haystack.tokenizer
     for seed in range(3):
@@ -4238,6 +4238,38 @@ def test_needle_depth_is_where_it_was_asked(nano_haystack):
         ids, task = eval_sample(nano_haystack, "single", 0, 1000, depth=depth)
         text = nano_haystack.tokenizer.decode(ids)
         assert abs(text.index(task.facts[0]) / len(text) - depth) < 0.1
+
+
+def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
+    form = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+    whole, places = "{0}: {0}".format("01234567-0123-4123-8123-0123456789ab"), set()
+    for seed, n in itertools.product(range(20), (300, 1000)):
+        ids, task = eval_sample(nano_haystack, "uuid", seed, n)
+        text, question = nano_haystack.tokenizer.decode(ids).split("\nQuestion: ")
+        assert question == task.question and len(ids) == n
+        (first, *lines), (value,) = text.split("\n"), task.references
+        lines_and_first = [*lines, whole[: len(whole) - len(first)] + first]  # whose beginning is cut off
+        assert all(re.fullmatch(f"{form}: {form}", line) for line in lines_and_first)
+        pairs = dict(line.split(": ") for line in lines)
+        assert len(pairs) == len(lines) >= (n - 160) // 80 and text.count(value) == 1
+        asked = re.search(form, question)[0]
+        assert pairs[asked] == value and task.answer == f" {value}."
+        assert task.score(f" {pairs.pop(asked)}\n") == 1.0
+        assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
+        places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
+        assert (ids, task) == eval_sample(nano_haystack, "uuid", seed, n)
+    assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
+    with pytest.raises(UserError, match="facts and question take 159 tokens, more than 158"):
+        eval_sample(nano_haystack, "uuid", 0, 158)
+
+
+def test_training_draws_every_task_but_uuid(nano_haystack):
+    assert set(calibrate.TASKS) - set(calibrate.KINDS) == {"uuid"}
+    assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS  # nor is it evaluated unless it is named
+    with mock.patch.object(calibrate, "make_tasks", wraps=calibrate.make_tasks) as make:
+        for seed in range(100):
+            calibrate.training_document(nano_haystack, random.Random(seed), 1024)
+    assert {call.args[0] for call in make.call_args_list} == set(calibrate.KINDS)
 
 
 def test_frequent_words_are_the_most_frequent():
@@ -5149,13 +5181,14 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
     lossy = "sals:rank=0.25,bits=2,sinks=0,critical=1,recent=4"
     line = f"eval --method {lossy} --samples 2 --rows 2 --lengths 200 --perplexity_rows 2 --prefix 40"
-    line += f" --continuation 8 --tasks single multikey --facts 4 --csv {tmp_path}/table.csv"
+    line += f" --continuation 8 --tasks single multikey uuid --facts 4 --csv {tmp_path}/table.csv"
     rows = cli.json(line)["rows"]
     assert [row["method"] for row in rows] == ["dense", lossy]
     assert rows[0]["kl python"] == 0 and rows[1]["kl python"] > 1e-3
     assert all(0 < row["errors"]["ppl python"] < row["ppl python"] for row in rows)
     assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
+    assert rows[0]["uuid 200"] == 0  # of a model with random weights
     assert len(rows[0]["depth 200"]) == 2  # two samples fill two of the five fifths
 
 
