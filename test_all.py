@@ -37,6 +37,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -5126,6 +5127,28 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
     assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
+
+
+def test_fit_notes_that_it_replaces_one_on_more_of_the_same_text(cli, folder, tmp_path):
+    (tmp_path / "other.txt").write_text("some other words to fit on " * 99)
+    more, less = "--windows 3 --window 32", "--windows 2 --window 32"
+    path = artifact_path(folder, "sals")
+    note = f"note: {path}: was fitted on 96 tokens of the same text, will be on 64\n"
+
+    def noted(*words: str) -> str:
+        code, _, err = cli(" ".join(["fit --method sals", *words]))
+        with safe_open(path, "pt") as file:
+            assert code == 0 and file.metadata()["tokens"] == ("96" if more in words else "64")
+        return "".join(line for line in err.splitlines(True) if "note: " in line)
+
+    assert noted(more) == noted(more) == ""  # of one that does not say what it read; of as much
+    assert noted(less) == note and noted(less) == noted(more) == ""
+    assert noted(less, f"--text {tmp_path}/other.txt") == ""
+    noted(more)
+    put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)  # now the old fit is another model's
+    assert noted(less) == ""
+    path.write_bytes(b"damaged")
+    assert noted(less) == ""
 
 
 def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
