@@ -25,6 +25,7 @@ import signal
 import sys
 import sysconfig
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -36,7 +37,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -571,12 +572,24 @@ FITS = {
 MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
 
 
+def note_smaller_fit(path: Path, metadata: dict[str, str]) -> None:
+    """Says that the artifact there was fitted to this model on more of the same text than is read now."""
+    with suppress(OSError, SafetensorError, ValueError):  # there is none, or it is damaged
+        with safe_open(path, "pt") as file:
+            old = {"tokens": "0"} | (file.metadata() or {})
+        is_same = all(old.get(key) == metadata[key] for key in ("shape", "fingerprint", "text"))
+        if is_same and int(old["tokens"]) > int(metadata["tokens"]):
+            said = f"was fitted on {old['tokens']} tokens of the same text, will be on {metadata['tokens']}"
+            print(f"note: {path}: {said}", file=sys.stderr)
+
+
 def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     """Fit what a method needs and store it beside the checkpoint.
 
     It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
     the checkpoint's folder, for generate and eval. `--method all` fits every method that can take the model.
     Where that folder cannot be written, as a Hugging Face cache, `--out` makes one of links to its files.
+    A note is printed where a fit on more tokens of the same text is replaced.
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
@@ -589,10 +602,14 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
             if file.is_file() and not os.path.lexists(args.out / file.name):
                 (args.out / file.name).symlink_to(file.resolve())
     methods = FITS if args.method == "all" else [args.method]
-    moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
+    source |= compress.model_identity(model)
+    paths = {method: artifact_path(args.out or args.checkpoint, method) for method in methods}
+    for path in paths.values():  # now, while it can be stopped
+        note_smaller_fit(path, source)
+    moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
-    for method in methods:
+    for method, path in paths.items():
         try:
             tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
         except UserError as error:
@@ -600,8 +617,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
                 raise
             print(f"{method}: not fitted: {error}", file=sys.stderr)
             continue
-        path = artifact_path(args.out or args.checkpoint, method)
-        save_artifact(tensors, path, {"method": method} | compress.model_identity(model) | source | facts)
+        save_artifact(tensors, path, {"method": method} | source | facts)
         size = human(path.stat().st_size)
         print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
 
@@ -964,6 +980,7 @@ juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
 """.split()
 ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2  # of the loss, where a token of plain text has 1
 KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
+TASKS = (*KINDS, "uuid")  # training draws from KINDS alone
 
 
 @dataclass
@@ -1047,6 +1064,19 @@ def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
     return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
 
 
+def uuid_line(rng: random.Random) -> tuple[str, str, str]:
+    """A line of the task `uuid`, and its key and value: two random UUIDs."""
+    key, value = (str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2))
+    return f"\n{key}: {value}", key, value
+
+
+def tasks_uuid(rng: random.Random) -> list[Task]:
+    """One UUID is the key of another, in a text of nothing else (Haystack.uuids): an exact copy is asked."""
+    line, key, value = uuid_line(rng)
+    ask = f"What is the value of {key}?\nAnswer: The value of {key} is"
+    return [Task([line], ask, f" {value}.", [value])]
+
+
 def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
     """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
     context = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
@@ -1061,6 +1091,8 @@ def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None
         return tasks_multiquery(rng, n_facts or rng.randint(4, max(4, min(16, context))), 4)
     if kind == "variables":
         return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, context // 5))), 4)
+    if kind == "uuid":
+        return tasks_uuid(rng)
     return tasks_frequent(rng, n_tokens // 100)
 
 
@@ -1089,6 +1121,15 @@ class Haystack:
         places = sorted(int(starts[int(w * len(starts))]) for w in where)
         *parts, last = np.split(plain, places)
         return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
+
+    def uuids(self, rng: random.Random, fact: str, n: int) -> list:
+        """Lines of a text of n tokens: the fact at a random place among pairs of UUIDs. The first is cut."""
+        lines, left = [], n - len(self.encode(fact))
+        while left > 0:
+            lines.insert(0, self.encode(uuid_line(rng)[0])[-left:])
+            left -= len(lines[0])
+        lines.insert(rng.randint(min(1, len(lines)), len(lines)), self.encode(fact))
+        return lines
 
 
 def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -1134,7 +1175,11 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
     task = make_tasks(kind, rng, n_tokens, n_facts)[0]
     question = hay.encode(f"\nQuestion: {task.question}").tolist()
     bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
-    pieces = hay.bury(rng, task.facts, n_tokens - len(question) - len(bos), depth)
+    room = n_tokens - len(question) - len(bos)
+    if kind == "uuid":
+        pieces = hay.uuids(rng, *task.facts, room)
+    else:
+        pieces = hay.bury(rng, task.facts, room, depth)
     ids = [*bos, *np.concatenate(pieces).tolist(), *question]
     if len(ids) > n_tokens:
         fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
@@ -2087,7 +2132,7 @@ def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
     costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
     if "dense" not in names:
         raise UserError(f"{path}: it has no row of dense")
-    scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (KINDS, "kl "))
+    scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (TASKS, "kl "))
     shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
     losses = [np.where(each > 0, each, np.nan) for each in losses]  # dense's 0 has no logarithm
     figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
@@ -2198,7 +2243,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
-    p.option("--tasks", str, KINDS, "retrieval tasks", nargs="+", choices=KINDS)
+    p.option("--tasks", str, KINDS, "retrieval tasks; uuid: a text of UUIDs alone", nargs="+", choices=TASKS)
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
     p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
@@ -2222,7 +2267,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "a line of the table, such as sals:rank=0.125; repeat it (default: sals)"
     p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...]")
     p.set_defaults(equal_bytes=None, equal_tokens=None)
-    p.option("--task", str, "multikey", "retrieval task", choices=KINDS)
+    p.option("--task", str, "multikey", "retrieval task", choices=TASKS)
     p.option("--length", whole(1), 2048, "tokens of a prompt")
     p.option("--samples", whole(1), 8, "prompts")
 

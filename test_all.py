@@ -37,6 +37,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -4219,7 +4220,7 @@ def test_nano_retrieves_through_the_cache(method, how, nano_haystack):
 # ------------------------------------------------------------------------------- tasks, calibration, training
 
 
-@pytest.mark.parametrize("kind", calibrate.KINDS)
+@pytest.mark.parametrize("kind", calibrate.TASKS)
 def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
     tokenizer = nano_haystack.tokenizer
     for seed in range(3):
@@ -4239,6 +4240,38 @@ def test_needle_depth_is_where_it_was_asked(nano_haystack):
         ids, task = eval_sample(nano_haystack, "single", 0, 1000, depth=depth)
         text = nano_haystack.tokenizer.decode(ids)
         assert abs(text.index(task.facts[0]) / len(text) - depth) < 0.1
+
+
+def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
+    form = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+    whole, places = "{0}: {0}".format("01234567-0123-4123-8123-0123456789ab"), set()
+    for seed, n in itertools.product(range(20), (300, 1000)):
+        ids, task = eval_sample(nano_haystack, "uuid", seed, n)
+        text, question = nano_haystack.tokenizer.decode(ids).split("\nQuestion: ")
+        assert question == task.question and len(ids) == n
+        (first, *lines), (value,) = text.split("\n"), task.references
+        lines_and_first = [*lines, whole[: len(whole) - len(first)] + first]  # whose beginning is cut off
+        assert all(re.fullmatch(f"{form}: {form}", line) for line in lines_and_first)
+        pairs = dict(line.split(": ") for line in lines)
+        assert len(pairs) == len(lines) >= (n - 160) // 80 and text.count(value) == 1
+        asked = re.search(form, question)[0]
+        assert pairs[asked] == value and task.answer == f" {value}."
+        assert task.score(f" {pairs.pop(asked)}\n") == 1.0
+        assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
+        places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
+        assert (ids, task) == eval_sample(nano_haystack, "uuid", seed, n)
+    assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
+    with pytest.raises(UserError, match="facts and question take 159 tokens, more than 158"):
+        eval_sample(nano_haystack, "uuid", 0, 158)
+
+
+def test_training_draws_every_task_but_uuid(nano_haystack):
+    assert set(calibrate.TASKS) - set(calibrate.KINDS) == {"uuid"}
+    assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS  # nor is it evaluated unless it is named
+    with mock.patch.object(calibrate, "make_tasks", wraps=calibrate.make_tasks) as make:
+        for seed in range(100):
+            calibrate.training_document(nano_haystack, random.Random(seed), 1024)
+    assert {call.args[0] for call in make.call_args_list} == set(calibrate.KINDS)
 
 
 def test_frequent_words_are_the_most_frequent():
@@ -5097,6 +5130,28 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
 
 
+def test_fit_notes_that_it_replaces_one_on_more_of_the_same_text(cli, folder, tmp_path):
+    (tmp_path / "other.txt").write_text("some other words to fit on " * 99)
+    more, less = "--windows 3 --window 32", "--windows 2 --window 32"
+    path = artifact_path(folder, "sals")
+    note = f"note: {path}: was fitted on 96 tokens of the same text, will be on 64\n"
+
+    def noted(*words: str) -> str:
+        code, _, err = cli(" ".join(["fit --method sals", *words]))
+        with safe_open(path, "pt") as file:
+            assert code == 0 and file.metadata()["tokens"] == ("96" if more in words else "64")
+        return "".join(line for line in err.splitlines(True) if "note: " in line)
+
+    assert noted(more) == noted(more) == ""  # of one that does not say what it read; of as much
+    assert noted(less) == note and noted(less) == noted(more) == ""
+    assert noted(less, f"--text {tmp_path}/other.txt") == ""
+    noted(more)
+    put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)  # now the old fit is another model's
+    assert noted(less) == ""
+    path.write_bytes(b"damaged")
+    assert noted(less) == ""
+
+
 def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     out = tmp_path / "cache" / "fits"
@@ -5150,13 +5205,14 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
     lossy = "sals:rank=0.25,bits=2,sinks=0,critical=1,recent=4"
     line = f"eval --method {lossy} --samples 2 --rows 2 --lengths 200 --perplexity_rows 2 --prefix 40"
-    line += f" --continuation 8 --tasks single multikey --facts 4 --csv {tmp_path}/table.csv"
+    line += f" --continuation 8 --tasks single multikey uuid --facts 4 --csv {tmp_path}/table.csv"
     rows = cli.json(line)["rows"]
     assert [row["method"] for row in rows] == ["dense", lossy]
     assert rows[0]["kl python"] == 0 and rows[1]["kl python"] > 1e-3
     assert all(0 < row["errors"]["ppl python"] < row["ppl python"] for row in rows)
     assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
+    assert rows[0]["uuid 200"] == 0  # of a model with random weights
     assert len(rows[0]["depth 200"]) == 2  # two samples fill two of the five fifths
 
 
