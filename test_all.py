@@ -511,6 +511,19 @@ def test_compiled_decode_equals_eager(method, options):
     assert error(logits[1], logits[0]) < 1e-5
 
 
+def spread(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """What quantize_spread gives, and what it stands for."""
+    codes, scale = compress.quantize_spread(x, bits)
+    return codes, scale, (2.0 * compress.unpack(codes, bits) - 2**bits + 1) * scale[..., None].float()
+
+
+def mixed(x: torch.Tensor, lead: int) -> tuple[torch.Tensor, ...]:
+    """What quantize_mixed gives, and what it stands for."""
+    codes, rest, scale = compress.quantize_mixed(x, lead)
+    every = torch.cat((codes, compress.unpack(rest, 4).to(torch.int8) * 8 - 60), -1)
+    return codes, rest, scale, every * scale[..., None]
+
+
 # ---- the papers' algorithms: in the paper's settings a cache does what its NAME_step does
 
 
@@ -535,19 +548,24 @@ def pure_sals(cache, entry, n, q, k, v):
 
 
 def pure_sals_ours(cache, entry, n, q, k, v):
-    """Our changes, one after another: latents in int8, queries rotated to blocks, weights that are summed."""
+    """Our changes, one after another: centred keys, our codes, queries rotated to blocks,
+    the mean's logits, weights that are summed."""
     rope, (x, y, z), heads = cache.rope, cache.budget, cache.config.n_kv_heads
-    codes, scale = compress.quantize_int8(k.flatten(1) @ cache.down)
-    latents, keys = codes * scale, rope(k, slice(0, len(k)))
-    values = compress.dequantize(*quantize(v, cache.settings.bits, 16), cache.settings.bits, 16, v.dtype)
+    latents = mixed(k.flatten(1) @ cache.down - cache.mean @ cache.down, cache.r_score)[-1]
+    keys, values = rope(k, slice(0, len(k))), spread(v, cache.settings.bits)[-1]
+    mean = cache.mean.unflatten(0, (heads, -1))
+    means = rope(mean.expand(k.shape), slice(0, len(k)))  # at each place, and of each run of 16
+    means = torch.cat([run.mean(0, keepdim=True).expand(run.shape) for run in means.split(16)])
     for i in range(n, len(q)):
         rotated, places = rope(q[i][None], torch.tensor([i])), torch.arange(i + 1)
         placed = compress.block_queries(rotated, cache.rotations)[0]  # [blocks, Hq, D]
         queries = compress.latent_queries(placed, cache.up[:, : cache.r_score], heads, "softmax")
         logits = torch.einsum("shr,sr->hs", queries[places // cache.block], latents[: i + 1, : cache.r_score])
+        grouped = rotated.unflatten(1, (heads, -1))[0]
+        logits = logits + torch.einsum("hgd,shd->hgs", grouped, means[: i + 1]).flatten(0, 1)
         scores, near = (logits / 4).softmax(-1).sum(0), (places < x) | (places > i - z)
         chosen = scores.masked_fill(near, -torch.inf).topk(min(y, int((~near).sum()))).indices
-        rebuilt = rope((latents[chosen] @ cache.up.T).unflatten(1, (heads, -1)), chosen)
+        rebuilt = rope((latents[chosen] @ cache.up.T).unflatten(1, (heads, -1)) + mean, chosen)
         k_all, v_all = torch.cat((rebuilt, keys[places[near]])), torch.cat((values[chosen], v[places[near]]))
         live = torch.ones(1, len(k_all), dtype=torch.bool)
         out = attend(rotated, k_all.transpose(0, 1)[None], v_all.transpose(0, 1)[None], live)
@@ -1003,11 +1021,13 @@ def test_sals_query_metric_keeps_the_logits_best(group):
         scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
         weight = energy * (scale.square().sum() / (2 * energy.sum()))  # the fit's unit
         assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
+        assert error(tensors["mean"][i], k.mean(0).flatten()) < 1e-5
         for r in (n // 8, n // 4):
             ours = down, up = compress.sals_maps(U, scale, r)
             paper = compress.sals_maps(tensors[f"{i}.key_basis"].double(), None, r)
             assert error(down.T @ up, torch.eye(r)) < 1e-5 and paper[0] is paper[1]
-            rests = (k - (k.flatten(1) @ down @ up.T).view_as(k) for down, up in (ours, paper))
+            each = (k - k.mean(0), *ours), (k, *paper)  # of centred keys, and of all of a key
+            rests = (x - (x.flatten(1) @ down @ up.T).view_as(x) for x, down, up in each)
             best, other = ((pair_energy(rest) * weight).sum() for rest in rests)
             assert abs(best / len(k) / tensors["query_eigenvalues"][i, r:].sum() - 1) < 1e-4  # Eckart-Young
             assert best < 0.8 * other
@@ -1028,27 +1048,33 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
 
 @pytest.mark.parametrize("scaling", [None, YARN])
 @pytest.mark.parametrize("rule", ["sum", "softmax"])
-@pytest.mark.parametrize("block", [0, 1, 16])
-def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(block, rule, scaling):
-    """Sums of all heads' logits or weights, in any order of a group's heads. Without blocks all keys stand at
-    the query's place, where RoPE cancels but for yarn's factor on cos and sin, which the sum lacks."""
+@pytest.mark.parametrize("block, run", [(0, 1), (1, 16), (16, 1), (16, 16)])
+def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(block, run, rule, scaling):
+    """And the mean key's over those of its run. Sums of all heads' logits or weights, in any order of a
+    group's heads. Without blocks all keys stand at the query's place, where RoPE cancels but for yarn's
+    factor on cos and sin, which the sum lacks; and the mean counts equally for all."""
     options = SPARSE | {"rank": 1.0, "score_rank": 1.0, "score_block": block, "score": rule}
-    cache = row_cache("sals", tiny_model(rope_scaling=scaling), 2, 40, **options)
+    cache = row_cache("sals", tiny_model(rope_scaling=scaling, qkv_bias=run == 1), 2, 40, **options)
     assert scaling is None or cache.context.cos[0, 0] > 1.1
     q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
-    cache.latents.rows[:, 0] = k.flatten(2) @ cache.down
+    mean = cache.mean.view(4, 16)
+    cache.latents.rows[:, 0] = cache.latent(k.flatten(0, 1)).view(2, 40, -1)
 
-    def mean_logits(row, j):
-        """Of key j, [Hq]."""
-        first = j // block * block if block else int(pos[row])
-        places = torch.arange(first, min(first + max(1, block), 40))
-        keys = cache.rope(k[row, j].expand(len(places), 4, 16), places).repeat_interleave(2, 1)
+    def mean_logits(row, key, j, span):
+        """[Hq] of a key over the places of the `span` tokens around j."""
+        first = j // span * span if span else int(pos[row])
+        places = torch.arange(first, min(first + max(1, span), 40))
+        keys = cache.rope(key.expand(len(places), 4, 16), places).repeat_interleave(2, 1)
         return torch.einsum("hd,shd->sh", cache.rope(q, pos)[row], keys).mean(0)
+
+    def logits_of(row, j):
+        centred = mean_logits(row, k[row, j] - mean, j, block)
+        return centred + mean_logits(row, mean, j, run) if block else centred
 
     for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
         scores = cache.score(pos, x, cache.rope(x, pos))
         for row, n in enumerate((pos + 1).tolist()):
-            logits = torch.stack([mean_logits(row, j) for j in range(n)], 1)
+            logits = torch.stack([logits_of(row, j) for j in range(n)], 1)
             truth = logits / 4 if rule == "sum" else (logits / 4).softmax(-1)
             assert error(scores[row, :n], truth.sum(0)) < 1e-5
     assert scores[1, 25:].eq(-torch.inf).all()
@@ -3507,9 +3533,7 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
         if "mixed" in form:
             chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
             lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
-            codes, rest, scale = compress.quantize_mixed(randn(*latent.shape, dtype=dtype), lead)
-            unpacked = torch.cat((codes, compress.unpack(rest, 4).to(torch.int8) * 8 - 60), -1)
-            latent = unpacked * scale[..., None]
+            codes, rest, scale, latent = mixed(randn(*latent.shape, dtype=dtype), lead)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
         basis, flat = basis_codes * basis_scale, [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)]
         flat.append(bias / flat[1])
@@ -3534,8 +3558,7 @@ def stored_values(form, dtype, read, DV, bits, pos):
         codes, low_scale = quantize(v, bits, min(32, DV))
         truth = compress.dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
     if bits < 16 and "latents" in form:  # one scale a row
-        codes, low_scale = compress.quantize_spread(v, bits)
-        truth = (2.0 * compress.unpack(codes, bits) - 2**bits + 1) * low_scale[..., None].float()
+        codes, low_scale, truth = spread(v, bits)
     if form not in ("int8", "channels"):
         codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
     if bits == 16:
