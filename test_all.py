@@ -895,8 +895,10 @@ def test_measured_bytes_equal_the_formula(method, options, group):
 
 def test_keep_is_the_share_of_tokens_attended():
     """And the full layers are the paper's."""
-    for settings in (SalsSettings(), SalsSettings(keep=0.125)):  # the paper's setting on LongBench
-        assert settings.budget(4096) == (16, 432, 64)
+    for settings in (SalsSettings(), SalsSettings(keep=0.125)):
+        assert settings.budget(4096) == (4, 444, 64)
+    paper = compress.settings_from("sals", {"variant": "paper"})
+    assert paper.budget(4096) == (16, 432, 64)  # on LongBench
     assert sum(SalsSettings(keep=0.25).budget(8192)) == 2048
     assert compress.skipped_layers(SalsSettings(), 32) == {0, 1, 31}
     assert compress.left_to_select(24, 24, 80, 16, 8) == 0  # sinks and recent tokens alone
@@ -909,18 +911,23 @@ def test_bytes_of_the_paper():
     embeddings = SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16))
     context = Context(SimpleNamespace(config=SHAPES["llama-2-7b"], tok_embeddings=embeddings), 1, 4096)
     for rank, bits, ratio in ((0.25, 4, 0.28125), (0.125, 2, 0.15625)):
-        settings = SalsSettings(rank=rank, bits=bits, **PAPER)
-        cache = compress.SalsCache(context, settings, True, (torch.zeros(4096, round(4096 * rank)),) * 2)
+        settings = compress.settings_from("sals", {"variant": "paper", "rank": rank, "bits": bits})
+        maps = (torch.zeros(4096, round(4096 * rank)),) * 2
+        cache = compress.SalsCache(context, settings, True, (*maps, None))
         assert cache.token_bytes() == ratio * 2 * 4096 * 2
         length, chosen, exact = 4096, 432, 16 + 64
         expected = length * cache.r_score * 2 + chosen * cache.token_bytes() + exact * 4 * 4096
         assert cache.bytes_read(length) == expected
+    ours = compress.SalsCache(context, SalsSettings(), True, (*(torch.zeros(4096, 1024),) * 2, None))
+    # 256 dims in int8, 768 in 4 bits and a scale; 2 bits of V and a scale a head.
+    assert ours.token_bytes() == 256 + 384 + 4 + 1024 + 32 * 2
 
 
 BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token are 2 * 4 heads * 16 * 4 = 512
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
     ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
+    ("sals", SPARSE | SPREAD, 80, 72 * (16 + 8 + 4 + 32 + 4 * 2) + 8 * 512),
     ("sals", SPARSE | {"latent_bits": 8, "skip": ""}, 80, 80 * 20 + 20 * (32 + 4 + 32 + 16) + (4 + 8) * 512),
     ("sals", SPARSE | {"skip_as": "int8"}, 80, 80 * (64 + 4 * 4 + 32 + 16)),
     ("sals", SPARSE | {"skip_as": "int8", "bits": 2}, 80, 80 * (64 + 4 * 4 + 32 + 16)),  # V in 4 bits still
@@ -3976,11 +3983,15 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             scale = zeros(B, H, S, dtype=fp32)
             rope, ring = zeros(S, D // 2, 2, dtype=half), zeros(B, 128, H, D)
             channels = [codes[0], zeros(B, H, S // 32, D, 2, dtype=half), ring]
-            latent = [zeros(B, H, S, 256), None, zeros(H, D, 256), None, zeros(H, D, 1, dtype=fp32), rope]
-            int8 = [zeros(B, H, S, 512, dtype=i8), scale, zeros(H, D, 512, dtype=i8)]
-            int8 += [zeros(H, D, 1, dtype=fp32), None, rope]
+            bias = zeros(H, D, 1, dtype=fp32)
+            latent = [zeros(B, H, S, 256), None, None, zeros(H, D, 256), None, bias, rope]
+            int8 = [zeros(B, H, S, 512, dtype=i8), scale, None, zeros(H, D, 512, dtype=i8), bias, None, rope]
+            mixed = [int8[0][..., :128].contiguous(), scale, zeros(B, H, S, 192, dtype=torch.uint8)]
+            mixed += [zeros(H, D, 512, dtype=i8), bias, bias, rope]
+            spread = [codes[0], scale.half()]
             cases = [("plain", [k], [k], 16, []), ("int8", [k.to(i8), scale], codes, 4, [])]
-            cases += [("latents", keys, codes, 4, window) for keys in (latent, int8)]
+            cases += [("latents", latent, codes, 4, window)]
+            cases += [("latents", *((int8, codes) if G > 1 else (mixed, spread)), 4, window)]
             cases += [("channels", channels, [*codes, ring], 4, [])]
             pages = zeros(B, S, dtype=i32)
             for kind, keys, values, bits, beside in cases:
@@ -3989,11 +4000,12 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                 kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0, pages)
             for rule in ("each", "largest", "softmax"):
                 kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
-                kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule, 0, pages)
+                kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule, 0, None, 1, pages)
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
-        kernels.scores(zeros(B, 39, 1, 32, 256), int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128)
+        latents = int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
+        kernels.scores(zeros(B, 39, 1, 32, 256), *latents)
         ranks = [96, 48, 80, 16]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
         kernels.attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
@@ -4276,11 +4288,12 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("int8", {"keys": other(1, lambda x: x.half())}, "scale of keys must be torch.float32"),
     ("int8", {"keys": other(1, turned)}, "scales of keys must lie as"),
     ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "latents must be torch.int8"),
-    ("latents", {"keys": other(3, lambda _: randn(2, 32, 1))}, "int8 together"),
+    ("latents", {"keys": other(4, lambda _: randn(2, 32, 1))}, "int8 together"),
+    ("latents", {"keys": other(2, lambda _: randn(1, 2, 40, 4))}, "in 4 bits have others in int8"),
     ("plain", {"values": lambda values: values[:1]}, "need low_scale"),
-    ("latents", {"keys": other(2, lambda x: x[:, :16])}, "basis .* must be"),
-    ("latents", {"keys": other(4, lambda _: randn(2, 16, 1))}, "bias .* must be"),
-    ("latents", {"keys": other(5, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
+    ("latents", {"keys": other(3, lambda x: x[:, :16])}, "basis .* must be"),
+    ("latents", {"keys": other(5, lambda _: randn(2, 16, 1))}, "bias .* must be"),
+    ("latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
     ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
@@ -4290,6 +4303,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("select", {"wanted": lambda _: positions(1, 1)}, r"wanted must be \[1\]"),
     ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
     ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit rows"),
+    ("scores", {"offset": lambda _: randn(1, 9, 4), "run": instead(1)}, "offset must be"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
     ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows must be torch.int8"),
     ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole rows"),
@@ -6274,7 +6288,7 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
 # Of attend: form, Hkv, G, D, bits, z, r.
 LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint int8 latents", 32, 1, 128, 4, 64, 1024)]
-LATENTS += [("joint int8 latents", 1, 1, 64, 4, 64, 256)]
+LATENTS += [("joint int8 latents", 1, 1, 64, 4, 64, 256), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
     ("_shared_keys_kernel", "mma.sync", 0, [(form, 8, 4, 128, bits, 0, 0) for form, bits in SHARED]),
