@@ -127,7 +127,6 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
     return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
 
 
-KEEP_ALL = {"keep": 1.0, "skip": "", "bits": 16}
 PAPER = {"latent_bits": 16, "value_code": "grouped"}  # of SALS
 SPREAD = {"latent_bits": 4, "value_code": "spread"}  # ours
 FULL = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 4, "critical": 400, "recent": 8}
@@ -470,9 +469,9 @@ def test_full_rank_and_budget_is_dense(method, options, group):
 
 @pytest.mark.parametrize("method, options", EVERYTHING)
 def test_half_precision_is_near_dense(method, options):
-    made, logits = functools.partial(tiny_model, head_dim=width_for(method), qkv_bias=True), []
+    logits = []
     for name, how in ((method, options), ("dense", {})):
-        model = made().bfloat16()
+        model = tiny_model(head_dim=width_for(method), qkv_bias=True).bfloat16()
         engine = make_engine(model, name, 1, 80, **options_for(model.config, how))
         logits.append(logits_through(engine, [random_ids(60)], [random_ids(15, 1)]))
     assert logits[0].dtype == torch.bfloat16 and error(*logits) < 0.1
@@ -982,10 +981,7 @@ def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_c
     """lost: of normal numbers, by the best uniform code (Max's table). A row that is not shortened has
     1 / (1 - lost) times that error."""
     torch.manual_seed(bits)
-    x, context = (
-        torch.randn(100, 4, 512) * torch.logspace(-1, 3, 100)[:, None, None],
-        Context(tiny_model(), 1, 100),
-    )
+    x = torch.randn(100, 4, 512) * torch.logspace(-1, 3, 100)[:, None, None]
     x[3] = 0
     codes, scale, back = spread(x, bits)
     assert codes.shape == (100, 4, 64 * bits) and scale.shape == (100, 4) and scale.dtype == torch.float16
@@ -993,9 +989,9 @@ def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_c
     assert not back[3].any() and ((x * back).sum(-1) / energy - 1)[live].abs().max() < 2**-10
     far = ((back - x).square().sum(-1) / energy)[live].mean()
     assert abs(far * (1 - lost) / lost - 1) < 0.05
-    store, last = compress.ScaledStore(context, 4, 100, 512, bits, by_token=True), torch.tensor([99])
+    store = compress.ScaledStore(Context(tiny_model(), 1, 100), 4, 100, 512, bits, by_token=True)
     store.write((0, slice(0, 100)), x)
-    weights = torch.rand(1, 4, 2, 100)
+    weights, last = torch.rand(1, 4, 2, 100), torch.tensor([99])
     assert error(store.read(last)[0], back.transpose(0, 1)) < 1e-6
     assert error(store.mix(weights, last), weights @ store.read(last)) < 1e-5
 
@@ -1003,19 +999,18 @@ def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_c
 def test_mixed_codes_are_int8_numbers_with_one_scale():
     """Int8 numbers to half a step, and odd multiples of 4 to four steps, or clamped. Latents that are as
     large as rest_gain makes them lose little more of the others than Max's 4 bits, .01154."""
-    assert torch.equal(
-        compress.mix_rotation(16, 48), compress.mix_rotation.__wrapped__(16, 48)
-    )  # in every run
     torch.manual_seed(0)
     energy, lead = torch.logspace(3, -2, 64), 16
     gains = torch.cat((torch.ones(lead), torch.full((48,), float(compress.rest_gain(energy, lead, 64)))))
-    x = torch.randn(2000, 64) * energy.sqrt() @ compress.mix_rotation(lead, 48) * gains
+    R = compress.mix_rotation(lead, 48)
+    assert torch.equal(R, compress.mix_rotation.__wrapped__(lead, 48))  # the same in every run
+    x = torch.randn(2000, 64) * energy.sqrt() @ R * gains
     x *= torch.logspace(-3, 3, 2000)[:, None]
     x[0], x[1, :lead], x[2, lead:] = 0, 0, 0
     codes, rest, scale, back = mixed(x, lead)
     leading, others = x.split((lead, 48), -1)
-    spread_ = others.square().mean(-1).sqrt() * 0.3352 / 8
-    assert torch.allclose(scale, torch.maximum(leading.abs().amax(-1) / 127, spread_)) and not back[0].any()
+    least = leading.abs().amax(-1) / 127, others.square().mean(-1).sqrt() * 0.3352 / 8
+    assert torch.allclose(scale, torch.maximum(*least)) and not back[0].any()
     step, far = scale[:, None], (back - x).abs()
     assert codes.dtype == torch.int8 and rest.dtype == torch.uint8 and rest.shape == (2000, 24)
     assert (far[:, :lead] <= 0.501 * step).all()
@@ -1200,20 +1195,17 @@ def biased_model(size: float) -> Llama:
     return model
 
 
-@pytest.mark.parametrize(
-    "size, cases",
-    [
-        (
-            30,
-            [({"keep": 0.5, "latent_bits": 16, "bits": 16}, 2e-3, 0.02), ({"keep": 0.5, "bits": 4}, 0.1, 0)],
-        ),
-        (100, [(KEEP_ALL | {"latent_bits": 8}, 0.008, 0.15), (KEEP_ALL | {"latent_bits": 4}, 0.075, 0.15)]),
-    ],
-)
-def test_sals_centres_keys_of_large_biases(size, cases):
-    """The KL to dense stays below `most`. Where biases are left to the latent it is above `least`: a latent
-    that is mostly the mean, times int8 codes of the basis, errs by a fraction of the bias, and so do scores
-    of whole blocks of tokens."""
+KEEP_ALL = {"keep": 1.0, "skip": "", "bits": 16}
+BIASED = {  # size of the biases -> options, the largest KL of centred keys, the least one of others
+    30: [({"keep": 0.5, "latent_bits": 16, "bits": 16}, 2e-3, 0.02), ({"keep": 0.5, "bits": 4}, 0.1, 0)],
+    100: [(KEEP_ALL | {"latent_bits": 8}, 0.008, 0.15), (KEEP_ALL | {"latent_bits": 4}, 0.075, 0.15)],
+}
+
+
+@pytest.mark.parametrize("size", BIASED)
+def test_sals_centres_keys_of_large_biases(size):
+    """The KL to dense stays small. Where biases are left to the latent it does not: a latent that is mostly
+    the mean, times int8 codes of the basis, errs by a fraction of it, and so do scores of whole blocks."""
     model, tokens = biased_model(size), torch.randint(300, 4000, (9, 640), generator=torch.manual_seed(0))
     moments = key_moments(model, tokens[:8, :512], "test")
     k = observed(model, tokens[8:])[0][1]
@@ -1226,7 +1218,7 @@ def test_sals_centres_keys_of_large_biases(size, cases):
         return logits_through(engine, [ids[:600]], [ids[600:]]).log_softmax(-1)
 
     dense = run("dense")
-    for options, most, least in cases:
+    for options, most, least in BIASED[size]:
         logits = (run("sals", fit, **options) for fit in fits[: 1 + (least > 0)])
         near, *far = ((dense.exp() * (dense - other)).sum(-1).mean() for other in logits)
         assert near < most and all(kl > least for kl in far), (near, far)
