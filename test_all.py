@@ -458,9 +458,8 @@ def test_full_rank_and_budget_is_dense(method, options, group):
     whose keys have rank 1."""
     prompts = *(tuple(random_ids(n, n)) for n in (1, 5, 60)), (7,) * 40
     more = tuple(tuple(random_ids(15, 100 + n)) for n in range(4))
-    changes = {"group": group, "head_dim": width_for(method)}
-    if width_for(method) > 16 and group == 4:
-        changes |= {"qkv_bias": True, "out_bias": True}
+    changes, biases = {"group": group, "head_dim": width_for(method)}, ("qkv_bias", "out_bias")
+    changes |= dict.fromkeys(biases, group == 4)
     model = tiny_model(**changes)
     engine = make_engine(model, method, 4, 80, **options_for(model.config, options))
     bound = 1e-4 if method in ("shadowkv", "elitekv", "fdc", "palu") else 1e-5
