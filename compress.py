@@ -647,7 +647,8 @@ class RebuiltKeys(nn.Module):
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         keys = torch.einsum("bhnr,hdr->bhnd", self.latents.read(pos, index), self.basis)
         keys = keys if self.bias is None else keys + self.bias[:, None]
-        return self.context.rope_one(keys, slice(0, keys.shape[2]) if index is None else index)
+        keys = self.context.rope_one(keys, slice(0, keys.shape[2]) if index is None else index)
+        return keys.to(self.context.dtype)  # a bias may be in fp32
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return q @ self.read(pos).mT
