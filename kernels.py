@@ -989,8 +989,8 @@ def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
             if SHAPE.NARROW > 0:
                 k = _add_rest(k, rest_p, row, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), live, narrow, SHAPE)
         else:
-            for start in range(0, SHAPE.REST, SHAPE.KB):
-                byte = dims + start
+            for start in range(0, SHAPE.REST, SHAPE.KB // 2):  # of a byte two dims
+                byte = start + tl.arange(0, SHAPE.KB // 2)
                 k = _add_rest(k, rest_p, row, byte, live, _rest_basis(basis_p, h, byte, SHAPE), SHAPE)
     if INT8:
         k = k.to(tl.float32) * (tl.load(latent_scale_p + row, mask=live, other=0.0) / LARGE)[:, None]

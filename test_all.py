@@ -1098,7 +1098,7 @@ def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
 
 @pytest.mark.parametrize("scaling", [None, YARN])
 @pytest.mark.parametrize("rule", ["sum", "softmax"])
-@pytest.mark.parametrize("block, run", [(0, 1), (1, 16), (16, 1), (16, 16)])
+@pytest.mark.parametrize("block, run", [(0, 1), (1, 1), (16, 1), (16, 16)])
 def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(block, run, rule, scaling):
     """And the mean key's over those of its run. Sums of all heads' logits or weights, in any order of a
     group's heads. Without blocks all keys stand at the query's place, where RoPE cancels but for yarn's
@@ -1195,9 +1195,12 @@ def biased_model(size: float) -> Llama:
     return model
 
 
-KEEP_ALL = {"keep": 1.0, "skip": "", "bits": 16}
+KEEP_ALL, HALF_OF_THEM = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5, "skip_as": "latent"}
 BIASED = {  # size of the biases -> options, the largest KL of centred keys, the least one of others
-    30: [({"keep": 0.5, "latent_bits": 16, "bits": 16}, 2e-3, 0.02), ({"keep": 0.5, "bits": 4}, 0.1, 0)],
+    30: [
+        (HALF_OF_THEM | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02),
+        (HALF_OF_THEM | {"bits": 4}, 0.1, 0),
+    ],
     100: [(KEEP_ALL | {"latent_bits": 8}, 0.008, 0.15), (KEEP_ALL | {"latent_bits": 4}, 0.075, 0.15)],
 }
 
@@ -1809,7 +1812,7 @@ def test_methods_refuse_what_does_not_fit(case):
 
 def test_head_dims_that_kernels_or_codes_cannot_take_may_do_without():
     assert Context(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernels is None
-    make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16)
+    make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16, skip_as="latent")
 
 
 @pytest.mark.parametrize("head_dim, n_layers, tokens", [(8, 2, 24), (16, 1, 24), (8, 2, 3)])
@@ -3755,7 +3758,7 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     """The basis at once and in steps; empty splits, and more than a merge takes at once."""
     Hkv, D, tile, step, splits = sizes
     tile = max(32, tile) if form == "channels" else tile  # whole groups of 32 tokens
-    step = max(32, step) if form in JOINT_LATENTS[1:] else step
+    step = max(64 if "mixed" in form else 32, step) if form in JOINT_LATENTS[1:] else step
     monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: step)
     monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
@@ -5294,7 +5297,7 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
 
 
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
-    lossy = "sals:rank=0.25,bits=2,sinks=0,critical=1,recent=4"
+    lossy = "sals:rank=0.25,skip_as=latent,sinks=0,critical=1,recent=4"
     line = f"eval --method {lossy} --samples 2 --rows 2 --lengths 200 --perplexity_rows 2 --prefix 40"
     line += f" --continuation 8 --tasks single multikey uuid --facts 4 --csv {tmp_path}/table.csv"
     rows = cli.json(line)["rows"]
@@ -5308,10 +5311,11 @@ def test_eval_prints_dense_first_and_json(cli, tmp_path):
 
 
 def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
-    line = "eval --method sals:sinks=2,recent=4 --method streaming --samples 0 --equal_bytes 0.5"
+    sals_ = "sals:skip_as=latent,sinks=2,recent=4"
+    line = f"eval --method {sals_} --method streaming --samples 0 --equal_bytes 0.5"
     line += " --equal_tokens 0.25 --perplexity_rows 2 --prefix 56 --continuation 8"
     dense, sals, streaming = cli.json(line)["rows"]
-    assert "dense *" in cli.out and "sals:sinks=2,recent=4, 64 tokens: keep=0.25, rank=" in cli.out
+    assert "dense *" in cli.out and f"{sals_}, 64 tokens: keep=0.25, rank=" in cli.out
     assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
     for row in (sals, streaming):
         assert row["over"] == [] and row["bytes/token"] <= dense["bytes/token"] / 2
