@@ -2,7 +2,7 @@
 
     method                                     operations
     dense, streaming                           attend (plain)
-    SALS                                       scores, select, attend (latents; layers that are skipped: int8)
+    SALS                                       scores, select, attend (latents; of --skip: channels)
     Loki, topk, quest, doublesparse, shadowkv  scores, select, attend (plain)
     LRQK                                       scores, select, fetch_rows, attend (plain)
     H2O                                        scores, attend_logits
