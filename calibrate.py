@@ -579,7 +579,7 @@ def note_smaller_fit(path: Path, metadata: dict[str, str]) -> None:
             old = {"tokens": "0"} | (file.metadata() or {})
         is_same = all(old.get(key) == metadata[key] for key in ("shape", "fingerprint", "text"))
         if is_same and int(old["tokens"]) > int(metadata["tokens"]):
-            said = f"was fitted on {old['tokens']} tokens of the same text, will be on {metadata['tokens']}"
+            said = f"was fitted on {old['tokens']} tokens of the same text, would be on {metadata['tokens']}"
             print(f"note: {path}: {said}", file=sys.stderr)
 
 

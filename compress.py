@@ -893,9 +893,9 @@ class SalsSettings:
 
     rank: float = setting(0.0, "d_r: rank of the latent, a fraction of Hkv*D; 0: half, <= 1024", sets="bytes")
     score_rank: float = setting(0.25, "r*/r: fraction of the latent's leading dims that scoring reads")
-    latent_bits: int = setting(4, "of a latent; 4: r* dims in int8, the others in 4 (ours)", (4, 8, 16))
+    latent_bits: int = setting(4, "bits of a latent; 4: r* dims in int8, others in 4 (ours)", (4, 8, 16))
     bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
-    value_code: str = setting("spread", "turned, one scale a head; or grouped (paper)", ("spread", "grouped"))
+    value_code: str = setting("spread", "rotated, one scale a head; or groups (paper)", ("spread", "grouped"))
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact")
@@ -975,7 +975,7 @@ def mix_rotation(*sizes: int) -> Tensor:
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
 
 
-def turn_values(attention: Attention, c: ModelConfig) -> None:
+def mix_values(attention: Attention, c: ModelConfig) -> None:
     """Rotates V of every head by one fixed random rotation R: W_V becomes R^T W_V, W_O becomes W_O R (ours).
 
     Outputs stay the same. The energy of a head's values lies evenly on its dims: see quantize_spread."""
@@ -1033,6 +1033,8 @@ def sals_layer_maps(
 def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
     to a key of which only the block is known."""
+    if block == 1:
+        return context.cos, context.sin
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (context.cos, context.sin))
 
 
@@ -1065,7 +1067,7 @@ def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tens
 
 
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
-    """Layer i's attention with turned values, and with W_k U_r, and for the sum rule (sum over each group of
+    """Layer i's attention with rotated values, and with W_k U_r, and for the sum rule (sum over each group of
     W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms.
 
     Exact, since everything up to the latent is linear; biases fold the same way, the mean key taken off."""
@@ -1073,7 +1075,7 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     if skipped and settings.skip_as != "latent":
         return attention
     if settings.value_code == "spread" and settings.bits < 16:
-        turn_values(attention, c)
+        mix_values(attention, c)
     if c.qk_norm:
         return attention
     down, up, mean = sals_layer_maps(c, settings, artifact, i, linear.weight.device)
@@ -1189,7 +1191,10 @@ class SalsCache(Cache):
         return super().formula() + self.context.batch_size * self.window[0].tokens * self.window_bytes()
 
     def bytes_read(self, length: int) -> int:
-        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once."""
+        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once.
+
+        Not counted is what a step computes: the blocks' queries and the mean's logits, which for a model with
+        key biases are one fp32 number a token and head."""
         x, y, z = self.budget
         recent = min(z, length)
         if not self.sparse:
@@ -1223,9 +1228,9 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
-    run = 1 if c.qkv_bias else block  # of a mean with a bias the logits may turn from token to token
-    both = [mean_rotations(context, n) for n in (block, run)] if block else []
-    blocks = (block, both[0], run, torch.cat(both[1], -1)) if block else ()
+    run = 1 if c.qkv_bias else block  # of a mean with a bias the logits may change from token to token
+    tables = [mean_rotations(context, n) for n in (block, run)] if block else []
+    blocks = (block, tables[0], run, torch.cat(tables[1], -1)) if block else ()
     shape = c.n_kv_heads, context.capacity, c.head_dim
 
     def cache(i: int) -> Cache:
@@ -1258,6 +1263,8 @@ def sals_local_part(artifact: Artifact, c: ModelConfig) -> None:
         roots = values[: own.shape[1]].double().clamp(min=0).sqrt()
         U, singular, _ = torch.linalg.svd(own * roots, full_matrices=False)
         artifact[name], values[: len(singular)] = U.float(), singular.square()
+    for name in ("query_eigenvalues", "key_eigenvalues"):
+        artifact[name] = artifact[name][:, : c.kv_dim].contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------- EliteKV

@@ -795,8 +795,8 @@ def _load_rope(rope_p, at, mask):
 
 @constexpr_function
 def _largest_sum(dtype):
-    """Sums of int8 products can exceed fp16's range. In fp16 the keys are divided by this, and the query is
-    multiplied by it."""
+    """Sums of int8 products can exceed fp16's range. In fp16 the keys and their bias are divided by this, and
+    the query is multiplied by it."""
     return 1024.0 if dtype == tl.float16 else 1.0
 
 
@@ -905,6 +905,7 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
     check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1))
     KB = ranks_at_once(wide, tile_itemsize(q.dtype, latent), roomy(q.device))
+    KB = KB if rest is None else max(KB, 64)  # a byte holds two dims, and an int8 product takes 32
     stores = (latent, scale, rest, basis, basis_scale, bias, rope_words(rope, S, D, q.dtype))
     held = KB >= wide
     return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held} | split
@@ -1427,7 +1428,7 @@ def attend(
         int8     k [.., D] int8, scale [B, Hkv, S] fp32
         latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n] uint8, two
                  in a byte (compress.quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope; its
-                 scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of that scale, or None;
+                 scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of the scale, or None;
                  rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are
                  int8 with scales, or of q's dtype without
         channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens; low_scale

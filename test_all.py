@@ -3941,6 +3941,9 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             int8 = [zeros(B, H, S, 512, dtype=i8), scale, None, zeros(H, D, 512, dtype=i8), bias, None, rope]
             mixed = [int8[0][..., :128].contiguous(), scale, zeros(B, H, S, 192, dtype=torch.uint8)]
             mixed += [zeros(H, D, 512, dtype=i8), bias, bias, rope]
+            wide = [zeros(*x.shape, dtype=fp32) for x in (rope, q, *window)]
+            given = [*mixed[:-1], wide[0]], [codes[0], scale.half()], 4, pos, None, wide[2:], 1.0
+            kernels.attend(wide[1], "latents", *given)
             spread = [codes[0], scale.half()]
             cases = [("plain", [k], [k], 16, []), ("int8", [k.to(i8), scale], codes, 4, [])]
             cases += [("latents", latent, codes, 4, window)]
@@ -5228,7 +5231,7 @@ def test_fit_notes_that_it_replaces_one_on_more_of_the_same_text(cli, folder, tm
     (tmp_path / "other.txt").write_text("some other words to fit on " * 99)
     more, less = "--windows 3 --window 32", "--windows 2 --window 32"
     path = artifact_path(folder, "sals")
-    note = f"note: {path}: was fitted on 96 tokens of the same text, will be on 64\n"
+    note = f"note: {path}: was fitted on 96 tokens of the same text, would be on 64\n"
 
     def noted(*words: str) -> str:
         code, _, err = cli(" ".join(["fit --method sals", *words]))
@@ -5862,6 +5865,8 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
         truth = calibrate.eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
         assert error(basis @ basis.T, truth @ truth.T) < 1e-3
         assert torch.equal(own["scale"], made["scale"][:, heads])
+        (values, _), kept = calibrate.eigen(moments["pre"].second[3, heads, heads]), own["key_eigenvalues"][3]
+        assert kept.shape == (32,) and error(kept[:8].double(), values[:8]) < 1e-3
 
 
 def test_a_rank_has_its_share_of_elitekvs_latent(folder, monkeypatch):
