@@ -906,6 +906,11 @@ class SalsSettings:
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "int8", "dense"))
 
+    @property
+    def mixes_values(self) -> bool:
+        """Are V's codes those of rotated values, which wqkv gives and wo takes (mix_values)?"""
+        return self.value_code == "spread" and self.bits < 16
+
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens for a cache of this capacity."""
         x, y, z = self.sinks, self.critical, self.recent
@@ -1074,7 +1079,7 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if skipped and settings.skip_as != "latent":
         return attention
-    if settings.value_code == "spread" and settings.bits < 16:
+    if settings.mixes_values:
         mix_values(attention, c)
     if c.qk_norm:
         return attention
@@ -1111,9 +1116,9 @@ class SalsCache(Cache):
         down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
         self.up = up.to(context.dtype)  # weights, not cache
         self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it
-        self.offset = None  # the mean's latent, where no bias of wqkv has it
+        self.mean_latent = None  # where no bias of wqkv has taken it off
         if self.mean is not None and (c.qk_norm or not c.qkv_bias):
-            self.offset = (self.mean @ down).to(context.dtype)
+            self.mean_latent = (self.mean @ down).to(context.dtype)
         shape = context, 1, context.capacity, self.r
         if settings.latent_bits == 4 and self.r_score < self.r:
             self.latents = MixedStore(*shape, self.r_score)
@@ -1122,7 +1127,7 @@ class SalsCache(Cache):
         mean = self.mean if self.mean is None else self.mean.view(c.n_kv_heads, -1)
         self.keys = RebuiltKeys(self.latents, up.unflatten(0, (c.n_kv_heads, -1)), mean)
         shape = c.n_kv_heads, context.capacity, c.head_dim
-        if settings.value_code == "spread" and settings.bits < 16:
+        if settings.mixes_values:
             self.values = ScaledStore(context, *shape, settings.bits, by_token=True)
         else:
             self.values = coded_store(context, shape, settings.bits, by_token=True)
@@ -1137,7 +1142,7 @@ class SalsCache(Cache):
     def latent(self, k: Tensor, *folded: Tensor) -> Tensor:
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
         latent = folded[0] if folded else k.flatten(1) @ self.down
-        return latent if self.offset is None else latent - self.offset
+        return latent if self.mean_latent is None else latent - self.mean_latent
 
     def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores tokens, of latent [n, r], and k, v [n, Hkv, D] after RoPE."""
@@ -1229,8 +1234,8 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
     run = 1 if c.qkv_bias else block  # of a mean with a bias the logits may change from token to token
-    tables = [mean_rotations(context, n) for n in (block, run)] if block else []
-    blocks = (block, tables[0], run, torch.cat(tables[1], -1)) if block else ()
+    tables = {n: mean_rotations(context, n) for n in {block, run}} if block else {}
+    blocks = (block, tables[block], run, torch.cat(tables[run], -1)) if block else ()
     shape = c.n_kv_heads, context.capacity, c.head_dim
 
     def cache(i: int) -> Cache:
