@@ -1261,11 +1261,12 @@ class Candidate:
     method: str
     options: dict
     folder: Path | None = None
+    weights: str | None = None  # "int8": then the label says so
     used: dict[int, dict] = field(default_factory=dict)  # the options of each capacity, once equalised
     over: set[str] = field(default_factory=set)  # costs that no setting brought down to their share
 
     @classmethod
-    def parse(cls, text: str) -> "Candidate":
+    def parse(cls, text: str, weights: str | None = None) -> "Candidate":
         method_text, _, folder = text.partition("@")
         method, _, rest = method_text.partition(":")
         kinds = {f.name: f.type for f in dataclasses.fields(compress.method_named(method).settings)}
@@ -1279,12 +1280,13 @@ class Candidate:
                 wanted = f"{name}={kind.__name__.upper()}"
                 raise UserError(f"--method {text}: write {wanted}, not {pair}") from None
         settings_from(method, options)
-        return cls(text, method, options, Path(folder) if folder else None)
+        label = f"{text} weights={weights}" if weights else text
+        return cls(label, method, options, Path(folder) if folder else None, weights)
 
     def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched=False, least=None) -> Engine:
         """An engine over freshly loaded weights, since a method may change them; watched: by Watched.
         least: it has fewer rows, down to this, where the memory holds no more."""
-        model, artifact = self.load(args), None
+        model, artifact = self.load(args, capacity), None
         while artifact is None:
             try:
                 artifact = self.check(args, model, {capacity: rows})
@@ -1297,9 +1299,11 @@ class Candidate:
         caches = [Watched(cache) for cache in caches] if watched else caches
         return Engine(model, caches, context, Sampling(), graphed=context.device.type == "cuda")
 
-    def load(self, args: argparse.Namespace) -> Llama:
+    def load(self, args: argparse.Namespace, capacity: int = 0) -> Llama:
         """The model, of the candidate's own folder where it names one."""
-        return load(argparse.Namespace(**vars(args) | {"checkpoint": self.folder or args.checkpoint}))[0]
+        own = {"checkpoint": self.folder or args.checkpoint, "weights": self.weights}
+        options = self.used.get(capacity, self.options)
+        return load(argparse.Namespace(**vars(args) | own), method=self.method, options=options)[0]
 
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
         """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
@@ -1469,10 +1473,11 @@ def run_eval(args: argparse.Namespace) -> dict:
     check_file("--csv", table)  # now, rather than after the evaluation
     if not args.samples and not args.perplexity_rows:
         raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
-    candidates = [Candidate.parse(text) for text in args.method or ["dense", "sals"]]
+    candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     config = ModelConfig.from_folder(args.checkpoint)
-    if candidates[0].method != "dense" and not config.elitekv:  # uptrained, it has no dense form
-        candidates.insert(0, Candidate.parse("dense"))  # every table has the dense row of the same run
+    # Every table has the dense row of the same run, with the folder's weights; uptrained, it has none.
+    if args.weights or candidates[0].method != "dense" and not config.elitekv:
+        candidates.insert(0, Candidate.parse("elitekv" if config.elitekv else "dense"))
     tokenizer = load_tokenizer(args.checkpoint)
     texts, hay = eval_texts(args, tokenizer, config.vocab_size)
 
@@ -1677,9 +1682,10 @@ def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool
     """A layer of random weights; its cache, which holds S - 1 tokens a row; the next token's position; and
     an output of wqkv for it."""
     name, settings = speed_cases(B, S, device.type)[case]
-    llama, method = model_file.empty_model(config, device, dtype), METHODS[name]
-    for weight in llama.parameters():
-        weight.normal_(0, 0.02)
+    llama, method = model_file.outline(config, device, dtype), METHODS[name]
+    for part in model_file.allocated(llama, device):
+        for weight in part.parameters():
+            weight.normal_(0, 0.02)
     context = Context(llama, B, S, kernels)
     artifact = compress.random_artifact(name, config) if method.fitted else {}
     caches = method.build(llama, settings_from(name, settings), context, artifact)
@@ -1779,6 +1785,11 @@ class Bench:
                 ops.chained_layer(layer, qkv, x, pos, cache, *ends)
             else:
                 layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+            if case == "dense":
+                for linear in layer.linears():
+                    linear.quantize()
+                    rows = torch.randn(B, linear.in_features).to(qkv)
+                    ops.linear(rows, linear.weight, linear.scale, linear.bias)
         for name, function, args, out in recorder.calls:
             nbytes, flops = work_of(name, args, out)
             limit = max(nbytes / self.bandwidth, flops / self.flops)
@@ -2236,7 +2247,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
-    p = command(run_eval, model, json_option)
+    p = command(run_eval, model, generate.add_weights_option, json_option)
     about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
     p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
     p.option("--text", Path, None, "more text for perplexity; repeat it", action="append")

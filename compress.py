@@ -33,12 +33,15 @@ from torch import Tensor, nn
 
 from model import (
     Attention,
+    Linear,
     Llama,
     ModelConfig,
     UserError,
     apply_rope,
     causal_attention,
+    linear_int8,
     local_part,
+    quantize_int8,
     rope_tables,
 )
 
@@ -105,6 +108,12 @@ class Context:
     def rope_one(self, x: Tensor, positions: Tensor | slice) -> Tensor:
         """The same of x [..., D], of one head each."""
         return self.rope(x[..., None, :], positions)[..., 0, :]
+
+    def linear(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """linear_int8: the product with weights in int8."""
+        if not self.kernels:
+            return linear_int8(x, codes, scale, bias)
+        return self.kernels.linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)
 
     def scores(
         self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, scale=None,
@@ -878,12 +887,6 @@ def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
     return (leading / step).round().to(torch.int8), pack(codes, 4), scale
 
 
-def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
-    scale = x.float().abs().amax(dims, keepdim=True) / 127
-    return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
-
-
 # ------------------------------------------------------------------------------------------------------- SALS
 
 
@@ -1349,8 +1352,8 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1), vectors.flip(-1)
 
 
-def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
+    layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.contiguous(), False)
     layer.bias = bias if bias is None else nn.Parameter(bias.contiguous(), False)
     return layer
@@ -1362,7 +1365,7 @@ class EliteAttention(nn.Module):
 
     wqkv: rows of W_q, of W_k^e, and A^T. up: B^T, for each head D - 2r key rows and D value rows."""
 
-    def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: nn.Linear, up: nn.Linear, wo: nn.Linear):
+    def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: Linear, up: Linear, wo: Linear):
         super().__init__()
         self.config, self.order, self.r = c, order, r
         self.pairs = order[:, :r].sort(-1).values  # [Hkv, r]
@@ -2793,8 +2796,8 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
     """The biases of the key and value projections, [Hkv, D] each ([Hkv, 0] where V is folded); zeros where
     the model has none."""
-    linear = attention.wqkv
-    bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+    bias, device = attention.wqkv.bias, attention.wqkv.weight.device
+    bias = torch.zeros(sum(attention.widths), device=device) if bias is None else bias
     return tuple(b.view(c.n_kv_heads, len(b) // c.n_kv_heads) for b in bias.split(attention.widths)[1:3])
 
 
@@ -2967,9 +2970,9 @@ class PaluCache(Cache):
 
     def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
-        self.basis, self.bias = basis.to(context.device, context.dtype), bias
+        self.basis, self.bias = basis.to(context.device, context.dtype), bias.to(context.dtype)
         shape = len(basis), context.capacity, basis.shape[2]
-        self.keys = RebuiltKeys(TokenStore(context, *shape), self.basis, bias)
+        self.keys = RebuiltKeys(TokenStore(context, *shape), self.basis, self.bias)
         self.values = TokenStore(context, *shape)
 
     def write(self, where: tuple, k: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -3107,14 +3110,16 @@ class Method:
     paper: dict = field(default_factory=dict)
     artifact: str = ""
 
-    def fold_all(self, model: Llama, settings: object, artifact: Artifact) -> None:
-        """Folds what the method folds into every layer of a model."""
-        for i, layer in enumerate(model.layers if self.fold else ()):
+    def fold_all(self, model: Llama, settings: object, artifact: Artifact, layers=None) -> None:
+        """Folds what the method folds into every layer of a model, or into those whose numbers are given."""
+        for i in (layers or range(len(model.layers))) if self.fold else ():
+            layer = model.layers[i]
             layer.attention = self.fold(layer.attention, model.config, settings, artifact, i)
 
     def build(self, model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
         """The caches of all layers; it changes the model's weights where the method folds something."""
-        self.fold_all(model, settings, artifact)
+        if model.output.scale is None:  # else it was done before the weights became int8
+            self.fold_all(model, settings, artifact)
         return self.caches(model, settings, context, artifact)
 
     @property

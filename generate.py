@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -168,6 +168,9 @@ class Engine:
         shape = (context.batch_size, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=context.dtype, device=context.device)  # of the last step
         started = time.time()
+        for module in model.modules():
+            if isinstance(module, model_file.Linear):
+                module.multiply = context.linear
         # hopper.py may offer a decode step of its own, with the same logits.
         offer = getattr(context.kernels, "chained_decode", None)
         chained = offer(model, context.batch_size) if offer and ranks()[1] == 1 else None
@@ -424,13 +427,25 @@ def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or 
         raise UserError(f"{fault}; shorten {shorten} to {c.sliding_window}")
 
 
-def load(args: argparse.Namespace, needs_tokenizer: bool = True) -> tuple[Llama, object]:
-    """The checkpoint's model and tokenizer; None for a tokenizer that cannot be had and is not needed."""
-    device, dtype = device_and_dtype(args)
+def fold_of(method: str, options: dict, args: argparse.Namespace) -> Callable | None:
+    """With --weights int8: what folds a method into a layer before its weights are quantised."""
+    settings, artifact = settings_from(method, options), lru_cache(partial(artifact_for, method, args=args))
+    fold_all = METHODS[method].fold_all
+    return args.weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
+
+
+def load(
+    args: argparse.Namespace, needs_tokenizer: bool = True, method: str = "dense", options: dict | None = None
+) -> tuple[Llama, object]:
+    """The model and its tokenizer; None for a tokenizer that cannot be had and is not needed. Weights in int8
+    serve this method only."""
+    (device, dtype), fold = device_and_dtype(args), fold_of(method, options or {}, args)
+    if args.random_weights:
+        return model_file.random_model(args.random_weights, device, dtype, args.seed, fold), None
     if not args.checkpoint.is_dir():
         fault = "a file of another format" if args.checkpoint.is_file() else "there is no such folder"
         raise UserError(f"{args.checkpoint}: {fault}; give a Hugging Face checkpoint folder")
-    model = model_file.load_model(args.checkpoint, device, dtype)
+    model = model_file.load_model(args.checkpoint, device, dtype, fold)
     try:
         return model, model_file.load_tokenizer(args.checkpoint)
     except UserError:
@@ -614,8 +629,8 @@ def report(
     rows = list(zip(prompts, output.token_ids, strict=True))
     lengths = [len(p) + output.asked + len(t) for p, t in rows]
     read = sum(cache.bytes_read(n) for cache in engine.caches for n in lengths)
-    weights = sum(p.nbytes for p in model.parameters())
-    weights -= 0 if model.config.tied else model.tok_embeddings.weight.nbytes
+    embeddings, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
+    weights_read = weights - (0 if model.output.weight is embeddings else embeddings.nbytes)
     per_step = output.decode_s / max(1, output.steps)
     rates = [rate for rate in (cache.miss_rate() for cache in engine.caches) if rate is not None]
     own = {
@@ -624,6 +639,7 @@ def report(
         "cache_bytes_dense": dense_bytes(context) * len(engine.caches),
         "cache_bytes_host": sum(cache.host_bytes() for cache in engine.caches),
         "bytes_read_per_step": read,
+        "weights_bytes": weights,
         "peak_memory_bytes": peak_memory(context.device),
     }
     each = gathered(own)
@@ -635,6 +651,7 @@ def report(
         "model": args.random_weights or str(args.checkpoint),
         "device": device_name(context.device),
         "dtype": str(context.dtype).removeprefix("torch."),
+        "weights": args.weights or str(context.dtype).removeprefix("torch."),
         "prompt_tokens": [len(p) + output.asked for p in prompts],
         "new_tokens": [len(t) for t in output.token_ids],
         "token_ids": output.token_ids,
@@ -646,7 +663,7 @@ def report(
         "ranks": each,
         "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
         "cache_tokens": context.batch_size * context.capacity,
-        "bandwidth_share": round((weights + read) / movable, 4) if movable else None,
+        "bandwidth_share": round((weights_read + read) / movable, 4) if movable else None,
         "capture_s": round(engine.capture_s, 3),
         "seed": args.seed,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -677,6 +694,7 @@ def print_report(r: dict) -> None:
 tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {rows} row(s)
 time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s
 decode       {r["decode_tokens_per_s"]} tokens/s{share}
+weights      {human(r["weights_bytes"])}{" in int8, but for embeddings and norms" * (r["weights"] == "int8")}
 cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
 per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {each} B dense{host}
 each step    reads {human(r["bytes_read_per_step"])} of cache
@@ -773,6 +791,12 @@ def add_model_options(parser: Parser) -> None:
     add_device_option(parser)
     about = "fp32, bf16 or fp16; auto: fp32 on the CPU, bf16 on a GPU"
     parser.option("--dtype", str, "auto", about, choices=("auto", *DTYPES))
+    parser.set_defaults(weights=None, random_weights=None)
+
+
+def add_weights_option(parser: Parser) -> None:
+    about = "int8: weights of the linear layers in 8 bits, with a scale for each output (default: as --dtype)"
+    parser.option("--weights", str, None, about, choices=("int8",))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -781,6 +805,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=f"{title}\n\nmethods:\n{about}", epilog=epilog)
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
     add_model_options(parser)
+    add_weights_option(parser)
     about = f"random weights of a published shape, to measure speed: {', '.join(model_file.SHAPES)}"
     parser.option("--random_weights", str, None, about, metavar="SHAPE", choices=list(model_file.SHAPES))
     parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
@@ -886,25 +911,22 @@ def print_answers(asks: list[str], answers: list[str], method: str, dense: list[
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    if args.random_weights:
-        tokenizer = None
-        model = model_file.random_model(args.random_weights, *device_and_dtype(args), args.seed)
-    else:
-        model, tokenizer = load(args, needs_tokenizer=asks_for_text(args) or not random_ids(args))
+    options = chosen_settings(args, args.method)
+    model, tokenizer = load(args, asks_for_text(args) or not random_ids(args), args.method, options)
     if args.interactive:
         return run_interactive(args, model, tokenizer)
     prompts, rows, asks = read_prompts(args, model, tokenizer)
     asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
     capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
 
-    dense, options = None, chosen_settings(args, args.method)
-    prepared = prepare(model, args.method, options, args, rows, capacity)
+    dense, prepared = None, prepare(model, args.method, options, args, rows, capacity)
     prompts = [prompts[i % len(prompts)] for i in range(rows)]
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
-        # Dense goes first: building a method's caches may change the weights.
-        engine = build_engine(model, args, *prepare(model, "dense", {}, args, rows, capacity))
+        # Dense goes first: building a method's caches may change the weights. In int8 they are changed now.
+        plain = load(args)[0] if args.weights else model
+        engine = build_engine(plain, args, *prepare(plain, "dense", {}, args, rows, capacity))
         dense = run_prompts(engine, prompts, asks, args, tokenizer).answers
-        del engine
+        del engine, plain
     engine = build_engine(model, args, *prepared)
     stream = tokenizer is not None and len(prompts) == 1 and not asks and not args.json
     emit, finish = streamer(tokenizer, prompts[0]) if stream else (None, None)

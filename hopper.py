@@ -960,8 +960,8 @@ def decode_in_chains(model, tokens, pos, caches, first=chained_first, step=chain
 
 
 def chained_decode(model, rows: int) -> tuple | None:
-    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers."""
+    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none in int8."""
     x = model.tok_embeddings.weight[:1].expand(rows, -1)
     parts = [(layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2) for layer in model.layers]
     fits = chains_linears(x, *{linear.in_features for linears in parts for linear in linears})
-    return (decode_in_chains, chained_first, chained_layer) if fits else None
+    return (decode_in_chains, chained_first, chained_layer) if fits and model.output.scale is None else None

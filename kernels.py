@@ -9,6 +9,7 @@
     Palu; KIVI and --kv_bits                   attend (latents); attend (channels)
     EliteKV                                    attend_latent
     FDC                                        attend_ragged
+    all, with --weights int8                   linear
 
     operation                   kernel                                  its truth, in compress.py
     scores                      _scores_kernel, _reduce_scores_kernel   token_logits, group_scores
@@ -17,6 +18,7 @@
     attend_latent,              of keys is two functions (KEYS)
     attend_ragged               the same                                attend, a head at a time
     fetch_rows                  _fetch_kernel                           fetch_rows
+    linear                      _linear_kernel, _dequantize_kernel      linear_int8 of model.py
 
 Changed a kernel? On a GPU, `pytest test_all.py -k kernel` holds all of them to their truths, and
 `-k compile` compiles them for GPUs that are not there. `python calibrate.py speed` times them.
@@ -1619,3 +1621,72 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
         _fetch_kernel[B * Hkv, cdiv(n, ROWS)](
             rows, index, place, miss, hot, S, n, slots, W, ROWS, num_warps=4
         )
+
+
+# ------------------------------------------------------------------------------------------ weights in int8
+
+LINEAR_ROWS = 64  # at most so many rows read the codes; more are worth a weight in their own dtype
+
+
+@jit
+def _linear_kernel(
+    x_p,  # [M, K]
+    codes_p,  # [N, K] int8
+    scale_p,  # [N] fp32
+    bias_p,  # [N], or None
+    out_p,  # [M, N]
+    M,
+    N,
+    K,
+    MP: tl.constexpr,  # rows of a program
+    BN: tl.constexpr,  # outputs of a program
+    BK: tl.constexpr,  # inputs of a tile
+    STAGES: tl.constexpr,  # tiles in flight
+):
+    """out = x (codes * scale)^T + bias. The programs of the same outputs lie side by side."""
+    m = tl.program_id(0) * MP + tl.arange(0, MP)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    x_at = x_p + m.to(tl.int64)[:, None] * K
+    codes_at = codes_p + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
+    _wait_for_previous()
+    out = tl.zeros([MP, BN], tl.float32)
+    for first in tl.range(0, K, BK, num_stages=STAGES):
+        k = first + tl.arange(0, BK)[None, :]
+        x = tl.load(x_at + k, mask=(m < M)[:, None] & (k < K), other=0.0)
+        codes = tl.load(codes_at + k, mask=k < K, other=0)
+        out = tl.dot(x, tl.trans(codes.to(x.dtype)), out, input_precision="ieee")
+    _let_next_begin()
+    out *= tl.load(scale_p + n, mask=n < N, other=0.0)[None, :]
+    if bias_p is not None:
+        out += tl.load(bias_p + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at = out_p + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, out.to(out_p.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@jit
+def _dequantize_kernel(codes_p, scale_p, weight_p, K, BK: tl.constexpr):
+    """weight [N, K] = codes [N, K] * scale [N]."""
+    n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK + tl.arange(0, BK)
+    weight = tl.load(codes_p + n * K + k, mask=k < K, other=0) * tl.load(scale_p + n)
+    tl.store(weight_p + n * K + k, weight.to(weight_p.dtype.element_ty), mask=k < K)
+
+
+@operator(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
+def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] through a linear layer in int8 -> [M, N]: codes [N, K], scale [N] fp32, and bias [N] or None.
+
+    More than LINEAR_ROWS rows make a weight in x's dtype first. Truth: model.linear_int8."""
+    (M, K), N = x.shape, len(codes)
+    check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.float32, N))
+    check(x=(x, x.dtype, M, K), bias=(bias, x.dtype, N))
+    if M > LINEAR_ROWS:
+        weight, BK = x.new_empty(N, K), min(power2(K), 4096)
+        _dequantize_kernel[N, cdiv(K, BK)](codes, scale, weight, K, BK)
+        return torch.nn.functional.linear(x, weight, bias)
+    out, MP, BN = x.new_empty(M, N), min(power2(M, 16), 32), 32
+    BK, STAGES = (256, 5) if x.element_size() == 2 else (128, 3)
+    if M:
+        _linear_kernel[cdiv(M, MP), cdiv(N, BN)](
+            x, codes, scale, bias, out, M, N, K, MP, BN, BK, STAGES, num_warps=4, **overlapped(x.device)
+        )
+    return out

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -108,16 +108,6 @@ def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
         if size is not None and size < whole.shape[dim]:
             whole = whole.narrow(dim, rank * (whole.shape[dim] // size) // n * size, size)
     return whole
-
-
-class SummedLinear(nn.Linear):
-    """A linear layer of whose inputs each rank has a share: the results are summed over the ranks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if ranks()[1] > 1:
-            dist.all_reduce(y)
-        return y
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -346,6 +336,58 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 # ------------------------------------------------------------------------------------------------ the network
 
 
+def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
+    scale = x.float().abs().amax(dims, keepdim=True) / 127
+    return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
+
+
+def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] times the weight codes * scale, int8 [N, K] and fp32 [N] -> [..., N] in x's dtype.
+
+    A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so do many
+    where there may be no instructions for bf16."""
+    if x.device.type != "cpu":
+        return F.linear(x, torch.mul(codes, scale[:, None], out=x.new_empty(codes.shape)), bias)
+    rows = x.flatten(0, -2).bfloat16()
+    if len(rows) > 32 and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        y = F.linear(rows, codes.bfloat16())
+    else:
+        y = torch.ops.aten._weight_int8pack_mm(rows, codes, rows.new_ones(len(codes)))
+    y = y.view(*x.shape[:-1], -1) * scale
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """A linear layer. `quantize` makes its weight int8 codes, with a scale for each output."""
+
+    multiply = staticmethod(linear_int8)  # or what computes the same
+
+    def __init__(self, *sizes: int, **options):
+        super().__init__(*sizes, **options)
+        self.register_parameter("scale", None)
+
+    def quantize(self) -> None:
+        parts = [quantize_int8(rows) for rows in self.weight.split(4096)]  # parts bound the memory in fp32
+        codes, scale = map(torch.cat, zip(*parts, strict=True))
+        self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            return super().forward(x)
+        return self.multiply(x, self.weight, self.scale, self.bias)
+
+
+class SummedLinear(Linear):
+    """A linear layer of whose inputs each rank has a share: the results are summed over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if ranks()[1] > 1:
+            dist.all_reduce(y)
+        return y
+
+
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -353,7 +395,7 @@ class Attention(nn.Module):
         # gets their results as further arguments.
         self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
-        self.wqkv = nn.Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
+        self.wqkv = Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
         self.wo = SummedLinear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
@@ -375,7 +417,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
+        self.w13 = Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
         self.w2 = SummedLinear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -394,6 +436,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, attend) -> Tensor:
         x = x + self.attention(self.attention_norm(x), attend)
         return x + self.feed_forward(self.ffn_norm(x))
+
+    def linears(self) -> list[Linear]:
+        return [self.attention.wqkv, self.attention.wo, self.feed_forward.w13, self.feed_forward.w2]
 
 
 def decode_layer(
@@ -424,7 +469,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
@@ -446,7 +491,7 @@ class Llama(nn.Module):
             x += layer.attention(layer.attention_norm(x), lambda *qkv, c=cache: c.prefill(row, *qkv))
             for chunk in x.split(self.MLP_CHUNK):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
-        return self.output(self.norm(x[-1]))
+        return self.output(self.norm(x[-1:]))[0]
 
     def decode(
         self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer, last=decode_logits
@@ -464,34 +509,40 @@ class Llama(nn.Module):
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
+def part_slots(model: Llama, i: int, names: Collection[str]) -> dict[str, Tensor]:
+    """weight_slots of layer i alone; of i = -1, of what lies in none."""
+    c, embeddings = model.config, "model.embed_tokens.weight"
+    if i < 0:
+        first = embeddings if not c.tied or embeddings in names else "lm_head.weight"
+        slots = {first: model.tok_embeddings.weight, "model.norm.weight": model.norm.weight}
+        return slots if c.tied else slots | {"lm_head.weight": model.output.weight}
+    layer, slots = model.layers[i], {}
+    attention, mlp = layer.attention, layer.feed_forward
+    modules = {  # the names that a module's rows have, and how many rows each takes (None: all)
+        layer.attention_norm: {"input_layernorm": None},
+        layer.ffn_norm: {"post_attention_layernorm": None},
+        attention.q_norm: {"self_attn.q_norm": None},
+        attention.k_norm: {"self_attn.k_norm": None},
+        attention.wo: {"self_attn.o_proj": None},
+        mlp.w2: {"mlp.down_proj": None},
+        attention.wqkv: {f"self_attn.{x}_proj": n for x, n in zip("qkv", attention.widths, strict=True)},
+        mlp.w13: {"mlp.gate_proj": c.ffn_dim, "mlp.up_proj": c.ffn_dim},
+    }
+    if c.family == "phi3":
+        modules |= {attention.wqkv: {"self_attn.qkv_proj": None}, mlp.w13: {"mlp.gate_up_proj": None}}
+    for module, names in modules.items():
+        for kind, parameter in module.named_parameters():
+            parts = parameter.split([n or len(parameter) for n in names.values()])
+            slots |= {f"model.layers.{i}.{x}.{kind}": t for x, t in zip(names, parts, strict=True)}
+    return slots
+
+
 def weight_slots(model: Llama, names: Collection[str] = ("model.embed_tokens.weight",)) -> dict[str, Tensor]:
     """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one).
 
     names: those of the files: a tied model's one matrix may have either of two."""
-    c, embeddings = model.config, "model.embed_tokens.weight"
-    first = embeddings if not c.tied or embeddings in names else "lm_head.weight"
-    slots = {first: model.tok_embeddings.weight, "model.norm.weight": model.norm.weight}
-    if not c.tied:
-        slots["lm_head.weight"] = model.output.weight
-    for i, layer in enumerate(model.layers):
-        attention, mlp = layer.attention, layer.feed_forward
-        modules = {  # the names that a module's rows have, and how many rows each takes (None: all)
-            layer.attention_norm: {"input_layernorm": None},
-            layer.ffn_norm: {"post_attention_layernorm": None},
-            attention.q_norm: {"self_attn.q_norm": None},
-            attention.k_norm: {"self_attn.k_norm": None},
-            attention.wo: {"self_attn.o_proj": None},
-            mlp.w2: {"mlp.down_proj": None},
-            attention.wqkv: {f"self_attn.{x}_proj": n for x, n in zip("qkv", attention.widths, strict=True)},
-            mlp.w13: {"mlp.gate_proj": c.ffn_dim, "mlp.up_proj": c.ffn_dim},
-        }
-        if c.family == "phi3":
-            modules |= {attention.wqkv: {"self_attn.qkv_proj": None}, mlp.w13: {"mlp.gate_up_proj": None}}
-        for module, names in modules.items():
-            for kind, parameter in module.named_parameters():
-                parts = parameter.split([n or len(parameter) for n in names.values()])
-                slots |= {f"model.layers.{i}.{x}.{kind}": t for x, t in zip(names, parts, strict=True)}
-    return slots
+    parts = (part_slots(model, i, names).items() for i in range(-1, len(model.layers)))
+    return dict(chain.from_iterable(parts))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -564,17 +615,31 @@ def check_free(needed: int, device: torch.device, what: str, advice: str) -> Non
         raise UserError(f"not enough memory: {fault}; {advice}")
 
 
-def empty_model(whole: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
-    """The network, or this rank's share of it, without values yet; UserError where they do not fit."""
+def outline(whole: ModelConfig, device: torch.device, dtype: torch.dtype, int8: bool = False) -> Llama:
+    """The network, or this rank's share of it, on the meta device; UserError where it would not fit."""
     with torch.device("meta"):
-        model = Llama(whole.shard(ranks()[1])).to(dtype)
+        model = Llama(whole.shard(ranks()[1])).to(dtype).eval().requires_grad_(False)
     model.whole = whole
-    advice = "use a smaller model" + (" or --dtype bf16" if dtype == torch.float32 else "")
-    check_free(sum(p.nbytes for p in model.parameters()), device, "the weights", advice)
-    model = model.to_empty(device=device).eval().requires_grad_(False)
-    if whole.tied:
-        model.output.weight = model.tok_embeddings.weight
+    needed = sum(p.numel() if int8 and p.ndim == 2 else p.nbytes for p in model.parameters())
+    advice = "use a smaller model" if int8 else "use a smaller model or --weights int8"
+    check_free(needed, device, "the weights", advice + " or --dtype bf16" * (dtype == torch.float32))
     return model
+
+
+def allocated(model: Llama, device: torch.device, fold: Callable | None = None) -> Iterator[nn.Module]:
+    """Gives an outline its memory, to be filled part by part: first what lies in no layer, then each layer.
+
+    With fold weights become int8 before the next part, a layer's after fold(model, i) has changed them."""
+    ends = nn.ModuleList((model.tok_embeddings, model.norm, model.output))
+    for i, part in enumerate((ends, *model.layers), -1):
+        part.to_empty(device=device)
+        if part is ends and model.config.tied:
+            model.output.weight = model.tok_embeddings.weight
+        yield part
+        if fold and part is not ends:
+            fold(model, i)
+        for linear in ([model.output] if part is ends else part.linears()) if fold else ():
+            linear.quantize()
 
 
 def copy_local_part(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -> None:
@@ -609,8 +674,8 @@ def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, lis
         raise UserError(f"{folder}: {fault}, the first is {missing[0]}")
 
 
-def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
-    """Loads a Hugging Face folder, tensor by tensor into the final weights.
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Callable | None = None) -> Llama:
+    """Loads a Hugging Face folder, tensor by tensor into the final weights. fold: as in `allocated`.
 
     Raises UserError for a missing, truncated or foreign file, for tensors that disagree with config.json
     (before any memory is taken), and for numbers that are not finite."""
@@ -625,30 +690,33 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
         raise UserError(f"{folder}: {fault}; the two do not belong together")
     with torch.device("meta"):
         check_weights(folder, Llama(config), headers)
-    model = empty_model(config, device, dtype)
-    slots, rank = weight_slots(model, headers), ranks()[0]
-    for name, slot in slots.items():
-        file = headers[name][0]
-        with safe_open(file, "pt") as tensors:  # opened for each, so that its pages leave the memory again
-            copy_local_part(tensors.get_tensor(name), slot, name, config, model.config)
-        if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
-            slot.zero_()  # one rank adds it to the sum
-        if not torch.stack(slot.aminmax()).isfinite().all():
-            raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
+    model, rank = outline(config, device, dtype, bool(fold)), ranks()[0]
     model.fingerprint = fingerprint(files)
+    for i, _ in enumerate(allocated(model, device, fold), -1):
+        for name, slot in part_slots(model, i, headers).items():
+            file = headers[name][0]
+            with safe_open(file, "pt") as tensors:  # opened for each, so that its pages leave memory again
+                copy_local_part(tensors.get_tensor(name), slot, name, config, model.config)
+            if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
+                slot.zero_()  # one rank adds it to the sum
+            if not torch.stack(slot.aminmax()).isfinite().all():
+                raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
     return model
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Llama:
+def random_model(
+    name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, fold: Callable | None = None
+) -> Llama:
     """A model of a published shape with random weights, for benchmarks; it takes a million tokens."""
-    model = empty_model(replace(SHAPES[name], max_positions=1 << 20), device, dtype)
+    model = outline(replace(SHAPES[name], max_positions=1 << 20), device, dtype, bool(fold))
     generator = torch.Generator(device).manual_seed(seed)
-    for name_, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(0.0 if name_.endswith("bias") else 1.0)
-        else:
-            parameter.normal_(0, 0.02, generator=generator)
     model.fingerprint = f"random-{name}-{seed}"
+    for part in allocated(model, device, fold):
+        for name_, parameter in part.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name_.endswith("bias") else 1.0)
+            else:
+                parameter.normal_(0, 0.02, generator=generator)
     return model
 
 
