@@ -88,7 +88,7 @@ class Context:
 
     def __init__(self, model: Llama, batch_size: int, capacity: int, kernels: bool | None = None):
         self.config, self.batch_size, self.capacity = model.config, batch_size, capacity
-        weight = model.tok_embeddings.weight
+        weight = model.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.cos, self.sin = rope_tables(model.config, capacity, self.device)  # [capacity, D/2] each
         self.batch_ids = torch.arange(batch_size, device=self.device)

@@ -486,7 +486,7 @@ def plan_caches(
 ) -> list[Cache]:
     """The method's caches on the meta device: their bytes and their refusals, without their memory."""
     with torch.device("meta"):
-        shadow = Llama(model.config).to(model.tok_embeddings.weight.dtype)
+        shadow = Llama(model.config).to(model.norm.weight.dtype)
     return METHODS[method].build(shadow, settings, Context(shadow, rows, capacity), artifact)
 
 

@@ -368,8 +368,10 @@ class Linear(nn.Linear):
         self.register_parameter("scale", None)
 
     def quantize(self) -> None:
-        parts = [quantize_int8(rows) for rows in self.weight.split(4096)]  # parts bound the memory in fp32
-        codes, scale = map(torch.cat, zip(*parts, strict=True))
+        codes = torch.empty_like(self.weight, dtype=torch.int8)
+        scale = torch.empty_like(self.weight[:, :1], dtype=torch.float32)
+        for rows, *out in zip(*(x.split(256) for x in (self.weight, codes, scale)), strict=True):  # in caches
+            out[0][:], out[1][:] = quantize_int8(rows)
         self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -477,16 +479,19 @@ class Llama(nn.Module):
         """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`.
         attend(layer, cos, sin, q, k, v), with q and k before RoPE, takes the place of exact attention."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
-        x = self.tok_embeddings(tokens)
+        x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, partial(attend, i, cos, sin) if attend else layer.attention.causal(cos, sin))
         return self.norm(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.tok_embeddings(tokens).to(self.norm.weight.dtype)
 
     def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
         """Runs one prompt, tokens [S], and writes row `row` of every cache; returns the last logits [V].
 
         Layer by layer over the whole prompt: one layer's full K and V exist at a time, never all."""
-        x = self.tok_embeddings(tokens)  # [S, dim]
+        x = self.embed(tokens)  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x += layer.attention(layer.attention_norm(x), lambda *qkv, c=cache: c.prefill(row, *qkv))
             for chunk in x.split(self.MLP_CHUNK):
@@ -499,7 +504,7 @@ class Llama(nn.Module):
         """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V].
 
         step and last: decode_layer and decode_logits, or what compiles them."""
-        x = self.tok_embeddings(tokens)  # [B, dim]
+        x = self.embed(tokens)  # [B, dim]
         update = torch.zeros_like(x)
         for layer, cache in zip(self.layers, caches, strict=True):
             x, update = step(layer, x, update, pos, cache)
@@ -620,7 +625,9 @@ def outline(whole: ModelConfig, device: torch.device, dtype: torch.dtype, int8: 
     with torch.device("meta"):
         model = Llama(whole.shard(ranks()[1])).to(dtype).eval().requires_grad_(False)
     model.whole = whole
-    needed = sum(p.numel() if int8 and p.ndim == 2 else p.nbytes for p in model.parameters())
+    if int8:  # what stays in floating point need not take four bytes
+        model.tok_embeddings.to(torch.bfloat16)
+    needed = sum(p.numel() if int8 else p.nbytes for p in model.parameters())
     advice = "use a smaller model" if int8 else "use a smaller model or --weights int8"
     check_free(needed, device, "the weights", advice + " or --dtype bf16" * (dtype == torch.float32))
     return model

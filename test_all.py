@@ -890,8 +890,8 @@ def test_keep_is_the_share_of_tokens_attended():
 
 def test_bytes_of_the_paper():
     """SALS Table 2: 0.28 and 0.15 of dense; 1 / 0.15625 is the abstract's 6.4 times."""
-    embeddings = SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16))
-    context = Context(SimpleNamespace(config=SHAPES["llama-2-7b"], tok_embeddings=embeddings), 1, 4096)
+    norm = SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16))
+    context = Context(SimpleNamespace(config=SHAPES["llama-2-7b"], norm=norm), 1, 4096)
     for rank, bits, ratio in ((0.25, 4, 0.28125), (0.125, 2, 0.15625)):
         settings = compress.settings_from("sals", {"variant": "paper", "rank": rank, "bits": bits})
         maps = (torch.zeros(4096, round(4096 * rank)),) * 2
