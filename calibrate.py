@@ -941,7 +941,7 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
             for layer in model.layers:
                 layer.attention = dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        weights = in_bf16(model_file.weight_slots(model))
+        weights = in_bf16(dict(model_file.weight_slots(model)))
         save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
         if source:
             model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
@@ -1979,7 +1979,7 @@ def gguf_weights(config: ModelConfig, tensors: dict) -> dict[str, tuple]:
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.n_layers)
     heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads} if arch == "llama" else {}
     with torch.device("meta"):
-        slots = model_file.weight_slots(Llama(config))
+        slots = dict(model_file.weight_slots(Llama(config)))
     plan = {}
     for name, slot in slots.items():
         tensor = tensors.pop(source := names.get_name(name, (".weight", ".bias")), None)

@@ -3118,7 +3118,7 @@ class Method:
 
     def build(self, model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
         """The caches of all layers; it changes the model's weights where the method folds something."""
-        if model.output.scale is None:  # else it was done before the weights became int8
+        if model.output.weight.dtype != torch.int8:  # else it was done before the weights became int8
             self.fold_all(model, settings, artifact)
         return self.caches(model, settings, context, artifact)
 

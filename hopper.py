@@ -964,4 +964,5 @@ def chained_decode(model, rows: int) -> tuple | None:
     x = model.tok_embeddings.weight[:1].expand(rows, -1)
     parts = [(layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2) for layer in model.layers]
     fits = chains_linears(x, *{linear.in_features for linears in parts for linear in linears})
-    return (decode_in_chains, chained_first, chained_layer) if fits and model.output.scale is None else None
+    fits = fits and model.output.weight.dtype == x.dtype
+    return (decode_in_chains, chained_first, chained_layer) if fits else None

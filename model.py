@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -363,19 +363,15 @@ class Linear(nn.Linear):
 
     multiply = staticmethod(linear_int8)  # or what computes the same
 
-    def __init__(self, *sizes: int, **options):
-        super().__init__(*sizes, **options)
-        self.register_parameter("scale", None)
-
     def quantize(self) -> None:
         codes = torch.empty_like(self.weight, dtype=torch.int8)
         scale = torch.empty_like(self.weight[:, :1], dtype=torch.float32)
-        for rows, *out in zip(*(x.split(256) for x in (self.weight, codes, scale)), strict=True):  # in caches
-            out[0][:], out[1][:] = quantize_int8(rows)
+        for i in range(0, len(codes), 256):  # rows that caches hold
+            codes[i : i + 256], scale[i : i + 256] = quantize_int8(self.weight[i : i + 256])
         self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scale is None:
+        if self.weight.dtype != torch.int8:
             return super().forward(x)
         return self.multiply(x, self.weight, self.scale, self.bias)
 
@@ -514,40 +510,36 @@ class Llama(nn.Module):
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def part_slots(model: Llama, i: int, names: Collection[str]) -> dict[str, Tensor]:
-    """weight_slots of layer i alone; of i = -1, of what lies in none."""
+def weight_slots(
+    model: Llama, names: Collection[str] = ("model.embed_tokens.weight",), parts: Iterable | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Where each Hugging Face tensor goes: its name, and a view of the parameter (or part of a fused one).
+
+    names: those of the files: a tied model's one matrix may have either of two. parts: of `allocated`."""
     c, embeddings = model.config, "model.embed_tokens.weight"
-    if i < 0:
-        first = embeddings if not c.tied or embeddings in names else "lm_head.weight"
-        slots = {first: model.tok_embeddings.weight, "model.norm.weight": model.norm.weight}
-        return slots if c.tied else slots | {"lm_head.weight": model.output.weight}
-    layer, slots = model.layers[i], {}
-    attention, mlp = layer.attention, layer.feed_forward
-    modules = {  # the names that a module's rows have, and how many rows each takes (None: all)
-        layer.attention_norm: {"input_layernorm": None},
-        layer.ffn_norm: {"post_attention_layernorm": None},
-        attention.q_norm: {"self_attn.q_norm": None},
-        attention.k_norm: {"self_attn.k_norm": None},
-        attention.wo: {"self_attn.o_proj": None},
-        mlp.w2: {"mlp.down_proj": None},
-        attention.wqkv: {f"self_attn.{x}_proj": n for x, n in zip("qkv", attention.widths, strict=True)},
-        mlp.w13: {"mlp.gate_proj": c.ffn_dim, "mlp.up_proj": c.ffn_dim},
-    }
-    if c.family == "phi3":
-        modules |= {attention.wqkv: {"self_attn.qkv_proj": None}, mlp.w13: {"mlp.gate_up_proj": None}}
-    for module, names in modules.items():
-        for kind, parameter in module.named_parameters():
-            parts = parameter.split([n or len(parameter) for n in names.values()])
-            slots |= {f"model.layers.{i}.{x}.{kind}": t for x, t in zip(names, parts, strict=True)}
-    return slots
-
-
-def weight_slots(model: Llama, names: Collection[str] = ("model.embed_tokens.weight",)) -> dict[str, Tensor]:
-    """Where each Hugging Face tensor goes: name -> a view of the parameter (or of a part of a fused one).
-
-    names: those of the files: a tied model's one matrix may have either of two."""
-    parts = (part_slots(model, i, names).items() for i in range(-1, len(model.layers)))
-    return dict(chain.from_iterable(parts))
+    first = embeddings if not c.tied or embeddings in names else "lm_head.weight"
+    for i, part in enumerate(parts or (None, *model.layers), -1):
+        if i < 0:
+            yield from {first: model.tok_embeddings.weight, "model.norm.weight": model.norm.weight}.items()
+            yield from () if c.tied else [("lm_head.weight", model.output.weight)]
+            continue
+        attention, mlp = part.attention, part.feed_forward
+        modules = {  # the names that a module's rows have, and how many rows each takes (None: all)
+            part.attention_norm: {"input_layernorm": None},
+            part.ffn_norm: {"post_attention_layernorm": None},
+            attention.q_norm: {"self_attn.q_norm": None},
+            attention.k_norm: {"self_attn.k_norm": None},
+            attention.wo: {"self_attn.o_proj": None},
+            mlp.w2: {"mlp.down_proj": None},
+            attention.wqkv: {f"self_attn.{x}_proj": n for x, n in zip("qkv", attention.widths, strict=True)},
+            mlp.w13: {"mlp.gate_proj": c.ffn_dim, "mlp.up_proj": c.ffn_dim},
+        }
+        if c.family == "phi3":
+            modules |= {attention.wqkv: {"self_attn.qkv_proj": None}, mlp.w13: {"mlp.gate_up_proj": None}}
+        for module, rows in modules.items():
+            for kind, parameter in module.named_parameters():
+                views = parameter.split([n or len(parameter) for n in rows.values()])
+                yield from zip((f"model.layers.{i}.{x}.{kind}" for x in rows), views, strict=True)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -664,7 +656,7 @@ def copy_local_part(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConf
 
 def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]) -> None:
     """Raises UserError for the first tensor of the files that is not the model's, or that they lack."""
-    slots, unused = weight_slots(model, headers), {"lm_head.weight"} if model.config.tied else set()
+    slots, unused = dict(weight_slots(model, headers)), {"lm_head.weight"} if model.config.tied else set()
     for name, (file, shape, dtype) in headers.items():
         fault = ""
         if name not in slots and name not in unused and not name.endswith("rotary_emb.inv_freq"):
@@ -699,15 +691,14 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Cal
         check_weights(folder, Llama(config), headers)
     model, rank = outline(config, device, dtype, bool(fold)), ranks()[0]
     model.fingerprint = fingerprint(files)
-    for i, _ in enumerate(allocated(model, device, fold), -1):
-        for name, slot in part_slots(model, i, headers).items():
-            file = headers[name][0]
-            with safe_open(file, "pt") as tensors:  # opened for each, so that its pages leave memory again
-                copy_local_part(tensors.get_tensor(name), slot, name, config, model.config)
-            if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
-                slot.zero_()  # one rank adds it to the sum
-            if not torch.stack(slot.aminmax()).isfinite().all():
-                raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
+    for name, slot in weight_slots(model, headers, allocated(model, device, fold)):
+        file = headers[name][0]
+        with safe_open(file, "pt") as tensors:  # opened for each, so that its pages leave the memory again
+            copy_local_part(tensors.get_tensor(name), slot, name, config, model.config)
+        if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
+            slot.zero_()  # one rank adds it to the sum
+        if not torch.stack(slot.aminmax()).isfinite().all():
+            raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
     return model
 
 

@@ -362,10 +362,10 @@ def test_named_shapes_have_published_parameter_counts():
 
 def test_checkpoint_round_trip_and_dtypes(tmp_path):
     model = tiny_model(tied=True)
-    slots = model_file.weight_slots(model)
+    slots = dict(model_file.weight_slots(model))
     save_checkpoint(model, tmp_path)
     loaded = load_model(tmp_path, CPU, torch.bfloat16)
-    for name, slot in model_file.weight_slots(loaded).items():
+    for name, slot in model_file.weight_slots(loaded):
         assert torch.equal(slot, slots[name].bfloat16()), name
     assert loaded.output.weight is loaded.tok_embeddings.weight
     slots["model.norm.weight"][0] += 1
