@@ -1679,14 +1679,14 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tens
     (M, K), N = x.shape, len(codes)
     check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.float32, N))
     check(x=(x, x.dtype, M, K), bias=(bias, x.dtype, N))
+    like = {"dtype": x.dtype, "device": x.device}
     if M > LINEAR_ROWS:
-        weight, BK = x.new_empty(N, K), min(power2(K), 4096)
+        weight, BK = torch.empty(N, K, **like), min(power2(K), 4096)
         _dequantize_kernel[N, cdiv(K, BK)](codes, scale, weight, K, BK)
         return torch.nn.functional.linear(x, weight, bias)
-    out, MP, BN = x.new_empty(M, N), min(power2(M, 16), 32), 32
-    BK, STAGES = (256, 5) if x.element_size() == 2 else (128, 3)
-    if M:
-        _linear_kernel[cdiv(M, MP), cdiv(N, BN)](
-            x, codes, scale, bias, out, M, N, K, MP, BN, BK, STAGES, num_warps=4, **overlapped(x.device)
-        )
+    out, MP, BN = torch.empty(M, N, **like), min(power2(M, 16), 32), 32
+    BK, STAGES = 512 // x.element_size(), 5 if MP * x.element_size() == 32 else 3  # at most 80 KB in flight
+    _linear_kernel[cdiv(M, MP), cdiv(N, BN)](
+        x, codes, scale, bias, out, M, N, K, MP, BN, BK, STAGES, num_warps=4, **overlapped(x.device)
+    )
     return out
