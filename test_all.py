@@ -5646,7 +5646,7 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     prompts, more = [random_ids(30), random_ids(20, 1)], [random_ids(4, 2), random_ids(4, 3)]
     engines = (make_engine(m, method, 2, 40, artifact) for m in (model, int8))
     truth, out = (logits_through(engine, prompts, more) for engine in engines)
-    assert error(out[0], truth[0]) < 0.1  # of the prompts: later a selection may be another
+    assert error(out[0], truth[0]) < 0.2  # of the prompts: later a selection may be another
     for linear in (linear for layer in model.layers for linear in layer.linears()):  # folded by now
         linear.quantize()
     for a, b in zip(model.layers.parameters(), int8.layers.parameters(), strict=True):
