@@ -1302,8 +1302,8 @@ class Candidate:
     def load(self, args: argparse.Namespace, capacity: int = 0) -> Llama:
         """The model, of the candidate's own folder where it names one."""
         own = {"checkpoint": self.folder or args.checkpoint, "weights": self.weights}
-        options = self.used.get(capacity, self.options)
-        return load(argparse.Namespace(**vars(args) | own), method=self.method, options=options)[0]
+        args = argparse.Namespace(**vars(args) | own)
+        return load(args, True, generate.fold_of(self.method, self.used.get(capacity, self.options), args))[0]
 
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
         """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows

@@ -428,18 +428,15 @@ def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or 
 
 
 def fold_of(method: str, options: dict, args: argparse.Namespace) -> Callable | None:
-    """With --weights int8: what folds a method into a layer before its weights are quantised."""
+    """With --weights int8: what folds a method into layer i of a model, before its weights are quantised."""
     settings, artifact = settings_from(method, options), lru_cache(partial(artifact_for, method, args=args))
     fold_all = METHODS[method].fold_all
     return args.weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
 
 
-def load(
-    args: argparse.Namespace, needs_tokenizer: bool = True, method: str = "dense", options: dict | None = None
-) -> tuple[Llama, object]:
-    """The model and its tokenizer; None for a tokenizer that cannot be had and is not needed. Weights in int8
-    serve this method only."""
-    (device, dtype), fold = device_and_dtype(args), fold_of(method, options or {}, args)
+def load(args, needs_tokenizer: bool = True, fold: Callable | None = None) -> tuple[Llama, object]:
+    """The model and its tokenizer (None where it cannot be had, nor is needed). fold: what fold_of gives."""
+    device, dtype = device_and_dtype(args)
     if args.random_weights:
         return model_file.random_model(args.random_weights, device, dtype, args.seed, fold), None
     if not args.checkpoint.is_dir():
@@ -912,7 +909,8 @@ def print_answers(asks: list[str], answers: list[str], method: str, dense: list[
 
 def run_generate(args: argparse.Namespace) -> None:
     options = chosen_settings(args, args.method)
-    model, tokenizer = load(args, asks_for_text(args) or not random_ids(args), args.method, options)
+    needs_tokenizer, fold = asks_for_text(args) or not random_ids(args), fold_of(args.method, options, args)
+    model, tokenizer = load(args, needs_tokenizer, fold)
     if args.interactive:
         return run_interactive(args, model, tokenizer)
     prompts, rows, asks = read_prompts(args, model, tokenizer)
@@ -923,7 +921,7 @@ def run_generate(args: argparse.Namespace) -> None:
     prompts = [prompts[i % len(prompts)] for i in range(rows)]
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
         # Dense goes first: building a method's caches may change the weights. In int8 they are changed now.
-        plain = load(args)[0] if args.weights else model
+        plain = load(args, fold=fold_of("dense", {}, args))[0] if args.weights else model
         engine = build_engine(plain, args, *prepare(plain, "dense", {}, args, rows, capacity))
         dense = run_prompts(engine, prompts, asks, args, tokenizer).answers
         del engine, plain

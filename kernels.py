@@ -1641,6 +1641,7 @@ def _linear_kernel(
     MP: tl.constexpr,  # rows of a program
     BN: tl.constexpr,  # outputs of a program
     BK: tl.constexpr,  # inputs of a tile
+    EVEN: tl.constexpr,  # is K whole tiles?
     STAGES: tl.constexpr,  # tiles in flight
 ):
     """out = x (codes * scale)^T + bias. The programs of the same outputs lie side by side."""
@@ -1649,12 +1650,18 @@ def _linear_kernel(
     x_at = x_p + m.to(tl.int64)[:, None] * K
     codes_at = codes_p + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
     _wait_for_previous()
-    out = tl.zeros([MP, BN], tl.float32)
+    out = tl.zeros([MP, BN] if MP > 1 else [BN, BK], tl.float32)
     for first in tl.range(0, K, BK, num_stages=STAGES):
         k = first + tl.arange(0, BK)[None, :]
-        x = tl.load(x_at + k, mask=(m < M)[:, None] & (k < K), other=0.0)
-        codes = tl.load(codes_at + k, mask=k < K, other=0)
-        out = tl.dot(x, tl.trans(codes.to(x.dtype)), out, input_precision="ieee")
+        inside = (k < K) | EVEN
+        x = tl.load(x_at + k, mask=(m < M)[:, None] & inside, other=0.0)
+        codes = tl.load(codes_at + k, mask=inside, other=0)
+        if MP > 1:
+            out = tl.dot(x, tl.trans(codes.to(x.dtype)), out, input_precision="ieee")
+        else:  # one row is faster without tensor cores
+            out += codes.to(tl.float32) * x.to(tl.float32)
+    if MP == 1:
+        out = tl.sum(out, 1)[None, :]
     _let_next_begin()
     out *= tl.load(scale_p + n, mask=n < N, other=0.0)[None, :]
     if bias_p is not None:
@@ -1684,9 +1691,15 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tens
         weight, BK = torch.empty(N, K, **like), min(power2(K), 4096)
         _dequantize_kernel[N, cdiv(K, BK)](codes, scale, weight, K, BK)
         return torch.nn.functional.linear(x, weight, bias)
-    out, MP, BN = torch.empty(M, N, **like), min(power2(M, 16), 32), 32
-    BK, STAGES = 512 // x.element_size(), 5 if MP * x.element_size() == 32 else 3  # at most 80 KB in flight
+    out, MP = torch.empty(M, N, **like), 1 if M == 1 else min(power2(M, 16), 32)
+    # Where outputs are many, programs of more outputs come in fewer waves.
+    BN, BK, STAGES = (64, 256, 3) if N > 8192 else (32, 256, 5 if MP == 16 else 3)
+    if MP == 1:
+        BN, BK, STAGES = 8, 1024, 3
+    elif x.element_size() == 4:
+        BN, BK, STAGES = 32, 128, 3
     _linear_kernel[cdiv(M, MP), cdiv(N, BN)](
-        x, codes, scale, bias, out, M, N, K, MP, BN, BK, STAGES, num_warps=4, **overlapped(x.device)
-    )
+        x, codes, scale, bias, out, M, N, K, MP, BN, BK, K % BK == 0, STAGES, num_warps=4,
+        **overlapped(x.device),
+    )  # fmt: skip
     return out

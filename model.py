@@ -702,9 +702,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Cal
     return model
 
 
-def random_model(
-    name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, fold: Callable | None = None
-) -> Llama:
+def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, fold=None) -> Llama:
     """A model of a published shape with random weights, for benchmarks; it takes a million tokens."""
     model = outline(replace(SHAPES[name], max_positions=1 << 20), device, dtype, bool(fold))
     generator = torch.Generator(device).manual_seed(seed)
