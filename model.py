@@ -366,8 +366,9 @@ class Linear(nn.Linear):
     def quantize(self) -> None:
         codes = torch.empty_like(self.weight, dtype=torch.int8)
         scale = torch.empty_like(self.weight[:, :1], dtype=torch.float32)
-        for i in range(0, len(codes), 256):  # rows that caches hold
-            codes[i : i + 256], scale[i : i + 256] = quantize_int8(self.weight[i : i + 256])
+        n = max(1, (1 << 19) // codes.shape[1])  # rows at once, which a CPU's caches hold
+        for i in range(0, len(codes), n):
+            codes[i : i + n], scale[i : i + n] = quantize_int8(self.weight[i : i + n])
         self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
 
     def forward(self, x: Tensor) -> Tensor:
