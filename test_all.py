@@ -1195,7 +1195,8 @@ def biased_model(size: float) -> Llama:
     return model
 
 
-KEEP_ALL, HALF_OF_THEM = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5, "skip_as": "latent"}
+KEEP_ALL, HALF_KEPT = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5}
+HALF_OF_THEM = HALF_KEPT | {"skip_as": "latent"}
 BIASED = {  # size of the biases -> options, the largest KL of centred keys, the least one of others
     30: [
         (HALF_OF_THEM | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02),
@@ -1221,6 +1222,9 @@ def test_sals_centres_keys_of_large_biases(size):
         return logits_through(engine, [ids[:600]], [ids[600:]]).log_softmax(-1)
 
     dense = run("dense")
+    for method, options, most in (("topk", HALF_KEPT, 2e-4), ("lrqk", {"k": 236}, 2e-3), ("quest", HALF_KEPT, 3e-3)):
+        other = run(method, **options)
+        assert (dense.exp() * (dense - other)).sum(-1).mean() < most, method
     for options, most, least in BIASED[size]:
         logits = (run("sals", fit, **options) for fit in fits[: 1 + (least > 0)])
         near, *far = ((dense.exp() * (dense - other)).sum(-1).mean() for other in logits)
