@@ -1209,11 +1209,11 @@ class Watched:
     def __getattr__(self, name: str):
         return getattr(self.cache, name)  # the ledger is the cache's own
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         self.sums.zero_()  # forgets what a graph's warm-up saw
         if k.shape[-1] == self.keys.shape[-1]:  # EliteKV's keys are others, and it attends all
-            self.keys[row, :, : len(k)] = self.cache.rope(k, slice(0, len(k))).transpose(0, 1)
-        return self.cache.prefill(row, q, k, *rest)
+            self.keys[row, :, span] = self.cache.rope(k, span).transpose(0, 1)
+        return self.cache.extend(row, span, q, k, *rest)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         if k.shape[-1] == self.keys.shape[-1]:
@@ -1685,7 +1685,7 @@ def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool
     caches = method.build(llama, settings_from(name, settings), context, artifact)
     layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
     prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=dtype, device=device))
-    layer.attention.attended(prompt, lambda *parts: cache.prefill(0, *parts))
+    layer.attention.attended(prompt, partial(cache.extend, 0, slice(0, S - 1)))
     for buffer in cache.buffers():
         if buffer.shape[:1] == (B,):
             buffer[1:] = buffer[:1]  # all rows are alike

@@ -160,9 +160,17 @@ class Engine:
     any prompt is read; the graph is right for every length, because lengths are read on the device."""
 
     def __init__(
-        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False
+        self,
+        model: Llama,
+        caches: list,
+        context: Context,
+        sampling: Sampling,
+        compiled: bool = False,
+        graphed: bool = False,
+        chunk: int = 0,
     ):
         self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
+        self.chunk = chunk or context.capacity  # tokens of a row that are read at once
         self.tokens = torch.zeros(context.batch_size, dtype=torch.int64, device=context.device)
         self.pos = torch.zeros(context.batch_size, dtype=torch.int32, device=context.device)
         shape = (context.batch_size, model.config.vocab_size)
@@ -216,29 +224,32 @@ class Engine:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Reads one prompt a row; afterwards `tokens` holds each row's first new token."""
-        bar = Progress("prefill", len(prompts) * len(self.model.layers))
+        self.pos.zero_()
+        self.feed(prompts)
+
+    def feed(self, prompts: list[list[int]]) -> None:
+        """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
+        n, pending = self.chunk, self.tokens.clone()
+        chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
+        bar = Progress("reading", len(chunks) * len(self.model.layers))
         hooks = [layer.attention.register_forward_hook(lambda *_: bar.tick()) for layer in self.model.layers]
-        for row, prompt in enumerate(prompts):
-            ids = torch.tensor(prompt, device=self.context.device)
-            self.logits[row] = self.model.prefill(ids, row, self.caches)
-            self.pos[row] = len(prompt)
+        for row, ids in chunks:
+            tokens = torch.tensor(ids, device=self.context.device)
+            self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches)
+            self.pos[row] += len(ids)
         for hook in hooks:
             hook.remove()
         bar.close()
         self.check_logits()
         self._sample()
+        fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
+        self.tokens.copy_(self.tokens.where(fed, pending))
 
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
         if not self.logits.isfinite().all():
             kind = next(name for name, dtype in DTYPES.items() if dtype == self.logits.dtype)
             raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
-
-    def feed(self, ids: list[int]) -> None:
-        """Reads more of the prompt, the same for every row, token by token through the cache."""
-        for token in tracked("reading", ids):
-            self.tokens.fill_(token)
-            self.step()
 
 
 @dataclass
@@ -535,14 +546,14 @@ def build_engine(
     compiled = graphed if args.compile is None else args.compile
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     try:
-        return Engine(model, caches, context, sampling, compiled, graphed)
+        return Engine(model, caches, context, sampling, compiled, graphed, args.prefill_chunk)
     except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
         first, *output = str(error).split("\nOutput:\n")  # what a C++ compiler said
         cause = ": ".join(text.split("\n")[0] for text in (first, *output))
         if args.compile:
             raise UserError(f"--compile failed ({cause}); use --no-compile") from error
     print(f"note: the step is not compiled ({cause})", file=sys.stderr)
-    return Engine(model, caches, context, sampling, False, graphed)
+    return Engine(model, caches, context, sampling, False, graphed, args.prefill_chunk)
 
 
 def run_prompts(
@@ -570,7 +581,7 @@ def run_prompts(
         output = Output([[] for _ in prompts])
         for ask in asks:
             ids, started = tokenizer.encode_continuation("\n" + ask), time.time()
-            engine.feed(ids)
+            engine.feed([ids])
             synchronize(engine.context.device)
             feed_s = time.time() - started
             part = decode_rows(engine, args.max_new_tokens, stops)
@@ -792,6 +803,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "stop where this text is complete; its beginning may remain (default with --ask: a line end)"
     parser.option("--stop", str, None, about, metavar="TEXT")
     parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
+    about = "tokens of a prompt that are read at once; fewer take less memory (0: all)"
+    parser.option("--prefill_chunk", whole(0), 0, about)
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
     parser.option("--temperature", finite, 0.0, "0 is greedy")
@@ -959,7 +972,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
             ids = read_history()
         check_lengths([ids], args.max_new_tokens, capacity, model.config)
         if held and ids[:held] == transcript[:held]:
-            engine.feed(ids[held:])
+            engine.feed([ids[held:]])
         else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
         emit, finish = streamer(tokenizer, () if args.chat else ids)
