@@ -19,7 +19,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -83,15 +83,6 @@ class Progress:
         if self is Progress.outer:
             Progress.outer = None
         self.clear()
-
-
-def tracked(label: str, items: Collection) -> Iterator:
-    """The items, one by one, with a progress bar."""
-    bar = Progress(label, len(items))
-    for item in items:
-        yield item
-        bar.tick()
-    bar.close()
 
 
 def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
@@ -160,17 +151,9 @@ class Engine:
     any prompt is read; the graph is right for every length, because lengths are read on the device."""
 
     def __init__(
-        self,
-        model: Llama,
-        caches: list,
-        context: Context,
-        sampling: Sampling,
-        compiled: bool = False,
-        graphed: bool = False,
-        chunk: int = 0,
+        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False
     ):
         self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
-        self.chunk = chunk or context.capacity  # tokens of a row that are read at once
         self.tokens = torch.zeros(context.batch_size, dtype=torch.int64, device=context.device)
         self.pos = torch.zeros(context.batch_size, dtype=torch.int32, device=context.device)
         shape = (context.batch_size, model.config.vocab_size)
@@ -229,7 +212,7 @@ class Engine:
 
     def feed(self, prompts: list[list[int]]) -> None:
         """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
-        n, pending = self.chunk, self.tokens.clone()
+        n, pending = self.model.PROMPT_CHUNK, self.tokens.clone()
         chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
         bar = Progress("reading", len(chunks) * len(self.model.layers))
         hooks = [layer.attention.register_forward_hook(lambda *_: bar.tick()) for layer in self.model.layers]
@@ -546,14 +529,14 @@ def build_engine(
     compiled = graphed if args.compile is None else args.compile
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     try:
-        return Engine(model, caches, context, sampling, compiled, graphed, args.prefill_chunk)
+        return Engine(model, caches, context, sampling, compiled, graphed)
     except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
         first, *output = str(error).split("\nOutput:\n")  # what a C++ compiler said
         cause = ": ".join(text.split("\n")[0] for text in (first, *output))
         if args.compile:
             raise UserError(f"--compile failed ({cause}); use --no-compile") from error
     print(f"note: the step is not compiled ({cause})", file=sys.stderr)
-    return Engine(model, caches, context, sampling, False, graphed, args.prefill_chunk)
+    return Engine(model, caches, context, sampling, False, graphed)
 
 
 def run_prompts(
@@ -803,8 +786,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "stop where this text is complete; its beginning may remain (default with --ask: a line end)"
     parser.option("--stop", str, None, about, metavar="TEXT")
     parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
-    about = "tokens of a prompt that are read at once; fewer take less memory (0: all)"
-    parser.option("--prefill_chunk", whole(0), 0, about)
+    parser.option(
+        "--prefill_chunk", whole(1), None, "tokens of a prompt that are read at once (default: all)"
+    )
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
     parser.option("--temperature", finite, 0.0, "0 is greedy")
@@ -904,6 +888,7 @@ def run_generate(args: argparse.Namespace) -> None:
         model = model_file.random_model(args.random_weights, *device_and_dtype(args), args.seed)
     else:
         model, tokenizer = load(args, needs_tokenizer=asks_for_text(args) or not random_ids(args))
+    model.PROMPT_CHUNK = args.prefill_chunk or model.PROMPT_CHUNK
     if args.interactive:
         return run_interactive(args, model, tokenizer)
     prompts, rows, asks = read_prompts(args, model, tokenizer)

@@ -2425,16 +2425,16 @@ def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options,
 
 
 @pytest.mark.parametrize(
-    "where, size", [(Llama, "MLP_CHUNK"), (model_file, "QUERY_CHUNK"), (Engine, "chunk")]
+    "where", [(Llama, "MLP_CHUNK"), (Llama, "PROMPT_CHUNK"), (model_file, "QUERY_CHUNK")]
 )
-def test_long_prompts_are_read_in_chunks(where, size, monkeypatch):
-    """Up to the capacity's end; by the MLP, by attention over a past, or by all of the model."""
-    engines = whole, parts = [make_engine(tiny_model(), "dense", 1, 30) for _ in range(2)]
+def test_long_prompts_are_read_in_chunks(where, monkeypatch):
+    """Up to the capacity's end: by the MLP, by the whole model, by attention over a past."""
+    whole, parts = (make_engine(tiny_model(), "dense", 1, 30) for _ in range(2))
     whole.prefill([random_ids(30)])
-    monkeypatch.setattr(*((parts, "chunk") if where is Engine else (where, size)), 7)
+    monkeypatch.setattr(*where, 7)
     parts.prefill([random_ids(30)[:5]])
     parts.feed([random_ids(30)[5:]])
-    assert error(parts.logits, whole.logits) < 1e-5 and [int(e.pos[0]) for e in engines] == [30, 30]
+    assert error(parts.logits, whole.logits) < 1e-5 and torch.equal(parts.pos, whole.pos)
 
 
 def test_a_follow_up_of_one_row_leaves_the_others_as_they_are():
