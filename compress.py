@@ -699,8 +699,8 @@ class Cache(nn.Module):
         self.context, self.config, self.rope = context, context.config, context.rope
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        """Tokens of an entry at positions `span`, a prompt's or later ones: they attend exactly one another,
-        and all that is kept of the past."""
+        """Tokens of an entry at positions `span`, a prompt's or later ones. They attend one another and what
+        is kept of the past, exactly."""
         q, rotated = self.rope(q, span), self.rope(k, span)
         keys, values = rotated, v
         if span.start:
@@ -767,10 +767,6 @@ class DenseCache(Cache):
         """Queries or keys [..., H, D] after RoPE as they are multiplied and kept, [..., H, width]."""
         return x
 
-    def from_stored_basis(self, x: Tensor) -> Tensor:
-        """The inverse."""
-        return x
-
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         """Stores tokens, of k, v [n, Hkv, D] after RoPE; where: as stores have it."""
         self.keys.write(where, self.to_stored_basis(k))
@@ -780,7 +776,7 @@ class DenseCache(Cache):
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
-        return self.from_stored_basis(self.keys.past(batch, n)), self.values.past(batch, n)
+        return self.keys.past(batch, n), self.values.past(batch, n)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         self.write((batch, span), k, v)
@@ -1188,7 +1184,9 @@ class SalsCache(Cache):
         stores = zip(self.window, (self.keys, self.values), strict=True)
         return tuple(window.overlay(batch, store.past(batch, n)) for window, store in stores)
 
-    def write_chunk(self, batch: int, span: slice, q, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor):
+    def write_chunk(
+        self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor
+    ) -> None:
         self.write((batch, span), self.latent(raw, *folded), k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
@@ -1620,8 +1618,9 @@ class LokiCache(DenseCache):
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
         return (grouped @ self.basis[..., : self.width]).flatten(-3, -2)
 
-    def from_stored_basis(self, x: Tensor) -> Tensor:
-        return torch.einsum("...hc,hdc->...hd", x, self.basis[..., : self.width])
+    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().past(batch, n)
+        return torch.einsum("nhc,hdc->nhd", keys, self.basis[..., : self.width]), values
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
@@ -2194,21 +2193,16 @@ class H2oCache(DenseCache):
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         c, places = self.config, self.context.positions[span]
-        held = (batch, slice(None), slice(0, min(span.start, self.count)))  # the slots that are taken
-        keys, values, position = (  # of what is kept of the past, then of the new tokens: [Hkv, N, ...]
-            torch.cat((stored[held], new.transpose(0, 1)), 1)
-            for stored, new in (
-                (self.keys.rows, k),
-                (self.values.rows, v),
-                (self.position, places[:, None].expand(-1, c.n_kv_heads)),
-            )
-        )
+        # What is kept of the past, in slots from 0 on, and the new tokens: [Hkv, N, ...] each.
+        held, new = min(span.start, self.count), (k, v, places[:, None].expand(-1, c.n_kv_heads))
+        pairs = zip((self.keys.rows, self.values.rows, self.position), new, strict=True)
+        keys, values, position = (torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs)
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ keys[:, None].mT).float() * c.head_dim**-0.5  # [Hkv, G, W, N]
         later = position[:, None, None] > places[-last.shape[2] :, None]
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
         attention = self.weights(logits.masked_fill(later, -torch.inf)[None], zero, zero)[0].sum((1, 2))
-        attention[:, : held[2].stop] += self.attention[held]
+        attention[:, :held] += self.attention[batch, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
         n = kept.shape[1]
@@ -2741,16 +2735,18 @@ class ShadowKvCache(Cache):
         values = self.host_v[batch, :, self.context.positions[:n]].transpose(0, 1)
         return self.rings[0].overlay(batch, keys), values
 
-    def write_chunk(self, batch: int, span: slice, q, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor):
-        flat, begun = raw.flatten(1), span.start % self.chunk  # tokens of a chunk that are in the ring
+    def write_chunk(
+        self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor
+    ) -> None:
+        flat, first = raw.flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
         if not span.start:
             gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
             self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
         self.latent[batch, span] = flat @ self.basis[batch]
-        slots = self.context.positions[span.start - begun : span.start] % self.z
-        keys = torch.cat((self.rings[0].rows[batch, :, slots].transpose(0, 1), k))
+        begun = self.context.positions[first * self.chunk : span.start] % self.z  # its tokens in the ring
+        keys = torch.cat((self.rings[0].rows[batch, :, begun].transpose(0, 1), k))
         chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
-        landmark, first = chunks.mean(1), span.start // self.chunk  # [n, Hkv, D]
+        landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
         if not span.start:
             likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
