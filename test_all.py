@@ -821,10 +821,22 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     near = (past[0] - k_all[:40][: len(past[0])]).abs().amax(-1) < 1e-5  # [n, Hkv]
     assert torch.equal(near, exact.get(method, near).expand_as(near))
     out = cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
+    if method in ("h2o", "keyformer"):  # slots still know whose keys they hold
+        kept = k_all.gather(0, cache.position[0].T.long()[..., None].expand(-1, -1, 16))
+        assert error(cache.keys.past(0, 57), kept) < 1e-6 and kept.shape[0] == 24
     k_all, v_all = (torch.cat(pair) for pair in zip(past, (k_all[40:], v[40:]), strict=True))
     live = torch.arange(len(k_all)) < len(past[0]) + 1 + torch.arange(17)[:, None]
     keys, values = (x.transpose(0, 1).expand(17, -1, -1, -1) for x in (k_all, v_all))
     assert error(out, attend(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
+
+
+def test_a_window_writes_each_of_its_slots_once():
+    context = Context(tiny_model(), 1, 60)
+    for x, z, start, stop in itertools.product((0, 1, 4), (1, 8), (0, 2, 4, 7, 30), (31, 33, 60)):
+        window = compress.Window(context, 1, 16, x, z)
+        kept = window.kept(slice(start, stop))
+        assert kept.tolist() == [p for p in range(start, stop) if p < x or p >= stop - z]
+        assert len(set(window.slot(kept).tolist())) == len(kept)
 
 
 SELECTIVE = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "keep": 0.0}
