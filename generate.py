@@ -19,7 +19,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -83,15 +83,6 @@ class Progress:
         if self is Progress.outer:
             Progress.outer = None
         self.clear()
-
-
-def tracked(label: str, items: Collection) -> Iterator:
-    """The items, one by one, with a progress bar."""
-    bar = Progress(label, len(items))
-    for item in items:
-        yield item
-        bar.tick()
-    bar.close()
 
 
 def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
@@ -219,29 +210,32 @@ class Engine:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Reads one prompt a row; afterwards `tokens` holds each row's first new token."""
-        bar = Progress("prefill", len(prompts) * len(self.model.layers))
+        self.pos.zero_()
+        self.feed(prompts)
+
+    def feed(self, prompts: list[list[int]]) -> None:
+        """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
+        n, pending = self.model.PROMPT_CHUNK, self.tokens.clone()
+        chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
+        bar = Progress("reading", len(chunks) * len(self.model.layers))
         hooks = [layer.attention.register_forward_hook(lambda *_: bar.tick()) for layer in self.model.layers]
-        for row, prompt in enumerate(prompts):
-            ids = torch.tensor(prompt, device=self.context.device)
-            self.logits[row] = self.model.prefill(ids, row, self.caches)
-            self.pos[row] = len(prompt)
+        for row, ids in chunks:
+            tokens = torch.tensor(ids, device=self.context.device)
+            self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches)
+            self.pos[row] += len(ids)
         for hook in hooks:
             hook.remove()
         bar.close()
         self.check_logits()
         self._sample()
+        fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
+        self.tokens.copy_(self.tokens.where(fed, pending))
 
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
         if not self.logits.isfinite().all():
             kind = next(name for name, dtype in DTYPES.items() if dtype == self.logits.dtype)
             raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
-
-    def feed(self, ids: list[int]) -> None:
-        """Reads more of the prompt, the same for every row, token by token through the cache."""
-        for token in tracked("reading", ids):
-            self.tokens.fill_(token)
-            self.step()
 
 
 @dataclass
@@ -582,7 +576,7 @@ def run_prompts(
         output = Output([[] for _ in prompts])
         for ask in asks:
             ids, started = tokenizer.encode_continuation("\n" + ask), time.time()
-            engine.feed(ids)
+            engine.feed([ids])
             synchronize(engine.context.device)
             feed_s = time.time() - started
             part = decode_rows(engine, args.max_new_tokens, stops)
@@ -814,6 +808,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "stop where this text is complete; its beginning may remain (default with --ask: a line end)"
     parser.option("--stop", str, None, about, metavar="TEXT")
     parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
+    parser.option(
+        "--prefill_chunk", whole(1), None, "tokens of a prompt that are read at once (default: all)"
+    )
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
     parser.option("--temperature", finite, 0.0, "0 is greedy")
@@ -911,6 +908,7 @@ def run_generate(args: argparse.Namespace) -> None:
     options = chosen_settings(args, args.method)
     needs_tokenizer, fold = asks_for_text(args) or not random_ids(args), fold_of(args.method, options, args)
     model, tokenizer = load(args, needs_tokenizer, fold)
+    model.PROMPT_CHUNK = args.prefill_chunk or model.PROMPT_CHUNK
     if args.interactive:
         return run_interactive(args, model, tokenizer)
     prompts, rows, asks = read_prompts(args, model, tokenizer)
@@ -922,6 +920,7 @@ def run_generate(args: argparse.Namespace) -> None:
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
         # Dense goes first: building a method's caches may change the weights. In int8 they are changed now.
         plain = load(args, fold=fold_of("dense", {}, args))[0] if args.weights else model
+        plain.PROMPT_CHUNK = model.PROMPT_CHUNK
         engine = build_engine(plain, args, *prepare(plain, "dense", {}, args, rows, capacity))
         dense = run_prompts(engine, prompts, asks, args, tokenizer).answers
         del engine, plain
@@ -979,7 +978,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
             ids = read_history()
         check_lengths([ids], args.max_new_tokens, capacity, model.config)
         if held and ids[:held] == transcript[:held]:
-            engine.feed(ids[held:])
+            engine.feed([ids[held:]])
         else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
         emit, finish = streamer(tokenizer, () if args.chat else ids)
