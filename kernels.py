@@ -1628,6 +1628,15 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
 LINEAR_ROWS = 64  # at most so many rows read the codes; more are worth a weight in their own dtype
 
 
+def linear_config(M: int, N: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(rows, outputs and inputs of a tile, tiles in flight). Where outputs are many, larger tiles come in
+    fewer waves."""
+    if M == 1:
+        return 1, 8, 1024, 3
+    MP, BK = min(power2(M, 16), 32), 512 // itemsize
+    return (MP, 64, BK, 3) if N > 8192 else (MP, 32, BK, 5 if MP == 16 else 3)
+
+
 @jit
 def _linear_kernel(
     x_p,  # [M, K]
@@ -1691,15 +1700,9 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tens
         weight, BK = torch.empty(N, K, **like), min(power2(K), 4096)
         _dequantize_kernel[N, cdiv(K, BK)](codes, scale, weight, K, BK)
         return torch.nn.functional.linear(x, weight, bias)
-    out, MP = torch.empty(M, N, **like), 1 if M == 1 else min(power2(M, 16), 32)
-    # Where outputs are many, programs of more outputs come in fewer waves.
-    BN, BK, STAGES = (64, 256, 3) if N > 8192 else (32, 256, 5 if MP == 16 else 3)
-    if MP == 1:
-        BN, BK, STAGES = 8, 1024, 3
-    elif x.element_size() == 4:
-        BN, BK, STAGES = 32, 128, 3
+    out, (MP, BN, BK, STAGES) = torch.empty(M, N, **like), linear_config(M, N, x.element_size())
+    sizes = M, N, K, MP, BN, BK, K % BK == 0, STAGES
     _linear_kernel[cdiv(M, MP), cdiv(N, BN)](
-        x, codes, scale, bias, out, M, N, K, MP, BN, BK, K % BK == 0, STAGES, num_warps=4,
-        **overlapped(x.device),
-    )  # fmt: skip
+        x, codes, scale, bias, out, *sizes, num_warps=4, **overlapped(x.device)
+    )
     return out
