@@ -1641,7 +1641,7 @@ def linear_config(M: int, N: int, itemsize: int) -> tuple[int, int, int, int]:
 def _linear_kernel(
     x_p,  # [M, K]
     codes_p,  # [N, K] int8
-    scale_p,  # [N] fp32
+    scale_p,  # [N] bf16
     bias_p,  # [N], or None
     out_p,  # [M, N]
     M,
@@ -1672,7 +1672,7 @@ def _linear_kernel(
     if MP == 1:
         out = tl.sum(out, 1)[None, :]
     _let_next_begin()
-    out *= tl.load(scale_p + n, mask=n < N, other=0.0)[None, :]
+    out *= tl.load(scale_p + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if bias_p is not None:
         out += tl.load(bias_p + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     at = out_p + m.to(tl.int64)[:, None] * N + n[None, :]
@@ -1683,17 +1683,18 @@ def _linear_kernel(
 def _dequantize_kernel(codes_p, scale_p, weight_p, K, BK: tl.constexpr):
     """weight [N, K] = codes [N, K] * scale [N]."""
     n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK + tl.arange(0, BK)
-    weight = tl.load(codes_p + n * K + k, mask=k < K, other=0) * tl.load(scale_p + n)
+    codes = tl.load(codes_p + n * K + k, mask=k < K, other=0)
+    weight = codes.to(tl.float32) * tl.load(scale_p + n).to(tl.float32)
     tl.store(weight_p + n * K + k, weight.to(weight_p.dtype.element_ty), mask=k < K)
 
 
 @operator(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
 def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K] through a linear layer in int8 -> [M, N]: codes [N, K], scale [N] fp32, and bias [N] or None.
+    """x [M, K] through a linear layer in int8 -> [M, N]: codes [N, K], scale [N] bf16, and bias [N] or None.
 
     More than LINEAR_ROWS rows make a weight in x's dtype first. Truth: model.linear_int8."""
     (M, K), N = x.shape, len(codes)
-    check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.float32, N))
+    check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.bfloat16, N))
     check(x=(x, x.dtype, M, K), bias=(bias, x.dtype, N))
     like = {"dtype": x.dtype, "device": x.device}
     if M > LINEAR_ROWS:

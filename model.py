@@ -352,39 +352,42 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 # ------------------------------------------------------------------------------------------------ the network
 
 
-def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes of x and their scale, fp32, one for all numbers along dims: x = codes * scale."""
-    scale = x.float().abs().amax(dims, keepdim=True) / 127
+def quantize_int8(
+    x: Tensor, dims: tuple[int, ...] = (-1,), scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 codes of x and their scale, one for all numbers along dims: x = codes * scale."""
+    scale = (x.float().abs().amax(dims, keepdim=True) / 127).to(scale_dtype)
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
 def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times the weight codes * scale, int8 [N, K] and fp32 [N] -> [..., N] in x's dtype.
+    """x [..., K] times the weight codes * scale, int8 [N, K] and bf16 [N] -> [..., N] in x's dtype.
 
     A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so do many
     where there may be no instructions for bf16."""
     if x.device.type != "cpu":
-        return F.linear(x, torch.mul(codes, scale[:, None], out=x.new_empty(codes.shape)), bias)
+        return F.linear(x, codes * scale.to(x.dtype)[:, None], bias)
     rows = x.flatten(0, -2).bfloat16()
     if len(rows) > 32 and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        y = F.linear(rows, codes.bfloat16())
+        y = F.linear(rows, codes.bfloat16()) * scale
     else:
-        y = torch.ops.aten._weight_int8pack_mm(rows, codes, rows.new_ones(len(codes)))
-    y = y.view(*x.shape[:-1], -1) * scale
-    return (y if bias is None else y + bias).to(x.dtype)
+        y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)
+    y = y.view(*x.shape[:-1], -1).to(x.dtype)
+    return y if bias is None else y + bias
 
 
 class Linear(nn.Linear):
-    """A linear layer. `quantize` makes its weight int8 codes, with a scale for each output."""
+    """A linear layer. `quantize` makes its weight int8 codes, with a scale in bf16 for each output."""
 
     multiply = staticmethod(linear_int8)  # or what computes the same
 
     def quantize(self) -> None:
         codes = torch.empty_like(self.weight, dtype=torch.int8)
-        scale = torch.empty_like(self.weight[:, :1], dtype=torch.float32)
+        scale = torch.empty_like(self.weight[:, :1], dtype=torch.bfloat16)
         n = max(1, (1 << 19) // codes.shape[1])  # rows at once, which a CPU's caches hold
         for i in range(0, len(codes), n):
-            codes[i : i + n], scale[i : i + n] = quantize_int8(self.weight[i : i + n])
+            rows = self.weight[i : i + n]
+            codes[i : i + n], scale[i : i + n] = quantize_int8(rows, scale_dtype=scale.dtype)
         self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
 
     def forward(self, x: Tensor) -> Tensor:
