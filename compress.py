@@ -904,7 +904,7 @@ class SalsSettings:
     score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
-    skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "int8", "dense"))
+    skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "dense"))
 
     @property
     def mixes_values(self) -> bool:
@@ -1236,17 +1236,12 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
     run = 1 if c.qkv_bias else block  # of a mean with a bias the logits may change from token to token
     tables = {n: mean_rotations(context, n) for n in {block, run}} if block else {}
     blocks = (block, tables[block], run, torch.cat(tables[run], -1)) if block else ()
-    shape = c.n_kv_heads, context.capacity, c.head_dim
 
     def cache(i: int) -> Cache:
         if i in skipped and settings.skip_as == "dense":
             return DenseCache(context)
         if i in skipped and settings.skip_as == "kivi":  # to rebuild all keys would take longer
             return DenseCache(context, *kivi_stores(context, 4, 32))
-        if i in skipped and settings.skip_as == "int8":
-            # V of the newest tokens, too, is in codes: 2 bits would cost more than the exact keys gain.
-            values = coded_store(context, shape, max(4, settings.bits))
-            return DenseCache(context, Int8Store(context, *shape), values)
         maps = sals_layer_maps(c, settings, artifact, i, context.device)
         return SalsCache(context, settings, i not in skipped, maps, blocks)
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
-from kernels import SMS, _half_at, _largest_sum, _split_rows, _wait_for_previous
+from kernels import SMS, _half_at, _largest_sum, _wait_for_previous
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -43,13 +43,13 @@ def attend(
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
     positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """kernels.attend. One kernel of this file attends all tokens where queries share keys in int8 or in
-    KIVI's codes (shares_keys). Another makes the logits of chosen tokens whose keys are rebuilt from latents
-    of all heads (streams_basis); kernels.attend does the rest. It also does all else, and paged storage."""
+    """kernels.attend. One kernel of this file attends all tokens where queries share keys in KIVI's codes
+    (shares_keys). Another makes the logits of chosen tokens whose keys are rebuilt from latents of all heads
+    (streams_basis); kernels.attend does the rest. It also does all else, and paged storage."""
     (B, Hq, D), Hkv = q.shape, values[0].shape[1]
     shared = streamed = False
-    if positions is None and index is None and kind in ("int8", "channels") and not window:
-        rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]  # alike, or none
+    if positions is None and index is None and kind == "channels" and not window:
+        rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]
         fits = rings and values[0].shape[3] * 8 // bits == D and shares_keys(q, Hq // Hkv, bits)
         shared = fits and aligned(*keys, *values)
     if positions is None and index is not None and kind == "latents" and index.ndim == 2:
@@ -429,29 +429,25 @@ def _ring_of(block, STAGES: gl.constexpr):
 
 @gluon.jit
 def _shared_keys_kernel(
-    keys,  # [B * Hkv * k_tokens, D] int8, or words of codes; these four in blocks of T rows
-    key_pairs,  # minimum and scale of 32 tokens' channels [B * Hkv * k_tokens, 4], a word each; int8: None
+    keys,  # [B * Hkv * k_tokens, D * KEY_BITS / 32], words of codes; these four in blocks of T rows
+    key_pairs,  # minimum and scale of 32 tokens' channels [B * Hkv * k_tokens, 4], a word each
     codes,  # of values [B * Hkv * S, D * BITS / 32], words
     pairs,  # minimum and scale of their groups [B * Hkv * S, D / 32], a word each
     q_p,  # [B, Hq, D]
-    k_scale_p,  # int8: [B, Hkv, S] fp32
-    k_ring_p, v_ring_p,  # codes: keys and values of the last R tokens [B, R, Hkv, D]
+    k_ring_p, v_ring_p,  # keys and values of the last R tokens [B, R, Hkv, D]
     pos_p,  # [B] int32
     max_p, sum_p, out_p,  # of split_outputs
     k_tokens, S, R, scale,
     G: gl.constexpr, KEY_BITS: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    # A program is one warp, and nothing moves between its threads but maxima: keys in int8 come from shared
-    # memory as tensor cores take them, those of fewer bits and values are decoded where they are multiplied,
-    # and logits are where tensor cores take weights.
+    # A program is one warp, and nothing moves between its threads but maxima: keys and values are decoded
+    # where they are multiplied, and logits are where tensor cores take weights.
     T: gl.constexpr = keys.block_shape[0]
     N: gl.constexpr = keys.block_shape[1]
     D: gl.constexpr = codes.block_shape[1] * 32 // BITS
-    INT8: gl.constexpr = KEY_BITS == 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    QUERIES: gl.constexpr = gl.DotOperandLayout(0, MMA, 4 if INT8 else 2)
-    KEYS: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if INT8 else 2)
-    VALUES: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
     split, splits = gl.program_id(0), gl.num_programs(0)
     h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
@@ -461,10 +457,10 @@ def _shared_keys_kernel(
     # which memory serves faster.
     tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
     first_k, first_v = (row * k_tokens).to(gl.int32), (row * S).to(gl.int32)
-    stores, firsts = (keys, codes, pairs), (first_k, first_v, first_v, first_k)
-    stages = (_ring_of(keys, STAGES), _ring_of(codes, STAGES), _ring_of(pairs, STAGES))
-    if not INT8:
-        stores, stages = stores + (key_pairs,), stages + (_ring_of(key_pairs, STAGES),)
+    stores, firsts = (keys, key_pairs, codes, pairs), (first_k, first_k, first_v, first_v)
+    key_ring, key_pair_ring = _ring_of(keys, STAGES), _ring_of(key_pairs, STAGES)
+    code_ring, pair_ring = _ring_of(codes, STAGES), _ring_of(pairs, STAGES)
+    stages = (key_ring, key_pair_ring, code_ring, pair_ring)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         hopper.mbarrier.init(ready.index(slot), count=len(stores))
@@ -475,60 +471,42 @@ def _shared_keys_kernel(
     # 2. The queries, and a softmax of nothing.
     g = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    query = gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0)
-    if INT8:  # rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones
-        high, rest, q_scale = _split_rows(query)
-        query = gl.reshape(gl.permute(gl.join(high, rest), (2, 0, 1)), [16, D])
-    else:
-        query = query.to(gl.float16)
-        query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
-        query = gl.permute(_key_columns(query, N), (1, 0))
-    query = gl.convert_layout(query, QUERIES)
-    nothing = gl.full([16, T], 0, gl.int32 if INT8 else gl.float32, MMA)
-    coarse, _ = _both_halves(nothing)
-    LOGITS: gl.constexpr = coarse.type.layout
+    query = gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0).to(gl.float16)
+    query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
+    query = gl.convert_layout(gl.permute(_key_columns(query, N), (1, 0)), LEFT)
+    nothing = gl.full([16, T], 0.0, gl.float32, MMA)
+    half, _ = _both_halves(nothing)
+    LOGITS: gl.constexpr = half.type.layout
     QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
     top = gl.full([8], -1e30, gl.float32, QUERY)
     total = gl.full([8, T], 0.0, gl.float32, LOGITS)
     out = gl.full([D, 8], 0.0, gl.float32, MMA)
     token = gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
     # 3. The last R tokens, from their rings.
-    if not INT8:
-        for start in range(split * T, gl.minimum(R, pos + 1), splits * T):
-            place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
-            at = ((b * R + place) * Hkv + h)[:, None] * D + d
-            k = gl.load(k_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
-            k = gl.convert_layout(_key_columns(k, N), KEYS)
-            logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
-            logits = gl.where((start + token <= pos)[None, :], logits * scale, float("-inf"))
-            weight, top, total, out = _soften(logits, top, total, out)
-            v = gl.load(v_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
-            out = ampere.mma_v2(gl.convert_layout(_value_columns(v), VALUES), weight, out)
+    for start in range(split * T, gl.minimum(R, pos + 1), splits * T):
+        place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
+        at = ((b * R + place) * Hkv + h)[:, None] * D + d
+        k = gl.load(k_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
+        k = gl.convert_layout(_key_columns(k, N), RIGHT)
+        logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
+        logits = gl.where((start + token <= pos)[None, :], logits * scale, float("-inf"))
+        weight, top, total, out = _soften(logits, top, total, out)
+        v = gl.load(v_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
+        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
     # 4. The others.
     token += split * T
-    if INT8:
-        q_scale = gl.convert_layout(q_scale * scale, QUERY)
-        k_scale = gl.load(k_scale_p + row * S + token, mask=token < length, other=0.0)
     for i in range(tiles):
         stage = i % STAGES
         live = token < length
         token += splits * T
         hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        if INT8:
-            token_scale = k_scale
-            k_scale = gl.load(k_scale_p + row * S + token, mask=token < length, other=0.0)
-            k = stages[0].index(stage).permute((1, 0)).load(KEYS)
-            coarse, fine = _both_halves(ampere.mma_v2(query, k, nothing))
-            logits = (coarse * 254 + fine).to(gl.float32) * (q_scale[:, None] * token_scale[None, :])
-        else:
-            k = _decoded_keys(stages[0].index(stage), stages[3].index(stage), KEY_BITS)
-            k = gl.convert_layout(_key_columns(k, N), KEYS)
-            logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
-            logits *= scale
-        logits = gl.where(live[None, :], logits, float("-inf"))
+        k = _decoded_keys(key_ring.index(stage), key_pair_ring.index(stage), KEY_BITS)
+        k = gl.convert_layout(_key_columns(k, N), RIGHT)
+        logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
+        logits = gl.where(live[None, :], logits * scale, float("-inf"))
         weight, top, total, out = _soften(logits, top, total, out)
-        v = _decoded_values(stages[1].index(stage), stages[2].index(stage), live, BITS)
-        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), VALUES), weight, out)
+        v = _decoded_values(code_ring.index(stage), pair_ring.index(stage), live, BITS)
+        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
         barrier()
         at = (split + (i + STAGES) * splits) * T
         _copy_tiles(stores, stages, ready, stage, firsts, at, i + STAGES < tiles)
@@ -551,23 +529,21 @@ def _shared_keys_kernel(
 def _attend_shared(q: Tensor, keys: tuple, values: tuple, pos: Tensor, bits: int, scale: float) -> Tensor:
     """attend over stores of keys in codes (shares_keys). Launches do not overlap: programs of one warp would
     crowd if they were let in early (see overlapped)."""
-    (B, Hq, D), (k, k_scale, *ring), (codes, pairs, v_ring, _, Hkv) = q.shape, keys, values
-    (k_tokens, width), S, (k_ring, R), key_pairs = k.shape[2:], codes.shape[2], ring[:2] or (None, 0), None
-    if ring:
-        k, k_scale, key_pairs = k.view(torch.int32), None, k_scale.view(B, Hkv, -1, 4)  # a tile: 32 rows
+    (B, Hq, D), (k, key_pairs, k_ring, R, _), (codes, pairs, v_ring, _, Hkv) = q.shape, keys, values
+    (k_tokens, width), S = k.shape[2:], codes.shape[2]
+    stores = k.view(torch.int32), key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
     splits = max(1, min(kernels.cdiv(S, T), fill * SMS // (B * Hkv)))
     out, parts = kernels.split_outputs(q, splits, D)
 
-    def block(store):  # a matrix of rows, of which bulk copies take T
-        rows, itemsize = store.flatten(0, 2).flatten(1), store.element_size()
-        nbytes = rows.shape[1] * itemsize
-        layout = gl.NVMMASharedLayout(nbytes if nbytes > 16 else 0, 8 * itemsize, 2)
+    def block(store):  # a matrix of rows of words, of which bulk copies take T
+        rows = store.flatten(0, 2).flatten(1)
+        nbytes = rows.shape[1] * 4
+        layout = gl.NVMMASharedLayout(nbytes if nbytes > 16 else 0, 32, 2)
         return TensorDescriptor.from_tensor(rows, [T, rows.shape[1]], layout)
 
-    blocks = [store if store is None else block(store) for store in (k, key_pairs, codes, pairs)]
     _shared_keys_kernel[splits, Hkv, B](
-        *blocks, q, k_scale, k_ring, v_ring, pos, *parts, k_tokens, S, R, scale * kernels.LOG2E, Hq // Hkv,
+        *map(block, stores), q, k_ring, v_ring, pos, *parts, k_tokens, S, R, scale * kernels.LOG2E, Hq // Hkv,
         width * 8 // D, bits, stages, num_warps=1,
     )  # fmt: skip
     return kernels.merge_splits(out, parts)

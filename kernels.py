@@ -848,44 +848,28 @@ def _load_queries(q_p, channel, real, SHAPE: tl.constexpr):
 
 def row_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     """(stores, steps, fields of Shape) of keys in rows. The other formats' checks return the same."""
-    (k, scale), (B, _, D) = (*keys, None)[:2], q.shape
-    need(scale is None or D <= 512, f"sums of {D} products of int8 do not fit int32")
-    dtype = q.dtype if scale is None else torch.int8
-    return (k, scale), check_store("keys", k, dtype, B, Hkv, k.shape[2], D, scales=scale), {}
+    (k,), (B, _, D) = keys, q.shape
+    return (k,), check_store("keys", k, q.dtype, B, Hkv, k.shape[2], D), {}
 
 
 @jit
 def _row_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns [DP, GP]. For keys in int8 they are split into two int8 numbers and a
-    scale, so that tensor cores take the keys as they are; fp32 queries are not."""
+    """The queries of a group as columns [DP, GP]."""
     d = tl.arange(0, SHAPE.DP)
-    query = _load_queries(q_p, d, d < SHAPE.D, SHAPE)
-    _, scale_p = keys
-    if scale_p is None or query.dtype == tl.float32:
-        return query, query, query
-    else:
-        high, low, scale = _split_rows(tl.trans(query))
-        return tl.trans(high), tl.trans(low), scale
+    return _load_queries(q_p, d, d < SHAPE.D, SHAPE)
 
 
 @jit
-def _row_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of keys in rows [.., D]. Keys are of q's dtype, or int8 with a scale a row, fp32."""
-    k_p, scale_p = keys
-    query, low, query_scale = queries
+def _row_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of keys in rows [.., D] of q's dtype."""
+    (k_p,) = keys
     d = tl.arange(0, SHAPE.DP)
     mask = live[:, None] & (d < SHAPE.D)[None, :]
-    k = tl.load(k_p + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0)
-    if scale_p is not None:
-        scale = (tl.load(scale_p + row, mask=live, other=0.0) * scale)[:, None]
+    k = tl.load(k_p + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0.0)
     if SHAPE.GP == 1:
-        logits = tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale
-    elif query.dtype == tl.int8:
-        logits = tl.dot(k, query, out_dtype=tl.int32) * 254 + tl.dot(k, low, out_dtype=tl.int32)
-        logits = logits.to(tl.float32) * (scale * query_scale[None, :])
+        return tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale, k
     else:
-        logits = tl.dot(k.to(query.dtype), query, input_precision="ieee") * scale
-    return logits, k
+        return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
 def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
@@ -1107,7 +1091,7 @@ def _ragged_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
 
 
 KEYS = {  # kind -> its check, QUERIES, LOGITS
-    **dict.fromkeys(("plain", "rows", "int8"), (row_keys, _row_queries, _row_logits)),
+    **dict.fromkeys(("plain", "rows"), (row_keys, _row_queries, _row_logits)),
     "latents": (latent_keys, _latent_queries, _latent_logits),
     "channels": (channel_keys, _channel_queries, _channel_logits),
     "logits": (given_logits, _no_queries, _given_logits),
@@ -1306,7 +1290,7 @@ def _attend_kernel(
     # 3. The exact window, in the last split.
     if window_k_p is not None:
         if split == splits - 1:
-            exact_k = (window_k_p, None)
+            exact_k = (window_k_p,)
             exact = _row_queries(q_p + head_row * SHAPE.D, h, exact_k, SHAPE)
             for start in tl.range(0, z, T, num_stages=1):
                 slot = start + tl.arange(0, T)
@@ -1425,7 +1409,6 @@ def attend(
     kind of the keys; a store is a view [B, Hkv, S, width] (check_store), unless its shape is given:
         plain    k [.., D] of q's dtype
         rows     the same; values are a key's DV leading numbers
-        int8     k [.., D] int8, scale [B, Hkv, S] fp32
         latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n] uint8, two
                  in a byte (compress.quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope; its
                  scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of the scale, or None;
@@ -1472,7 +1455,7 @@ def attend(
     if kind == "rows":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
-    SHAPE = Shape(G, GP, D, power2(D, 32 if kind == "int8" else 16), T, stages, **sizes)
+    SHAPE = Shape(G, GP, D, power2(D, 16), T, stages, **sizes)
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](

@@ -137,7 +137,7 @@ LRQK = {"rank": 8, "k": 20, "recent": 8}
 SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
 CASES = [  # every method, in each way in which it stores and selects; a new method is tested by a line here
     *(("sals", SPARSE | more) for more in ({}, {"bits": 2}, {"bits": 16}, {"score": "sum"})),
-    *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, {"skip_as": "int8"}, SPREAD)),
+    *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, SPREAD)),
     ("sals", SPARSE | SPREAD | {"bits": 2, "score": "sum", "skip": ""}),
     ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
     ("loki", {"k": 0.3, "d": 0.5}),
@@ -255,7 +255,7 @@ def skip_none(method: str) -> dict:
 
 def for_one_layer(method: str, options: dict) -> dict:
     """That layer is skipped only where a form of skipped layers is wanted."""
-    return options if options.get("skip_as") in ("int8", "dense") else options | skip_none(method)
+    return options if options.get("skip_as") == "dense" else options | skip_none(method)
 
 
 def step(cache, n: int, q, k, v) -> torch.Tensor:
@@ -833,23 +833,6 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
             assert (low >= scores.flatten(0, 1).masked_fill(~left, -torch.inf).amax(-1)).all()
 
 
-def test_int8_keys_of_skipped_layers_are_close_and_bounded():
-    """Half of a step at most is lost of a key, and of the attention far less than by V in 4 bits."""
-    context, (q, k, v), errors = Context(tiny_model(head_dim=32), 2, 50), stream(41, dim=32), []
-    qkv = q / 2, 3 * k, v
-    for bits in (16, 4):
-        shape = context.config.n_kv_heads, context.capacity, 32
-        stores = compress.Int8Store(context, *shape), compress.coded_store(context, shape, bits)
-        caches = cache, dense = DenseCache(context, *stores), DenseCache(context)
-        for row in range(2):
-            assert torch.equal(*(c.prefill(row, *(x[:40] for x in qkv)) for c in caches))
-        errors.append(error(*(step(c, 40, *qkv) for c in caches)))
-        codes, scale = cache.keys.parts()
-        assert ((codes * scale[..., None] - dense.keys.rows).abs() <= scale[..., None] * 0.501).all()
-        assert scale[:, :, 41:].eq(0).all() and scale[:, :, :41].gt(0).all()
-    assert 1e-4 < errors[0] < 0.02 and 2 * errors[0] < errors[1] < 0.2
-
-
 # ------------------------------------------------------------------------------------------------- the ledger
 
 
@@ -911,9 +894,6 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
     ("sals", SPARSE | SPREAD, 80, 72 * (16 + 8 + 4 + 32 + 4 * 2) + 8 * 512),
     ("sals", SPARSE | {"latent_bits": 8, "skip": ""}, 80, 80 * 20 + 20 * (32 + 4 + 32 + 16) + (4 + 8) * 512),
-    ("sals", SPARSE | {"skip_as": "int8"}, 80, 80 * (64 + 4 * 4 + 32 + 16)),
-    ("sals", SPARSE | {"skip_as": "int8", "bits": 2}, 80, 80 * (64 + 4 * 4 + 32 + 16)),  # V in 4 bits still
-    ("sals", SPARSE | {"skip_as": "int8", "bits": 8}, 80, 80 * (64 + 4 * 4 + 64 + 16)),
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
     ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
@@ -1631,7 +1611,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
     "head_dim, bits, dtype", pairwise([16, 64, 96, 128, 160], [2, 4, 8], [torch.float32, torch.float16])
 )
 def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, dtype):
-    """Values in runs of channels, keys in int8 and in KIVI's groups; large queries in fp16, too."""
+    """Values in runs of channels, latents in int8 and keys in KIVI's groups; large queries in fp16, too."""
     torch.manual_seed(0)
     x, weights = torch.randn(2, 3, 40, head_dim), torch.rand(2, 3, 4, 40)
     codes, low_scale = quantize(x, bits, min(32, head_dim))
@@ -3559,7 +3539,7 @@ def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
 # ---- attend
 
 JOINT_LATENTS = ["joint latents", "joint int8 latents", "joint mixed latents"]
-FORMATS = ["plain", "int8", "latents", *JOINT_LATENTS, "channels"]
+FORMATS = ["plain", "latents", *JOINT_LATENTS, "channels"]
 
 
 def with_ring(decoded, pos, read, seed, dtype):
@@ -3583,9 +3563,6 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
     if form == "plain":
         return [poison(k, ~read)], k.float()
     k = k.contiguous()
-    if form == "int8":
-        codes, scale = compress.quantize_int8(k)
-        return [codes, poison(scale[..., 0], ~read)], codes * scale
     if form == "channels":
         codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), bits, 32, -2)
         decoded = compress.dequantize(codes, low_scale, bits, 32, dtype, -2)[:, :, :S].float()
@@ -3619,17 +3596,17 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
 
 
 def stored_values(form, dtype, read, DV, bits, pos):
-    """The same of values: by token, beside int8 keys and channels by head, and beside these with a ring."""
+    """The same of values: by token, beside channels by head and with a ring."""
     B, Hkv, S = read.shape
     v = randn(B, S, Hkv, DV, seed=6, dtype=dtype)
-    v = v.transpose(1, 2).contiguous() if form in ("int8", "channels") else v
+    v = v.transpose(1, 2).contiguous() if form == "channels" else v
     codes, low_scale, truth = v, None, v.float()
     if bits < 16:
         codes, low_scale = quantize(v, bits, min(32, DV))
         truth = compress.dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
     if bits < 16 and "latents" in form:  # one scale a row
         codes, low_scale, truth = spread(v, bits)
-    if form not in ("int8", "channels"):
+    if form != "channels":
         codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
     if bits == 16:
         return [poison(codes, ~read)], truth
@@ -3711,7 +3688,7 @@ def test_kernel_attend(dtype, form, tokens, sizes):
 
 
 @pytest.mark.parametrize("tokens", INDEXES)
-@pytest.mark.parametrize("module, form", [*(("kernels", form) for form in FORMATS[:5]), ("hopper", "int8")])
+@pytest.mark.parametrize("module, form", [*(("kernels", form) for form in FORMATS[:4]), ("hopper", "plain")])
 @poisoned
 def test_kernel_attend_and_scores_of_pages(module, form, tokens):
     """Through a shuffled page table, of which rows are empty or hold stale positions beyond pos."""
@@ -3783,7 +3760,6 @@ LATENT_ROWS = [  # tokens, B, S, Hkv, G, bits, z, n, r
     ("all", 1, 3000, 8, 4, 4, 64, 0, 256),
 ]
 REAL_SIZES = [(form, *row) for form in JOINT_LATENTS for row in LATENT_ROWS]
-REAL_SIZES += [("int8", "all", 4, 3000, 8, G, bits, 0, 0, 0) for G, bits in ((1, 2), (4, 4), (4, 16))]
 REAL_SIZES += [("channels", "all", 4, 3000, 8, G, 4, 0, 0, 0) for G in (1, 4)]
 REAL_SIZES += [("plain", tokens, 4, 3000, 8, 4, 16, 0, 448, 0) for tokens in ("all", "KV head")]
 
@@ -3945,8 +3921,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             given = [*mixed[:-1], wide[0]], [codes[0], scale.half()], 4, pos, None, wide[2:], 1.0
             kernels.attend(wide[1], "latents", *given)
             spread = [codes[0], scale.half()]
-            cases = [("plain", [k], [k], 16, []), ("int8", [k.to(i8), scale], codes, 4, [])]
-            cases += [("latents", latent, codes, 4, window)]
+            cases = [("plain", [k], [k], 16, []), ("latents", latent, codes, 4, window)]
             cases += [("latents", *((int8, codes) if G > 1 else (mixed, spread)), 4, window)]
             cases += [("channels", channels, [*codes, ring], 4, [])]
             pages = zeros(B, S, dtype=i32)
@@ -4091,7 +4066,7 @@ def test_kernel_graph_follows_pos(form):
     B, S, Hkv, G, D, r, z, bf16 = 3, 3008, 4, 2, 64, 64, 16, torch.bfloat16  # the rings are full
     cases = {
         name: attend_case(bf16, name, "all", B, S, Hkv, G, D, D, 4, z, (S - 1,) * B, r=r, written=True)[0]
-        for name in (form, "plain", "int8", "channels")
+        for name in (form, "plain", "channels")
     }
     q, _, keys, values, _, pos, _, window, scale = cases[form]
     joint = [x if x is None else x[:, :1] for x in keys[:2]]
@@ -4104,7 +4079,7 @@ def test_kernel_graph_follows_pos(form):
         made = [*scores, *chosen]
         for index in (*chosen, None):
             made.append(kernels.attend(q, "latents", keys, values, 4, pos, index, window, scale))
-        for name in ("plain", "int8", "channels"):
+        for name in ("plain", "channels"):
             _, kind, *stores, _, _, beside, _ = cases[name]  # keys, values and their bits
             made.append(kernels.attend(q, kind, *stores, pos, None, beside, scale))
         made.append(kernels.attend_latent(wide, rows, pos, 64, scale))
@@ -4133,9 +4108,7 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("sals", SALS_0 | SPREAD | {"bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "latents scores select"),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, "latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "int8", "bits": 2}, 1, "int8 latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "int8", "bits": 16}, 4, "int8 latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "int8", "head_dim": 24}, 2, "scores select"),  # none attends such heads
+    ("sals", SALS_0 | {"skip_as": "dense", "head_dim": 24}, 2, "scores select"),  # none attends such heads
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("palu", {}, 2, "latents"),
@@ -4182,9 +4155,9 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
 
 def good_arguments(name: str) -> dict:
     """Arguments of an operation, or of attend over a kind of keys, by name, at which nothing is wrong."""
-    if name in ("plain", "int8", "latents", "channels"):
+    if name in ("plain", "latents", "channels"):
         names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
-        latents, z = name == "latents", 0 if name in ("int8", "channels") else 4
+        latents, z = name == "latents", 0 if name == "channels" else 4
         form, tokens, G = ("joint latents", "row", 1) if latents else (name, "all", 2)
         given, _ = attend_case(torch.float32, form, tokens, 1, 40, 2, G, 32, 32, 4, z, (39,))
         return dict(zip(names, given, strict=True))
@@ -4235,9 +4208,6 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be torch.int32"),
     ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
     ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
-    ("int8", {"keys": other(0, lambda k: k.float())}, "keys must be torch.int8"),
-    ("int8", {"keys": other(1, lambda x: x.half())}, "scale of keys must be torch.float32"),
-    ("int8", {"keys": other(1, turned)}, "scales of keys must lie as"),
     ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "latents must be torch.int8"),
     ("latents", {"keys": other(4, lambda _: randn(2, 32, 1))}, "int8 together"),
     ("latents", {"keys": other(2, lambda _: randn(1, 2, 40, 4))}, "in 4 bits have others in int8"),
@@ -4270,7 +4240,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
 REFUSED = [("kernels", *row) for row in REFUSED]
-REFUSED += [("hopper", *row) for _, *row in REFUSED if row[0] in ("int8", "latents", "channels")]
+REFUSED += [("hopper", *row) for _, *row in REFUSED if row[0] in ("latents", "channels")]
 
 
 @pytest.mark.parametrize("module, name, changes, message", REFUSED)
@@ -5920,10 +5890,10 @@ def test_hopper_may_be_deleted(checkpoint, monkeypatch, tmp_path):
 
 
 def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
-    """On Hopper linear_chain, and attention over int8 keys, run kernels of this file."""
+    """On Hopper linear_chain, and attention over KIVI's keys, run kernels of this file."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     check_attend_operator(hopper, dtype, FORMATS if ON_HOPPER else FORMATS[:1], 2, 64)
-    given, _ = attend_case(dtype, "int8", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
+    given, _ = attend_case(dtype, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
     torch.library.opcheck(hopper.attend, given)
     if ON_HOPPER:
         torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
@@ -6017,19 +5987,19 @@ def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     assert not takes(cuda, *fits)
 
 
-SHARED = [("int8", 2), ("int8", 4), ("int8", 8), ("channels", 2), ("channels", 4)]  # keys, bits of V
+SHARED = (2, 4)  # bits of keys and of values
 
 
 @needs_hopper
-@pytest.mark.parametrize("form, bits", SHARED)
+@pytest.mark.parametrize("bits", SHARED)
 @pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
 @poisoned
-def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, form, bits, G, programs):
+def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs):
     """One program a head, which writes the result itself, several, and more than short rows have tiles."""
     monkeypatch.setattr(hopper, "SMS", programs)
     monkeypatch.setattr(kernels, "attend", None)
     for B, S, Hkv, pos in ((4, 1001, 3, (1000, 0, 511, 32)), (2, 7, 1, (6, 2)), (3, 96, 2, (95, 64, 63))):
-        check_attend(torch.bfloat16, form, "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
+        check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -6039,7 +6009,7 @@ def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(ho
         monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
     for kernel in ("_streamed_logits", "_attend_shared"):
         monkeypatch.setattr(hopper, kernel, None)
-    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("int8", "all", 1, 90, 2, 4)
+    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("channels", "all", 1, 96, 2, 4)
     given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
     first, *others = given[2]
     stored = first[:, :1] if joint else first
@@ -6300,7 +6270,7 @@ LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint int8 latents", 32,
 LATENTS += [("joint int8 latents", 1, 1, 64, 4, 64, 256), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
-    ("_shared_keys_kernel", "mma.sync", 0, [(form, 8, 4, 128, bits, 0, 0) for form, bits in SHARED]),
+    ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 0, 0) for bits in SHARED]),
     ("_linear_chain_kernel", "wgmma", 2, [(4, False), (16, True)]),  # the consumer, and who loads its inputs
 ]
 
