@@ -138,6 +138,12 @@ class Context:
             return logits
         return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
 
+    def block_queries(self, q: Tensor, rotations: tuple, basis: Tensor, mean, rule: str) -> tuple:
+        """What `block_queries` gives."""
+        if self.kernels and mean is not None and rule == "softmax":
+            return self.kernels.block_queries(q.contiguous(), *rotations, basis, mean)
+        return block_queries(q, rotations, basis, mean, rule)
+
     def select(self, scores: Tensor, pos: Tensor, budget: tuple, wanted=None, recent: bool = False) -> Tensor:
         """What `select` chooses for a budget (x, y, z), and with `recent` the z last tokens: [B, ..., n]."""
         x, y, z = budget
@@ -1038,25 +1044,29 @@ def sals_layer_maps(
 def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
     to a key of which only the block is known."""
-    if block == 1:
-        return context.cos, context.sin
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (context.cos, context.sin))
 
 
-def block_queries(q: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
-    """q [B, Hq, D] after RoPE, rotated back to each of n blocks -> [B, n, Hq, D] (ours). The paper's scores
-    have no RoPE: they place every key at the query's position."""
+def block_queries(
+    q: Tensor, rotations: tuple[Tensor, Tensor], basis: Tensor, mean: Tensor | None, rule: str
+) -> tuple[Tensor, Tensor | None]:
+    """q [B, Hq, D] after RoPE, rotated back to each of n blocks, as latent_queries [B, n, heads, r*] (ours),
+    and the mean key's logits [B, n, heads], if there is one. rotations: cos, sin [n, D/2].
+
+    The paper's scores have no RoPE: they place every key at the query's position."""
     cos, sin = rotations
-    return apply_rope(q[:, None], cos, -sin)
+    queries = latent_queries(apply_rope(q[:, None], cos, -sin), basis, len(basis) // q.shape[-1], rule)
+    return queries, None if mean is None else mean_logits(q, mean, torch.cat(rotations, -1), rule)
 
 
-def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor) -> Tensor:
+def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor, rule: str) -> Tensor:
     """q . RoPE(mean key) at n places: q [B, Hq, D] after RoPE, mean [Hkv*D], rotations [n, D], cos beside sin
-    -> [B, n, Hq] fp32 (ours). With centred keys the latents' scores lack it."""
+    -> [B, n, Hq] fp32, of rule sum their sum [B, n, 1] (ours). With centred keys the latents' scores lack it.
+    """
     x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
     a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
     pairs = torch.cat((a * x + b * y, b * x - a * y), -1).flatten(1, 2)  # [B, Hq, D]
-    return rotations @ pairs.mT
+    return rotations @ (pairs.sum(1, keepdim=True) if rule == "sum" else pairs).mT
 
 
 def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
@@ -1105,16 +1115,17 @@ class SalsCache(Cache):
 
     Every token is written to latents and values at once; the window holds its tokens exactly. `sparse` layers
     attend x + y + z tokens; the others rebuild and attend every token, and have no sinks in their window.
-    maps: of sals_layer_maps; blocks: the tokens and mean_rotations of a block, and of a run; or ()."""
+    maps: of sals_layer_maps; blocks: () or the tokens of a block, their mean_rotations, and, where the mean
+    key counts token by token, cos beside sin of each [S, D], else None."""
 
     def __init__(self, context: Context, settings: SalsSettings, sparse: bool, maps: Sequence, blocks=()):
         super().__init__(context)
         c, self.settings, self.sparse = context.config, settings, sparse
         self.budget = settings.budget(context.capacity)
-        self.block, self.rotations, self.run, self.run_rotations = blocks or (0, (), 1, None)
+        self.block, self.rotations, self.token_rotations = blocks or (0, (), None)
         self.r, self.r_score = sals_rank(settings, c), sals_score_rank(settings, c)
         down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
-        self.up = up.to(context.dtype)  # weights, not cache
+        self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
         self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it
         self.mean_latent = None  # where no bias of wqkv has taken it off
         if self.mean is not None and (c.qk_norm or not c.qkv_bias):
@@ -1158,18 +1169,18 @@ class SalsCache(Cache):
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made.
 
         The latents are one head of rows, which serves the queries of all heads."""
-        rule, up, offset = self.settings.score, self.up[:, : self.r_score], None
-        if self.block and self.mean is not None:  # without RoPE it is the same for all tokens
-            offset = mean_logits(rotated, self.mean, self.run_rotations)
-            offset = offset.sum(-1, keepdim=True) if rule == "sum" else offset
+        rule, offset, run = self.settings.score, None, max(1, self.block)
         if folded:
             queries = folded[0][:, None]
+        elif not self.block:  # without RoPE the mean counts alike for all tokens
+            queries = latent_queries(q, self.up, self.config.n_kv_heads, rule)
         else:
-            placed = block_queries(rotated, self.rotations) if self.block else q
-            queries = latent_queries(placed, up, self.config.n_kv_heads, rule)
+            queries, offset = self.context.block_queries(rotated, self.rotations, self.up, self.mean, rule)
+        if self.token_rotations is not None:
+            offset, run = mean_logits(rotated, self.mean, self.token_rotations, rule), 1
         rule = "each" if rule == "sum" else rule  # the logits of the one query are the scores
         how = {"rule": rule, "scale": self.logit_scale, "block": self.block} | self.latents.scored(pos)
-        return self.context.scores(queries, pos=pos, offset=offset, run=self.run, **how).flatten(1)
+        return self.context.scores(queries, pos=pos, offset=offset, run=run, **how).flatten(1)
 
     def select(self, scores: Tensor, pos: Tensor) -> Tensor:
         """The tokens to rebuild, the y best [B, y], -1 for none. The sinks, which come first, are exact."""
@@ -1233,9 +1244,9 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
-    run = 1 if c.qkv_bias else block  # of a mean with a bias the logits may change from token to token
-    tables = {n: mean_rotations(context, n) for n in {block, run}} if block else {}
-    blocks = (block, tables[block], run, torch.cat(tables[run], -1)) if block else ()
+    biased = c.qkv_bias and settings.metric == "query"  # the mean's logits may change from token to token
+    by_token = torch.cat((context.cos, context.sin), -1) if biased else None
+    blocks = (block, mean_rotations(context, block), by_token) if block else ()
 
     def cache(i: int) -> Cache:
         if i in skipped and settings.skip_as == "dense":

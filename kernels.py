@@ -2,7 +2,7 @@
 
     method                                     operations
     dense, streaming                           attend (plain)
-    SALS                                       scores, select, attend (latents; of --skip: channels)
+    SALS                                       block_queries, scores, select, attend (latents; channels)
     Loki, topk, quest, doublesparse, shadowkv  scores, select, attend (plain)
     LRQK                                       scores, select, fetch_rows, attend (plain)
     H2O                                        scores, attend_logits
@@ -11,6 +11,7 @@
     FDC                                        attend_ragged
 
     operation                   kernel                                  its truth, in compress.py
+    block_queries               _block_queries_kernel                   block_queries
     scores                      _scores_kernel, _reduce_scores_kernel   token_logits, group_scores
     select                      _survivors_kernel, _select_kernel       select
     attend, attend_logits,      _attend_kernel, _merge_kernel; a kind   attend, over what the stores read
@@ -165,6 +166,90 @@ def _let_next_begin():
     """Lets the next kernel's programs begin, once all programs of this one have called it."""
     if _overlaps():
         tl.extra.cuda.gdc_launch_dependents()
+
+
+# ---------------------------------------------------------------------------------------- queries of blocks
+
+
+@jit
+def _block_queries_kernel(
+    q_p,  # [B, Hkv, G, D]
+    cos_p,  # [n, D / 2] fp32
+    sin_p,
+    basis_p,  # [Hkv, D, r*]
+    mean_p,  # [Hkv, D] fp32
+    query_p,  # [B, n, Hkv, G, r*]
+    offset_p,  # [B, n, Hkv, G] fp32
+    rows,  # B n G: of a KV head
+    n,
+    r_score,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,  # rows of a program
+    RB: tl.constexpr,  # ranks of a program
+):
+    """query = q U_h and offset = q . mean, of each query head turned back by the rotation of each block."""
+    h, Hkv = tl.program_id(1), tl.num_programs(1)
+    pair, rank = tl.arange(0, _padded(D // 2, 16)), tl.program_id(2) * RB + tl.arange(0, RB)
+    inside = pair < D // 2
+    basis_at = basis_p + (h * D + pair[:, None]).to(tl.int64) * r_score + rank[None, :]
+    basis_mask = inside[:, None] & (rank < r_score)[None, :]
+    upper = tl.load(basis_at, mask=basis_mask, other=0.0)  # weights: before the wait
+    lower = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
+    row = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    place, g = row // G, row % G
+    block, live = place % n, row < rows
+    mask = live[:, None] & inside[None, :]
+    cos = tl.load(cos_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+    sin = tl.load(sin_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+    _wait_for_previous()
+    q_at = q_p + ((place // n * Hkv + h) * G + g)[:, None] * D + pair[None, :]
+    a = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(q_at + D // 2, mask=mask, other=0.0).to(tl.float32)
+    _let_next_begin()
+    a, b = a * cos + b * sin, b * cos - a * sin
+    out_row = (place * Hkv + h) * G + g
+    if tl.program_id(2) == 0:
+        x = tl.load(mean_p + h * D + pair, mask=inside, other=0.0)[None, :]
+        y = tl.load(mean_p + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
+        tl.store(offset_p + out_row, tl.sum(a * x + b * y, 1), mask=live)
+    query = tl.dot(a.to(upper.dtype), upper, input_precision="ieee")
+    query = tl.dot(b.to(upper.dtype), lower, query, input_precision="ieee")
+    out_mask = live[:, None] & (rank < r_score)[None, :]
+    out_at = query_p + out_row[:, None] * r_score + rank[None, :]
+    tl.store(out_at, query.to(query_p.dtype.element_ty), mask=out_mask)
+
+
+def queried(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """The shapes of what block_queries gives."""
+    heads = len(q), len(cos), q.shape[1]
+    return q.new_empty(*heads, basis.shape[1]), q.new_empty(heads, dtype=torch.float32)
+
+
+@operator(queried)
+def block_queries(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
+
+    q [B, Hq, D] after RoPE is rotated back by each block: cos, sin [n, D/2] fp32. The products with its KV
+    head's rows of the basis [Hkv * D, r*], of q's dtype, are the queries [B, n, Hq, r*] of q's dtype; those
+    with its part of the mean [Hkv * D] fp32 are [B, n, Hq] fp32. Truth: compress.block_queries."""
+    (B, Hq, D), (n, half), (width, r_score) = q.shape, cos.shape, basis.shape
+    Hkv = width // D
+    need(D == 2 * half and width == Hkv * D and Hq % Hkv == 0, "q, rotations and basis do not fit")
+    f32, given = torch.float32, {"q": (q, q.dtype, B, Hq, D), "basis": (basis, q.dtype, width, r_score)}
+    check(**given, cos=(cos, f32, n, half), sin=(sin, f32, n, half), mean=(mean, f32, width))
+    queries, offset = queried(q, cos, sin, basis, mean)
+    G, rows = Hq // Hkv, B * n * Hq // Hkv
+    T = min(64, power2(rows, 16))
+    # As many ranks as leave every multiprocessor a program.
+    RB = min(64 if q.element_size() == 4 else 128, power2(r_score, 16))
+    while RB > 32 and cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:
+        RB //= 2
+    _block_queries_kernel[cdiv(rows, T), Hkv, cdiv(r_score, RB)](
+        q, cos, sin, basis, mean, queries, offset, rows, n, r_score, G, D, T, RB, num_warps=4,
+        **overlapped(q.device),
+    )  # fmt: skip
+    return queries, offset
 
 
 # ---------------------------------------------------------------------------------------------------- scores

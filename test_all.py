@@ -540,10 +540,11 @@ def by_head(cache, q, k, v, n: int, start, step):
 
 def pure_sals(cache, entry, n, q, k, v):
     rotated = cache.rope(k, slice(0, len(k)))
-    stored = k.flatten(1) @ cache.up, *quantize(v, cache.settings.bits, 16), rotated, v
+    up = cache.keys.basis.flatten(0, 1)
+    stored = k.flatten(1) @ up, *quantize(v, cache.settings.bits, 16), rotated, v
     stored = tuple(x[:n] for x in stored)
     for i in range(n, len(q)):
-        how = cache.up, cache.r_score, cache.settings.bits, cache.budget, cache.rope
+        how = up, cache.r_score, cache.settings.bits, cache.budget, cache.rope
         out, chosen, stored = compress.sals_step(q[i], k[i], v[i], stored, *how)
         yield out.flatten(), [chosen] * cache.config.n_kv_heads
 
@@ -559,14 +560,16 @@ def pure_sals_ours(cache, entry, n, q, k, v):
     means = torch.cat([run.mean(0, keepdim=True).expand(run.shape) for run in means.split(16)])
     for i in range(n, len(q)):
         rotated, places = rope(q[i][None], torch.tensor([i])), torch.arange(i + 1)
-        placed = compress.block_queries(rotated, cache.rotations)[0]  # [blocks, Hq, D]
-        queries = compress.latent_queries(placed, cache.up[:, : cache.r_score], heads, "softmax")
+        cos, sin = cache.rotations
+        placed = apply_rope(rotated, cos, -sin)  # [blocks, Hq, D]
+        queries = compress.latent_queries(placed, cache.up, heads, "softmax")
         logits = torch.einsum("shr,sr->hs", queries[places // cache.block], latents[: i + 1, : cache.r_score])
         grouped = rotated.unflatten(1, (heads, -1))[0]
         logits = logits + torch.einsum("hgd,shd->hgs", grouped, means[: i + 1]).flatten(0, 1)
         scores, near = (logits / 4).softmax(-1).sum(0), (places < x) | (places > i - z)
         chosen = scores.masked_fill(near, -torch.inf).topk(min(y, int((~near).sum()))).indices
-        rebuilt = rope((latents[chosen] @ cache.up.T).unflatten(1, (heads, -1)) + mean, chosen)
+        rebuilt = torch.einsum("sr,hdr->shd", latents[chosen], cache.keys.basis) + mean
+        rebuilt = rope(rebuilt, chosen)
         k_all, v_all = torch.cat((rebuilt, keys[places[near]])), torch.cat((values[chosen], v[places[near]]))
         live = torch.ones(1, len(k_all), dtype=torch.bool)
         out = attend(rotated, k_all.transpose(0, 1)[None], v_all.transpose(0, 1)[None], live)
@@ -3336,7 +3339,25 @@ def poisoned_memory(monkeypatch):
 poisoned = pytest.mark.usefixtures("poisoned_memory")
 
 
-# ---- scores
+# ---- queries of blocks, scores
+
+PLACED = [(2, 5, 2, 3, 64, 20), (3, 1, 4, 1, 24, 33), (1, 70, 2, 4, 128, 128)]  # B, n, Hkv, G, D, r*
+
+
+def placed_queries(B, n, Hkv, G, D, r, dtype):
+    """Arguments of block_queries."""
+    angle, basis = 6 * randn(n, D // 2, seed=1), randn(Hkv * D, r, seed=2, dtype=dtype)
+    return randn(B, Hkv * G, D, dtype=dtype), angle.cos(), angle.sin(), basis, randn(Hkv * D, seed=3)
+
+
+@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, PLACED))
+@poisoned
+def test_kernel_block_queries(dtype, sizes):
+    q, cos, sin, basis, mean = given = placed_queries(*sizes, dtype)
+    truth = compress.block_queries(q, (cos, sin), basis, mean, "softmax")
+    for got, want in zip(kernels.block_queries(*given), truth, strict=True):
+        assert got.dtype == want.dtype
+        close(got, want, got.dtype)
 
 
 def poison(x, dead):
@@ -3935,6 +3956,8 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
+        tables = zeros(39, D // 2, dtype=fp32), zeros(39, D // 2, dtype=fp32)
+        kernels.block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
         latents = int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
         kernels.scores(zeros(B, 39, 1, 32, 256), *latents)
         ranks = [96, 48, 80, 16]
@@ -4046,6 +4069,7 @@ def test_kernel_operators_do_what_torch_compile_is_told():
     B, S, Hkv, D, check = 2, 32, 2, 32, torch.library.opcheck
     check_attend_operator(kernels, torch.float32, FORMATS, B, S)
     pos, v = positions(S - 1, 3), randn(B, Hkv, S, D)
+    check(kernels.block_queries, placed_queries(*PLACED[0], torch.float32))
     check(kernels.attend_logits, (randn(B, Hkv, 2, S), v, pos))
     for W in (32, 600):
         check(kernels.attend_latent, (randn(B, 4, W), randn(B, S, W), pos, 20, 0.1))
@@ -4099,16 +4123,18 @@ def test_kernel_graph_follows_pos(form):
 
 
 SALS_0, DOUBLE = SPARSE | {"skip": "0"}, {"keep": 32, "channels": 0.25, "skip": ""}
+OPERATIONS = "attend", "attend_latent", "attend_logits", "attend_ragged", "block_queries", "scores", "select"
+CHOSEN = "block_queries latents scores select"
 SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of attend, the kinds of keys)
     ("dense", {}, 4, "plain"),
-    ("sals", SALS_0, 2, "latents scores select"),
+    ("sals", SALS_0, 2, CHOSEN),
     ("sals", SALS_0 | {"score": "sum", "bits": 16, "rank": 0.3}, 1, "latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "dense"}, 8, "plain latents scores select"),
-    ("sals", SALS_0 | SPREAD, 2, "latents scores select"),
-    ("sals", SALS_0 | SPREAD | {"bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "latents scores select"),
+    ("sals", SALS_0 | {"skip_as": "dense"}, 8, "block_queries plain latents scores select"),
+    ("sals", SALS_0 | SPREAD, 2, CHOSEN),
+    ("sals", SALS_0 | SPREAD | {"bits": 2, "rank": 0.8, "qkv_bias": True}, 1, CHOSEN),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
-    ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, "latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "dense", "head_dim": 24}, 2, "scores select"),  # none attends such heads
+    ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, CHOSEN),
+    ("sals", SALS_0 | {"skip_as": "dense", "head_dim": 24}, 2, "block_queries scores select"),
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("palu", {}, 2, "latents"),
@@ -4136,7 +4162,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
     logits, calls, options = [], set(), dict(options)
     shape = {"n_layers": 2, "n_heads": 2 * group, "n_kv_heads": 2, "head_dim": options.pop("head_dim", 16)}
     shape["qkv_bias"] = options.pop("qkv_bias", False)
-    for name in ("attend", "attend_latent", "attend_logits", "attend_ragged", "scores", "select"):
+    for name in OPERATIONS:
         operation = getattr(kernels, name)
 
         def spy(*given, name=name, operation=operation):
@@ -4167,7 +4193,9 @@ def good_arguments(name: str) -> dict:
     fdc = {"q": q, "packed": randn(640), "table": table, "ranks": [16, 16]}
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
+    placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
     return {
+        "block_queries": placed,
         "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
         "scores": scores | {"pos": pos, "scale": 1.0},
         "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos},
@@ -4217,6 +4245,8 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
+    ("block_queries", {"basis": lambda x: x[:17]}, "q, rotations and basis do not fit"),
+    ("block_queries", {"mean": lambda x: x.half()}, "mean must be torch.float32"),
     ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
     ("select", {"pos": lambda pos: pos.long()}, "int32"),
     ("select", {"y": instead(0)}, "at least 1"),
