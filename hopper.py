@@ -7,6 +7,7 @@ everything still runs.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -54,9 +55,9 @@ def attend(
         shared = fits and aligned(*keys, *values)
     if positions is None and index is not None and kind == "latents" and index.ndim == 2:
         latent, _, rest, basis, _, bias, _ = keys
-        joint = (latent.stride(1) == 0 or len(basis) == 1) and Hq == len(basis)
+        joint = (latent.stride(1) == 0 or len(basis) == 1) and Hkv == len(basis)
         ranks = [latent.shape[3], 0 if rest is None else rest.shape[3]]  # in a byte of the last lie two
-        sizes = (*index.shape, Hq, D, *ranks, kernels.tile_itemsize(q.dtype, latent))
+        sizes = (*index.shape, Hq, Hkv, D, *ranks, kernels.tile_itemsize(q.dtype, latent))
         streamed = joint and streams_basis(q.device, *sizes) and aligned(latent[:, 0], basis)
     if shared or streamed:  # what kernels.attend checks of the stores
         kernels.check(pos=(pos, torch.int32, B), q=(q, q.dtype, B, Hq, D))
@@ -93,11 +94,25 @@ def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
     return line, gl.load(index_p + line, mask=line < stop, other=-1)
 
 
+UNPACK = gl.constexpr("""{ .reg .b32 low, high;
+    shl.b32 low, $2, 3; lop3.b32 low, low, 0x78787878, 0x44444444, 0x6A;
+    shr.b32 high, $2, 1; lop3.b32 high, high, 0x78787878, 0x44444444, 0x6A;
+    shl.b32 $0, low, 1; lop3.b32 $0, $0, 0x80808080, low, 0xEA;
+    shl.b32 $1, high, 1; lop3.b32 $1, $1, 0x80808080, high, 0xEA; }""")
+
+
+@gluon.jit
+def _unpack(packed):
+    """The two codes c of each byte as 8 c - 60 in int8, four bytes at a time: bits 5 to 3 are those of c,
+    bit 2 is set, and the upper two are what the first bit of c is not."""
+    return gl.inline_asm_elementwise(UNPACK, "=&r,=&r,r", [packed], (gl.int8, gl.int8), is_pure=True, pack=4)
+
+
 @gluon.jit
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
     q_p, index_p, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv,
-    RESTS: gl.constexpr,
+    G: gl.constexpr, RESTS: gl.constexpr,
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two codes."""
     _wait_for_previous()
@@ -114,7 +129,8 @@ def _tile_logits(
     LARGE: gl.constexpr = _largest_sum(dtype)
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
+    LANES: gl.constexpr = KB * ITEM // 16  # of a chunk of a token
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [32 // LANES, LANES], [4, 1], [1, 0])
     QUERY: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
     # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
     of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
@@ -123,7 +139,8 @@ def _tile_logits(
     kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
     wide = gl.arange(0, D, layout=gl.SliceLayout(0, QUERY))
     dim = wide // 2 + (wide % 2) * (D // 2)
-    column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))
+    column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))  # of a row of the batch G queries
+    column_of_logit = gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
     column_of_key = gl.arange(0, D, layout=gl.SliceLayout(0, KEYS))
     chunk = 0
     for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
@@ -136,31 +153,35 @@ def _tile_logits(
         for j in gl.static_range(LEADS):
             copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
         ampere.async_copy.commit_group()
+        packed = ()
         for j in gl.static_range(RESTS):
-            packed = gl.load(rest_p + stored[:, None] * (RESTS * KB) + (j * KB + kb)[None, :])
-            latents.index(HALF * CHUNKS + LEADS + j).store(((packed & 15) << 3).to(gl.int8) - 60)
-            latents.index(HALF * CHUNKS + LEADS + RESTS + j).store(((packed >> 4) << 3).to(gl.int8) - 60)
+            packed += (gl.load(rest_p + stored[:, None] * (RESTS * KB) + (j * KB + kb)[None, :]),)
         line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, PAIRS))
         words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
-        cos, sin = _half_at(words, 0), _half_at(words, 16)
         if INT8:
             line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, KEYS))
             stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
             token_scale = gl.load(latent_scale_p + stored) / LARGE
+        for j in gl.static_range(RESTS):  # once all loads are on their way
+            low, high = _unpack(packed[j])
+            latents.index(HALF * CHUNKS + LEADS + j).store(low)
+            latents.index(HALF * CHUNKS + LEADS + RESTS + j).store(high)
+        cos, sin = _half_at(words, 0), _half_at(words, 16)
         line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
         row = line // n
-        logits_row = logits_p + row.to(gl.int64) * (Hkv * n) + (line - row * n)
+        to = (row.to(gl.int64) * (Hkv * G * n) + (line - row * n))[:, None] + column_of_logit % G * n
         own = gl.where(line < B * n, row - first_row, -1)
-        mine = own[:, None] == gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
-        query_row = first_row + column
+        mine = own[:, None] == column_of_logit // G
+        query_row = first_row + column // G
         real = query_row <= (gl.minimum(start + T, B * n) - 1) // n
-        query_p = q_p + query_row.to(gl.int64)[:, None] * (Hkv * D) + dim[None, :]
+        query_at = query_row.to(gl.int64) * (Hkv * G) + column % G
+        query_p = q_p + query_at[:, None] * D + dim[None, :]
         ampere.async_copy.wait_group(0)
         hopper.fence_async_shared()
         barrier()
         for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
             head = unit - tile * Hkv
-            query = gl.load(query_p + head * D, mask=real[:, None], other=0.0)
+            query = gl.load(query_p + head * (G * D), mask=real[:, None], other=0.0)
             # Keys [T, D]: latents times the head's basis, whose chunks in the ring begin with `chunk`.
             k = gl.full([T, D], 0, gl.int32 if INT8 else gl.float32, KEYS)
             for j in gl.static_range(CHUNKS):
@@ -190,13 +211,12 @@ def _tile_logits(
             left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
             right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
             logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
-            to = gl.expand_dims(logits_row + head * n, 1) + gl.full([T, NC], 0, gl.int32, LOGITS)
-            gl.store(to, logits, mask=mine)
+            gl.store(logits_p + to + head * (G * n), logits, mask=mine)
 
 
 @gluon.jit
 def _streamed_logits_kernel(
-    q_p,  # [B, Hkv, D]
+    q_p,  # [B, Hkv, G, D]
     index_p,  # [B, n] int32, -1: none
     latent_p,  # [B, S, KB LEADS]
     latent_scale_p,  # [B, S] fp32, or None
@@ -205,13 +225,13 @@ def _streamed_logits_kernel(
     basis_scale_p,  # [Hkv, D] fp32, or None
     bias_p,  # [Hkv, D] fp32, or None
     rope_p,  # [>= S, D / 2] words of rope_words
-    logits_p,  # [B, Hkv, 1, n] fp32
-    B, n, S, Hkv, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, RESTS: gl.constexpr,
-    SLOTS: gl.constexpr,
+    logits_p,  # [B, Hkv, G, n] fp32
+    B, n, S, Hkv, G: gl.constexpr, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr,
+    RESTS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     # Tiles of all rows times heads are one line of units, of which every program takes an equal run. The
     # latents of a tile stay in shared memory, a warp streams the basis past them by bulk copies, and of two
-    # consumers, each of T tokens, one can multiply while the other rotates.
+    # consumers, each of T tokens, one can multiply while the other rotates. NC: columns of queries, padded.
     LATENT: gl.constexpr = basis.dtype
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
@@ -233,10 +253,10 @@ def _streamed_logits_kernel(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
                             latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
-                            S, Hkv, gl.constexpr(RESTS))),
+                            S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
             (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
                             latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
-                            S, Hkv, gl.constexpr(RESTS))),
+                            S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 1],  # warps, beside the four of the first
@@ -245,29 +265,35 @@ def _streamed_logits_kernel(
 
 
 def _streamed_logits(q, index, latent, latent_scale, rest, basis, basis_scale, bias, words) -> Tensor:
-    """q . k [B, Hkv, 1, n] of chosen tokens, from the stores of keys in latents of all heads."""
-    (B, Hkv, D), S, n, itemsize = q.shape, latent.shape[2], index.shape[1], latent.element_size()
-    T, NC, KB, SLOTS, r = 64, 8, 128 // itemsize, 4, basis.shape[2]
-    layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
+    """q . k [B, Hkv, G, n] of chosen tokens, from the stores of keys in latents of all heads."""
+    (B, Hq, D), (_, Hkv, S, lead), n, itemsize = q.shape, latent.shape, index.shape[1], latent.element_size()
+    width, r = 0 if rest is None else rest.shape[3], basis.shape[2]
+    T, NC, G, chunk = 64, 8, Hq // Hkv, chunk_bytes(lead * itemsize, width)
+    KB, SLOTS, layout = chunk // itemsize, 512 // chunk, gl.NVMMASharedLayout(chunk, 8 * itemsize, 2)
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-    logits = torch.empty(B, Hkv, 1, n, dtype=torch.float32, device=q.device)
+    logits = torch.empty(B, Hkv, G, n, dtype=torch.float32, device=q.device)
     _streamed_logits_kernel[min(kernels.cdiv(B * n, 2 * T) * Hkv, SMS),](
-        q, index, latent, latent_scale, rest, chunks, basis_scale, bias, words, logits, B, n, S, Hkv, T, NC,
-        r // KB, 0 if rest is None else rest.shape[3] // KB, SLOTS, num_warps=4,
-        **kernels.overlapped(q.device),
+        q, index, latent, latent_scale, rest, chunks, basis_scale, bias, words, logits, B, n, S, Hkv, G, T,
+        NC, r // KB, width // KB, SLOTS, num_warps=4, **kernels.overlapped(q.device),
     )  # fmt: skip
     return logits
 
 
+def chunk_bytes(*widths: int) -> int:
+    """Bytes of a latent that a product takes: all parts of it are whole chunks."""
+    return math.gcd(128, *widths)
+
+
 def streams_basis(
-    device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, width: int, itemsize: int
+    device: torch.device, B: int, n: int, Hq: int, Hkv: int, D: int, r: int, width: int, itemsize: int
 ) -> bool:
     """Whether _streamed_logits_kernel makes the logits: latents are of r dims in 8 or 16 bits, and `width`
-    bytes of two dims each, in whole chunks of 128 bytes, and shared memory holds 128 of them; heads have 64
-    or 128 dims; 64 tokens in line span 8 rows of the batch at most; and, for speed, every program has two
-    heads or more."""
-    chunks = itemsize < 4 and r * itemsize % 128 == width % 128 == 0 and r * itemsize + 2 * width <= 1024
-    fits = chunks and D in (64, 128) and n >= 8 and kernels.cdiv(B * n, 128) * Hkv >= 2 * SMS
+    bytes of two dims each, in whole chunks of 64 or 128 bytes, and shared memory holds 128 of them; heads
+    have 64 or 128 dims; 64 tokens in line have 8 queries of a KV head at most; and, for speed, every program
+    has work."""
+    chunks = itemsize < 4 and chunk_bytes(r * itemsize, width) >= 64 and r * itemsize + 2 * width <= 1024
+    queries = ((62 + n) // n + 1) * (Hq // Hkv)  # of the rows of the batch that 64 tokens span at most
+    fits = chunks and D in (64, 128) and queries <= 8 and kernels.cdiv(B * n, 128) * Hkv >= SMS
     return fits and kernels.nvidia_generation(device) == 9
 
 

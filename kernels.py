@@ -1359,7 +1359,8 @@ def _attend_kernel(
     length = n
     if index_p is None and positions_p is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
-    share = tl.cdiv(tl.cdiv(length, T), splits)
+    parts = splits if window_k_p is None else splits - 1  # the last split has the window alone
+    share = tl.cdiv(tl.cdiv(length, T), parts)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     place = first * T + tl.arange(0, T)
     if index_p is not None:
@@ -1372,7 +1373,7 @@ def _attend_kernel(
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([T, GP], tl.float32)
     out = tl.zeros([T, C] if GP == 1 else [C, GP], tl.float32)
-    # 3. The exact window, in the last split.
+    # 3. The exact window.
     if window_k_p is not None:
         if split == splits - 1:
             exact_k = (window_k_p,)
@@ -1541,7 +1542,7 @@ def attend(
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
     SHAPE = Shape(G, GP, D, power2(D, 16), T, stages, **sizes)
-    splits = attend_splits(n, B * programs, fill)
+    splits = attend_splits(n, B * programs, fill) + bool(window)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, positions, None if positions is None else S,

@@ -3601,6 +3601,7 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
         if "mixed" in form:
             chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
             lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
+            lead = r // 4 if r % 512 == 0 else lead
             codes, rest, scale, latent = mixed(randn(*latent.shape, dtype=dtype), lead)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
         basis, flat = basis_codes * basis_scale, [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)]
@@ -5939,17 +5940,18 @@ def streamed(hopper, monkeypatch):
 
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
 # the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
-# hardly begun: B, Hkv, D, chunks, n, bits, z, programs.
+# hardly begun: B, Hkv, G, D, chunks, n, bits, z, programs.
 LATENT_SIZES = [
-    (1, 2, 128, 1, 64, 2, 24, 2),
-    (3, 4, 128, 2, 128, 4, 64, 1),
-    (3, 3, 128, 4, 70, 2, 100, 3),
-    (9, 5, 64, 3, 9, 2, 1, 5),
-    (17, 4, 128, 2, 8, 8, 130, 3),
-    (2, 32, 128, 8, 448, 2, 300, 7),
-    (5, 8, 64, 5, 130, 4, 33, 2),
-    (1, 3, 64, 8, 300, 8, 24, 2),
-    (2, 4, 128, 8, 257, 4, 24, None),
+    (1, 2, 1, 128, 1, 64, 2, 24, 2),
+    (3, 4, 1, 128, 2, 128, 4, 64, 1),
+    (3, 3, 2, 128, 4, 70, 2, 100, 3),
+    (9, 5, 1, 64, 3, 9, 2, 1, 5),
+    (17, 4, 1, 128, 2, 8, 8, 130, 3),
+    (2, 32, 1, 128, 8, 448, 2, 300, 7),
+    (8, 8, 4, 128, 4, 444, 2, 68, None),
+    (5, 8, 3, 64, 5, 130, 4, 33, 2),
+    (1, 3, 4, 64, 8, 300, 8, 24, 2),
+    (2, 4, 1, 128, 8, 257, 4, 24, None),
 ]
 
 
@@ -5959,11 +5961,11 @@ LATENT_SIZES = [
 @pytest.mark.parametrize("form", JOINT_LATENTS)
 @poisoned
 def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes):
-    B, Hkv, D, chunks, n, bits, z, programs = sizes
+    B, Hkv, G, D, chunks, n, bits, z, programs = sizes
     if programs:
         monkeypatch.setattr(streamed, "SMS", programs)
     pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (64 if form == JOINT_LATENTS[0] else 128)
-    case = (dtype, form, "row", B, 600, Hkv, 1, D, D, bits, z, pos)
+    case = (dtype, form, "row", B, 600, Hkv, G, D, D, bits, z, pos)
     if "mixed" not in form or chunks > 2:
         check_attend(*case, n=n, r=r, written=True, ops=streamed)
 
@@ -6006,12 +6008,13 @@ def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkey
 def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     takes, cuda = hopper.streams_basis, torch.device("cuda")
-    fits = [16, 448, 32, 128, 512, 0, 2]  # B, n, Hkv, D, r, width, itemsize
-    assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:4], 1024, 0, 1)
-    assert takes(cuda, *fits[:4], 256, 384, 1) and not takes(cuda, *fits[:4], 256, 192, 1)
-    assert not takes(cuda, *fits[:4], 500, 0, 2)  # no whole chunks
-    assert not takes(cuda, *fits[:4], 256, 0, 4)  # fp32
-    for i, other in ((0, 2), (1, 7), (2, 4), (3, 256), (4, 1024)):  # each alone too few or too many
+    fits = [16, 448, 32, 32, 128, 512, 0, 2]  # B, n, Hq, Hkv, D, r, width, itemsize
+    assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:5], 1024, 0, 1)
+    assert takes(cuda, *fits[:5], 256, 384, 1) and not takes(cuda, *fits[:5], 256, 96, 1)
+    assert takes(cuda, 8, 444, 32, 8, 128, 128, 192, 1) and not takes(cuda, 8, 60, 32, 8, 128, 128, 192, 1)
+    assert not takes(cuda, *fits[:5], 500, 0, 2)  # no whole chunks
+    assert not takes(cuda, *fits[:5], 256, 0, 4)  # fp32
+    for i, other in ((0, 1), (1, 7), (2, 320), (3, 2), (4, 256), (5, 1024)):  # each too few or too many
         assert not takes(cuda, *fits[:i], other, *fits[i + 1 :])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not takes(cuda, *fits)
@@ -6298,6 +6301,7 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
 # Of attend: form, Hkv, G, D, bits, z, r.
 LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint int8 latents", 32, 1, 128, 4, 64, 1024)]
 LATENTS += [("joint int8 latents", 1, 1, 64, 4, 64, 256), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
+LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
     ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 0, 0) for bits in SHARED]),
