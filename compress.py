@@ -138,6 +138,15 @@ class Context:
             return logits
         return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
 
+    def append(self, pos: Tensor, latents, latent: Tensor, values, v: Tensor) -> None:
+        """Writes a token's latent [B, r] and values v [B, Hkv, D] to their stores."""
+        if self.kernels and isinstance(latents, MixedStore) and isinstance(values, ScaledStore):
+            stored = *latents.parts(), *values.parts(), LEVELS_APART[values.bits], LEVELS_APART[4]
+            self.kernels.append(latent, v, pos.int(), *stored)
+        else:
+            latents.write((self.batch_ids, pos), latent[:, None])
+            values.write((self.batch_ids, pos), v)
+
     def block_queries(self, q: Tensor, rotations: tuple, basis: Tensor, mean, rule: str) -> tuple:
         """What `block_queries` gives."""
         if self.kernels and mean is not None and rule == "softmax":
@@ -1085,7 +1094,8 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     """Layer i's attention with rotated values, and with W_k U_r, and for the sum rule (sum over each group of
     W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms.
 
-    Exact, since everything up to the latent is linear; biases fold the same way, the mean key taken off."""
+    Exact, since everything up to the latent is linear; biases fold the same way. A bias takes the mean key
+    off, too."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if skipped and settings.skip_as != "latent":
         return attention
@@ -1094,6 +1104,8 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     if c.qk_norm:
         return attention
     down, up, mean = sals_layer_maps(c, settings, artifact, i, linear.weight.device)
+    if linear.bias is None and mean is not None:
+        linear.bias = nn.Parameter(linear.weight.new_zeros(sum(attention.widths)), False)
     for name, parameter in list(linear.named_parameters()):
         q, k, _ = parameter.float().split(attention.widths)
         rows = [down.T @ (k - mean if name == "bias" and mean is not None else k)]
@@ -1126,10 +1138,10 @@ class SalsCache(Cache):
         self.r, self.r_score = sals_rank(settings, c), sals_score_rank(settings, c)
         down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
         self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
-        self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it
-        self.mean_latent = None  # where no bias of wqkv has taken it off
-        if self.mean is not None and (c.qk_norm or not c.qkv_bias):
-            self.mean_latent = (self.mean @ down).to(context.dtype)
+        self.down = self.mean_latent = None  # wqkv has both
+        if c.qk_norm:
+            self.down = down.to(context.dtype)
+            self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
         shape = context, 1, context.capacity, self.r
         if settings.latent_bits == 4 and self.r_score < self.r:
             self.latents = MixedStore(*shape, self.r_score)
@@ -1152,18 +1164,18 @@ class SalsCache(Cache):
 
     def latent(self, k: Tensor, *folded: Tensor) -> Tensor:
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
-        latent = folded[0] if folded else k.flatten(1) @ self.down
-        return latent if self.mean_latent is None else latent - self.mean_latent
+        return folded[0] if folded else k.flatten(1) @ self.down - self.mean_latent
 
-    def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores tokens, of latent [n, r], and k, v [n, Hkv, D] after RoPE."""
-        self.latents.write(where, latent[:, None])
-        self.values.write(where, v)
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        """Stores exact tokens, of k, v [n, Hkv, D] after RoPE, in the window."""
         for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
     def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
-        self.write((batch, slice(0, len(q))), self.latent(raw, *folded), k, v)
+        where = batch, slice(0, len(q))
+        self.latents.write(where, self.latent(raw, *folded)[:, None])
+        self.values.write(where, v)
+        self.write(where, k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made.
@@ -1190,7 +1202,8 @@ class SalsCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index = self.rope(q, pos), None
-        self.write((self.context.batch_ids, pos), self.latent(k, *folded), self.rope(k, pos), v)
+        self.context.append(pos, self.latents, self.latent(k, *folded), self.values, v)
+        self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
         if self.sparse:
             index = self.select(self.score(pos, q, rotated, *folded[1:]), pos)
         return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)

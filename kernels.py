@@ -2,7 +2,7 @@
 
     method                                     operations
     dense, streaming                           attend (plain)
-    SALS                                       block_queries, scores, select, attend (latents; channels)
+    SALS                                       append, block_queries, scores, select, attend (latents)
     Loki, topk, quest, doublesparse, shadowkv  scores, select, attend (plain)
     LRQK                                       scores, select, fetch_rows, attend (plain)
     H2O                                        scores, attend_logits
@@ -11,6 +11,7 @@
     FDC                                        attend_ragged
 
     operation                   kernel                                  its truth, in compress.py
+    append                      _append_kernel                          quantize_mixed, quantize_spread
     block_queries               _block_queries_kernel                   block_queries
     scores                      _scores_kernel, _reduce_scores_kernel   token_logits, group_scores
     select                      _survivors_kernel, _select_kernel       select
@@ -168,6 +169,91 @@ def _let_next_begin():
         tl.extra.cuda.gdc_launch_dependents()
 
 
+# ---------------------------------------------------------------------------------------- codes of a token
+
+
+@jit
+def _append_kernel(
+    latent_p,  # [B, LEAD + 2 REST], a row `latent_step` numbers after the one before
+    v_p,  # [B, Hkv, D], likewise
+    latent_step,
+    v_step,
+    pos_p,  # [B] int32
+    lead_p,  # [B, S, LEAD] int8
+    rest_p,  # [B, S, REST] uint8
+    latent_scale_p,  # [B, S] fp32
+    code_p,  # [B, S, Hkv, D * BITS / 8] uint8
+    scale_p,  # [B, S, Hkv] fp16
+    S,
+    apart,  # standard deviations between neighbouring levels of values
+    rest_apart,  # and of the latents' 4-bit codes
+    D: tl.constexpr,
+    LEAD: tl.constexpr,
+    REST: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Stores the codes of a token. A program has the value of a KV head, and the last one the latent."""
+    _wait_for_previous()
+    _let_next_begin()
+    h, Hkv, b = tl.program_id(0), tl.num_programs(0) - 1, tl.program_id(1).to(tl.int64)
+    row = b * S + tl.load(pos_p + b)
+    if h == Hkv:
+        i, plane, byte = tl.arange(0, _padded(LEAD)), tl.arange(0, 2)[:, None], tl.arange(0, _padded(REST))
+        latent_p += b * latent_step
+        lead = tl.load(latent_p + i, mask=i < LEAD, other=0.0).to(tl.float32)
+        rest_at = latent_p + LEAD + plane * REST + byte[None, :]
+        rest = tl.load(rest_at, mask=(byte < REST)[None, :], other=0.0).to(tl.float32)
+        spread = tl.sqrt(tl.sum(rest * rest) / (2 * REST)) * (rest_apart / 8)
+        scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
+        step = tl.where(scale == 0, 1.0, scale)
+        code = _nearest(tl.clamp((rest / step + 60) / 8, 0.0, 15.0))
+        code = tl.sum(code << (plane * 4), 0).to(tl.uint8)
+        tl.store(lead_p + row * LEAD + i, _nearest(lead / step).to(tl.int8), mask=i < LEAD)
+        tl.store(rest_p + row * REST + byte, code, mask=byte < REST)
+        tl.store(latent_scale_p + row, scale)
+    else:
+        TOP: tl.constexpr = 2.0**BITS - 1
+        BYTES: tl.constexpr = D * BITS // 8
+        plane, byte = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, _padded(BYTES))
+        v_at = v_p + b * v_step + h * D + plane * BYTES + byte[None, :]
+        v = tl.load(v_at, mask=(byte < BYTES)[None, :], other=0.0).to(tl.float32)
+        energy, row = tl.sum(v * v), row * Hkv + h
+        step = tl.maximum(tl.sqrt(energy / D) * (apart / 2), 1e-8)
+        code = _nearest(tl.clamp((v / step + TOP) / 2, 0.0, TOP))
+        scale = energy / tl.maximum(tl.sum(v * (2 * code.to(tl.float32) - TOP)), 1e-8)
+        code = tl.sum(code << (plane * BITS), 0).to(tl.uint8)
+        tl.store(code_p + row * BYTES + byte, code, mask=byte < BYTES)
+        tl.store(scale_p + row, scale.to(tl.float16))
+
+
+@operator(lambda *_: None, ("lead", "rest", "latent_scale", "codes", "scale"))
+def append(
+    latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, rest: Tensor, latent_scale: Tensor, codes: Tensor,
+    scale: Tensor, apart: float, rest_apart: float
+) -> None:  # fmt: skip
+    """Stores one new token of each batch entry at pos: its latent [B, r] and value [B, Hkv, D] in codes.
+
+    Entries of latent and v may lie any step apart. The latent goes to lead [B, 1, S, r*] int8, rest
+    [B, 1, S, (r - r*) / 2] uint8 and latent_scale [B, 1, S] fp32. v goes to codes [B, S, Hkv, D * bits / 8]
+    uint8 and scale [B, S, Hkv] fp16. apart, rest_apart: how far levels of values, and of a latent's 4-bit
+    codes, lie apart, in standard deviations. Truth: compress.quantize_mixed, quantize_spread."""
+    (B, Hkv, D), S, LEAD, REST, BYTES = v.shape, *lead.shape[2:], rest.shape[3], codes.shape[3]
+    u8, f32 = torch.uint8, torch.float32
+    for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
+        shape(name, x, v.dtype, B, *sizes)
+        need(x[0].is_contiguous(), f"a batch entry of {name} must be contiguous")
+    need(BYTES in (D // 4, D // 2, D), f"{BYTES} bytes are no codes of {D} values in 2, 4 or 8 bits")
+    check(
+        pos=(pos, torch.int32, B), lead=(lead, torch.int8, B, 1, S, LEAD), rest=(rest, u8, B, 1, S, REST),
+        latent_scale=(latent_scale, f32, B, 1, S), codes=(codes, u8, B, S, Hkv, BYTES),
+        scale=(scale, torch.float16, B, S, Hkv),
+    )  # fmt: skip
+    _append_kernel[Hkv + 1, B](
+        latent, v, latent.stride(0), v.stride(0), pos, lead, rest, latent_scale, codes, scale, S, apart,
+        rest_apart, D, LEAD, REST, BYTES * 8 // D, num_warps=4, **overlapped(v.device),
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------- queries of blocks
 
 
@@ -272,13 +358,23 @@ def _split_rows(x):
     return _nearest(x).to(tl.int8), _nearest(rest * 254).to(tl.int8), largest / (127 * 254)
 
 
+@jit
+def _tile_queries(query_at, mask, SPLIT: tl.constexpr):
+    """The queries of a tile, split for rows in int8."""
+    query = tl.load(query_at, mask=mask, other=0.0)
+    if SPLIT:
+        return _split_rows(query)
+    else:
+        return query, query, query
+
+
 def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs). HP: queries of a head, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
         RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
         if RB > 256:
             return 64, RB, 4, 2, 2 * SMS
-        return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 3, 3 * SMS)
+        return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 4, 2 * SMS)
     RB = min(power2(r_score, 16), 64)
     T = max(16, min(256, 8192 // RB, 4096 // HP))  # if possible, at most 16 KB of rows and of logits
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
@@ -315,7 +411,7 @@ def _scores_kernel(
     r,  # numbers of a row
     scale,
     run,  # tokens of a run
-    per_block,  # tiles of a block of queries
+    per_block,  # tiles of a block of queries; None: one block
     N: tl.constexpr,  # queries of a head
     NR: tl.constexpr,  # blocks of ranks
     T: tl.constexpr,  # tokens of a tile
@@ -339,75 +435,75 @@ def _scores_kernel(
     count = tiles if RULE == "each" or positions_p is not None else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
     first, stop = split * share, tl.minimum((split + 1) * share, count)
-    query_p += b * query_step_b + h * query_step_h
-    query_at = query_p + n[:, None] * r_score + dims
-    # Int8 rows are multiplied as they are, if one split of the queries serves all tiles of a block.
+    query_at = query_p + b * query_step_b + h * query_step_h + n[:, None] * r_score + dims
+    query_mask = (n < N)[:, None] & (dims < r_score)
+    # Int8 rows are multiplied as they are, by queries that are split, too.
     SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
+    if NR == 1 and per_block is None:
+        queries = _tile_queries(query_at, query_mask, SPLIT)
     # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs a joint maximum.
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
-    for block in range(first // per_block, tl.cdiv(stop, per_block)):
-        tile_query_at = query_at + tl.cast(block, tl.int64) * query_step_block
-        if NR == 1:  # the queries stay, and the loop over tiles keeps its loads in flight
-            query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
+    # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        tile_query_at = query_at
+        if per_block is not None:
+            tile_query_at += tl.cast(tile // per_block, tl.int64) * query_step_block
+        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = tokens < length
+        if positions_p is not None:
+            live = _up_to(positions_p, b * S + tokens, tokens < S, length)
+        row = b * step_b + h * step_h + tokens * step_s
+        row_scale = scale
+        if row_scale_p is not None:
+            row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
+        logits = tl.zeros([T, NP], tl.float32)
+        row_at = rows_p + row[:, None] * r + dims
+        if NR == 1:
+            row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
+            if per_block is not None:
+                queries = _tile_queries(tile_query_at, query_mask, SPLIT)
+            query, low, query_scale = queries
             if SPLIT:
-                high, low, query_scale = _split_rows(query)
-        # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
-        for tile in tl.range(
-            tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block), num_stages=STAGES
-        ):
-            tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-            live = tokens < length
-            if positions_p is not None:
-                live = _up_to(positions_p, b * S + tokens, tokens < S, length)
-            row = b * step_b + h * step_h + tokens * step_s
-            row_scale = scale
-            if row_scale_p is not None:
-                row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
-            logits = tl.zeros([T, NP], tl.float32)
-            row_at = rows_p + row[:, None] * r + dims
-            if NR == 1:
-                row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
-                if SPLIT:
-                    coarse = tl.dot(row_tile, tl.trans(high), out_dtype=tl.int32)
-                    fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32)
-                    logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
-                else:
-                    row_tile = row_tile.to(query.dtype)
-                    logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
+                coarse = tl.dot(row_tile, tl.trans(query), out_dtype=tl.int32)
+                fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32)
+                logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
             else:
-                for i in range(0, NR * RB, RB):
-                    inside = dims + i < r_score
-                    row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
-                    part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
-                    logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-            if tile < stop:  # always true: a branch does not delay the loads of the next tile
-                logits *= row_scale
-                if offset_p is not None:
-                    if ONE_RUN:
-                        offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
-                        offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
-                    else:
-                        offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
-                        some = live[:, None] & (n < N)[None, :]
-                        offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
-                    logits += offset * scale
-                logits = tl.where(live[:, None], logits, float("-inf"))
-                if RULE != "softmax":
-                    at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
-                    tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
-                if RULE != "each":
-                    new_top = logits
-                    if RULE == "softmax":  # fp16 up to 2**15 has a range of 2**39 below it
-                        new_top = tl.max(logits, 0)[None, :] - 15
-                    new_top = tl.maximum(top, new_top)
-                    weight = tl.exp2(logits - new_top)
-                    total = total * tl.exp2(top - new_top) + weight
-                    top = new_top
-                if RULE == "softmax":
-                    at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
-                    tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
-                    tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
+                row_tile = row_tile.to(query.dtype)
+                logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
+        else:
+            for i in range(0, NR * RB, RB):
+                inside = dims + i < r_score
+                row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
+                part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
+                logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
+        if tile < stop:  # always true: a branch does not delay the loads of the next tile
+            logits *= row_scale
+            if offset_p is not None:
+                if ONE_RUN:
+                    offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
+                    offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
+                else:
+                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
+                    some = live[:, None] & (n < N)[None, :]
+                    offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
+                logits += offset * scale
+            logits = tl.where(live[:, None], logits, float("-inf"))
+            if RULE != "softmax":
+                at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
+                tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
+            if RULE != "each":
+                new_top = logits
+                if RULE == "softmax":  # fp16 up to 2**15 has a range of 2**39 below it
+                    new_top = tl.max(logits, 0)[None, :] - 15
+                new_top = tl.maximum(top, new_top)
+                weight = tl.exp2(logits - new_top)
+                total = total * tl.exp2(top - new_top) + weight
+                top = new_top
+            if RULE == "softmax":
+                at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
+                tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
+                tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
     if RULE != "each":
         at = ((b * H + h) * splits + split) * NP + n
         largest = tl.max(top, 0)
@@ -523,7 +619,7 @@ def scores(
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
         queries, rows, row_scale, offset, pos, positions, kept, *sums, *query_steps, *steps, S, tiles,
-        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else tiles, N,
+        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
         cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, num_warps=warps, num_stages=stages,
         **overlapped(rows.device),
     )  # fmt: skip
