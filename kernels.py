@@ -198,18 +198,18 @@ def _append_kernel(
     h, Hkv, b = tl.program_id(0), tl.num_programs(0) - 1, tl.program_id(1).to(tl.int64)
     row = b * S + tl.load(pos_p + b)
     if h == Hkv:
-        i, plane, byte = tl.arange(0, _padded(LEAD)), tl.arange(0, 2)[:, None], tl.arange(0, _padded(REST))
+        i, half, pair = tl.arange(0, _padded(LEAD)), tl.arange(0, 2)[:, None], tl.arange(0, _padded(REST))
         latent_p += b * latent_step
         lead = tl.load(latent_p + i, mask=i < LEAD, other=0.0).to(tl.float32)
-        rest_at = latent_p + LEAD + plane * REST + byte[None, :]
-        rest = tl.load(rest_at, mask=(byte < REST)[None, :], other=0.0).to(tl.float32)
+        rest_at = latent_p + LEAD + half * REST + pair[None, :]
+        rest = tl.load(rest_at, mask=(pair < REST)[None, :], other=0.0).to(tl.float32)
         spread = tl.sqrt(tl.sum(rest * rest) / (2 * REST)) * (rest_apart / 8)
         scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
         step = tl.where(scale == 0, 1.0, scale)
-        code = _nearest(tl.clamp((rest / step + 60) / 8, 0.0, 15.0))
-        code = tl.sum(code << (plane * 4), 0).to(tl.uint8)
-        tl.store(lead_p + row * LEAD + i, _nearest(lead / step).to(tl.int8), mask=i < LEAD)
-        tl.store(rest_p + row * REST + byte, code, mask=byte < REST)
+        lead = _nearest(lead / step).to(tl.int8)
+        rest = tl.sum(_nearest(tl.clamp((rest / step + 60) / 8, 0.0, 15.0)) << (half * 4), 0)
+        tl.store(lead_p + row * LEAD + i, lead, mask=i < LEAD)
+        tl.store(rest_p + row * REST + pair, rest.to(tl.uint8), mask=pair < REST)
         tl.store(latent_scale_p + row, scale)
     else:
         TOP: tl.constexpr = 2.0**BITS - 1
