@@ -959,7 +959,7 @@ class Shape(NamedTuple):
 
 
 @jit
-def _half_at(words, shift: tl.constexpr):
+def _half_at(words, shift):
     return ((words >> shift) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -1340,7 +1340,9 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
     code_at = codes_p + row[:, None] * (WIDTH // 4) + word
     if not PAIRED:
         code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
-        half = tl.load(pairs_p + row, mask=live, other=0.0).to(tl.float32)[:, None, None, None, None]
+        # Two rows' scales as one word: what is loaded ahead has four bytes at least.
+        both = tl.load(pairs_p.to(tl.pointer_type(tl.int32), bitcast=True) + (row >> 1), mask=live, other=0)
+        half = _half_at(both, ((row & 1) << 4).to(tl.int32))[:, None, None, None, None]
         low, step = half * (1.0 - 2**BITS), half * 2
     elif RUNS * WORDS * 4 == WIDTH:
         code = tl.load(code_at, mask=live[:, None], other=0)
