@@ -176,7 +176,8 @@ class Context:
         Windows, whose tokens are attended besides (and without an index in the place of the last z)."""
         scale, heads = self.config.head_dim**-0.5, self.config.n_kv_heads
         if self.kernels and self.config.head_dim % 16 == 0 and (index is None or index.numel()):
-            index = index if index is None else index.int().contiguous()
+            if index is not None:  # of one set an entry, entries may lie apart
+                index = index.int() if index.ndim == 2 else index.int().contiguous()
             stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
             exact = [store.rows for store in window]
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
@@ -1198,7 +1199,7 @@ class SalsCache(Cache):
         """The tokens to rebuild, the y best [B, y], -1 for none. The sinks, which come first, are exact."""
         index = self.context.select(scores, pos, self.budget)
         self.report_selected(pos, index.clamp(min=0), index >= 0, recent=self.budget[2])
-        return index[:, self.budget[0] :].contiguous()
+        return index[:, self.budget[0] :]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index = self.rope(q, pos), None

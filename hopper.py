@@ -88,10 +88,10 @@ def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constex
 
 
 @gluon.jit
-def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
+def _tile_tokens(index_p, index_step, start, B, n, T: gl.constexpr, LAYOUT: gl.constexpr):
     """T places in line from `start` on, and their tokens: -1 where there is none."""
     line = start + gl.arange(0, T, layout=LAYOUT)
-    return line, gl.load(index_p + line, mask=line < stop, other=-1)
+    return line, gl.load(index_p + line // n * index_step + line % n, mask=line < B * n, other=-1)
 
 
 UNPACK = gl.constexpr("""{ .reg .b32 low, high;
@@ -111,8 +111,8 @@ def _unpack(packed):
 @gluon.jit
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
-    q_p, index_p, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv,
-    G: gl.constexpr, RESTS: gl.constexpr,
+    q_p, index_p, index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
+    S, Hkv, G: gl.constexpr, RESTS: gl.constexpr,
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two codes."""
     _wait_for_previous()
@@ -147,7 +147,7 @@ def _tile_logits(
         start = (tile * 2 + HALF) * T
         first_row = start // n
         # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, COPY))
+        line, token = _tile_tokens(index_p, index_step, start, B, n, T, gl.SliceLayout(1, COPY))
         stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
         latent_row = latent_p + stored[:, None] * (LEADS * KB)
         for j in gl.static_range(LEADS):
@@ -156,10 +156,10 @@ def _tile_logits(
         packed = ()
         for j in gl.static_range(RESTS):
             packed += (gl.load(rest_p + stored[:, None] * (RESTS * KB) + (j * KB + kb)[None, :]),)
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, PAIRS))
+        line, token = _tile_tokens(index_p, index_step, start, B, n, T, gl.SliceLayout(1, PAIRS))
         words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
         if INT8:
-            line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, KEYS))
+            line, token = _tile_tokens(index_p, index_step, start, B, n, T, gl.SliceLayout(1, KEYS))
             stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
             token_scale = gl.load(latent_scale_p + stored) / LARGE
         for j in gl.static_range(RESTS):  # once all loads are on their way
@@ -167,7 +167,7 @@ def _tile_logits(
             latents.index(HALF * CHUNKS + LEADS + j).store(low)
             latents.index(HALF * CHUNKS + LEADS + RESTS + j).store(high)
         cos, sin = _half_at(words, 0), _half_at(words, 16)
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
+        line, token = _tile_tokens(index_p, index_step, start, B, n, T, gl.SliceLayout(1, LOGITS))
         row = line // n
         to = (row.to(gl.int64) * (Hkv * G * n) + (line - row * n))[:, None] + column_of_logit % G * n
         own = gl.where(line < B * n, row - first_row, -1)
@@ -217,7 +217,8 @@ def _tile_logits(
 @gluon.jit
 def _streamed_logits_kernel(
     q_p,  # [B, Hkv, G, D]
-    index_p,  # [B, n] int32, -1: none
+    index_p,  # [B, n] int32, -1: none; rows of index_step numbers
+    index_step,
     latent_p,  # [B, S, KB LEADS]
     latent_scale_p,  # [B, S] fp32, or None
     rest_p,  # [B, S, KB RESTS] uint8, or None
@@ -252,11 +253,11 @@ def _streamed_logits_kernel(
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
-                            S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
+                            index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p,
+                            logits_p, B, n, S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
             (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
-                            S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
+                            index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p,
+                            logits_p, B, n, S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 1],  # warps, beside the four of the first
@@ -273,8 +274,8 @@ def _streamed_logits(q, index, latent, latent_scale, rest, basis, basis_scale, b
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
     logits = torch.empty(B, Hkv, G, n, dtype=torch.float32, device=q.device)
     _streamed_logits_kernel[min(kernels.cdiv(B * n, 2 * T) * Hkv, SMS),](
-        q, index, latent, latent_scale, rest, chunks, basis_scale, bias, words, logits, B, n, S, Hkv, G, T,
-        NC, r // KB, width // KB, SLOTS, num_warps=4, **kernels.overlapped(q.device),
+        q, index, index.stride(0), latent, latent_scale, rest, chunks, basis_scale, bias, words, logits, B, n,
+        S, Hkv, G, T, NC, r // KB, width // KB, SLOTS, num_warps=4, **kernels.overlapped(q.device),
     )  # fmt: skip
     return logits
 

@@ -1417,6 +1417,7 @@ def _attend_kernel(
     keys,  # what the format of keys stores
     values,  # what packed_values gives
     index_p,  # [B, sets, n] int32, -1: no token; None: all tokens that are not in the window
+    index_step,  # numbers between two batch entries of the index
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     S,  # None without positions
     window_k_p,  # exact keys [B, z, Hkv, D] after RoPE; None: there is no window
@@ -1462,7 +1463,7 @@ def _attend_kernel(
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     place = first * T + tl.arange(0, T)
     if index_p is not None:
-        index_p += (b * sets + p * sets // programs) * n
+        index_p += b * index_step + p * sets // programs * n
         # One tile ahead: a load is not prefetched if it waits for the load of its index.
         ahead = tl.load(index_p + place, mask=place < n, other=-1)
     # 2. The queries, and a softmax of nothing.
@@ -1628,7 +1629,8 @@ def attend(
     z = window[0].shape[1] if window else 0
     beside = zip(("window keys", "window values"), window, (D, packing.D), strict=False)
     exact = {name: (x, q.dtype, B, z, Hkv, width) for name, x, width in beside}
-    given = {"q": (q, q.dtype, B, Hq, D), "index": (index, torch.int32, *chosen)}
+    step, entry = (0, None) if index is None else (index.stride(0), index[0])
+    given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
     given["positions"] = (positions, torch.int32, B, S)
     check(pos=(pos, torch.int32, B), **given, **exact)
     programs = max(Hkv, sets)  # of a batch entry and split
@@ -1643,7 +1645,7 @@ def attend(
     splits = attend_splits(n, B * programs, fill) + bool(window)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
-        q, key_stores, value_stores, index, positions, None if positions is None else S,
+        q, key_stores, value_stores, index, step, positions, None if positions is None else S,
         *(window or (None, None)), pos, *parts, *key_steps, *value_steps, n, z, sets, Hkv, scale * LOG2E,
         *functions, SHAPE, packing, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
@@ -1733,7 +1735,7 @@ def attend_ragged(
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
-        q, (packed, table, B, S, Hkv), (None,) * 5, None, None, None, None, None, pos, *parts,
+        q, (packed, table, B, S, Hkv), (None,) * 5, None, 0, None, None, None, None, pos, *parts,
         0, 0, 0, 0, 0, 0, S, 0, 1, Hkv, scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
         packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip

@@ -3672,6 +3672,7 @@ def chosen_tokens(sets, n, B, S, pos):
     best, index = randn(B, *sets, S, seed=5).masked_fill(later, -torch.inf).topk(min(n, S))
     index = index.where(best > -torch.inf, -1).int()
     index[..., 2::7] = -1
+    index = index if sets else F.pad(index, (3, 0))[:, 3:]  # rows that lie apart
     member = torch.zeros(B, *sets, S + 1, dtype=torch.bool, device=DEVICE)
     return index, member.scatter(-1, index.long().where(index >= 0, S), True)[..., :S]
 
