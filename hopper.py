@@ -88,24 +88,24 @@ def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constex
 
 
 @gluon.jit
-def _tile_tokens(index_p, index_step, start, B, n, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """T places in line from `start` on, and their tokens: -1 where there is none."""
+def _tile_rows(index_p, index_step, start, B, n, S, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which rows, of S a batch entry, hold the tokens of T places in line from `start` on. Dead slots read
+    token 0, which is always written: no masks on the tiles, and no NaN."""
     line = start + gl.arange(0, T, layout=LAYOUT)
-    return line, gl.load(index_p + line // n * index_step + line % n, mask=line < B * n, other=-1)
-
-
-UNPACK = gl.constexpr("""{ .reg .b32 low, high;
-    shl.b32 low, $2, 3; lop3.b32 low, low, 0x78787878, 0x44444444, 0x6A;
-    shr.b32 high, $2, 1; lop3.b32 high, high, 0x78787878, 0x44444444, 0x6A;
-    shl.b32 $0, low, 1; lop3.b32 $0, $0, 0x80808080, low, 0xEA;
-    shl.b32 $1, high, 1; lop3.b32 $1, $1, 0x80808080, high, 0xEA; }""")
+    token = gl.load(index_p + line // n * index_step + line % n, mask=line < B * n, other=0)
+    return gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
 
 
 @gluon.jit
 def _unpack(packed):
     """The two codes c of each byte as 8 c - 60 in int8, four bytes at a time: bits 5 to 3 are those of c,
     bit 2 is set, and the upper two are what the first bit of c is not."""
-    return gl.inline_asm_elementwise(UNPACK, "=&r,=&r,r", [packed], (gl.int8, gl.int8), is_pure=True, pack=4)
+    ptx: gl.constexpr = """{ .reg .b32 low, high;
+        shl.b32 low, $2, 3; lop3.b32 low, low, 0x78787878, 0x44444444, 0x6A;
+        shr.b32 high, $2, 1; lop3.b32 high, high, 0x78787878, 0x44444444, 0x6A;
+        shl.b32 $0, low, 1; lop3.b32 $0, $0, 0x80808080, low, 0xEA;
+        shl.b32 $1, high, 1; lop3.b32 $1, $1, 0x80808080, high, 0xEA; }"""
+    return gl.inline_asm_elementwise(ptx, "=&r,=&r,r", [packed], (gl.int8, gl.int8), is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -146,9 +146,7 @@ def _tile_logits(
     for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
         start = (tile * 2 + HALF) * T
         first_row = start // n
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        line, token = _tile_tokens(index_p, index_step, start, B, n, T, gl.SliceLayout(1, COPY))
-        stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
+        stored = _tile_rows(index_p, index_step, start, B, n, S, T, gl.SliceLayout(1, COPY))
         latent_row = latent_p + stored[:, None] * (LEADS * KB)
         for j in gl.static_range(LEADS):
             copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
@@ -156,18 +154,17 @@ def _tile_logits(
         packed = ()
         for j in gl.static_range(RESTS):
             packed += (gl.load(rest_p + stored[:, None] * (RESTS * KB) + (j * KB + kb)[None, :]),)
-        line, token = _tile_tokens(index_p, index_step, start, B, n, T, gl.SliceLayout(1, PAIRS))
-        words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
+        position = _tile_rows(index_p, index_step, start, B, n, S, T, gl.SliceLayout(1, PAIRS)) % S
+        words = gl.load(rope_p + position[:, None] * (D // 2) + pair[None, :])
         if INT8:
-            line, token = _tile_tokens(index_p, index_step, start, B, n, T, gl.SliceLayout(1, KEYS))
-            stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-            token_scale = gl.load(latent_scale_p + stored) / LARGE
+            scaled = _tile_rows(index_p, index_step, start, B, n, S, T, gl.SliceLayout(1, KEYS))
+            token_scale = gl.load(latent_scale_p + scaled) / LARGE
         for j in gl.static_range(RESTS):  # once all loads are on their way
             low, high = _unpack(packed[j])
             latents.index(HALF * CHUNKS + LEADS + j).store(low)
             latents.index(HALF * CHUNKS + LEADS + RESTS + j).store(high)
         cos, sin = _half_at(words, 0), _half_at(words, 16)
-        line, token = _tile_tokens(index_p, index_step, start, B, n, T, gl.SliceLayout(1, LOGITS))
+        line = start + gl.arange(0, T, layout=gl.SliceLayout(1, LOGITS))
         row = line // n
         to = (row.to(gl.int64) * (Hkv * G * n) + (line - row * n))[:, None] + column_of_logit % G * n
         own = gl.where(line < B * n, row - first_row, -1)
@@ -269,7 +266,7 @@ def _streamed_logits(q, index, latent, latent_scale, rest, basis, basis_scale, b
     """q . k [B, Hkv, G, n] of chosen tokens, from the stores of keys in latents of all heads."""
     (B, Hq, D), (_, Hkv, S, lead), n, itemsize = q.shape, latent.shape, index.shape[1], latent.element_size()
     width, r = 0 if rest is None else rest.shape[3], basis.shape[2]
-    T, NC, G, chunk = 64, 8, Hq // Hkv, chunk_bytes(lead * itemsize, width)
+    T, NC, G, chunk = 64, 8, Hq // Hkv, math.gcd(128, lead * itemsize, width)  # bytes, in whole parts
     KB, SLOTS, layout = chunk // itemsize, 512 // chunk, gl.NVMMASharedLayout(chunk, 8 * itemsize, 2)
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
     logits = torch.empty(B, Hkv, G, n, dtype=torch.float32, device=q.device)
@@ -280,19 +277,13 @@ def _streamed_logits(q, index, latent, latent_scale, rest, basis, basis_scale, b
     return logits
 
 
-def chunk_bytes(*widths: int) -> int:
-    """Bytes of a latent that a product takes: all parts of it are whole chunks."""
-    return math.gcd(128, *widths)
-
-
 def streams_basis(
     device: torch.device, B: int, n: int, Hq: int, Hkv: int, D: int, r: int, width: int, itemsize: int
 ) -> bool:
     """Whether _streamed_logits_kernel makes the logits: latents are of r dims in 8 or 16 bits, and `width`
-    bytes of two dims each, in whole chunks of 64 or 128 bytes, and shared memory holds 128 of them; heads
-    have 64 or 128 dims; 64 tokens in line have 8 queries of a KV head at most; and, for speed, every program
-    has work."""
-    chunks = itemsize < 4 and chunk_bytes(r * itemsize, width) >= 64 and r * itemsize + 2 * width <= 1024
+    bytes of two dims each, in whole chunks of 64 bytes, and shared memory holds 128 of them; heads have 64 or
+    128 dims; 64 tokens in line have 8 queries of a KV head at most; and, for speed, no program is idle."""
+    chunks = itemsize < 4 and math.gcd(64, r * itemsize, width) == 64 and r * itemsize + 2 * width <= 1024
     queries = ((62 + n) // n + 1) * (Hq // Hkv)  # of the rows of the batch that 64 tokens span at most
     fits = chunks and D in (64, 128) and queries <= 8 and kernels.cdiv(B * n, 128) * Hkv >= SMS
     return fits and kernels.nvidia_generation(device) == 9
@@ -485,9 +476,8 @@ def _shared_keys_kernel(
     tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
     first_k, first_v = (row * k_tokens).to(gl.int32), (row * S).to(gl.int32)
     stores, firsts = (keys, key_pairs, codes, pairs), (first_k, first_k, first_v, first_v)
-    key_ring, key_pair_ring = _ring_of(keys, STAGES), _ring_of(key_pairs, STAGES)
-    code_ring, pair_ring = _ring_of(codes, STAGES), _ring_of(pairs, STAGES)
-    stages = (key_ring, key_pair_ring, code_ring, pair_ring)
+    stages = (_ring_of(keys, STAGES), _ring_of(key_pairs, STAGES),
+              _ring_of(codes, STAGES), _ring_of(pairs, STAGES))  # fmt: skip
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         hopper.mbarrier.init(ready.index(slot), count=len(stores))
@@ -527,12 +517,12 @@ def _shared_keys_kernel(
         live = token < length
         token += splits * T
         hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        k = _decoded_keys(key_ring.index(stage), key_pair_ring.index(stage), KEY_BITS)
+        k = _decoded_keys(stages[0].index(stage), stages[1].index(stage), KEY_BITS)
         k = gl.convert_layout(_key_columns(k, N), RIGHT)
         logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
         logits = gl.where(live[None, :], logits * scale, float("-inf"))
         weight, top, total, out = _soften(logits, top, total, out)
-        v = _decoded_values(code_ring.index(stage), pair_ring.index(stage), live, BITS)
+        v = _decoded_values(stages[2].index(stage), stages[3].index(stage), live, BITS)
         out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
         barrier()
         at = (split + (i + STAGES) * splits) * T

@@ -477,7 +477,8 @@ def _scores_kernel(
                 row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
                 part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                 logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-        if tile < stop:  # always true: a branch does not delay the loads of the next tile
+        # Always true: a branch does not delay the next tile's loads. Where queries are loaded, too, it does.
+        if per_block is not None or tile < stop:
             logits *= row_scale
             if offset_p is not None:
                 if ONE_RUN:
@@ -1069,7 +1070,7 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, wide)}
     given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
     check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1))
-    KB = ranks_at_once(wide, tile_itemsize(q.dtype, latent), roomy(q.device))
+    KB = ranks_at_once(wide, tile_itemsize(q.dtype, latent), roomy(q.device) and rest is None)
     KB = KB if rest is None else max(KB, 64)  # a byte holds two dims, and an int8 product takes 32
     stores = (latent, scale, rest, basis, basis_scale, bias, rope_words(rope, S, D, q.dtype))
     held = KB >= wide
@@ -1458,8 +1459,8 @@ def _attend_kernel(
     length = n
     if index_p is None and positions_p is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
-    parts = splits if window_k_p is None else splits - 1  # the last split has the window alone
-    share = tl.cdiv(tl.cdiv(length, T), parts)
+    # The last split has the window, too, and fewer of the others.
+    share = tl.cdiv(tl.cdiv(length, T) + (0 if window_k_p is None else tl.cdiv(z, T)), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     place = first * T + tl.arange(0, T)
     if index_p is not None:
@@ -1472,7 +1473,7 @@ def _attend_kernel(
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([T, GP], tl.float32)
     out = tl.zeros([T, C] if GP == 1 else [C, GP], tl.float32)
-    # 3. The exact window.
+    # 3. The exact window, in the last split.
     if window_k_p is not None:
         if split == splits - 1:
             exact_k = (window_k_p,)
@@ -1635,14 +1636,14 @@ def attend(
     check(pos=(pos, torch.int32, B), **given, **exact)
     programs = max(Hkv, sets)  # of a batch entry and split
     G = Hq // programs
-    T, warps, stages, fill = attend_config(kind, packing.D, q.element_size(), roomy(q.device))
+    T, warps, stages, fill = attend_config(kind, packing.D, bits, q.element_size(), roomy(q.device))
     if kind == "channels" and index is not None:
         sizes["PER"] = 1  # each chosen token looks its group up
     if kind == "rows":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
     SHAPE = Shape(G, GP, D, power2(D, 16), T, stages, **sizes)
-    splits = attend_splits(n, B * programs, fill) + bool(window)
+    splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
         q, key_stores, value_stores, index, step, positions, None if positions is None else S,
@@ -1669,7 +1670,7 @@ def attend_splits(n: int, programs: int, fill: int) -> int:
     return max(1, min(cdiv(n, 128), fill * SMS // programs))
 
 
-def attend_config(kind: str, DV: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
+def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
     if kind == "rows":
         return (16 if itemsize == 4 else 64 if roomy else 32), 4, 2, 1
@@ -1677,6 +1678,8 @@ def attend_config(kind: str, DV: int, itemsize: int, roomy: bool) -> tuple[int, 
         return 32, 4, 2, 4
     if kind == "latents":
         return 64, 4, 3 if roomy else 2, 2
+    if kind == "logits" and bits < 16:
+        return 32, 4, 3, 6
     if kind in ("plain", "logits"):
         return (64, 4, 3, 4) if roomy else (64 if DV <= 128 else 32, 4, 2, 4)
     return 32, 2, 3, 8
@@ -1730,7 +1733,7 @@ def attend_ragged(
     G, DQ, DV, S = Hq // Hkv, max(ranks[:Hkv]), max(ranks[Hkv:]), packed.numel() // (B * sum(ranks))
     given = {"q": (q, packed.dtype, B, Hq, DQ), "table": (table, torch.int32, 4, Hkv)}
     check(pos=(pos, torch.int32, B), packed=(packed, packed.dtype, B * S * sum(ranks)), **given)
-    T, warps, stages, fill = attend_config("plain", max(ranks), q.element_size(), roomy(q.device))
+    T, warps, stages, fill = attend_config("plain", max(ranks), 16, q.element_size(), roomy(q.device))
     W, splits = power2(max(ranks), 16), attend_splits(S, B * Hkv, fill)
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
