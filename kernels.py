@@ -477,8 +477,8 @@ def _scores_kernel(
                 row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
                 part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                 logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-        # Always true: a branch does not delay the next tile's loads. Where queries are loaded, too, it does.
-        if per_block is not None or tile < stop:
+        # Always true: a branch does not delay the next tile's loads. Those of a block's queries it does.
+        if ONE_RUN or tile < stop:
             logits *= row_scale
             if offset_p is not None:
                 if ONE_RUN:

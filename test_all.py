@@ -4002,7 +4002,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             if overlaps:
                 before, after = kernel.asm["ptx"].split("griddepcontrol.wait")  # one
                 assert kernel.metadata.launch_pdl, name
-                for touch in ("ld.global", "st.global", "cp.async", "atom", "red.", "launch_dependents"):
+                for touch in ("ld.global", "st.global", "cp.async", "atom", "red.g", "launch_dependents"):
                     weights = name == "_block_queries_kernel" and touch == "ld.global"
                     assert weights or touch not in before, (name, touch)
     """
