@@ -1785,10 +1785,9 @@ class Bench:
         layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
         ends, x = (layer.attention_norm, layer.attention.wqkv), torch.randn(B, config.dim).to(qkv)
         with Recorder() as recorder:
+            attended = layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
             if hasattr(ops := cache.context.kernels, "chained_layer") and ops.chains_linears(x):
-                ops.chained_layer(layer, qkv, x, pos, cache, *ends)
-            else:
-                layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+                ops.chained_layer(layer, attended.contiguous(), x, *ends)
         for name, function, args, out in recorder.calls:
             nbytes, flops = work_of(name, args, out)
             limit = max(nbytes / self.bandwidth, flops / self.flops)
