@@ -173,8 +173,10 @@ class Context:
         index = index[:, None] if index.ndim == 2 else index
         sets = index.unflatten(1, (min(heads, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
         chosen = sets.clamp(min=0).long().flatten(2)
-        k, v = (x.read(pos, chosen).unflatten(2, sets.shape[2:]) for x in (keys, values))  # [B, Hkv, ., n, .]
-        k, v, live = k.flatten(1, 2), v.flatten(1, 2), index >= 0
+        k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
+        if index.shape[1] == q.shape[1] and values.bits == 16 and not window:
+            return attend(q.float(), k.float(), values.view(values.rows), live, scale, chosen)
+        v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
             near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
             k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
@@ -239,17 +241,23 @@ class Context:
         fetch(rows, index, place, miss, hot)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None, index=None) -> Tensor:
     """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
 
-    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
+    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated.
+    index: of each query's own k [B, Hq, n, D] the rows in v, which is then not copied, either."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
-    if q.shape[-1] == v.shape[-1]:
+    if q.shape[-1] == v.shape[-1] and index is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
     # Where widths differ, it would first copy K and V.
     logits = matmul_codes(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
-    return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
+    weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
+    if index is None:
+        return matmul_codes(weights, v).flatten(1, 2)
+    rows, weights = row_numbers(v, index).view(-1, k.shape[2]), weights.flatten(0, 2).to(v)
+    mixed = F.embedding_bag(rows, v.flatten(0, 2), mode="sum", per_sample_weights=weights)
+    return mixed.unflatten(0, q.shape[:2])
 
 
 def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
@@ -324,10 +332,11 @@ def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
     """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
 
     Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
-    multiplied, which stays a matrix product."""
+    multiplied, which stays a matrix product. CPUs take half as long for one whose left side has the rows."""
     floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
     if not compiled_for_cpu(codes) or floats and w.shape[-2] > 1:
-        return w.to(codes.dtype) @ codes if floats else w @ codes.to(w.dtype)
+        w, codes = (w.to(codes.dtype), codes) if floats else (w, codes.to(w.dtype))
+        return (codes.mT @ w.mT).mT if in_rows else w @ codes
     if floats and not (in_rows and w.shape[-1] >= 16):
         return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
     if in_rows:  # in the order in which they lie
