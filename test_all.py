@@ -5015,15 +5015,18 @@ def test_a_failed_compile_ends_in_one_line_or_falls_back(cli, capsys):
     error = torch._inductor.exc.InductorError(
         ValueError("C++ compile error\n\nOutput:\ng++: no context\nx"), None
     )
-    args = SimpleNamespace(compile=None, temperature=0, top_k=0, top_p=1)
-    context = SimpleNamespace(device=torch.device("cuda"))
+    engines = mock.Mock(side_effect=[error, "eager", "short", error, "long"])
     with (
         mock.patch.dict(METHODS, dense=mock.Mock()),
         mock.patch.object(generate, "idle_note", lambda *_: ""),
-        mock.patch.object(generate, "Engine", side_effect=[error, "eager"]) as engines,
+        mock.patch.object(generate, "Engine", engines),
     ):
-        assert generate.build_engine(None, args, "dense", None, context, {}) == "eager"
-    assert [call.args[-2:] for call in engines.call_args_list] == [(True, True), (False, True)]
+        for device, tokens, made in (("cuda", 9, "eager"), ("cpu", 3999, "short"), ("cpu", 4000, "long")):
+            args = SimpleNamespace(compile=None, max_new_tokens=tokens, temperature=0, top_k=0, top_p=1)
+            context = SimpleNamespace(device=torch.device(device))
+            assert generate.build_engine(None, args, "dense", None, context, {}) == made
+    how = [(True, True), (False, True), (False, False), (True, False), (False, False)]
+    assert [call.args[-2:] for call in engines.call_args_list] == how
     assert (
         "the step is not compiled (ValueError: C++ compile error: g++: no context)" in capsys.readouterr().err
     )
@@ -6400,6 +6403,20 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
         assert len(calls) == 2 * len(model.layers) * chained
     assert error(logits[1], logits[0]) < 1e-5
     assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch):
+    """Whatever follows them: a graph for each of two kinds, and those of a step's ends and of greedy."""
+    monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
+    monkeypatch.setattr(hopper, "linear_chain", lambda *given: chain_truth(*given))
+    monkeypatch.setattr(hopper, "chains_linears", lambda *_: chained)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(dim=64, ffn_dim=192, n_layers=6).to(DEVICE)
+    make_engine(model, "sals", 2, 40, compiled=True, **SPARSE | {"skip": "0,1,-1"})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
 def test_which_rows_chains_serve(hopper, monkeypatch):
