@@ -336,7 +336,7 @@ def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
     floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
     if not compiled_for_cpu(codes) or floats and w.shape[-2] > 1:
         w, codes = (w.to(codes.dtype), codes) if floats else (w, codes.to(w.dtype))
-        return (codes.mT @ w.mT).mT if in_rows else w @ codes
+        return (codes.mT @ w.mT).mT if codes.mT.is_contiguous() else w @ codes
     if floats and not (in_rows and w.shape[-1] >= 16):
         return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
     if in_rows:  # in the order in which they lie
