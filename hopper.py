@@ -943,8 +943,7 @@ def chained_first(embeddings, layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chained_attention(layer, qkv: Tensor, pos: Tensor, cache) -> Tensor:
-    """The output of a layer's wqkv -> its heads' results, side by side: all of a layer that is compiled, so
-    that layers whose caches are alike share the code, whatever layer comes next."""
+    """wqkv's output -> the heads' results. Only this is compiled: layers of a kind share the code."""
     return layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
 
 
