@@ -47,10 +47,20 @@ import compress
 import generate
 import model as model_file
 from compress import METHODS, Cache, Context, EliteSettings, artifact_path, load_artifact, settings_from
-from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
+from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, whole
 from model import Llama, ModelConfig, UserError, apply_rope, human, load_tokenizer, ranks, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
+
+
+def tracked(label: str, items: Collection) -> Iterator:
+    """The items, one by one, with a progress bar."""
+    bar = Progress(label, len(items))
+    for item in items:
+        yield item
+        bar.tick()
+    bar.close()
+
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 STDLIB = Path(sysconfig.get_path("stdlib"))  # the text that every machine has: the standard library's sources
@@ -1209,11 +1219,11 @@ class Watched:
     def __getattr__(self, name: str):
         return getattr(self.cache, name)  # the ledger is the cache's own
 
-    def prefill(self, row: int, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         self.sums.zero_()  # forgets what a graph's warm-up saw
         if k.shape[-1] == self.keys.shape[-1]:  # EliteKV's keys are others, and it attends all
-            self.keys[row, :, : len(k)] = self.cache.rope(k, slice(0, len(k))).transpose(0, 1)
-        return self.cache.prefill(row, q, k, *rest)
+            self.keys[row, :, span] = self.cache.rope(k, span).transpose(0, 1)
+        return self.cache.extend(row, span, q, k, *rest)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         if k.shape[-1] == self.keys.shape[-1]:
@@ -1685,7 +1695,7 @@ def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool
     caches = method.build(llama, settings_from(name, settings), context, artifact)
     layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
     prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=dtype, device=device))
-    layer.attention.attended(prompt, lambda *parts: cache.prefill(0, *parts))
+    layer.attention.attended(prompt, partial(cache.extend, 0, slice(0, S - 1)))
     for buffer in cache.buffers():
         if buffer.shape[:1] == (B,):
             buffer[1:] = buffer[:1]  # all rows are alike
@@ -1777,10 +1787,9 @@ class Bench:
         layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
         ends, x = (layer.attention_norm, layer.attention.wqkv), torch.randn(B, config.dim).to(qkv)
         with Recorder() as recorder:
+            attended = layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
             if hasattr(ops := cache.context.kernels, "chained_layer") and ops.chains_linears(x):
-                ops.chained_layer(layer, qkv, x, pos, cache, *ends)
-            else:
-                layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+                ops.chained_layer(layer, attended.contiguous(), x, *ends)
         for name, function, args, out in recorder.calls:
             nbytes, flops = work_of(name, args, out)
             limit = max(nbytes / self.bandwidth, flops / self.flops)

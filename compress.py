@@ -5,9 +5,10 @@ A block reads from top to bottom: the settings; the paper's algorithm as one pur
 a decode step: write, score, select, attend.
 
 A cache belongs to one layer and holds all entries of a batch. It gets q, k, v BEFORE RoPE:
-    prefill(batch, q, k, v, *folded)  entry `batch`'s prompt, q [S, Hq, D], k and v [S, Hkv, D] -> [S, Hq, D]
-    decode(pos, q, k, v, *folded)     one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
-    formula(), bytes_read()           the byte ledger: what the method says it stores and reads
+    extend(batch, span, q, k, v, *folded)  entry `batch`'s tokens at positions `span`, a slice: its prompt or
+                                           more of them, q [n, Hq, D], k and v [n, Hkv, D] -> [n, Hq, D]
+    decode(pos, q, k, v, *folded)          one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
+    formula(), bytes_read()                the byte ledger: what the method says it stores and reads
 `folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
 (its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
@@ -188,8 +189,10 @@ class Context:
         index = index[:, None] if index.ndim == 2 else index
         sets = index.unflatten(1, (min(heads, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
         chosen = sets.clamp(min=0).long().flatten(2)
-        k, v = (x.read(pos, chosen).unflatten(2, sets.shape[2:]) for x in (keys, values))  # [B, Hkv, ., n, .]
-        k, v, live = k.flatten(1, 2), v.flatten(1, 2), index >= 0
+        k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
+        if index.shape[1] == q.shape[1] and values.bits == 16 and not window:
+            return attend(q.float(), k.float(), values.view(values.rows), live, scale, chosen)
+        v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
             near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
             k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
@@ -254,17 +257,23 @@ class Context:
         fetch(rows, index, place, miss, hot)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None, index=None) -> Tensor:
     """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
 
-    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
+    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated.
+    index: of each query's own k [B, Hq, n, D] the rows in v, which is then not copied, either."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
-    if q.shape[-1] == v.shape[-1]:
+    if q.shape[-1] == v.shape[-1] and index is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
     # Where widths differ, it would first copy K and V.
     logits = matmul_codes(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
-    return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
+    weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
+    if index is None:
+        return matmul_codes(weights, v).flatten(1, 2)
+    rows, weights = row_numbers(v, index).view(-1, k.shape[2]), weights.flatten(0, 2).to(v)
+    mixed = F.embedding_bag(rows, v.flatten(0, 2), mode="sum", per_sample_weights=weights)
+    return mixed.unflatten(0, q.shape[:2])
 
 
 def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
@@ -339,10 +348,11 @@ def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
     """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
 
     Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
-    multiplied, which stays a matrix product."""
+    multiplied, which stays a matrix product. CPUs take half as long for one whose left side has the rows."""
     floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
     if not compiled_for_cpu(codes) or floats and w.shape[-2] > 1:
-        return w.to(codes.dtype) @ codes if floats else w @ codes.to(w.dtype)
+        w, codes = (w.to(codes.dtype), codes) if floats else (w, codes.to(w.dtype))
+        return (codes.mT @ w.mT).mT if codes.mT.is_contiguous() else w @ codes
     if floats and not (in_rows and w.shape[-1] >= 16):
         return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
     if in_rows:  # in the order in which they lie
@@ -422,9 +432,10 @@ def rank_of(fraction: float, width: int) -> int:
 # -------------------------------------------------------------------------------------------------- stores
 #
 # A store holds numbers of tokens, [B, H heads, S tokens, width], in one form, and owns their buffers:
-#     write(where, x)    where = (batch, tokens): an int and a slice for a prompt's x [n, H, width], or two
+#     write(where, x)    where = (batch, tokens): an int and a slice for x [n, H, width] of one entry, or two
 #                        tensors [B] for one token each, x [B, H, width]
 #     read(pos, index)   the numbers of tokens index [B, 1 or H, n], or of all -> [B, H, n, width]
+#     past(batch, n)     what is kept of an entry's first n tokens, as `read` gives it -> [<= n, H, width]
 #     logits(q, pos)     q [B, H, G, d] times the d leading numbers of all tokens -> [B, H, G, S]
 #     mix(weights, pos)  weights [B, H, G, S] fp32 times all of them -> [B, H, G, width]
 #     kernel_form()      what kernels.attend takes; `kind` and `bits` say which form that is
@@ -479,6 +490,9 @@ class TokenStore(nn.Module):
         index = index.expand(-1, self.heads, -1)
         return self.decode(*(self.gather(part, index) for part in self.parts()))
 
+    def past(self, batch: int, n: int) -> Tensor:
+        return self.decode(*(self.view(part)[batch, :, :n] for part in self.parts())).transpose(0, 1)
+
     def gather(self, part: Tensor, index: Tensor) -> Tensor:
         """A buffer's rows of tokens index [B, H, n] -> [B, H, n, ...]."""
         if not self.by_token:
@@ -528,13 +542,23 @@ class Window(TokenStore):
         ring = ring_positions(pos - self.x, self.z)
         return torch.cat((sinks.where(sinks <= pos[:, None], -1), (ring + self.x).where(ring >= 0, -1)), 1)
 
+    def kept(self, span: slice) -> Tensor:
+        """The positions of `span` that the window holds once all of it is written."""
+        places = self.context.positions[span]
+        sinks = max(0, self.x - span.start)
+        return torch.cat((places[:sinks], places[max(sinks, len(places) - self.z) :]))
+
     def write(self, where: tuple, x: Tensor) -> None:
         batch, tokens = where
-        if isinstance(batch, int):  # of a prompt what the window holds at its end
-            places = torch.arange(len(x), device=x.device)
-            tokens = torch.cat((places[: self.x], places[max(self.x, len(x) - self.z) :]))
-            x = x[tokens]
+        if isinstance(batch, int):
+            span, tokens = tokens, self.kept(tokens)
+            x = x[tokens - span.start]
         super().write((batch, self.slot(tokens)), x)
+
+    def overlay(self, batch: int, x: Tensor) -> Tensor:
+        """x [n, H, width], an entry's tokens so far, with the exact ones that the window holds."""
+        places = self.kept(slice(0, len(x)))
+        return x.index_copy(0, places, self.view(self.rows)[batch, :, self.slot(places)].transpose(0, 1))
 
 
 def ring_positions(pos: Tensor, z: int) -> Tensor:
@@ -666,6 +690,11 @@ class RebuiltKeys(nn.Module):
         keys = self.context.rope_one(keys, slice(0, keys.shape[2]) if index is None else index)
         return keys.to(self.context.dtype)  # a bias may be in fp32
 
+    def past(self, batch: int, n: int) -> Tensor:
+        keys = torch.einsum("nhr,hdr->nhd", self.latents.past(batch, n), self.basis)
+        keys = keys if self.bias is None else keys + self.bias
+        return self.context.rope(keys, slice(0, n)).to(self.context.dtype)
+
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return q @ self.read(pos).mT
 
@@ -680,7 +709,10 @@ class RebuiltKeys(nn.Module):
 
 
 class Cache(nn.Module):
-    """The base of all caches: exact attention in a prompt, the ledger, and `report_selected`."""
+    """The base of all caches: exact attention of tokens that are read at once, the ledger, `report_selected`.
+
+    past(batch, n): K after RoPE and V [<= n, Hkv, D] that a method keeps of an entry's first n tokens.
+    write_chunk(batch, span, q, k, v, raw, *folded): stores tokens; q and k after RoPE, raw: k before."""
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
     elite_rope = False  # rotates only a head's elite pairs, as a checkpoint uptrained for EliteKV must be
@@ -691,13 +723,16 @@ class Cache(nn.Module):
             raise UserError(ONLY_ELITEKV)
         self.context, self.config, self.rope = context, context.config, context.rope
 
-    def prefill(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        """A whole prompt, attended exactly. What the method keeps of it, write_prompt(batch, q, k, v, raw,
-        *folded) stores: q and k after RoPE, raw: k before."""
-        span = slice(0, len(q))
+    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        """Tokens of an entry at positions `span`, a prompt's or later ones. They attend one another and what
+        is kept of the past, exactly."""
         q, rotated = self.rope(q, span), self.rope(k, span)
-        self.write_prompt(batch, q, rotated, v, k, *folded)
-        return causal_attention(q, rotated, v)
+        keys, values = rotated, v
+        if span.start:
+            past = self.past(batch, span.start)
+            keys, values = (torch.cat(pair) for pair in zip(past, (rotated, v), strict=True))
+        self.write_chunk(batch, span, q, rotated, v, k, *folded)
+        return causal_attention(q, keys, values)
 
     def report_selected(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
         """Decode says here which tokens it attends if these are not all: one line in a method that selects.
@@ -765,8 +800,11 @@ class DenseCache(Cache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
-    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        self.write((batch, slice(0, len(q))), k, v)
+    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+        return self.keys.past(batch, n), self.values.past(batch, n)
+
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        self.write((batch, span), k, v)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
@@ -1172,11 +1210,16 @@ class SalsCache(Cache):
         for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
-    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
-        where = batch, slice(0, len(q))
-        self.latents.write(where, self.latent(raw, *folded)[:, None])
-        self.values.write(where, v)
-        self.write(where, k, v)
+    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+        stores = zip(self.window, (self.keys, self.values), strict=True)
+        return tuple(window.overlay(batch, store.past(batch, n)) for window, store in stores)
+
+    def write_chunk(
+        self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor
+    ) -> None:
+        self.latents.write((batch, span), self.latent(raw, *folded)[:, None])
+        self.values.write((batch, span), v)
+        self.write((batch, span), k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made.
@@ -1404,7 +1447,7 @@ class EliteAttention(nn.Module):
         return torch.cat((elite, x[..., 2 * self.r :]), -1).flatten(-3, -2)
 
     def naive(self, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D] and k [..., S, Hkv, 2r]."""
+        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k [..., P + S, Hkv, 2r]."""
         d, heads = self.config.head_dim, self.config.n_kv_heads
         rest, v = self.up(latent).unflatten(-1, (heads, -1)).split((d - 2 * self.r, d), dim=-1)
         return causal_attention(q, torch.cat((k, rest), -1), v)
@@ -1459,11 +1502,11 @@ class EliteCache(Cache):
         self.r, self.d_ckv = attention.r, attention.widths[2]
         self.register_buffer("rows", context.zeros(context.capacity, self.d_ckv + c.n_kv_heads * 2 * self.r))
 
-    def prefill(self, batch: int, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        span = slice(0, q.shape[0])
+    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
         self.rows[batch, span] = torch.cat((latent, k.flatten(1)), -1)
-        return self.attention.naive(q, k, latent)
+        latent, k = self.rows[batch, : span.stop].tensor_split((self.d_ckv,), -1)
+        return self.attention.naive(q, k.unflatten(-1, (self.config.n_kv_heads, -1)), latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         c, up, r2 = self.config, self.attention.up, 2 * self.r
@@ -1602,6 +1645,10 @@ class LokiCache(DenseCache):
         """Each head in the basis of its KV head."""
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
         return (grouped @ self.basis[..., : self.width]).flatten(-3, -2)
+
+    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().past(batch, n)
+        return torch.einsum("nhc,hdc->nhd", keys, self.basis[..., : self.width]), values
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
@@ -1893,18 +1940,22 @@ class LrqkCache(Cache):
         self.register_buffer("step", torch.zeros((), dtype=i32, device=context.device))
         self.register_buffer("counts", context.zeros(2, dtype=torch.int64))  # tokens selected, tokens missed
 
-    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        length, (w_q, w_k) = len(q), self.factorise(batch, q, k)
-        places = self.context.positions[:length]  # an index, not a slice: a kernel writes to host memory
-        kv, newest = torch.cat((k, v), -1), places[-self.z :]
-        self.kv[batch, :, places] = kv.transpose(0, 1)  # [Hkv, S, 2D]
-        self.a_k[batch, :, :length] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        self.hot[batch, :, self.slots + newest % self.z] = kv[newest].transpose(0, 1)
-        # The hot slots start with what the last token of the prompt selects.
+    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+        return self.kv[batch, :, self.context.positions[:n]].transpose(0, 1).chunk(2, -1)
+
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        w_q, w_k = self.prompt_bases(batch) if span.start else self.factorise(batch, q, k)
+        places = self.context.positions[span]  # an index, not a slice: a kernel writes to host memory
+        kv = torch.cat((k, v), -1).transpose(0, 1)  # [Hkv, n, 2D]
+        self.kv[batch, :, places] = kv
+        self.a_k[batch, :, span] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
+        self.hot[batch, :, self.slots + places[-self.z :] % self.z] = kv[:, -self.z :]
+        # The hot slots start with what the last token selects.
         self.slot_of[batch], self.pos_of[batch], self.stamp[batch] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
-        self.load(slice(batch, batch + 1), torch.full((1,), length - 1, device=q.device), q_hat)
-        self.counts[batch] = 0
+        self.load(slice(batch, batch + 1), torch.full((1,), span.stop - 1, device=q.device), q_hat)
+        if not span.start:
+            self.counts[batch] = 0
 
     def factorise(self, batch: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """W_Q, W_K [Hkv, D, r] fp32 from a prompt's q [S, Hq, D], k [S, Hkv, D]; stores its bases."""
@@ -1918,6 +1969,13 @@ class LrqkCache(Cache):
             bases = w_q.mT, w_k.mT
         self.basis_q[batch], self.basis_k[batch] = bases
         return w_q.float().to(q.device), w_k.float().to(q.device)
+
+    def prompt_bases(self, batch: int) -> tuple[Tensor, Tensor]:
+        """W_Q, W_K [Hkv, D, r] fp32 for tokens after the prompt: in mode paper least squares on B_Q, B_K."""
+        bases = self.basis_q[batch].double(), self.basis_k[batch].double()
+        if self.settings.mode == "paper":
+            bases = (spd_solve(b @ b.mT, b) for b in bases)
+        return tuple(b.mT.float() for b in bases)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
@@ -2161,22 +2219,26 @@ class H2oCache(DenseCache):
         noise begins, another number at each step."""
         return logits.softmax(-1)
 
-    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        length, c = len(q), self.config
-        places, heads = self.context.positions[:length], k.transpose(0, 1)  # heads [Hkv, S, D]
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        c, places = self.config, self.context.positions[span]
+        # What is kept of the past, in slots from 0 on, and the new tokens: [Hkv, N, ...] each.
+        held, new = min(span.start, self.count), (k, v, places[:, None].expand(-1, c.n_kv_heads))
+        pairs = zip((self.keys.rows, self.values.rows, self.position), new, strict=True)
+        keys, values, position = (torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs)
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = (last @ heads[:, None].transpose(-1, -2)).float() * c.head_dim**-0.5  # [Hkv, G, W, S]
-        logits = logits.masked_fill(places > places[-last.shape[2] :, None], -torch.inf)
+        logits = (last @ keys[:, None].mT).float() * c.head_dim**-0.5  # [Hkv, G, W, N]
+        later = position[:, None, None] > places[-last.shape[2] :, None]
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
-        attention = self.weights(logits[None], zero, zero)[0].sum((1, 2))  # [Hkv, S]
-        ranked = attention.masked_fill(places >= length - self.recent, torch.inf)
-        kept = ranked.topk(min(self.count, length)).indices.sort(-1).values  # [Hkv, n]
+        attention = self.weights(logits.masked_fill(later, -torch.inf)[None], zero, zero)[0].sum((1, 2))
+        attention[:, :held] += self.attention[batch, :, :held]
+        ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
+        kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
         n = kept.shape[1]
-        for store, x in ((self.keys, heads), (self.values, v.transpose(0, 1))):
+        for store, x in ((self.keys, keys), (self.values, values)):
             store.rows[batch, :, :n] = gather_rows(x[None], kept[None])[0]
-        self.position[batch], self.position[batch, :, :n] = -1, kept.int()
+        self.position[batch], self.position[batch, :, :n] = -1, position.gather(1, kept).int()
         self.attention[batch], self.attention[batch, :, :n] = 0, attention.gather(1, kept)
-        self.prompt[batch] = length
+        self.prompt[batch] = span.stop
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q, now = self.rope(q, pos), pos[:, None, None]
@@ -2278,10 +2340,11 @@ class QuestCache(ProxyCache):
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         super().write(where, k, v)
         batch, pos = where
-        if isinstance(batch, int):  # a prompt
-            n = -(-len(k) // self.page)
-            tokens = torch.arange(n * self.page, device=k.device).clamp(max=len(k) - 1)  # the last fills up
-            page, (low, high) = slice(0, n), k[tokens].unflatten(0, (n, -1)).aminmax(dim=1)  # [n, Hkv, D]
+        if isinstance(batch, int):  # whole pages, the first from its beginning; the last token fills up
+            page = slice(pos.start // self.page, -(-pos.stop // self.page))
+            tokens = torch.arange(page.start * self.page, page.stop * self.page, device=k.device)
+            k = self.keys.rows[batch, :, tokens.clamp(max=pos.stop - 1)].transpose(0, 1)
+            low, high = k.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [n, Hkv, D]
         else:
             page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
             high, low = self.proxies.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
@@ -2362,7 +2425,7 @@ def share_map(overlap: Tensor, merged: int) -> Tensor:
 
 class HshareCache(DoubleSparseCache):
     """Double Sparsity's. A selection is held for `every` steps, while each new token joins it, and
-    `share_heads` heads use another head's, by a map made at the end of the prompt."""
+    `share_heads` heads use another head's, by a map made at the end of what was read at once."""
 
     def __init__(self, context: Context, settings: HshareSettings, importance: Tensor):
         super().__init__(context, settings, importance)
@@ -2378,15 +2441,15 @@ class HshareCache(DoubleSparseCache):
         self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
         self.register_buffer("head", context.zeros(heads, dtype=torch.int32))
 
-    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        super().write_prompt(batch, q, k, v)
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        super().write_chunk(batch, span, q, k, v)
         self.since[batch] = -self.every  # the first step selects
         self.head[batch] = torch.arange(k.shape[1], device=k.device)
         if self.merged:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
             x, _, z = self.budget
-            count = min(self.held_count, max(x + z + 1, len(k) // 2))
-            last, label = torch.tensor([len(k) - 1], device=k.device), self.proxies.rows[batch : batch + 1]
+            count = min(self.held_count, max(x + z + 1, span.stop // 2))
+            last, label = torch.tensor([span.stop - 1], device=k.device), self.proxies.rows[batch : batch + 1]
             index = self.best(last, q[-1:], label, count)[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
@@ -2500,18 +2563,22 @@ class ChannelKeys(RingStore):
         return dequantize(codes, low_scale, self.bits, 32, self.context.dtype, -2)
 
     def write(self, where: tuple, x: Tensor) -> None:
-        self.ring.write(where, x)
-        (self.write_prompt if isinstance(where[0], int) else self.write_token)(*where, x)
+        (self.write_chunk if isinstance(where[0], int) else self.write_token)(*where, x)
 
-    def write_prompt(self, batch: int, tokens: slice, x: Tensor) -> None:
+    def write_chunk(self, batch: int, span: slice, x: Tensor) -> None:
+        first = span.start // self.R * self.R  # of the unfinished block, which the ring has from slot 0 on
+        x = torch.cat((self.ring.rows[batch, : span.start - first], x))
+        self.ring.write((batch, slice(first, span.stop)), x)
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
-        self.codes[batch, :, :full], self.low_scale[batch, :, : full // 32] = codes, low_scale
+        self.codes[batch, :, first : first + full] = codes
+        self.low_scale[batch, :, first // 32 : (first + full) // 32] = low_scale
         if full:  # the last full block fills the ring from slot 0 on; the keys after it lie there now
             block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :]).transpose(0, 1)
             self.ring.rows[batch, len(x) - full :] = block[len(x) - full :]
 
     def write_token(self, batch: Tensor, pos: Tensor, x: Tensor) -> None:
+        self.ring.write((batch, pos), x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
         ring = self.ring.rows
         codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
@@ -2525,6 +2592,11 @@ class ChannelKeys(RingStore):
 
     def decoded(self) -> Tensor:
         return self.decode(self.codes, self.low_scale)[:, :, : self.context.capacity]
+
+    def past(self, batch: int, n: int) -> Tensor:
+        groups = -(-n // 32)
+        keys = self.decode(self.codes[batch, :, : groups * 32], self.low_scale[batch, :, :groups])
+        return self.ring.overlay(batch, keys[:, :n].transpose(0, 1))
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
@@ -2561,6 +2633,9 @@ class TokenValues(RingStore):
 
     def decoded(self) -> Tensor:
         return self.coded.read(None)
+
+    def past(self, batch: int, n: int) -> Tensor:
+        return self.ring.overlay(batch, self.coded.past(batch, n))
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
@@ -2677,26 +2752,46 @@ class ShadowKvCache(Cache):
         """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
         return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=chunks.device)).flatten(-2)
 
-    def write_prompt(self, batch: int, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor) -> None:
-        length, flat = len(q), raw.flatten(1)
-        gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
-        self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
-        self.latent[batch, :length] = flat @ self.basis[batch]
-        whole = length // self.chunk
-        chunks = k[: whole * self.chunk].unflatten(0, (whole, self.chunk)).float()
+    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+        """Rebuilt keys, but for those of outliers and recent tokens."""
+        keys = (self.latent[batch, :n] @ self.basis[batch].T).unflatten(1, (self.config.n_kv_heads, -1))
+        keys = self.rope(keys, slice(0, n))
+        index = self.tokens_of(self.outlier[batch]).T.long()  # [m, Hkv], negative for none
+        index = index.where(index >= 0, n)[..., None].expand(-1, -1, keys.shape[-1])
+        outliers = self.outliers[0].rows[batch].transpose(0, 1)
+        keys = F.pad(keys, (0, 0, 0, 0, 0, 1)).scatter(0, index, outliers)[:n]
+        values = self.host_v[batch, :, self.context.positions[:n]].transpose(0, 1)
+        return self.rings[0].overlay(batch, keys), values
+
+    def write_chunk(
+        self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor
+    ) -> None:
+        flat, first = raw.flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
+        if not span.start:
+            gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
+            self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
+        self.latent[batch, span] = flat @ self.basis[batch]
+        begun = self.context.positions[first * self.chunk : span.start] % self.z  # its tokens in the ring
+        keys = torch.cat((self.rings[0].rows[batch, :, begun].transpose(0, 1), k))
+        chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
         landmark = chunks.mean(1)  # [n, Hkv, D]
-        self.landmark[batch, :, :whole] = landmark.transpose(0, 1).to(k.dtype)
-        likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
-        candidates = likeness[: max(0, length - self.settings.recent) // self.chunk].T  # [Hkv, n], not recent
-        n = min(self.outlier.shape[-1], candidates.shape[1])
-        ids = candidates.topk(n, largest=False).indices  # [Hkv, n]
-        self.outlier[batch], self.outlier[batch, :, :n] = -1, ids.int()
-        index, n = self.tokens_of(ids)[None], n * self.chunk
-        places = self.context.positions[:length]  # an index, not a slice: a kernel writes to host memory
+        self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
+        if not span.start:
+            likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
+            self.keep_outliers(batch, likeness[: max(0, len(k) - self.settings.recent) // self.chunk], k, v)
+        places = self.context.positions[span]  # an index, not a slice: a kernel writes to host memory
         self.host_v[batch, :, places] = v.transpose(0, 1)
-        for x, outliers, ring in zip((k, v), self.outliers, self.rings, strict=True):
-            outliers.rows[batch, :, :n] = gather_rows(x.transpose(0, 1)[None], index)[0]
-            ring.write((batch, slice(0, length)), x)
+        for ring, x in zip(self.rings, (k, v), strict=True):
+            ring.write((batch, span), x)
+
+    def keep_outliers(self, batch: int, likeness: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores the chunks of a prompt's k, v that are least like their mean; likeness [chunks, Hkv]."""
+        n = min(self.outlier.shape[-1], len(likeness))
+        ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
+        self.outlier[batch], self.outlier[batch, :, :n] = -1, ids.int()
+        for store, x in zip(self.outliers, (k, v), strict=True):
+            chosen = gather_rows(x.transpose(0, 1)[None], self.tokens_of(ids)[None])[0]
+            store.rows[batch, :, : n * self.chunk] = chosen
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         batch = self.context.batch_ids
@@ -2903,19 +2998,20 @@ class FdcCache(Cache):
         """Stores tokens, of compressed keys [n, Hkv, 1, max d_qk] and values [n, sum of d_v]."""
         self.vectors.write(where, torch.cat((k.flatten(1)[:, self.vectors.k_columns], latent), -1))
 
-    def prefill(self, batch: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        span = slice(0, q.shape[0])
-        values, q, k = latent.split(self.v_ranks, -1), self.compress(q, span), self.compress(k, span)
-        self.write((batch, span), k, latent)
+    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        self.write((batch, span), self.compress(k, span), latent)
+        q, n = self.compress(q, span), len(self.k_ranks)
+        stored = [view[batch, : span.stop] for view in self.vectors.views()]  # K' of n heads, then V' of them
         # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing
         # (of those beyond d_qk some are cut off), and heads of one width go together.
         widths = [-(-max(ranks) // 32) * 32 for ranks in zip(self.k_ranks, self.v_ranks, strict=True)]
         outputs = {}
         for width in set(widths):
             members = [h for h, w in enumerate(widths) if w == width]
-            parts = [F.pad(x[:, members].flatten(1, 2), (0, width - x.shape[-1])) for x in (q, k)]
-            v = torch.stack([F.pad(values[h], (0, width - self.v_ranks[h])) for h in members], 1)
-            output = causal_attention(*parts, v, self.config.head_dim**-0.5).unflatten(1, (len(members), -1))
+            own = F.pad(q[:, members].flatten(1, 2), (0, width - q.shape[-1]))
+            parts = ([F.pad(stored[h], (0, width - stored[h].shape[1])) for h in (m, m + n)] for m in members)
+            k, v = (torch.stack(part, 1) for part in zip(*parts, strict=True))
+            output = causal_attention(own, k, v, self.config.head_dim**-0.5).unflatten(1, (len(members), -1))
             outputs |= {h: output[:, i, :, : self.v_ranks[h]].flatten(1) for i, h in enumerate(members)}
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
@@ -2992,20 +3088,16 @@ class PaluCache(Cache):
         self.keys = RebuiltKeys(TokenStore(context, *shape), self.basis, bias)
         self.values = TokenStore(context, *shape)
 
-    def write(self, where: tuple, k: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]; gives what is stored."""
-        k = torch.einsum("nhd,hdr->nhr", k - self.bias, self.basis)
-        v = latent.unflatten(-1, (self.config.n_kv_heads, -1))
-        self.keys.latents.write(where, k)
-        self.values.write(where, v)
-        return k, v
+    def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
+        """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]."""
+        self.keys.latents.write(where, torch.einsum("nhd,hdr->nhr", k - self.bias, self.basis))
+        self.values.write(where, latent.unflatten(-1, (self.config.n_kv_heads, -1)))
 
-    def prefill(self, batch: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        span = slice(0, len(q))
-        k, v = self.write((batch, span), k, latent)
-        rebuilt = torch.einsum("shr,hdr->shd", k, self.basis) + self.bias
+    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        self.write((batch, span), k, latent)
+        k, v = (store.past(batch, span.stop) for store in (self.keys, self.values))
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # flash attention wants one width
-        return causal_attention(self.rope(q, span), self.rope(rebuilt, span), padded)[..., : v.shape[-1]]
+        return causal_attention(self.rope(q, span), k, padded)[..., : v.shape[-1]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.write((self.context.batch_ids, pos), k, latent)

@@ -19,7 +19,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -47,6 +47,7 @@ except ImportError:  # Windows
 
 NANO = Path(__file__).parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COMPILE_FROM = 4000  # new tokens: on two CPU cores compiling takes 6 to 22 s and gains 1 to 14 ms a token
 
 
 class Progress:
@@ -83,15 +84,6 @@ class Progress:
         if self is Progress.outer:
             Progress.outer = None
         self.clear()
-
-
-def tracked(label: str, items: Collection) -> Iterator:
-    """The items, one by one, with a progress bar."""
-    bar = Progress(label, len(items))
-    for item in items:
-        yield item
-        bar.tick()
-    bar.close()
 
 
 def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
@@ -216,29 +208,32 @@ class Engine:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Reads one prompt a row; afterwards `tokens` holds each row's first new token."""
-        bar = Progress("prefill", len(prompts) * len(self.model.layers))
+        self.pos.zero_()
+        self.feed(prompts)
+
+    def feed(self, prompts: list[list[int]]) -> None:
+        """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
+        n, pending = self.model.PROMPT_CHUNK, self.tokens.clone()
+        chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
+        bar = Progress("reading", len(chunks) * len(self.model.layers))
         hooks = [layer.attention.register_forward_hook(lambda *_: bar.tick()) for layer in self.model.layers]
-        for row, prompt in enumerate(prompts):
-            ids = torch.tensor(prompt, device=self.context.device)
-            self.logits[row] = self.model.prefill(ids, row, self.caches)
-            self.pos[row] = len(prompt)
+        for row, ids in chunks:
+            tokens = torch.tensor(ids, device=self.context.device)
+            self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches)
+            self.pos[row] += len(ids)
         for hook in hooks:
             hook.remove()
         bar.close()
         self.check_logits()
         self._sample()
+        fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
+        self.tokens.copy_(self.tokens.where(fed, pending))
 
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
         if not self.logits.isfinite().all():
             kind = next(name for name, dtype in DTYPES.items() if dtype == self.logits.dtype)
             raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
-
-    def feed(self, ids: list[int]) -> None:
-        """Reads more of the prompt, the same for every row, token by token through the cache."""
-        for token in tracked("reading", ids):
-            self.tokens.fill_(token)
-            self.step()
 
 
 @dataclass
@@ -532,7 +527,7 @@ def build_engine(
     if text := idle_note(method, settings, caches):
         print(f"note: {text}", file=sys.stderr)
     graphed = context.device.type == "cuda"
-    compiled = graphed if args.compile is None else args.compile
+    compiled = (graphed or args.max_new_tokens >= COMPILE_FROM) if args.compile is None else args.compile
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     try:
         return Engine(model, caches, context, sampling, compiled, graphed)
@@ -570,7 +565,7 @@ def run_prompts(
         output = Output([[] for _ in prompts])
         for ask in asks:
             ids, started = tokenizer.encode_continuation("\n" + ask), time.time()
-            engine.feed(ids)
+            engine.feed([ids])
             synchronize(engine.context.device)
             feed_s = time.time() - started
             part = decode_rows(engine, args.max_new_tokens, stops)
@@ -663,7 +658,7 @@ def print_report(r: dict) -> None:
     measured, formula, dense = (r[f"cache_bytes_{kind}"] for kind in ("measured", "formula", "dense"))
     share = r["bandwidth_share"]
     share = "" if share is None else f", {share:.1%} of the memory bandwidth measured"
-    each = round(dense / tokens)
+    compiled = f", step compiled in {r['capture_s']:.1f} s" if r["capture_s"] else ""
     missed = "" if r["miss_rate"] is None else f"; {r['miss_rate']:.1%} of the selected rows come from there"
     most = {name: human(max(rank[name] for rank in r["ranks"])) for name in r["ranks"][0]}
     each_rank = (
@@ -675,10 +670,10 @@ def print_report(r: dict) -> None:
         f"""
 {r["method"]}{", as in the paper," * (r["variant"] == "paper")} on {r["model"]}, {r["dtype"]}, {r["device"]}
 tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {rows} row(s)
-time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s
+time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s{compiled}
 decode       {r["decode_tokens_per_s"]} tokens/s{share}
 cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
-per token    {measured / tokens:.0f} B, {formula / tokens:.0f} B by formula, {each} B dense{host}
+per token    {measured / tokens:.0f} B, {formula / tokens:.0f} by formula, {dense / tokens:.0f} dense{host}
 each step    reads {human(r["bytes_read_per_step"])} of cache
 peak memory  {human(r["peak_memory_bytes"])}{each_rank if len(r["ranks"]) > 1 else ""}""",
         file=sys.stderr,
@@ -792,13 +787,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "stop where this text is complete; its beginning may remain (default with --ask: a line end)"
     parser.option("--stop", str, None, about, metavar="TEXT")
     parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
+    parser.option(
+        "--prefill_chunk", whole(1), None, "tokens of a prompt that are read at once (default: all)"
+    )
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
     parser.option("--temperature", finite, 0.0, "0 is greedy")
     parser.option("--top_k", whole(0), 0, "sample among the k likeliest tokens; 0: all")
     parser.option("--top_p", fraction, 1.0, "sample among the tokens that hold this probability")
     parser.flag("--ignore_eos", "always make max_new_tokens tokens")
-    about = "compile the decode step; on CUDA it becomes one CUDA graph (default: on CUDA)"
+    about = f"compile the step, on CUDA to a graph (default: on CUDA, and from {COMPILE_FROM} new tokens on)"
     parser.flag("--compile", about, argparse.BooleanOptionalAction)
     about = "the Triton kernels, or plain PyTorch (default: kernels on CUDA)"
     parser.flag("--kernels", about, argparse.BooleanOptionalAction)
@@ -891,6 +889,7 @@ def run_generate(args: argparse.Namespace) -> None:
         model = model_file.random_model(args.random_weights, *device_and_dtype(args), args.seed)
     else:
         model, tokenizer = load(args, needs_tokenizer=asks_for_text(args) or not random_ids(args))
+    model.PROMPT_CHUNK = args.prefill_chunk or model.PROMPT_CHUNK
     if args.interactive:
         return run_interactive(args, model, tokenizer)
     prompts, rows, asks = read_prompts(args, model, tokenizer)
@@ -959,7 +958,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
             ids = read_history()
         check_lengths([ids], args.max_new_tokens, capacity, model.config)
         if held and ids[:held] == transcript[:held]:
-            engine.feed(ids[held:])
+            engine.feed([ids[held:]])
         else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
         emit, finish = streamer(tokenizer, () if args.chat else ids)

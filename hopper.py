@@ -935,20 +935,24 @@ def chained_first(embeddings, layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return layer.attention.wqkv(layer.attention_norm(x)), x
 
 
-def chained_layer(layer, qkv: Tensor, x: Tensor, pos: Tensor, cache, norm, linear) -> tuple[Tensor, Tensor]:
-    """The output of a layer's wqkv, and x [B, dim] -> x after the layer, and linear(norm(x))."""
-    attended = layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
+def chained_attention(layer, qkv: Tensor, pos: Tensor, cache) -> Tensor:
+    """wqkv's output -> the heads' results. Only this is compiled: layers of a kind share the code."""
+    return layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
+
+
+def chained_layer(layer, attended: Tensor, x: Tensor, norm, linear) -> tuple[Tensor, Tensor]:
+    """The heads' results and x [B, dim] -> x after the layer, and linear(norm(x))."""
     mlp, norms = layer.feed_forward, (layer.ffn_norm, norm)
     linears = (layer.attention.wo, mlp.w13, mlp.w2, linear)
     weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
     return linear_chain(attended, x, weights, biases, [n.weight for n in norms], [n.eps for n in norms])
 
 
-def decode_in_chains(model, tokens, pos, caches, first=chained_first, step=chained_layer) -> Tensor:
+def decode_in_chains(model, tokens, pos, caches, first=chained_first, attend=chained_attention) -> Tensor:
     out, x = first(model.tok_embeddings, model.layers[0], tokens)
     ends = [(layer.attention_norm, layer.attention.wqkv) for layer in model.layers[1:]]
     for layer, cache, end in zip(model.layers, caches, [*ends, (model.norm, model.output)], strict=True):
-        x, out = step(layer, out, x, pos, cache, *end)
+        x, out = chained_layer(layer, attend(layer, out, pos, cache), x, *end)
     return out
 
 
@@ -957,4 +961,4 @@ def chained_decode(model, rows: int) -> tuple | None:
     x = model.tok_embeddings.weight[:1].expand(rows, -1)
     parts = [(layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2) for layer in model.layers]
     fits = chains_linears(x, *{linear.in_features for linears in parts for linear in linears})
-    return (decode_in_chains, chained_first, chained_layer) if fits else None
+    return (decode_in_chains, chained_first, chained_attention) if fits else None

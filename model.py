@@ -7,7 +7,7 @@ Layouts, used everywhere in this project:
     q    [..., Hq, D]    k, v [..., Hkv, D]    query head h reads key/value head h // G
 RoPE is half-split (the Hugging Face order): pair c of a head is its dims c and c + D/2. Its tables are fp32.
 
-One seam: Attention computes q, k, v BEFORE RoPE and hands them to `attend`, which is a cache's prefill, a
+One seam: Attention computes q, k, v BEFORE RoPE and hands them to `attend`, which is a cache's extend, a
 cache's decode, or plain causal attention in training. What a method stores, and how, is the cache's business.
 """
 
@@ -334,12 +334,28 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+QUERY_CHUNK = 512  # queries that attend a past at once: bounds their mask
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., S, Hkv, D] -> [..., S, Hq, D]."""
+    """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., P + S, Hkv, D] -> [..., S, Hq, D].
+
+    The first P keys are of the past, in any order: every query attends them."""
     v = v.contiguous()  # CUDA's kernels need 16-byte rows, and folded ranks make those of wqkv any width
     heads = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]  # [B, H, S, D], as flash wants
-    shared = q.shape[-2] != k.shape[-2]
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=shared)
+    S, P = q.shape[-3], k.shape[-3] - q.shape[-3]
+    attention = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[-2] != k.shape[-2])
+    if not P:
+        out = attention(*heads, is_causal=True)
+    elif q.is_cuda and q.dtype != torch.float32:  # flash attention, which reads no mask
+        from torch.nn.attention.bias import causal_lower_right  # only now: it imports triton
+
+        out = attention(*heads, attn_mask=causal_lower_right(S, P + S))
+    else:
+        last = torch.arange(P, P + S, device=q.device)[:, None].split(QUERY_CHUNK)
+        masks = (torch.arange(P + S, device=q.device) <= part for part in last)
+        parts = zip(heads[0].split(QUERY_CHUNK, 2), masks, strict=True)
+        out = torch.cat([attention(part, *heads[1:], attn_mask=mask) for part, mask in parts], 2)
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -415,7 +431,8 @@ def decode_logits(norm: nn.RMSNorm, output: nn.Linear, x: Tensor, update: Tensor
 class Llama(nn.Module):
     """The network. Rows of a batch are independent: each has its own length, and no cache holds padding."""
 
-    MLP_CHUNK = 8192  # tokens of a prompt that pass the MLP at once: bounds its [tokens, 2 * ffn_dim] buffer
+    PROMPT_CHUNK = 1 << 32  # tokens of a prompt that are read at once
+    MLP_CHUNK = 8192  # tokens that pass the MLP at once: bounds its [tokens, 2 * ffn_dim] buffer
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -437,13 +454,14 @@ class Llama(nn.Module):
             x = layer(x, partial(attend, i, cos, sin) if attend else layer.attention.causal(cos, sin))
         return self.norm(x)
 
-    def prefill(self, tokens: Tensor, row: int, caches: list) -> Tensor:
-        """Runs one prompt, tokens [S], and writes row `row` of every cache; returns the last logits [V].
+    def extend(self, tokens: Tensor, row: int, start: int, caches: list) -> Tensor:
+        """Reads tokens [S] of row `row` at positions from `start` on, a prompt's from 0, and writes them to
+        every cache; returns the last logits [V].
 
-        Layer by layer over the whole prompt: one layer's full K and V exist at a time, never all."""
-        x = self.tok_embeddings(tokens)  # [S, dim]
+        Layer by layer over all of them: one layer's full K and V exist at a time, never all."""
+        x, span = self.tok_embeddings(tokens), slice(start, start + len(tokens))  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
-            x += layer.attention(layer.attention_norm(x), lambda *qkv, c=cache: c.prefill(row, *qkv))
+            x += layer.attention(layer.attention_norm(x), partial(cache.extend, row, span))
             for chunk in x.split(self.MLP_CHUNK):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
         return self.output(self.norm(x[-1]))

@@ -204,9 +204,17 @@ def fitted_engine(
     return make_engine(model, method, rows, capacity, artifact, **options)
 
 
-def logits_through(engine: Engine, prompts: list[list[int]], continuation: list[list[int]]) -> torch.Tensor:
-    """Logits [1 + n, B, V] after the prompts and after each teacher-forced token (one list a row)."""
-    engine.prefill(prompts)
+def logits_through(
+    engine: Engine, prompts: list[list[int]], continuation: list[list[int]], parts: int = 1
+) -> torch.Tensor:
+    """Logits [1 + n, B, V] after the prompts and after each teacher-forced token (one list a row). The
+    prompts are read in so many parts, of which some rows' later ones may be empty."""
+    cuts = [range(0, len(p), -(-len(p) // parts)) for p in prompts]
+    pieces = [[p[i : i + cut.step] for i in cut] for p, cut in zip(prompts, cuts, strict=True)]
+    first, *later = itertools.zip_longest(*pieces, fillvalue=())
+    engine.prefill(first)
+    for more in later:
+        engine.feed(more)
     logits = [engine.logits.clone()]
     for tokens in zip(*continuation, strict=True):
         engine.tokens.copy_(torch.tensor(tokens))
@@ -239,7 +247,7 @@ def row_cache(method: str, model: Llama, rows: int, capacity: int, **options):
 
 def reads(cache, n: int, q, k, v):
     """The cache, row 0 of which has now read the first n tokens of a stream as a prompt."""
-    cache.prefill(0, q[:n], k[:n], v[:n])
+    cache.extend(0, slice(0, n), q[:n], k[:n], v[:n])
     return cache
 
 
@@ -455,8 +463,8 @@ def dense_logits(rows: tuple, more: tuple, **changes) -> torch.Tensor:
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("method, options", EVERYTHING)
 def test_full_rank_and_budget_is_dense(method, options, group):
-    """Ragged rows, prefilled and decoded: shorter than any rank or window, long, and of one token repeated,
-    whose keys have rank 1."""
+    """Ragged rows, read in one to three parts and decoded: shorter than any rank or window, long, and of one
+    token repeated, whose keys have rank 1."""
     prompts = *(tuple(random_ids(n, n)) for n in (1, 5, 60)), (7,) * 40
     more = tuple(tuple(random_ids(15, 100 + n)) for n in range(4))
     changes, biases = {"group": group, "head_dim": width_for(method)}, ("qkv_bias", "out_bias")
@@ -464,7 +472,8 @@ def test_full_rank_and_budget_is_dense(method, options, group):
     model = tiny_model(**changes)
     engine = make_engine(model, method, 4, 80, **options_for(model.config, options))
     bound = 1e-4 if method in ("shadowkv", "elitekv", "fdc", "palu") else 1e-5
-    assert error(logits_through(engine, prompts, more), dense_logits(prompts, more, **changes)) < bound
+    got = logits_through(engine, prompts, more, {1: 1, 4: 2, 8: 3}[group])
+    assert error(got, dense_logits(prompts, more, **changes)) < bound
 
 
 @pytest.mark.parametrize("method, options", EVERYTHING)
@@ -484,9 +493,9 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
     # flip the choice between two tokens of like score (LRQK's in mode paper, on one machine of three).
     prompts, more = ([random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 15)))
     together, alone = (make_engine(tiny_model().double(), method, n, 110, **options) for n in (3, 1))
-    got = logits_through(together, prompts, more)
+    got = logits_through(together, prompts, more, 2)
     for row in (2, 1, 0):
-        assert error(got[:, row], logits_through(alone, [prompts[row]], [more[row]])[:, 0]) < 1e-12
+        assert error(got[:, row], logits_through(alone, [prompts[row]], [more[row]], 2)[:, 0]) < 1e-12
 
 
 FORMS = {}  # the first case of each method, and of each form of codes
@@ -508,7 +517,7 @@ def test_compiled_decode_equals_eager(method, options):
             (cache,) = engine.caches
             torch.compiler.reset()  # else it gives up after some caches
             cache.decode = torch.compile(cache.decode, dynamic=False, fullgraph=True)
-        logits.append(logits_through(engine, prompts, more))
+        logits.append(logits_through(engine, prompts, more, 2))
     assert error(logits[1], logits[0]) < 1e-5
 
 
@@ -711,7 +720,7 @@ def test_a_cache_is_the_papers_algorithm(case, group):
     shapes = [(8, dim), *(parts(cache, group) if parts else [(8 // group, dim)] * 2)]
     entries = [[torch.randn(70, *shape) * 2 for shape in shapes] for _ in prompts]
     for entry, (n, tokens) in enumerate(zip(prompts, entries, strict=True)):
-        cache.prefill(entry, *(x[:n] for x in tokens))
+        cache.extend(entry, slice(0, n), *(x[:n] for x in tokens))
     ragged, seen = list(enumerate(zip(prompts, entries, strict=True))), []
     truth = [list(itertools.islice(pure(cache, entry, n, *tokens), 40)) for entry, (n, tokens) in ragged]
     cache.watch = lambda *seen_: seen.append(seen_)
@@ -756,17 +765,36 @@ def test_prefill_then_decode_equals_decode_all_the_way(case, group):
     assert not coded or error(late[0], dense[0]) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "method, options", [case for case in CASES if case[0] not in ("h2o", "keyformer", "lrqk")]
-)
-def test_any_split_of_prompt_and_decode_leaves_the_same_cache(method, options):
+SPLITS = [case for case in CASES if case[0] not in ("h2o", "keyformer", "lrqk")]
+
+
+@pytest.mark.parametrize("method, options", [*SPLITS, ("h2o", {"keep": 64, "window": 64})])
+def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, options):
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
     options, ids, last, whole = for_one_layer(method, options), random_ids(48), torch.tensor([47]), {}
     # What a prompt alone decides, or where a cache counts what has happened since.
-    of_the_prompt = "basis latent outlier outliers.0.rows outliers.1.rows held since head".split()
-    for first in (48, 1, 3, 7, 8, 9, 31, 32, 33, 47):
+    of_the_prompt = "basis latent outlier outliers.0.rows outliers.1.rows held since head prompt".split()
+    # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
+    ends = (
+        (48, 48),
+        (1, 1),
+        (3, 40),
+        (7, 7),
+        (8, 48),
+        (9, 30),
+        (31, 33),
+        (32, 32),
+        (33, 48),
+        (47, 48),
+        (1, 31),
+    )
+    for first, second in ends:
         engine = make_engine(tiny_model(n_layers=1).double(), method, 1, 64, **options)
-        logits_through(engine, [ids[:first]], [ids[first:]])
+        engine.prefill([ids[:first]])
+        engine.feed([ids[first:second]])
+        for token in ids[second:]:
+            engine.tokens.fill_(token)
+            engine.step()
         (cache,) = engine.caches
         buffers = dict(cache.named_buffers())
         for name in ("keys", "values") if "keys.codes" in buffers else ():
@@ -775,7 +803,43 @@ def test_any_split_of_prompt_and_decode_leaves_the_same_cache(method, options):
         for name, buffer in buffers.items():
             one = whole.setdefault(name, buffer)
             same = torch.allclose(one, buffer, atol=1e-5) if one.is_floating_point() else one.equal(buffer)
-            assert same or name in of_the_prompt, (first, name)
+            assert same or name in of_the_prompt, (first, second, name)
+
+
+@pytest.mark.parametrize("method, options", [case for case in CASES if case not in CODED])
+def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
+    """Exactly, for every query: past() in any order, then the new tokens up to its own. What past() gives is
+    what each store reads; tokens that a cache keeps exactly are exact there."""
+    cache, (q, k, v) = scene(method, 40, 57, 60, **for_one_layer(method, options))
+    past, pos, k_all = [x.clone() for x in cache.past(0, 40)], torch.tensor([39]), cache.rope(k, slice(0, 57))
+    for store in cache.modules():
+        if hasattr(store, "past") and store not in (cache, *(getattr(cache, "window", ()))):
+            got, read = store.past(0, 40), store.read(pos)[0].transpose(0, 1)
+            assert error(got, read[: len(got)]) < 1e-6, store
+    places = torch.arange(40)[:, None]
+    exact = {"sals": (places < 4) | (places >= 32)}  # its window
+    if method == "shadowkv":
+        outliers = cache.tokens_of(cache.outlier[0])  # [Hkv, n]
+        exact[method] = (places >= 31) | (places[..., None] == outliers).any(-1)
+    near = (past[0] - k_all[:40][: len(past[0])]).abs().amax(-1) < 1e-5  # [n, Hkv]
+    assert torch.equal(near, exact.get(method, near).expand_as(near))
+    out = cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
+    if method in ("h2o", "keyformer"):  # slots still know whose keys they hold
+        kept = k_all.gather(0, cache.position[0].T.long()[..., None].expand(-1, -1, 16))
+        assert error(cache.keys.past(0, 57), kept) < 1e-6 and kept.shape[0] == 24
+    k_all, v_all = (torch.cat(pair) for pair in zip(past, (k_all[40:], v[40:]), strict=True))
+    live = torch.arange(len(k_all)) < len(past[0]) + 1 + torch.arange(17)[:, None]
+    keys, values = (x.transpose(0, 1).expand(17, -1, -1, -1) for x in (k_all, v_all))
+    assert error(out, attend(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
+
+
+def test_a_window_writes_each_of_its_slots_once():
+    context = Context(tiny_model(), 1, 60)
+    for x, z, start, stop in itertools.product((0, 1, 4), (1, 8), (0, 2, 4, 7, 30), (31, 33, 60)):
+        window = compress.Window(context, 1, 16, x, z)
+        kept = window.kept(slice(start, stop))
+        assert kept.tolist() == [p for p in range(start, stop) if p < x or p >= stop - z]
+        assert len(set(window.slot(kept).tolist())) == len(kept)
 
 
 SELECTIVE = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "keep": 0.0}
@@ -1178,7 +1242,8 @@ def biased_model(size: float) -> Llama:
     return model
 
 
-KEEP_ALL, HALF_OF_THEM = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5, "skip_as": "latent"}
+KEEP_ALL, HALF_KEPT = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5}
+HALF_OF_THEM = HALF_KEPT | {"skip_as": "latent"}
 BIASED = {  # size of the biases -> options, the largest KL of centred keys, the least one of others
     30: [
         (HALF_OF_THEM | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02),
@@ -1204,6 +1269,10 @@ def test_sals_centres_keys_of_large_biases(size):
         return logits_through(engine, [ids[:600]], [ids[600:]]).log_softmax(-1)
 
     dense = run("dense")
+    others = ("topk", HALF_KEPT, 2e-4), ("lrqk", {"k": 236}, 2e-3), ("quest", HALF_KEPT, 3e-3)
+    for method, options, most in others:
+        other = run(method, **options)
+        assert (dense.exp() * (dense - other)).sum(-1).mean() < most, method
     for options, most, least in BIASED[size]:
         logits = (run("sals", fit, **options) for fit in fits[: 1 + (least > 0)])
         near, *far = ((dense.exp() * (dense - other)).sum(-1).mean() for other in logits)
@@ -1212,14 +1281,14 @@ def test_sals_centres_keys_of_large_biases(size):
 
 def test_prefill_holds_one_layers_keys_and_values_at_a_time(monkeypatch):
     """No tensor of a layer's k may live on when the next layer's prefill runs."""
-    seen, prefill = [], compress.SalsCache.prefill
+    seen, extend = [], compress.SalsCache.extend
 
-    def watched(cache, row, q, k, *rest):
+    def watched(cache, row, span, q, k, *rest):
         assert all(ref() is None for ref in seen)
         seen.append(weakref.ref(k))
-        return prefill(cache, row, q, k, *rest)
+        return extend(cache, row, span, q, k, *rest)
 
-    monkeypatch.setattr(compress.SalsCache, "prefill", watched)
+    monkeypatch.setattr(compress.SalsCache, "extend", watched)
     make_engine(tiny_model(), "sals", 1, 64, **SPARSE).prefill([random_ids(60)])
     assert len(seen) == 4
 
@@ -2116,6 +2185,26 @@ def test_lrqk_recall_of_the_modes(nano_haystack):
     assert recall["optimal"] > recall["paper"] - 0.005
 
 
+@pytest.mark.parametrize("mode", ["optimal", "paper"])
+def test_lrqk_writes_a_follow_up_as_decode_does(mode):
+    """By the prompt's bases. In mode paper, whose bases follow each step, by least squares on them."""
+    (once, qkv), (steps, _) = (scene("lrqk", 40, 60, **LRQK | {"mode": mode}) for _ in range(2))
+    once.extend(0, slice(40, 60), *(x[40:] for x in qkv))
+    for n in range(40, 60):
+        step(steps, n, *qkv)
+    assert torch.allclose(once.kv, steps.kv, atol=1e-5)
+    assert torch.allclose(*(cache.hot[:, :, cache.slots :] for cache in (once, steps)), atol=1e-5)
+    if mode == "optimal":
+        assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
+        chosen = [
+            cache.pos_of.where(cache.stamp == cache.step, -1).sort(-1).values for cache in (once, steps)
+        ]
+        assert torch.equal(*chosen)
+    residual = once.kv[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
+    across = residual @ once.basis_k.mT
+    assert mode == "optimal" or across.abs().max() < 1e-3 * residual.abs().max()
+
+
 # ------------------------------------------------------------------------------------ FDC and Palu invariants
 
 
@@ -2232,7 +2321,7 @@ def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
     cache = compress.PaluCache(Context(model, 1, 33), bases, bias)
     k = torch.einsum("shr,hdr->shd", torch.randn(33, 4, 12), bases) + bias
     q, latent = torch.randn(33, 8, 48), torch.randn(33, 48)
-    cache.prefill(0, q[:32], k[:32], k[:32, :0], latent[:32])
+    cache.extend(0, slice(0, 32), q[:32], k[:32], k[:32, :0], latent[:32])
     got = cache.decode(torch.tensor([32]), q[32:], k[32:], k[32:, :0], latent[32:])
     keys, values = cache.rope(k, slice(0, 33)), latent.unflatten(1, (4, 12))
     query = cache.rope(q[32:], slice(32, 33))
@@ -2331,12 +2420,44 @@ def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options,
     assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
 
 
-def test_the_mlp_takes_long_prompts_in_chunks(monkeypatch):
-    whole, parts = (make_engine(tiny_model(), "dense", 1, 40) for _ in range(2))
+@pytest.mark.parametrize(
+    "where", [(Llama, "MLP_CHUNK"), (Llama, "PROMPT_CHUNK"), (model_file, "QUERY_CHUNK")]
+)
+def test_long_prompts_are_read_in_chunks(where, monkeypatch):
+    """Up to the capacity's end: by the MLP, by the whole model, by attention over a past."""
+    whole, parts = (make_engine(tiny_model(), "dense", 1, 30) for _ in range(2))
     whole.prefill([random_ids(30)])
-    monkeypatch.setattr(Llama, "MLP_CHUNK", 7)
-    parts.prefill([random_ids(30)])
-    assert error(parts.logits, whole.logits) < 1e-5
+    monkeypatch.setattr(*where, 7)
+    parts.prefill([random_ids(30)[:5]])
+    parts.feed([random_ids(30)[5:]])
+    assert error(parts.logits, whole.logits) < 1e-5 and torch.equal(parts.pos, whole.pos)
+
+
+def test_a_follow_up_of_one_row_leaves_the_others_as_they_are():
+    engine = make_engine(tiny_model(), "sals", 3, 40, **SPARSE)
+    engine.sampling = Sampling(5.0)  # other rows' tokens are not drawn again
+    engine.prefill([random_ids(n, n) for n in (3, 9, 20)])
+    decode_rows(engine, 4, lambda ids: False)
+    parts = [engine.tokens, engine.pos, engine.logits, *(b for c in engine.caches for b in c.buffers())]
+    before = [x.clone() for x in parts]
+    engine.feed([[], random_ids(11), []])
+    same = [
+        [torch.equal(*(y[row] for y in pair)) for pair in zip(parts, before, strict=True)] for row in range(3)
+    ]
+    assert all(same[0] + same[2]) and not any(same[1][1:])
+
+
+@pytest.mark.parametrize("group, dim", [(1, 16), (4, 96), (2, 128)])
+def test_causal_attention_over_a_past(group, dim, monkeypatch):
+    """By masks, and in half precision on CUDA by flash attention."""
+    monkeypatch.setattr(model_file, "QUERY_CHUNK", 32)
+    kinds = (torch.float32, 1e-5), (torch.bfloat16, 2e-2)
+    for (dtype, bound), n, past in itertools.product(kinds, (1, 32, 70), (0, 1, 77)):
+        q, *kv = (randn(m, h, dim, dtype=dtype) for m, h in ((n, 8), *[(past + n, 8 // group)] * 2))
+        heads = (x.float().repeat_interleave(8 // x.shape[1], 1).transpose(0, 1) for x in (q, *kv))
+        live = torch.ones(n, past + n, dtype=torch.bool, device=DEVICE).tril(past)
+        want = F.scaled_dot_product_attention(*heads, attn_mask=live).transpose(0, 1)
+        assert error(model_file.causal_attention(q, *kv), want) < bound, (dtype, n, past)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
@@ -4934,15 +5055,18 @@ def test_a_failed_compile_ends_in_one_line_or_falls_back(cli, capsys):
     error = torch._inductor.exc.InductorError(
         ValueError("C++ compile error\n\nOutput:\ng++: no context\nx"), None
     )
-    args = SimpleNamespace(compile=None, temperature=0, top_k=0, top_p=1)
-    context = SimpleNamespace(device=torch.device("cuda"))
+    engines = mock.Mock(side_effect=[error, "eager", "short", error, "long"])
     with (
         mock.patch.dict(METHODS, dense=mock.Mock()),
         mock.patch.object(generate, "idle_note", lambda *_: ""),
-        mock.patch.object(generate, "Engine", side_effect=[error, "eager"]) as engines,
+        mock.patch.object(generate, "Engine", engines),
     ):
-        assert generate.build_engine(None, args, "dense", None, context, {}) == "eager"
-    assert [call.args[-2:] for call in engines.call_args_list] == [(True, True), (False, True)]
+        for device, tokens, made in (("cuda", 9, "eager"), ("cpu", 3999, "short"), ("cpu", 4000, "long")):
+            args = SimpleNamespace(compile=None, max_new_tokens=tokens, temperature=0, top_k=0, top_p=1)
+            context = SimpleNamespace(device=torch.device(device))
+            assert generate.build_engine(None, args, "dense", None, context, {}) == made
+    how = [(True, True), (False, True), (False, False), (True, False), (False, False)]
+    assert [call.args[-2:] for call in engines.call_args_list] == how
     assert (
         "the step is not compiled (ValueError: C++ compile error: g++: no context)" in capsys.readouterr().err
     )
@@ -5151,15 +5275,13 @@ def test_json_is_the_last_line_and_complete(cli):
 def test_questions_count_as_read(cli, monkeypatch):
     """As tokens of the prompt, in the bytes of a step, and until the first token; as the prefill does."""
     line = "generate --prompt 'once upon a time' --max_new_tokens 2 --ignore_eos"
-    feed, prefill, slow = generate.Engine.feed, generate.Engine.prefill, 0.25
-    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: time.sleep(slow) or prefill(*args))
+    feed, slow = generate.Engine.feed, 0.25
+    monkeypatch.setattr(generate.Engine, "feed", lambda *args: time.sleep(slow) or feed(*args))
     plain = cli.json(line)
     assert plain["first_token_s"] >= plain["prefill_s"] >= slow
-    monkeypatch.setattr(generate.Engine, "prefill", prefill)
-    monkeypatch.setattr(generate.Engine, "feed", lambda engine, ids: feed(engine, ids) or time.sleep(slow))
     asked = cli.json(f"{line} --ask '{'who is ' * 20}' --ask where?")
     more, made = asked["prompt_tokens"][0] - plain["prompt_tokens"][0], asked["new_tokens"][0]
-    assert more > 40 and asked["first_token_s"] > slow
+    assert more > 40 and asked["first_token_s"] > 2 * slow
     token = plain["bytes_read_per_step"] / (plain["prompt_tokens"][0] + plain["new_tokens"][0])
     assert asked["bytes_read_per_step"] == token * (asked["prompt_tokens"][0] + made)
 
@@ -6259,7 +6381,8 @@ def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
         engine.prefill([ids[:200]])
         made = []
         for token in ids[200:]:
-            engine.feed([token])
+            engine.tokens.fill_(token)
+            engine.step()
             made.append(engine.logits[0].float().cpu())
         logits.append(torch.stack(made))
         assert launches.__getitem__.called == kernels_
@@ -6322,6 +6445,20 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
         assert len(calls) == 2 * len(model.layers) * chained
     assert error(logits[1], logits[0]) < 1e-5
     assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch):
+    """Whatever follows them: a graph for each of two kinds, and those of a step's ends and of greedy."""
+    monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
+    monkeypatch.setattr(hopper, "linear_chain", lambda *given: chain_truth(*given))
+    monkeypatch.setattr(hopper, "chains_linears", lambda *_: chained)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(dim=64, ffn_dim=192, n_layers=6).to(DEVICE)
+    make_engine(model, "sals", 2, 40, compiled=True, **SPARSE | {"skip": "0,1,-1"})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
 def test_which_rows_chains_serve(hopper, monkeypatch):
