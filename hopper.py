@@ -167,12 +167,10 @@ def _tile_logits(
         line = start + gl.arange(0, T, layout=gl.SliceLayout(1, LOGITS))
         row = line // n
         to = (row.to(gl.int64) * (Hkv * G * n) + (line - row * n))[:, None] + column_of_logit % G * n
-        own = gl.where(line < B * n, row - first_row, -1)
-        mine = own[:, None] == column_of_logit // G
+        mine = (line < B * n)[:, None] & ((row - first_row)[:, None] == column_of_logit // G)
         query_row = first_row + column // G
         real = query_row <= (gl.minimum(start + T, B * n) - 1) // n
-        query_at = query_row.to(gl.int64) * (Hkv * G) + column % G
-        query_p = q_p + query_at[:, None] * D + dim[None, :]
+        query_p = q_p + (query_row.to(gl.int64) * (Hkv * G) + column % G)[:, None] * D + dim[None, :]
         ampere.async_copy.wait_group(0)
         hopper.fence_async_shared()
         barrier()
@@ -230,14 +228,13 @@ def _streamed_logits_kernel(
     # Tiles of all rows times heads are one line of units, of which every program takes an equal run. The
     # latents of a tile stay in shared memory, a warp streams the basis past them by bulk copies, and of two
     # consumers, each of T tokens, one can multiply while the other rotates. NC: columns of queries, padded.
-    LATENT: gl.constexpr = basis.dtype
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
     pid, programs = gl.program_id(0), gl.num_programs(0)
     units = gl.cdiv(B * n, 2 * T).to(gl.int64) * Hkv
     first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
-    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
-    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
+    latents = gl.allocate_shared_memory(basis.dtype, [2 * CHUNKS, T, KB], basis.layout)
+    ring = gl.allocate_shared_memory(basis.dtype, [SLOTS, D, KB], basis.layout)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())

@@ -6109,6 +6109,7 @@ LATENT_SIZES = [
     (9, 5, 1, 64, 3, 9, 2, 1, 5),
     (17, 4, 1, 128, 2, 8, 8, 130, 3),
     (2, 32, 1, 128, 8, 448, 2, 300, 7),
+    (16, 32, 1, 128, 8, 444, 2, 68, None),
     (8, 8, 4, 128, 4, 444, 2, 68, None),
     (5, 8, 3, 64, 5, 130, 4, 33, 2),
     (1, 3, 4, 64, 8, 300, 8, 24, 2),
@@ -6133,14 +6134,10 @@ def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes)
 
 @needs_hopper
 @poisoned
-def test_kernel_hopper_attend_windows_of_several_tiles_and_real_sizes(streamed):
+def test_kernel_hopper_attend_windows_of_several_tiles(streamed):
     for rise in RISES:
         case = (torch.float16, "joint latents", "row", 3, 200, 2, 1, 64, 64, 4, 100, (199, 120, 30))
         check_attend(*case, r=64, rise=rise, written=True, ops=streamed)
-    for form, (B, S, bits, n) in itertools.product(JOINT_LATENTS, ((16, 1000, 2, 448), (4, 5000, 4, 4032))):
-        pos = [S - 1 - 7 * b for b in range(B)]
-        case = (torch.bfloat16, form, "row", B, S, 32, 1, 128, 128, bits, 64, pos)
-        check_attend(*case, n=n, r=1024 if "mixed" in form else 512, written=True, ops=streamed)
 
 
 HALF, WHOLE = torch.float16, torch.float32
