@@ -1676,8 +1676,8 @@ def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> 
         return (16 if itemsize == 4 else 64 if roomy else 32), 4, 2, 1
     if itemsize == 4:
         return 32, 4, 2, 4
-    if kind == "latents":
-        return 64, 4, 3 if roomy else 2, 2
+    if kind == "latents":  # wide plain values beside a basis that is held leave no room for a third stage
+        return 64, 4, 3 if roomy and (bits < 16 or DV < 128) else 2, 2
     if kind == "logits" and bits < 16:
         return 32, 4, 3, 6
     if kind in ("plain", "logits"):

@@ -4118,8 +4118,16 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
         kernels.attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
         assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
-        for name, kernel in compiled:
-            assert kernel.metadata.shared <= 99 * 1024, (name, kernel.metadata.shared)
+        small = len(compiled)
+        if overlaps:  # Hopper GPUs, which have more: a basis that is held, wide plain values
+            kernels.roomy = lambda device: True
+            keys = [latent[0][:, :8].contiguous(), None, None, *(x[:8].contiguous() for x in latent[3:4])]
+            keys = [*keys, None, bias[:8].contiguous(), rope]
+            window = [x[:, :, :8].contiguous() for x in window]
+            kernels.attend(q, "latents", keys, [k[:, :8].contiguous()], 16, pos, None, window, 1.0)
+        for i, (name, kernel) in enumerate(compiled):
+            most = 99 if i < small else 227
+            assert kernel.metadata.shared <= most * 1024, (name, kernel.metadata.shared)
             if overlaps:
                 before, after = kernel.asm["ptx"].split("griddepcontrol.wait")  # one
                 assert kernel.metadata.launch_pdl, name
