@@ -1731,6 +1731,8 @@ def bytes_of(*things) -> int:
 def work_of(name: str, args: tuple, out) -> tuple[float, float]:
     """The least that a call can do: bytes, and FLOPs where they may take longer."""
     fraction, flops = 1.0, 0.0  # of the arguments' bytes
+    if name == "append":  # writes one token
+        fraction = 1 / args[3].shape[2]
     if name == "scores":  # reads the leading dims of rows
         fraction = args[0].shape[-1] / args[1].shape[-1]
     if name == "attend":
@@ -1791,10 +1793,9 @@ class Bench:
         layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
         ends, x = (layer.attention_norm, layer.attention.wqkv), torch.randn(B, config.dim).to(qkv)
         with Recorder() as recorder:
+            attended = layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
             if hasattr(ops := cache.context.kernels, "chained_layer") and ops.chains_linears(x):
-                ops.chained_layer(layer, qkv, x, pos, cache, *ends)
-            else:
-                layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+                ops.chained_layer(layer, attended.contiguous(), x, *ends)
             if case == "dense":
                 for linear in layer.linears():
                     linear.quantize()

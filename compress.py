@@ -148,6 +148,21 @@ class Context:
             return logits
         return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
 
+    def append(self, pos: Tensor, latents, latent: Tensor, values, v: Tensor) -> None:
+        """Writes a token's latent [B, r] and values v [B, Hkv, D] to their stores."""
+        if self.kernels and isinstance(latents, MixedStore) and isinstance(values, ScaledStore):
+            stored = *latents.parts(), *values.parts(), LEVELS_APART[values.bits], LEVELS_APART[4]
+            self.kernels.append(latent, v, pos.int(), *stored)
+        else:
+            latents.write((self.batch_ids, pos), latent[:, None])
+            values.write((self.batch_ids, pos), v)
+
+    def block_queries(self, q: Tensor, rotations: tuple, basis: Tensor, mean, rule: str) -> tuple:
+        """What `block_queries` gives."""
+        if self.kernels and mean is not None and rule == "softmax":
+            return self.kernels.block_queries(q.contiguous(), *rotations, basis, mean)
+        return block_queries(q, rotations, basis, mean, rule)
+
     def select(self, scores: Tensor, pos: Tensor, budget: tuple, wanted=None, recent: bool = False) -> Tensor:
         """What `select` chooses for a budget (x, y, z), and with `recent` the z last tokens: [B, ..., n]."""
         x, y, z = budget
@@ -171,7 +186,8 @@ class Context:
         Windows, whose tokens are attended besides (and without an index in the place of the last z)."""
         scale, heads = self.config.head_dim**-0.5, self.config.n_kv_heads
         if self.kernels and self.config.head_dim % 16 == 0 and (index is None or index.numel()):
-            index = index if index is None else index.int().contiguous()
+            if index is not None:  # of one set an entry, entries may lie apart
+                index = index.int() if index.ndim == 2 else index.int().contiguous()
             stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
             exact = [store.rows for store in window]
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
@@ -182,8 +198,10 @@ class Context:
         index = index[:, None] if index.ndim == 2 else index
         sets = index.unflatten(1, (min(heads, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
         chosen = sets.clamp(min=0).long().flatten(2)
-        k, v = (x.read(pos, chosen).unflatten(2, sets.shape[2:]) for x in (keys, values))  # [B, Hkv, ., n, .]
-        k, v, live = k.flatten(1, 2), v.flatten(1, 2), index >= 0
+        k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
+        if index.shape[1] == q.shape[1] and values.bits == 16 and not window:
+            return attend(q.float(), k.float(), values.view(values.rows), live, scale, chosen)
+        v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
             near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
             k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
@@ -248,17 +266,23 @@ class Context:
         fetch(rows, index, place, miss, hot)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None, index=None) -> Tensor:
     """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
 
-    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated."""
+    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated.
+    index: of each query's own k [B, Hq, n, D] the rows in v, which is then not copied, either."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
-    if q.shape[-1] == v.shape[-1]:
+    if q.shape[-1] == v.shape[-1] and index is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
     # Where widths differ, it would first copy K and V.
     logits = matmul_codes(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
-    return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
+    weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
+    if index is None:
+        return matmul_codes(weights, v).flatten(1, 2)
+    rows, weights = row_numbers(v, index).view(-1, k.shape[2]), weights.flatten(0, 2).to(v)
+    mixed = F.embedding_bag(rows, v.flatten(0, 2), mode="sum", per_sample_weights=weights)
+    return mixed.unflatten(0, q.shape[:2])
 
 
 def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
@@ -333,10 +357,11 @@ def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
     """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
 
     Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
-    multiplied, which stays a matrix product."""
+    multiplied, which stays a matrix product. CPUs take half as long for one whose left side has the rows."""
     floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
     if not compiled_for_cpu(codes) or floats and w.shape[-2] > 1:
-        return w.to(codes.dtype) @ codes if floats else w @ codes.to(w.dtype)
+        w, codes = (w.to(codes.dtype), codes) if floats else (w, codes.to(w.dtype))
+        return (codes.mT @ w.mT).mT if codes.mT.is_contiguous() else w @ codes
     if floats and not (in_rows and w.shape[-1] >= 16):
         return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
     if in_rows:  # in the order in which they lie
@@ -936,7 +961,7 @@ class SalsSettings:
     score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
-    skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "int8", "dense"))
+    skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "dense"))
 
     @property
     def mixes_values(self) -> bool:
@@ -1070,25 +1095,29 @@ def sals_layer_maps(
 def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
     to a key of which only the block is known."""
-    if block == 1:
-        return context.cos, context.sin
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (context.cos, context.sin))
 
 
-def block_queries(q: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
-    """q [B, Hq, D] after RoPE, rotated back to each of n blocks -> [B, n, Hq, D] (ours). The paper's scores
-    have no RoPE: they place every key at the query's position."""
+def block_queries(
+    q: Tensor, rotations: tuple[Tensor, Tensor], basis: Tensor, mean: Tensor | None, rule: str
+) -> tuple[Tensor, Tensor | None]:
+    """q [B, Hq, D] after RoPE, rotated back to each of n blocks, as latent_queries [B, n, heads, r*] (ours),
+    and the mean key's logits [B, n, heads], if there is one. rotations: cos, sin [n, D/2].
+
+    The paper's scores have no RoPE: they place every key at the query's position."""
     cos, sin = rotations
-    return apply_rope(q[:, None], cos, -sin)
+    queries = latent_queries(apply_rope(q[:, None], cos, -sin), basis, len(basis) // q.shape[-1], rule)
+    return queries, None if mean is None else mean_logits(q, mean, torch.cat(rotations, -1), rule)
 
 
-def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor) -> Tensor:
+def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor, rule: str) -> Tensor:
     """q . RoPE(mean key) at n places: q [B, Hq, D] after RoPE, mean [Hkv*D], rotations [n, D], cos beside sin
-    -> [B, n, Hq] fp32 (ours). With centred keys the latents' scores lack it."""
+    -> [B, n, Hq] fp32, of rule sum their sum [B, n, 1] (ours). With centred keys the latents' scores lack it.
+    """
     x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
     a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
     pairs = torch.cat((a * x + b * y, b * x - a * y), -1).flatten(1, 2)  # [B, Hq, D]
-    return rotations @ pairs.mT
+    return rotations @ (pairs.sum(1, keepdim=True) if rule == "sum" else pairs).mT
 
 
 def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
@@ -1107,7 +1136,8 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     """Layer i's attention with rotated values, and with W_k U_r, and for the sum rule (sum over each group of
     W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms.
 
-    Exact, since everything up to the latent is linear; biases fold the same way, the mean key taken off."""
+    Exact, since everything up to the latent is linear; biases fold the same way. A bias takes the mean key
+    off, too."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if skipped and settings.skip_as != "latent":
         return attention
@@ -1116,6 +1146,8 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     if c.qk_norm:
         return attention
     down, up, mean = sals_layer_maps(c, settings, artifact, i, linear.weight.device)
+    if linear.bias is None and mean is not None:
+        linear.bias = nn.Parameter(linear.weight.new_zeros(sum(attention.widths)), False)
     for name, parameter in list(linear.named_parameters()):
         q, k, _ = parameter.float().split(attention.widths)
         rows = [down.T @ (k - mean if name == "bias" and mean is not None else k)]
@@ -1137,20 +1169,21 @@ class SalsCache(Cache):
 
     Every token is written to latents and values at once; the window holds its tokens exactly. `sparse` layers
     attend x + y + z tokens; the others rebuild and attend every token, and have no sinks in their window.
-    maps: of sals_layer_maps; blocks: the tokens and mean_rotations of a block, and of a run; or ()."""
+    maps: of sals_layer_maps; blocks: () or the tokens of a block, their mean_rotations, and, where the mean
+    key counts token by token, cos beside sin of each [S, D], else None."""
 
     def __init__(self, context: Context, settings: SalsSettings, sparse: bool, maps: Sequence, blocks=()):
         super().__init__(context)
         c, self.settings, self.sparse = context.config, settings, sparse
         self.budget = settings.budget(context.capacity)
-        self.block, self.rotations, self.run, self.run_rotations = blocks or (0, (), 1, None)
+        self.block, self.rotations, self.token_rotations = blocks or (0, (), None)
         self.r, self.r_score = sals_rank(settings, c), sals_score_rank(settings, c)
         down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
-        self.up = up.to(context.dtype)  # weights, not cache
-        self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it
-        self.mean_latent = None  # where no bias of wqkv has taken it off
-        if self.mean is not None and (c.qk_norm or not c.qkv_bias):
-            self.mean_latent = (self.mean @ down).to(context.dtype)
+        self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
+        self.down = self.mean_latent = None  # wqkv has both
+        if c.qk_norm:
+            self.down = down.to(context.dtype)
+            self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
         shape = context, 1, context.capacity, self.r
         if settings.latent_bits == 4 and self.r_score < self.r:
             self.latents = MixedStore(*shape, self.r_score)
@@ -1173,13 +1206,10 @@ class SalsCache(Cache):
 
     def latent(self, k: Tensor, *folded: Tensor) -> Tensor:
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
-        latent = folded[0] if folded else k.flatten(1) @ self.down
-        return latent if self.mean_latent is None else latent - self.mean_latent
+        return folded[0] if folded else k.flatten(1) @ self.down - self.mean_latent
 
-    def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores tokens, of latent [n, r], and k, v [n, Hkv, D] after RoPE."""
-        self.latents.write(where, latent[:, None])
-        self.values.write(where, v)
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        """Stores exact tokens, of k, v [n, Hkv, D] after RoPE, in the window."""
         for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
@@ -1190,34 +1220,37 @@ class SalsCache(Cache):
     def write_chunk(
         self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor
     ) -> None:
-        self.write((batch, span), self.latent(raw, *folded), k, v)
+        self.latents.write((batch, span), self.latent(raw, *folded)[:, None])
+        self.values.write((batch, span), v)
+        self.write((batch, span), k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made.
 
         The latents are one head of rows, which serves the queries of all heads."""
-        rule, up, offset = self.settings.score, self.up[:, : self.r_score], None
-        if self.block and self.mean is not None:  # without RoPE it is the same for all tokens
-            offset = mean_logits(rotated, self.mean, self.run_rotations)
-            offset = offset.sum(-1, keepdim=True) if rule == "sum" else offset
+        rule, offset, run = self.settings.score, None, max(1, self.block)
         if folded:
             queries = folded[0][:, None]
+        elif not self.block:  # without RoPE the mean counts alike for all tokens
+            queries = latent_queries(q, self.up, self.config.n_kv_heads, rule)
         else:
-            placed = block_queries(rotated, self.rotations) if self.block else q
-            queries = latent_queries(placed, up, self.config.n_kv_heads, rule)
+            queries, offset = self.context.block_queries(rotated, self.rotations, self.up, self.mean, rule)
+        if self.token_rotations is not None:
+            offset, run = mean_logits(rotated, self.mean, self.token_rotations, rule), 1
         rule = "each" if rule == "sum" else rule  # the logits of the one query are the scores
         how = {"rule": rule, "scale": self.logit_scale, "block": self.block} | self.latents.scored(pos)
-        return self.context.scores(queries, pos=pos, offset=offset, run=self.run, **how).flatten(1)
+        return self.context.scores(queries, pos=pos, offset=offset, run=run, **how).flatten(1)
 
     def select(self, scores: Tensor, pos: Tensor) -> Tensor:
         """The tokens to rebuild, the y best [B, y], -1 for none. The sinks, which come first, are exact."""
         index = self.context.select(scores, pos, self.budget)
         self.report_selected(pos, index.clamp(min=0), index >= 0, recent=self.budget[2])
-        return index[:, self.budget[0] :].contiguous()
+        return index[:, self.budget[0] :]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index = self.rope(q, pos), None
-        self.write((self.context.batch_ids, pos), self.latent(k, *folded), self.rope(k, pos), v)
+        self.context.append(pos, self.latents, self.latent(k, *folded), self.values, v)
+        self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
         if self.sparse:
             index = self.select(self.score(pos, q, rotated, *folded[1:]), pos)
         return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)
@@ -1271,20 +1304,15 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
     if settings.score_block < 0:
         raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
-    run = 1 if c.qkv_bias else block  # of a mean with a bias the logits may change from token to token
-    tables = {n: mean_rotations(context, n) for n in {block, run}} if block else {}
-    blocks = (block, tables[block], run, torch.cat(tables[run], -1)) if block else ()
-    shape = c.n_kv_heads, context.capacity, c.head_dim
+    biased = c.qkv_bias and settings.metric == "query"  # the mean's logits may change from token to token
+    by_token = torch.cat((context.cos, context.sin), -1) if biased else None
+    blocks = (block, mean_rotations(context, block), by_token) if block else ()
 
     def cache(i: int) -> Cache:
         if i in skipped and settings.skip_as == "dense":
             return DenseCache(context)
         if i in skipped and settings.skip_as == "kivi":  # to rebuild all keys would take longer
             return DenseCache(context, *kivi_stores(context, 4, 32))
-        if i in skipped and settings.skip_as == "int8":
-            # V of the newest tokens, too, is in codes: 2 bits would cost more than the exact keys gain.
-            values = coded_store(context, shape, max(4, settings.bits))
-            return DenseCache(context, Int8Store(context, *shape), values)
         maps = sals_layer_maps(c, settings, artifact, i, context.device)
         return SalsCache(context, settings, i not in skipped, maps, blocks)
 

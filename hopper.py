@@ -7,6 +7,7 @@ everything still runs.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
-from kernels import SMS, _half_at, _largest_sum, _split_rows, _wait_for_previous
+from kernels import SMS, _half_at, _largest_sum, _wait_for_previous
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -43,20 +44,20 @@ def attend(
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
     positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """kernels.attend. One kernel of this file attends all tokens where queries share keys in int8 or in
-    KIVI's codes (shares_keys). Another makes the logits of chosen tokens whose keys are rebuilt from latents
-    of all heads (streams_basis); kernels.attend does the rest. It also does all else, and paged storage."""
+    """kernels.attend. One kernel of this file attends all tokens where queries share keys in KIVI's codes
+    (shares_keys). Another makes the logits of chosen tokens whose keys are rebuilt from latents of all heads
+    (streams_basis); kernels.attend does the rest. It also does all else, and paged storage."""
     (B, Hq, D), Hkv = q.shape, values[0].shape[1]
     shared = streamed = False
-    if positions is None and index is None and kind in ("int8", "channels") and not window:
-        rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]  # alike, or none
+    if positions is None and index is None and kind == "channels" and not window:
+        rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]
         fits = rings and values[0].shape[3] * 8 // bits == D and shares_keys(q, Hq // Hkv, bits)
         shared = fits and aligned(*keys, *values)
     if positions is None and index is not None and kind == "latents" and index.ndim == 2:
         latent, _, rest, basis, _, bias, _ = keys
-        joint = (latent.stride(1) == 0 or len(basis) == 1) and Hq == len(basis)
+        joint = (latent.stride(1) == 0 or len(basis) == 1) and Hkv == len(basis)
         ranks = [latent.shape[3], 0 if rest is None else rest.shape[3]]  # in a byte of the last lie two
-        sizes = (*index.shape, Hq, D, *ranks, kernels.tile_itemsize(q.dtype, latent))
+        sizes = (*index.shape, Hq, Hkv, D, *ranks, kernels.tile_itemsize(q.dtype, latent))
         streamed = joint and streams_basis(q.device, *sizes) and aligned(latent[:, 0], basis)
     if shared or streamed:  # what kernels.attend checks of the stores
         kernels.check(pos=(pos, torch.int32, B), q=(q, q.dtype, B, Hq, D))
@@ -87,17 +88,31 @@ def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constex
 
 
 @gluon.jit
-def _tile_tokens(index_p, start, stop, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """T places in line from `start` on, and their tokens: -1 where there is none."""
+def _tile_rows(index_p, index_step, start, B, n, S, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which rows, of S a batch entry, hold the tokens of T places in line from `start` on. Dead slots read
+    token 0, which is always written: no masks on the tiles, and no NaN."""
     line = start + gl.arange(0, T, layout=LAYOUT)
-    return line, gl.load(index_p + line, mask=line < stop, other=-1)
+    token = gl.load(index_p + line // n * index_step + line % n, mask=line < B * n, other=0)
+    return gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
+
+
+@gluon.jit
+def _unpack(packed):
+    """The two codes c of each byte as 8 c - 60 in int8, four bytes at a time: bits 5 to 3 are those of c,
+    bit 2 is set, and the upper two are what the first bit of c is not."""
+    ptx: gl.constexpr = """{ .reg .b32 low, high;
+        shl.b32 low, $2, 3; lop3.b32 low, low, 0x78787878, 0x44444444, 0x6A;
+        shr.b32 high, $2, 1; lop3.b32 high, high, 0x78787878, 0x44444444, 0x6A;
+        shl.b32 $0, low, 1; lop3.b32 $0, $0, 0x80808080, low, 0xEA;
+        shl.b32 $1, high, 1; lop3.b32 $1, $1, 0x80808080, high, 0xEA; }"""
+    return gl.inline_asm_elementwise(ptx, "=&r,=&r,r", [packed], (gl.int8, gl.int8), is_pure=True, pack=4)
 
 
 @gluon.jit
 def _tile_logits(
     HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
-    q_p, index_p, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv,
-    RESTS: gl.constexpr,
+    q_p, index_p, index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
+    S, Hkv, G: gl.constexpr, RESTS: gl.constexpr,
 ):  # fmt: skip
     """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two codes."""
     _wait_for_previous()
@@ -114,7 +129,8 @@ def _tile_logits(
     LARGE: gl.constexpr = _largest_sum(dtype)
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [4, 8], [4, 1], [1, 0])
+    LANES: gl.constexpr = KB * ITEM // 16  # of a chunk of a token
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16 // ITEM], [32 // LANES, LANES], [4, 1], [1, 0])
     QUERY: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
     # The basis has its RoPE pairs side by side, so the halves of a pair lie in one thread.
     of_pairs, _ = gl.split(gl.reshape(gl.full([T, D], 0, gl.int32, KEYS), [T, D // 2, 2]))
@@ -123,44 +139,44 @@ def _tile_logits(
     kb = gl.arange(0, KB, layout=gl.SliceLayout(0, COPY))
     wide = gl.arange(0, D, layout=gl.SliceLayout(0, QUERY))
     dim = wide // 2 + (wide % 2) * (D // 2)
-    column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))
+    column = gl.arange(0, NC, layout=gl.SliceLayout(1, QUERY))  # of a row of the batch G queries
+    column_of_logit = gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
     column_of_key = gl.arange(0, D, layout=gl.SliceLayout(0, KEYS))
     chunk = 0
     for tile in range(first // Hkv, gl.cdiv(stop, Hkv)):
         start = (tile * 2 + HALF) * T
         first_row = start // n
-        # Dead slots read token 0, which is always written: no masks on the tiles, and no NaN.
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, COPY))
-        stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
+        stored = _tile_rows(index_p, index_step, start, B, n, S, T, gl.SliceLayout(1, COPY))
         latent_row = latent_p + stored[:, None] * (LEADS * KB)
         for j in gl.static_range(LEADS):
             copy_rows(latents.index(HALF * CHUNKS + j), latent_row + (j * KB + kb)[None, :])
         ampere.async_copy.commit_group()
+        packed = ()
         for j in gl.static_range(RESTS):
-            packed = gl.load(rest_p + stored[:, None] * (RESTS * KB) + (j * KB + kb)[None, :])
-            latents.index(HALF * CHUNKS + LEADS + j).store(((packed & 15) << 3).to(gl.int8) - 60)
-            latents.index(HALF * CHUNKS + LEADS + RESTS + j).store(((packed >> 4) << 3).to(gl.int8) - 60)
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, PAIRS))
-        words = gl.load(rope_p + gl.maximum(token, 0)[:, None].to(gl.int64) * (D // 2) + pair[None, :])
-        cos, sin = _half_at(words, 0), _half_at(words, 16)
+            packed += (gl.load(rest_p + stored[:, None] * (RESTS * KB) + (j * KB + kb)[None, :]),)
+        position = _tile_rows(index_p, index_step, start, B, n, S, T, gl.SliceLayout(1, PAIRS)) % S
+        words = gl.load(rope_p + position[:, None] * (D // 2) + pair[None, :])
         if INT8:
-            line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, KEYS))
-            stored = gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
-            token_scale = gl.load(latent_scale_p + stored) / LARGE
-        line, token = _tile_tokens(index_p, start, B * n, T, gl.SliceLayout(1, LOGITS))
+            scaled = _tile_rows(index_p, index_step, start, B, n, S, T, gl.SliceLayout(1, KEYS))
+            token_scale = gl.load(latent_scale_p + scaled) / LARGE
+        for j in gl.static_range(RESTS):  # once all loads are on their way
+            low, high = _unpack(packed[j])
+            latents.index(HALF * CHUNKS + LEADS + j).store(low)
+            latents.index(HALF * CHUNKS + LEADS + RESTS + j).store(high)
+        cos, sin = _half_at(words, 0), _half_at(words, 16)
+        line = start + gl.arange(0, T, layout=gl.SliceLayout(1, LOGITS))
         row = line // n
-        logits_row = logits_p + row.to(gl.int64) * (Hkv * n) + (line - row * n)
-        own = gl.where(line < B * n, row - first_row, -1)
-        mine = own[:, None] == gl.arange(0, NC, layout=gl.SliceLayout(0, LOGITS))[None, :]
-        query_row = first_row + column
+        to = (row.to(gl.int64) * (Hkv * G * n) + (line - row * n))[:, None] + column_of_logit % G * n
+        mine = (line < B * n)[:, None] & ((row - first_row)[:, None] == column_of_logit // G)
+        query_row = first_row + column // G
         real = query_row <= (gl.minimum(start + T, B * n) - 1) // n
-        query_p = q_p + query_row.to(gl.int64)[:, None] * (Hkv * D) + dim[None, :]
+        query_p = q_p + (query_row.to(gl.int64) * (Hkv * G) + column % G)[:, None] * D + dim[None, :]
         ampere.async_copy.wait_group(0)
         hopper.fence_async_shared()
         barrier()
         for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
             head = unit - tile * Hkv
-            query = gl.load(query_p + head * D, mask=real[:, None], other=0.0)
+            query = gl.load(query_p + head * (G * D), mask=real[:, None], other=0.0)
             # Keys [T, D]: latents times the head's basis, whose chunks in the ring begin with `chunk`.
             k = gl.full([T, D], 0, gl.int32 if INT8 else gl.float32, KEYS)
             for j in gl.static_range(CHUNKS):
@@ -190,14 +206,14 @@ def _tile_logits(
             left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
             right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
             logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
-            to = gl.expand_dims(logits_row + head * n, 1) + gl.full([T, NC], 0, gl.int32, LOGITS)
-            gl.store(to, logits, mask=mine)
+            gl.store(logits_p + to + head * (G * n), logits, mask=mine)
 
 
 @gluon.jit
 def _streamed_logits_kernel(
-    q_p,  # [B, Hkv, D]
-    index_p,  # [B, n] int32, -1: none
+    q_p,  # [B, Hkv, G, D]
+    index_p,  # [B, n] int32, -1: none; rows of index_step numbers
+    index_step,
     latent_p,  # [B, S, KB LEADS]
     latent_scale_p,  # [B, S] fp32, or None
     rest_p,  # [B, S, KB RESTS] uint8, or None
@@ -205,21 +221,20 @@ def _streamed_logits_kernel(
     basis_scale_p,  # [Hkv, D] fp32, or None
     bias_p,  # [Hkv, D] fp32, or None
     rope_p,  # [>= S, D / 2] words of rope_words
-    logits_p,  # [B, Hkv, 1, n] fp32
-    B, n, S, Hkv, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr, RESTS: gl.constexpr,
-    SLOTS: gl.constexpr,
+    logits_p,  # [B, Hkv, G, n] fp32
+    B, n, S, Hkv, G: gl.constexpr, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr,
+    RESTS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     # Tiles of all rows times heads are one line of units, of which every program takes an equal run. The
     # latents of a tile stay in shared memory, a warp streams the basis past them by bulk copies, and of two
-    # consumers, each of T tokens, one can multiply while the other rotates.
-    LATENT: gl.constexpr = basis.dtype
+    # consumers, each of T tokens, one can multiply while the other rotates. NC: columns of queries, padded.
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
     pid, programs = gl.program_id(0), gl.num_programs(0)
     units = gl.cdiv(B * n, 2 * T).to(gl.int64) * Hkv
     first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
-    latents = gl.allocate_shared_memory(LATENT, [2 * CHUNKS, T, KB], basis.layout)
-    ring = gl.allocate_shared_memory(LATENT, [SLOTS, D, KB], basis.layout)
+    latents = gl.allocate_shared_memory(basis.dtype, [2 * CHUNKS, T, KB], basis.layout)
+    ring = gl.allocate_shared_memory(basis.dtype, [SLOTS, D, KB], basis.layout)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
@@ -232,11 +247,11 @@ def _streamed_logits_kernel(
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
-                            S, Hkv, gl.constexpr(RESTS))),
+                            index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p,
+                            logits_p, B, n, S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
             (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
-                            S, Hkv, gl.constexpr(RESTS))),
+                            index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p,
+                            logits_p, B, n, S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 1],  # warps, beside the four of the first
@@ -245,29 +260,29 @@ def _streamed_logits_kernel(
 
 
 def _streamed_logits(q, index, latent, latent_scale, rest, basis, basis_scale, bias, words) -> Tensor:
-    """q . k [B, Hkv, 1, n] of chosen tokens, from the stores of keys in latents of all heads."""
-    (B, Hkv, D), S, n, itemsize = q.shape, latent.shape[2], index.shape[1], latent.element_size()
-    T, NC, KB, SLOTS, r = 64, 8, 128 // itemsize, 4, basis.shape[2]
-    layout = gl.NVMMASharedLayout(128, 8 * itemsize, 2)
+    """q . k [B, Hkv, G, n] of chosen tokens, from the stores of keys in latents of all heads."""
+    (B, Hq, D), (_, Hkv, S, lead), n, itemsize = q.shape, latent.shape, index.shape[1], latent.element_size()
+    width, r = 0 if rest is None else rest.shape[3], basis.shape[2]
+    T, NC, G, chunk = 64, 8, Hq // Hkv, math.gcd(128, lead * itemsize, width)  # bytes, in whole parts
+    KB, SLOTS, layout = chunk // itemsize, 512 // chunk, gl.NVMMASharedLayout(chunk, 8 * itemsize, 2)
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
-    logits = torch.empty(B, Hkv, 1, n, dtype=torch.float32, device=q.device)
+    logits = torch.empty(B, Hkv, G, n, dtype=torch.float32, device=q.device)
     _streamed_logits_kernel[min(kernels.cdiv(B * n, 2 * T) * Hkv, SMS),](
-        q, index, latent, latent_scale, rest, chunks, basis_scale, bias, words, logits, B, n, S, Hkv, T, NC,
-        r // KB, 0 if rest is None else rest.shape[3] // KB, SLOTS, num_warps=4,
-        **kernels.overlapped(q.device),
+        q, index, index.stride(0), latent, latent_scale, rest, chunks, basis_scale, bias, words, logits, B, n,
+        S, Hkv, G, T, NC, r // KB, width // KB, SLOTS, num_warps=4, **kernels.overlapped(q.device),
     )  # fmt: skip
     return logits
 
 
 def streams_basis(
-    device: torch.device, B: int, n: int, Hkv: int, D: int, r: int, width: int, itemsize: int
+    device: torch.device, B: int, n: int, Hq: int, Hkv: int, D: int, r: int, width: int, itemsize: int
 ) -> bool:
     """Whether _streamed_logits_kernel makes the logits: latents are of r dims in 8 or 16 bits, and `width`
-    bytes of two dims each, in whole chunks of 128 bytes, and shared memory holds 128 of them; heads have 64
-    or 128 dims; 64 tokens in line span 8 rows of the batch at most; and, for speed, every program has two
-    heads or more."""
-    chunks = itemsize < 4 and r * itemsize % 128 == width % 128 == 0 and r * itemsize + 2 * width <= 1024
-    fits = chunks and D in (64, 128) and n >= 8 and kernels.cdiv(B * n, 128) * Hkv >= 2 * SMS
+    bytes of two dims each, in whole chunks of 64 bytes, and shared memory holds 128 of them; heads have 64 or
+    128 dims; 64 tokens in line have 8 queries of a KV head at most; and, for speed, no program is idle."""
+    chunks = itemsize < 4 and math.gcd(64, r * itemsize, width) == 64 and r * itemsize + 2 * width <= 1024
+    queries = ((62 + n) // n + 1) * (Hq // Hkv)  # of the rows of the batch that 64 tokens span at most
+    fits = chunks and D in (64, 128) and queries <= 8 and kernels.cdiv(B * n, 128) * Hkv >= SMS
     return fits and kernels.nvidia_generation(device) == 9
 
 
@@ -429,29 +444,25 @@ def _ring_of(block, STAGES: gl.constexpr):
 
 @gluon.jit
 def _shared_keys_kernel(
-    keys,  # [B * Hkv * k_tokens, D] int8, or words of codes; these four in blocks of T rows
-    key_pairs,  # minimum and scale of 32 tokens' channels [B * Hkv * k_tokens, 4], a word each; int8: None
+    keys,  # [B * Hkv * k_tokens, D * KEY_BITS / 32], words of codes; these four in blocks of T rows
+    key_pairs,  # minimum and scale of 32 tokens' channels [B * Hkv * k_tokens, 4], a word each
     codes,  # of values [B * Hkv * S, D * BITS / 32], words
     pairs,  # minimum and scale of their groups [B * Hkv * S, D / 32], a word each
     q_p,  # [B, Hq, D]
-    k_scale_p,  # int8: [B, Hkv, S] fp32
-    k_ring_p, v_ring_p,  # codes: keys and values of the last R tokens [B, R, Hkv, D]
+    k_ring_p, v_ring_p,  # keys and values of the last R tokens [B, R, Hkv, D]
     pos_p,  # [B] int32
     max_p, sum_p, out_p,  # of split_outputs
     k_tokens, S, R, scale,
     G: gl.constexpr, KEY_BITS: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    # A program is one warp, and nothing moves between its threads but maxima: keys in int8 come from shared
-    # memory as tensor cores take them, those of fewer bits and values are decoded where they are multiplied,
-    # and logits are where tensor cores take weights.
+    # A program is one warp, and nothing moves between its threads but maxima: keys and values are decoded
+    # where they are multiplied, and logits are where tensor cores take weights.
     T: gl.constexpr = keys.block_shape[0]
     N: gl.constexpr = keys.block_shape[1]
     D: gl.constexpr = codes.block_shape[1] * 32 // BITS
-    INT8: gl.constexpr = KEY_BITS == 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    QUERIES: gl.constexpr = gl.DotOperandLayout(0, MMA, 4 if INT8 else 2)
-    KEYS: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if INT8 else 2)
-    VALUES: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
     split, splits = gl.program_id(0), gl.num_programs(0)
     h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
@@ -461,10 +472,9 @@ def _shared_keys_kernel(
     # which memory serves faster.
     tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
     first_k, first_v = (row * k_tokens).to(gl.int32), (row * S).to(gl.int32)
-    stores, firsts = (keys, codes, pairs), (first_k, first_v, first_v, first_k)
-    stages = (_ring_of(keys, STAGES), _ring_of(codes, STAGES), _ring_of(pairs, STAGES))
-    if not INT8:
-        stores, stages = stores + (key_pairs,), stages + (_ring_of(key_pairs, STAGES),)
+    stores, firsts = (keys, key_pairs, codes, pairs), (first_k, first_k, first_v, first_v)
+    stages = (_ring_of(keys, STAGES), _ring_of(key_pairs, STAGES),
+              _ring_of(codes, STAGES), _ring_of(pairs, STAGES))  # fmt: skip
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         hopper.mbarrier.init(ready.index(slot), count=len(stores))
@@ -475,60 +485,42 @@ def _shared_keys_kernel(
     # 2. The queries, and a softmax of nothing.
     g = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    query = gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0)
-    if INT8:  # rows 0 to 7 are the high parts of the queries, 8 to 15 the low ones
-        high, rest, q_scale = _split_rows(query)
-        query = gl.reshape(gl.permute(gl.join(high, rest), (2, 0, 1)), [16, D])
-    else:
-        query = query.to(gl.float16)
-        query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
-        query = gl.permute(_key_columns(query, N), (1, 0))
-    query = gl.convert_layout(query, QUERIES)
-    nothing = gl.full([16, T], 0, gl.int32 if INT8 else gl.float32, MMA)
-    coarse, _ = _both_halves(nothing)
-    LOGITS: gl.constexpr = coarse.type.layout
+    query = gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0).to(gl.float16)
+    query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
+    query = gl.convert_layout(gl.permute(_key_columns(query, N), (1, 0)), LEFT)
+    nothing = gl.full([16, T], 0.0, gl.float32, MMA)
+    half, _ = _both_halves(nothing)
+    LOGITS: gl.constexpr = half.type.layout
     QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
     top = gl.full([8], -1e30, gl.float32, QUERY)
     total = gl.full([8, T], 0.0, gl.float32, LOGITS)
     out = gl.full([D, 8], 0.0, gl.float32, MMA)
     token = gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
     # 3. The last R tokens, from their rings.
-    if not INT8:
-        for start in range(split * T, gl.minimum(R, pos + 1), splits * T):
-            place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
-            at = ((b * R + place) * Hkv + h)[:, None] * D + d
-            k = gl.load(k_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
-            k = gl.convert_layout(_key_columns(k, N), KEYS)
-            logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
-            logits = gl.where((start + token <= pos)[None, :], logits * scale, float("-inf"))
-            weight, top, total, out = _soften(logits, top, total, out)
-            v = gl.load(v_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
-            out = ampere.mma_v2(gl.convert_layout(_value_columns(v), VALUES), weight, out)
+    for start in range(split * T, gl.minimum(R, pos + 1), splits * T):
+        place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
+        at = ((b * R + place) * Hkv + h)[:, None] * D + d
+        k = gl.load(k_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
+        k = gl.convert_layout(_key_columns(k, N), RIGHT)
+        logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
+        logits = gl.where((start + token <= pos)[None, :], logits * scale, float("-inf"))
+        weight, top, total, out = _soften(logits, top, total, out)
+        v = gl.load(v_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
+        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
     # 4. The others.
     token += split * T
-    if INT8:
-        q_scale = gl.convert_layout(q_scale * scale, QUERY)
-        k_scale = gl.load(k_scale_p + row * S + token, mask=token < length, other=0.0)
     for i in range(tiles):
         stage = i % STAGES
         live = token < length
         token += splits * T
         hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        if INT8:
-            token_scale = k_scale
-            k_scale = gl.load(k_scale_p + row * S + token, mask=token < length, other=0.0)
-            k = stages[0].index(stage).permute((1, 0)).load(KEYS)
-            coarse, fine = _both_halves(ampere.mma_v2(query, k, nothing))
-            logits = (coarse * 254 + fine).to(gl.float32) * (q_scale[:, None] * token_scale[None, :])
-        else:
-            k = _decoded_keys(stages[0].index(stage), stages[3].index(stage), KEY_BITS)
-            k = gl.convert_layout(_key_columns(k, N), KEYS)
-            logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
-            logits *= scale
-        logits = gl.where(live[None, :], logits, float("-inf"))
+        k = _decoded_keys(stages[0].index(stage), stages[1].index(stage), KEY_BITS)
+        k = gl.convert_layout(_key_columns(k, N), RIGHT)
+        logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
+        logits = gl.where(live[None, :], logits * scale, float("-inf"))
         weight, top, total, out = _soften(logits, top, total, out)
-        v = _decoded_values(stages[1].index(stage), stages[2].index(stage), live, BITS)
-        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), VALUES), weight, out)
+        v = _decoded_values(stages[2].index(stage), stages[3].index(stage), live, BITS)
+        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
         barrier()
         at = (split + (i + STAGES) * splits) * T
         _copy_tiles(stores, stages, ready, stage, firsts, at, i + STAGES < tiles)
@@ -551,23 +543,21 @@ def _shared_keys_kernel(
 def _attend_shared(q: Tensor, keys: tuple, values: tuple, pos: Tensor, bits: int, scale: float) -> Tensor:
     """attend over stores of keys in codes (shares_keys). Launches do not overlap: programs of one warp would
     crowd if they were let in early (see overlapped)."""
-    (B, Hq, D), (k, k_scale, *ring), (codes, pairs, v_ring, _, Hkv) = q.shape, keys, values
-    (k_tokens, width), S, (k_ring, R), key_pairs = k.shape[2:], codes.shape[2], ring[:2] or (None, 0), None
-    if ring:
-        k, k_scale, key_pairs = k.view(torch.int32), None, k_scale.view(B, Hkv, -1, 4)  # a tile: 32 rows
+    (B, Hq, D), (k, key_pairs, k_ring, R, _), (codes, pairs, v_ring, _, Hkv) = q.shape, keys, values
+    (k_tokens, width), S = k.shape[2:], codes.shape[2]
+    stores = k.view(torch.int32), key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
     splits = max(1, min(kernels.cdiv(S, T), fill * SMS // (B * Hkv)))
     out, parts = kernels.split_outputs(q, splits, D)
 
-    def block(store):  # a matrix of rows, of which bulk copies take T
-        rows, itemsize = store.flatten(0, 2).flatten(1), store.element_size()
-        nbytes = rows.shape[1] * itemsize
-        layout = gl.NVMMASharedLayout(nbytes if nbytes > 16 else 0, 8 * itemsize, 2)
+    def block(store):  # a matrix of rows of words, of which bulk copies take T
+        rows = store.flatten(0, 2).flatten(1)
+        nbytes = rows.shape[1] * 4
+        layout = gl.NVMMASharedLayout(nbytes if nbytes > 16 else 0, 32, 2)
         return TensorDescriptor.from_tensor(rows, [T, rows.shape[1]], layout)
 
-    blocks = [store if store is None else block(store) for store in (k, key_pairs, codes, pairs)]
     _shared_keys_kernel[splits, Hkv, B](
-        *blocks, q, k_scale, k_ring, v_ring, pos, *parts, k_tokens, S, R, scale * kernels.LOG2E, Hq // Hkv,
+        *map(block, stores), q, k_ring, v_ring, pos, *parts, k_tokens, S, R, scale * kernels.LOG2E, Hq // Hkv,
         width * 8 // D, bits, stages, num_warps=1,
     )  # fmt: skip
     return kernels.merge_splits(out, parts)
@@ -942,20 +932,24 @@ def chained_first(embeddings, layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return layer.attention.wqkv(layer.attention_norm(x)), x
 
 
-def chained_layer(layer, qkv: Tensor, x: Tensor, pos: Tensor, cache, norm, linear) -> tuple[Tensor, Tensor]:
-    """The output of a layer's wqkv, and x [B, dim] -> x after the layer, and linear(norm(x))."""
-    attended = layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
+def chained_attention(layer, qkv: Tensor, pos: Tensor, cache) -> Tensor:
+    """wqkv's output -> the heads' results. Only this is compiled: layers of a kind share the code."""
+    return layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
+
+
+def chained_layer(layer, attended: Tensor, x: Tensor, norm, linear) -> tuple[Tensor, Tensor]:
+    """The heads' results and x [B, dim] -> x after the layer, and linear(norm(x))."""
     mlp, norms = layer.feed_forward, (layer.ffn_norm, norm)
     linears = (layer.attention.wo, mlp.w13, mlp.w2, linear)
     weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
     return linear_chain(attended, x, weights, biases, [n.weight for n in norms], [n.eps for n in norms])
 
 
-def decode_in_chains(model, tokens, pos, caches, first=chained_first, step=chained_layer) -> Tensor:
+def decode_in_chains(model, tokens, pos, caches, first=chained_first, attend=chained_attention) -> Tensor:
     out, x = first(model.tok_embeddings, model.layers[0], tokens)
     ends = [(layer.attention_norm, layer.attention.wqkv) for layer in model.layers[1:]]
     for layer, cache, end in zip(model.layers, caches, [*ends, (model.norm, model.output)], strict=True):
-        x, out = step(layer, out, x, pos, cache, *end)
+        x, out = chained_layer(layer, attend(layer, out, pos, cache), x, *end)
     return out
 
 
@@ -965,4 +959,4 @@ def chained_decode(model, rows: int) -> tuple | None:
     parts = [(layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2) for layer in model.layers]
     fits = chains_linears(x, *{linear.in_features for linears in parts for linear in linears})
     fits = fits and model.output.weight.dtype == x.dtype
-    return (decode_in_chains, chained_first, chained_layer) if fits else None
+    return (decode_in_chains, chained_first, chained_attention) if fits else None

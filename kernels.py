@@ -2,7 +2,7 @@
 
     method                                     operations
     dense, streaming                           attend (plain)
-    SALS                                       scores, select, attend (latents; of --skip: channels)
+    SALS                                       append, block_queries, scores, select, attend (latents)
     Loki, topk, quest, doublesparse, shadowkv  scores, select, attend (plain)
     LRQK                                       scores, select, fetch_rows, attend (plain)
     H2O                                        scores, attend_logits
@@ -12,6 +12,8 @@
     all, with --weights int8                   linear
 
     operation                   kernel                                  its truth, in compress.py
+    append                      _append_kernel                          quantize_mixed, quantize_spread
+    block_queries               _block_queries_kernel                   block_queries
     scores                      _scores_kernel, _reduce_scores_kernel   token_logits, group_scores
     select                      _survivors_kernel, _select_kernel       select
     attend, attend_logits,      _attend_kernel, _merge_kernel; a kind   attend, over what the stores read
@@ -169,6 +171,175 @@ def _let_next_begin():
         tl.extra.cuda.gdc_launch_dependents()
 
 
+# ---------------------------------------------------------------------------------------- codes of a token
+
+
+@jit
+def _append_kernel(
+    latent_p,  # [B, LEAD + 2 REST], a row `latent_step` numbers after the one before
+    v_p,  # [B, Hkv, D], likewise
+    latent_step,
+    v_step,
+    pos_p,  # [B] int32
+    lead_p,  # [B, S, LEAD] int8
+    rest_p,  # [B, S, REST] uint8
+    latent_scale_p,  # [B, S] fp32
+    code_p,  # [B, S, Hkv, D * BITS / 8] uint8
+    scale_p,  # [B, S, Hkv] fp16
+    S,
+    apart,  # standard deviations between neighbouring levels of values
+    rest_apart,  # and of the latents' 4-bit codes
+    D: tl.constexpr,
+    LEAD: tl.constexpr,
+    REST: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Stores the codes of a token. A program has the value of a KV head, and the last one the latent."""
+    _wait_for_previous()
+    _let_next_begin()
+    h, Hkv, b = tl.program_id(0), tl.num_programs(0) - 1, tl.program_id(1).to(tl.int64)
+    row = b * S + tl.load(pos_p + b)
+    if h == Hkv:
+        i, half, pair = tl.arange(0, _padded(LEAD)), tl.arange(0, 2)[:, None], tl.arange(0, _padded(REST))
+        latent_p += b * latent_step
+        lead = tl.load(latent_p + i, mask=i < LEAD, other=0.0).to(tl.float32)
+        rest_at = latent_p + LEAD + half * REST + pair[None, :]
+        rest = tl.load(rest_at, mask=(pair < REST)[None, :], other=0.0).to(tl.float32)
+        spread = tl.sqrt(tl.sum(rest * rest) / (2 * REST)) * (rest_apart / 8)
+        scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
+        step = tl.where(scale == 0, 1.0, scale)
+        lead = _nearest(lead / step).to(tl.int8)
+        rest = tl.sum(_nearest(tl.clamp((rest / step + 60) / 8, 0.0, 15.0)) << (half * 4), 0)
+        tl.store(lead_p + row * LEAD + i, lead, mask=i < LEAD)
+        tl.store(rest_p + row * REST + pair, rest.to(tl.uint8), mask=pair < REST)
+        tl.store(latent_scale_p + row, scale)
+    else:
+        TOP: tl.constexpr = 2.0**BITS - 1
+        BYTES: tl.constexpr = D * BITS // 8
+        plane, byte = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, _padded(BYTES))
+        v_at = v_p + b * v_step + h * D + plane * BYTES + byte[None, :]
+        v = tl.load(v_at, mask=(byte < BYTES)[None, :], other=0.0).to(tl.float32)
+        energy, row = tl.sum(v * v), row * Hkv + h
+        step = tl.maximum(tl.sqrt(energy / D) * (apart / 2), 1e-8)
+        code = _nearest(tl.clamp((v / step + TOP) / 2, 0.0, TOP))
+        scale = energy / tl.maximum(tl.sum(v * (2 * code.to(tl.float32) - TOP)), 1e-8)
+        code = tl.sum(code << (plane * BITS), 0).to(tl.uint8)
+        tl.store(code_p + row * BYTES + byte, code, mask=byte < BYTES)
+        tl.store(scale_p + row, scale.to(tl.float16))
+
+
+@operator(lambda *_: None, ("lead", "rest", "latent_scale", "codes", "scale"))
+def append(
+    latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, rest: Tensor, latent_scale: Tensor, codes: Tensor,
+    scale: Tensor, apart: float, rest_apart: float
+) -> None:  # fmt: skip
+    """Stores one new token of each batch entry at pos: its latent [B, r] and value [B, Hkv, D] in codes.
+
+    Entries of latent and v may lie any step apart. The latent goes to lead [B, 1, S, r*] int8, rest
+    [B, 1, S, (r - r*) / 2] uint8 and latent_scale [B, 1, S] fp32. v goes to codes [B, S, Hkv, D * bits / 8]
+    uint8 and scale [B, S, Hkv] fp16. apart, rest_apart: how far levels of values, and of a latent's 4-bit
+    codes, lie apart, in standard deviations. Truth: compress.quantize_mixed, quantize_spread."""
+    (B, Hkv, D), S, LEAD, REST, BYTES = v.shape, *lead.shape[2:], rest.shape[3], codes.shape[3]
+    u8, f32 = torch.uint8, torch.float32
+    for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
+        shape(name, x, v.dtype, B, *sizes)
+        need(x[0].is_contiguous(), f"a batch entry of {name} must be contiguous")
+    need(BYTES in (D // 4, D // 2, D), f"{BYTES} bytes are no codes of {D} values in 2, 4 or 8 bits")
+    check(
+        pos=(pos, torch.int32, B), lead=(lead, torch.int8, B, 1, S, LEAD), rest=(rest, u8, B, 1, S, REST),
+        latent_scale=(latent_scale, f32, B, 1, S), codes=(codes, u8, B, S, Hkv, BYTES),
+        scale=(scale, torch.float16, B, S, Hkv),
+    )  # fmt: skip
+    _append_kernel[Hkv + 1, B](
+        latent, v, latent.stride(0), v.stride(0), pos, lead, rest, latent_scale, codes, scale, S, apart,
+        rest_apart, D, LEAD, REST, BYTES * 8 // D, num_warps=4, **overlapped(v.device),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- queries of blocks
+
+
+@jit
+def _block_queries_kernel(
+    q_p,  # [B, Hkv, G, D]
+    cos_p,  # [n, D / 2] fp32
+    sin_p,
+    basis_p,  # [Hkv, D, r*]
+    mean_p,  # [Hkv, D] fp32
+    query_p,  # [B, n, Hkv, G, r*]
+    offset_p,  # [B, n, Hkv, G] fp32
+    rows,  # B n G: of a KV head
+    n,
+    r_score,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,  # rows of a program
+    RB: tl.constexpr,  # ranks of a program
+):
+    """query = q U_h and offset = q . mean, of each query head turned back by the rotation of each block."""
+    h, Hkv = tl.program_id(1), tl.num_programs(1)
+    pair, rank = tl.arange(0, _padded(D // 2, 16)), tl.program_id(2) * RB + tl.arange(0, RB)
+    inside = pair < D // 2
+    basis_at = basis_p + (h * D + pair[:, None]).to(tl.int64) * r_score + rank[None, :]
+    basis_mask = inside[:, None] & (rank < r_score)[None, :]
+    upper = tl.load(basis_at, mask=basis_mask, other=0.0)  # weights: before the wait
+    lower = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
+    row = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    place, g = row // G, row % G
+    block, live = place % n, row < rows
+    mask = live[:, None] & inside[None, :]
+    cos = tl.load(cos_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+    sin = tl.load(sin_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+    _wait_for_previous()
+    q_at = q_p + ((place // n * Hkv + h) * G + g)[:, None] * D + pair[None, :]
+    a = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(q_at + D // 2, mask=mask, other=0.0).to(tl.float32)
+    _let_next_begin()
+    a, b = a * cos + b * sin, b * cos - a * sin
+    out_row = (place * Hkv + h) * G + g
+    if tl.program_id(2) == 0:
+        x = tl.load(mean_p + h * D + pair, mask=inside, other=0.0)[None, :]
+        y = tl.load(mean_p + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
+        tl.store(offset_p + out_row, tl.sum(a * x + b * y, 1), mask=live)
+    query = tl.dot(a.to(upper.dtype), upper, input_precision="ieee")
+    query = tl.dot(b.to(upper.dtype), lower, query, input_precision="ieee")
+    out_mask = live[:, None] & (rank < r_score)[None, :]
+    out_at = query_p + out_row[:, None] * r_score + rank[None, :]
+    tl.store(out_at, query.to(query_p.dtype.element_ty), mask=out_mask)
+
+
+def queried(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """The shapes of what block_queries gives."""
+    heads = len(q), len(cos), q.shape[1]
+    return q.new_empty(*heads, basis.shape[1]), q.new_empty(heads, dtype=torch.float32)
+
+
+@operator(queried)
+def block_queries(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
+
+    q [B, Hq, D] after RoPE is rotated back by each block: cos, sin [n, D/2] fp32. The products with its KV
+    head's rows of the basis [Hkv * D, r*], of q's dtype, are the queries [B, n, Hq, r*] of q's dtype; those
+    with its part of the mean [Hkv * D] fp32 are [B, n, Hq] fp32. Truth: compress.block_queries."""
+    (B, Hq, D), (n, half), (width, r_score) = q.shape, cos.shape, basis.shape
+    Hkv = width // D
+    need(D == 2 * half and width == Hkv * D and Hq % Hkv == 0, "q, rotations and basis do not fit")
+    f32, given = torch.float32, {"q": (q, q.dtype, B, Hq, D), "basis": (basis, q.dtype, width, r_score)}
+    check(**given, cos=(cos, f32, n, half), sin=(sin, f32, n, half), mean=(mean, f32, width))
+    queries, offset = queried(q, cos, sin, basis, mean)
+    G, rows = Hq // Hkv, B * n * Hq // Hkv
+    T = min(64, power2(rows, 16))
+    # As many ranks as leave every multiprocessor a program.
+    RB = min(64 if q.element_size() == 4 else 128, power2(r_score, 16))
+    while RB > 32 and cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:
+        RB //= 2
+    _block_queries_kernel[cdiv(rows, T), Hkv, cdiv(r_score, RB)](
+        q, cos, sin, basis, mean, queries, offset, rows, n, r_score, G, D, T, RB, num_warps=4,
+        **overlapped(q.device),
+    )  # fmt: skip
+    return queries, offset
+
+
 # ---------------------------------------------------------------------------------------------------- scores
 
 
@@ -189,13 +360,23 @@ def _split_rows(x):
     return _nearest(x).to(tl.int8), _nearest(rest * 254).to(tl.int8), largest / (127 * 254)
 
 
+@jit
+def _tile_queries(query_at, mask, SPLIT: tl.constexpr):
+    """The queries of a tile, split for rows in int8."""
+    query = tl.load(query_at, mask=mask, other=0.0)
+    if SPLIT:
+        return _split_rows(query)
+    else:
+        return query, query, query
+
+
 def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs). HP: queries of a head, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
         RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
         if RB > 256:
             return 64, RB, 4, 2, 2 * SMS
-        return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 3, 3 * SMS)
+        return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 4, 2 * SMS)
     RB = min(power2(r_score, 16), 64)
     T = max(16, min(256, 8192 // RB, 4096 // HP))  # if possible, at most 16 KB of rows and of logits
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
@@ -232,7 +413,7 @@ def _scores_kernel(
     r,  # numbers of a row
     scale,
     run,  # tokens of a run
-    per_block,  # tiles of a block of queries
+    per_block,  # tiles of a block of queries; None: one block
     N: tl.constexpr,  # queries of a head
     NR: tl.constexpr,  # blocks of ranks
     T: tl.constexpr,  # tokens of a tile
@@ -256,75 +437,76 @@ def _scores_kernel(
     count = tiles if RULE == "each" or positions_p is not None else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
     first, stop = split * share, tl.minimum((split + 1) * share, count)
-    query_p += b * query_step_b + h * query_step_h
-    query_at = query_p + n[:, None] * r_score + dims
-    # Int8 rows are multiplied as they are, if one split of the queries serves all tiles of a block.
+    query_at = query_p + b * query_step_b + h * query_step_h + n[:, None] * r_score + dims
+    query_mask = (n < N)[:, None] & (dims < r_score)
+    # Int8 rows are multiplied as they are, by queries that are split, too.
     SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
+    if NR == 1 and per_block is None:
+        queries = _tile_queries(query_at, query_mask, SPLIT)
     # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs a joint maximum.
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
-    for block in range(first // per_block, tl.cdiv(stop, per_block)):
-        tile_query_at = query_at + tl.cast(block, tl.int64) * query_step_block
-        if NR == 1:  # the queries stay, and the loop over tiles keeps its loads in flight
-            query = tl.load(tile_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
+    # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        tile_query_at = query_at
+        if per_block is not None:
+            tile_query_at += tl.cast(tile // per_block, tl.int64) * query_step_block
+        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = tokens < length
+        if positions_p is not None:
+            live = _up_to(positions_p, b * S + tokens, tokens < S, length)
+        row = b * step_b + h * step_h + tokens * step_s
+        row_scale = scale
+        if row_scale_p is not None:
+            row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
+        logits = tl.zeros([T, NP], tl.float32)
+        row_at = rows_p + row[:, None] * r + dims
+        if NR == 1:
+            row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
+            if per_block is not None:
+                queries = _tile_queries(tile_query_at, query_mask, SPLIT)
+            query, low, query_scale = queries
             if SPLIT:
-                high, low, query_scale = _split_rows(query)
-        # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
-        for tile in tl.range(
-            tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block), num_stages=STAGES
-        ):
-            tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-            live = tokens < length
-            if positions_p is not None:
-                live = _up_to(positions_p, b * S + tokens, tokens < S, length)
-            row = b * step_b + h * step_h + tokens * step_s
-            row_scale = scale
-            if row_scale_p is not None:
-                row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
-            logits = tl.zeros([T, NP], tl.float32)
-            row_at = rows_p + row[:, None] * r + dims
-            if NR == 1:
-                row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
-                if SPLIT:
-                    coarse = tl.dot(row_tile, tl.trans(high), out_dtype=tl.int32)
-                    fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32)
-                    logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
-                else:
-                    row_tile = row_tile.to(query.dtype)
-                    logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
+                coarse = tl.dot(row_tile, tl.trans(query), out_dtype=tl.int32)
+                fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32)
+                logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
             else:
-                for i in range(0, NR * RB, RB):
-                    inside = dims + i < r_score
-                    row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
-                    part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
-                    logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-            if tile < stop:  # always true: a branch does not delay the loads of the next tile
-                logits *= row_scale
-                if offset_p is not None:
-                    if ONE_RUN:
-                        offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
-                        offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
-                    else:
-                        offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
-                        some = live[:, None] & (n < N)[None, :]
-                        offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
-                    logits += offset * scale
-                logits = tl.where(live[:, None], logits, float("-inf"))
-                if RULE != "softmax":
-                    at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
-                    tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
-                if RULE != "each":
-                    new_top = logits
-                    if RULE == "softmax":  # fp16 up to 2**15 has a range of 2**39 below it
-                        new_top = tl.max(logits, 0)[None, :] - 15
-                    new_top = tl.maximum(top, new_top)
-                    weight = tl.exp2(logits - new_top)
-                    total = total * tl.exp2(top - new_top) + weight
-                    top = new_top
-                if RULE == "softmax":
-                    at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
-                    tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
-                    tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
+                row_tile = row_tile.to(query.dtype)
+                logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
+        else:
+            for i in range(0, NR * RB, RB):
+                inside = dims + i < r_score
+                row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
+                part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
+                logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
+        # Always true: a branch does not delay the next tile's loads. Those of a block's queries it does.
+        if ONE_RUN or tile < stop:
+            logits *= row_scale
+            if offset_p is not None:
+                if ONE_RUN:
+                    offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
+                    offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
+                else:
+                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
+                    some = live[:, None] & (n < N)[None, :]
+                    offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
+                logits += offset * scale
+            logits = tl.where(live[:, None], logits, float("-inf"))
+            if RULE != "softmax":
+                at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
+                tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
+            if RULE != "each":
+                new_top = logits
+                if RULE == "softmax":  # fp16 up to 2**15 has a range of 2**39 below it
+                    new_top = tl.max(logits, 0)[None, :] - 15
+                new_top = tl.maximum(top, new_top)
+                weight = tl.exp2(logits - new_top)
+                total = total * tl.exp2(top - new_top) + weight
+                top = new_top
+            if RULE == "softmax":
+                at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
+                tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
+                tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
     if RULE != "each":
         at = ((b * H + h) * splits + split) * NP + n
         largest = tl.max(top, 0)
@@ -440,7 +622,7 @@ def scores(
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
         queries, rows, row_scale, offset, pos, positions, kept, *sums, *query_steps, *steps, S, tiles,
-        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else tiles, N,
+        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
         cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, num_warps=warps, num_stages=stages,
         **overlapped(rows.device),
     )  # fmt: skip
@@ -780,7 +962,7 @@ class Shape(NamedTuple):
 
 
 @jit
-def _half_at(words, shift: tl.constexpr):
+def _half_at(words, shift):
     return ((words >> shift) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -850,44 +1032,28 @@ def _load_queries(q_p, channel, real, SHAPE: tl.constexpr):
 
 def row_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     """(stores, steps, fields of Shape) of keys in rows. The other formats' checks return the same."""
-    (k, scale), (B, _, D) = (*keys, None)[:2], q.shape
-    need(scale is None or D <= 512, f"sums of {D} products of int8 do not fit int32")
-    dtype = q.dtype if scale is None else torch.int8
-    return (k, scale), check_store("keys", k, dtype, B, Hkv, k.shape[2], D, scales=scale), {}
+    (k,), (B, _, D) = keys, q.shape
+    return (k,), check_store("keys", k, q.dtype, B, Hkv, k.shape[2], D), {}
 
 
 @jit
 def _row_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns [DP, GP]. For keys in int8 they are split into two int8 numbers and a
-    scale, so that tensor cores take the keys as they are; fp32 queries are not."""
+    """The queries of a group as columns [DP, GP]."""
     d = tl.arange(0, SHAPE.DP)
-    query = _load_queries(q_p, d, d < SHAPE.D, SHAPE)
-    _, scale_p = keys
-    if scale_p is None or query.dtype == tl.float32:
-        return query, query, query
-    else:
-        high, low, scale = _split_rows(tl.trans(query))
-        return tl.trans(high), tl.trans(low), scale
+    return _load_queries(q_p, d, d < SHAPE.D, SHAPE)
 
 
 @jit
-def _row_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of keys in rows [.., D]. Keys are of q's dtype, or int8 with a scale a row, fp32."""
-    k_p, scale_p = keys
-    query, low, query_scale = queries
+def _row_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of keys in rows [.., D] of q's dtype."""
+    (k_p,) = keys
     d = tl.arange(0, SHAPE.DP)
     mask = live[:, None] & (d < SHAPE.D)[None, :]
-    k = tl.load(k_p + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0)
-    if scale_p is not None:
-        scale = (tl.load(scale_p + row, mask=live, other=0.0) * scale)[:, None]
+    k = tl.load(k_p + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0.0)
     if SHAPE.GP == 1:
-        logits = tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale
-    elif query.dtype == tl.int8:
-        logits = tl.dot(k, query, out_dtype=tl.int32) * 254 + tl.dot(k, low, out_dtype=tl.int32)
-        logits = logits.to(tl.float32) * (scale * query_scale[None, :])
+        return tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale, k
     else:
-        logits = tl.dot(k.to(query.dtype), query, input_precision="ieee") * scale
-    return logits, k
+        return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
 def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
@@ -906,7 +1072,7 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, wide)}
     given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
     check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1))
-    KB = ranks_at_once(wide, tile_itemsize(q.dtype, latent), roomy(q.device))
+    KB = ranks_at_once(wide, tile_itemsize(q.dtype, latent), roomy(q.device) and rest is None)
     KB = KB if rest is None else max(KB, 64)  # a byte holds two dims, and an int8 product takes 32
     stores = (latent, scale, rest, basis, basis_scale, bias, rope_words(rope, S, D, q.dtype))
     held = KB >= wide
@@ -1109,7 +1275,7 @@ def _ragged_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
 
 
 KEYS = {  # kind -> its check, QUERIES, LOGITS
-    **dict.fromkeys(("plain", "rows", "int8"), (row_keys, _row_queries, _row_logits)),
+    **dict.fromkeys(("plain", "rows"), (row_keys, _row_queries, _row_logits)),
     "latents": (latent_keys, _latent_queries, _latent_logits),
     "channels": (channel_keys, _channel_queries, _channel_logits),
     "logits": (given_logits, _no_queries, _given_logits),
@@ -1177,7 +1343,9 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
     code_at = codes_p + row[:, None] * (WIDTH // 4) + word
     if not PAIRED:
         code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
-        half = tl.load(pairs_p + row, mask=live, other=0.0).to(tl.float32)[:, None, None, None, None]
+        # Two rows' scales as one word: what is loaded ahead has four bytes at least.
+        both = tl.load(pairs_p.to(tl.pointer_type(tl.int32), bitcast=True) + (row >> 1), mask=live, other=0)
+        half = _half_at(both, ((row & 1) << 4).to(tl.int32))[:, None, None, None, None]
         low, step = half * (1.0 - 2**BITS), half * 2
     elif RUNS * WORDS * 4 == WIDTH:
         code = tl.load(code_at, mask=live[:, None], other=0)
@@ -1252,6 +1420,7 @@ def _attend_kernel(
     keys,  # what the format of keys stores
     values,  # what packed_values gives
     index_p,  # [B, sets, n] int32, -1: no token; None: all tokens that are not in the window
+    index_step,  # numbers between two batch entries of the index
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     S,  # None without positions
     window_k_p,  # exact keys [B, z, Hkv, D] after RoPE; None: there is no window
@@ -1292,11 +1461,12 @@ def _attend_kernel(
     length = n
     if index_p is None and positions_p is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
-    share = tl.cdiv(tl.cdiv(length, T), splits)
+    # The last split has the window, too, and fewer of the others.
+    share = tl.cdiv(tl.cdiv(length, T) + (0 if window_k_p is None else tl.cdiv(z, T)), splits)
     first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
     place = first * T + tl.arange(0, T)
     if index_p is not None:
-        index_p += (b * sets + p * sets // programs) * n
+        index_p += b * index_step + p * sets // programs * n
         # One tile ahead: a load is not prefetched if it waits for the load of its index.
         ahead = tl.load(index_p + place, mask=place < n, other=-1)
     # 2. The queries, and a softmax of nothing.
@@ -1308,7 +1478,7 @@ def _attend_kernel(
     # 3. The exact window, in the last split.
     if window_k_p is not None:
         if split == splits - 1:
-            exact_k = (window_k_p, None)
+            exact_k = (window_k_p,)
             exact = _row_queries(q_p + head_row * SHAPE.D, h, exact_k, SHAPE)
             for start in tl.range(0, z, T, num_stages=1):
                 slot = start + tl.arange(0, T)
@@ -1427,7 +1597,6 @@ def attend(
     kind of the keys; a store is a view [B, Hkv, S, width] (check_store), unless its shape is given:
         plain    k [.., D] of q's dtype
         rows     the same; values are a key's DV leading numbers
-        int8     k [.., D] int8, scale [B, Hkv, S] fp32
         latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n] uint8, two
                  in a byte (compress.quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope; its
                  scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of the scale, or None;
@@ -1463,22 +1632,23 @@ def attend(
     z = window[0].shape[1] if window else 0
     beside = zip(("window keys", "window values"), window, (D, packing.D), strict=False)
     exact = {name: (x, q.dtype, B, z, Hkv, width) for name, x, width in beside}
-    given = {"q": (q, q.dtype, B, Hq, D), "index": (index, torch.int32, *chosen)}
+    step, entry = (0, None) if index is None else (index.stride(0), index[0])
+    given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
     given["positions"] = (positions, torch.int32, B, S)
     check(pos=(pos, torch.int32, B), **given, **exact)
     programs = max(Hkv, sets)  # of a batch entry and split
     G = Hq // programs
-    T, warps, stages, fill = attend_config(kind, packing.D, q.element_size(), roomy(q.device))
+    T, warps, stages, fill = attend_config(kind, packing.D, bits, q.element_size(), roomy(q.device))
     if kind == "channels" and index is not None:
         sizes["PER"] = 1  # each chosen token looks its group up
     if kind == "rows":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
-    SHAPE = Shape(G, GP, D, power2(D, 32 if kind == "int8" else 16), T, stages, **sizes)
+    SHAPE = Shape(G, GP, D, power2(D, 16), T, stages, **sizes)
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
-        q, key_stores, value_stores, index, positions, None if positions is None else S,
+        q, key_stores, value_stores, index, step, positions, None if positions is None else S,
         *(window or (None, None)), pos, *parts, *key_steps, *value_steps, n, z, sets, Hkv, scale * LOG2E,
         *functions, SHAPE, packing, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
@@ -1502,14 +1672,16 @@ def attend_splits(n: int, programs: int, fill: int) -> int:
     return max(1, min(cdiv(n, 128), fill * SMS // programs))
 
 
-def attend_config(kind: str, DV: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
+def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
     if kind == "rows":
         return (16 if itemsize == 4 else 64 if roomy else 32), 4, 2, 1
     if itemsize == 4:
         return 32, 4, 2, 4
-    if kind == "latents":
-        return 64, 4, 3 if roomy else 2, 2
+    if kind == "latents":  # wide plain values beside a basis that is held leave no room for a third stage
+        return 64, 4, 3 if roomy and (bits < 16 or DV < 128) else 2, 2
+    if kind == "logits" and bits < 16:
+        return 32, 4, 3, 6
     if kind in ("plain", "logits"):
         return (64, 4, 3, 4) if roomy else (64 if DV <= 128 else 32, 4, 2, 4)
     return 32, 2, 3, 8
@@ -1563,12 +1735,12 @@ def attend_ragged(
     G, DQ, DV, S = Hq // Hkv, max(ranks[:Hkv]), max(ranks[Hkv:]), packed.numel() // (B * sum(ranks))
     given = {"q": (q, packed.dtype, B, Hq, DQ), "table": (table, torch.int32, 4, Hkv)}
     check(pos=(pos, torch.int32, B), packed=(packed, packed.dtype, B * S * sum(ranks)), **given)
-    T, warps, stages, fill = attend_config("plain", max(ranks), q.element_size(), roomy(q.device))
+    T, warps, stages, fill = attend_config("plain", max(ranks), 16, q.element_size(), roomy(q.device))
     W, splits = power2(max(ranks), 16), attend_splits(S, B * Hkv, fill)
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
-        q, (packed, table, B, S, Hkv), (None,) * 5, None, None, None, None, None, pos, *parts,
+        q, (packed, table, B, S, Hkv), (None,) * 5, None, 0, None, None, None, None, pos, *parts,
         0, 0, 0, 0, 0, 0, S, 0, 1, Hkv, scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
         packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip

@@ -137,7 +137,7 @@ LRQK = {"rank": 8, "k": 20, "recent": 8}
 SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
 CASES = [  # every method, in each way in which it stores and selects; a new method is tested by a line here
     *(("sals", SPARSE | more) for more in ({}, {"bits": 2}, {"bits": 16}, {"score": "sum"})),
-    *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, {"skip_as": "int8"}, SPREAD)),
+    *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, SPREAD)),
     ("sals", SPARSE | SPREAD | {"bits": 2, "score": "sum", "skip": ""}),
     ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
     ("loki", {"k": 0.3, "d": 0.5}),
@@ -263,7 +263,7 @@ def skip_none(method: str) -> dict:
 
 def for_one_layer(method: str, options: dict) -> dict:
     """That layer is skipped only where a form of skipped layers is wanted."""
-    return options if options.get("skip_as") in ("int8", "dense") else options | skip_none(method)
+    return options if options.get("skip_as") == "dense" else options | skip_none(method)
 
 
 def step(cache, n: int, q, k, v) -> torch.Tensor:
@@ -561,10 +561,11 @@ def by_head(cache, q, k, v, n: int, start, step):
 
 def pure_sals(cache, entry, n, q, k, v):
     rotated = cache.rope(k, slice(0, len(k)))
-    stored = k.flatten(1) @ cache.up, *quantize(v, cache.settings.bits, 16), rotated, v
+    up = cache.keys.basis.flatten(0, 1)
+    stored = k.flatten(1) @ up, *quantize(v, cache.settings.bits, 16), rotated, v
     stored = tuple(x[:n] for x in stored)
     for i in range(n, len(q)):
-        how = cache.up, cache.r_score, cache.settings.bits, cache.budget, cache.rope
+        how = up, cache.r_score, cache.settings.bits, cache.budget, cache.rope
         out, chosen, stored = compress.sals_step(q[i], k[i], v[i], stored, *how)
         yield out.flatten(), [chosen] * cache.config.n_kv_heads
 
@@ -580,14 +581,16 @@ def pure_sals_ours(cache, entry, n, q, k, v):
     means = torch.cat([run.mean(0, keepdim=True).expand(run.shape) for run in means.split(16)])
     for i in range(n, len(q)):
         rotated, places = rope(q[i][None], torch.tensor([i])), torch.arange(i + 1)
-        placed = compress.block_queries(rotated, cache.rotations)[0]  # [blocks, Hq, D]
-        queries = compress.latent_queries(placed, cache.up[:, : cache.r_score], heads, "softmax")
+        cos, sin = cache.rotations
+        placed = apply_rope(rotated, cos, -sin)  # [blocks, Hq, D]
+        queries = compress.latent_queries(placed, cache.up, heads, "softmax")
         logits = torch.einsum("shr,sr->hs", queries[places // cache.block], latents[: i + 1, : cache.r_score])
         grouped = rotated.unflatten(1, (heads, -1))[0]
         logits = logits + torch.einsum("hgd,shd->hgs", grouped, means[: i + 1]).flatten(0, 1)
         scores, near = (logits / 4).softmax(-1).sum(0), (places < x) | (places > i - z)
         chosen = scores.masked_fill(near, -torch.inf).topk(min(y, int((~near).sum()))).indices
-        rebuilt = rope((latents[chosen] @ cache.up.T).unflatten(1, (heads, -1)) + mean, chosen)
+        rebuilt = torch.einsum("sr,hdr->shd", latents[chosen], cache.keys.basis) + mean
+        rebuilt = rope(rebuilt, chosen)
         k_all, v_all = torch.cat((rebuilt, keys[places[near]])), torch.cat((values[chosen], v[places[near]]))
         live = torch.ones(1, len(k_all), dtype=torch.bool)
         out = attend(rotated, k_all.transpose(0, 1)[None], v_all.transpose(0, 1)[None], live)
@@ -909,23 +912,6 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
             assert (low >= scores.flatten(0, 1).masked_fill(~left, -torch.inf).amax(-1)).all()
 
 
-def test_int8_keys_of_skipped_layers_are_close_and_bounded():
-    """Half of a step at most is lost of a key, and of the attention far less than by V in 4 bits."""
-    context, (q, k, v), errors = Context(tiny_model(head_dim=32), 2, 50), stream(41, dim=32), []
-    qkv = q / 2, 3 * k, v
-    for bits in (16, 4):
-        shape = context.config.n_kv_heads, context.capacity, 32
-        stores = compress.Int8Store(context, *shape), compress.coded_store(context, shape, bits)
-        caches = cache, dense = DenseCache(context, *stores), DenseCache(context)
-        for row in range(2):
-            assert torch.equal(*(c.extend(row, slice(0, 40), *(x[:40] for x in qkv)) for c in caches))
-        errors.append(error(*(step(c, 40, *qkv) for c in caches)))
-        codes, scale = cache.keys.parts()
-        assert ((codes * scale[..., None] - dense.keys.rows).abs() <= scale[..., None] * 0.501).all()
-        assert scale[:, :, 41:].eq(0).all() and scale[:, :, :41].gt(0).all()
-    assert 1e-4 < errors[0] < 0.02 and 2 * errors[0] < errors[1] < 0.2
-
-
 # ------------------------------------------------------------------------------------------------- the ledger
 
 
@@ -987,9 +973,6 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
     ("sals", SPARSE | SPREAD, 80, 72 * (16 + 8 + 4 + 32 + 4 * 2) + 8 * 512),
     ("sals", SPARSE | {"latent_bits": 8, "skip": ""}, 80, 80 * 20 + 20 * (32 + 4 + 32 + 16) + (4 + 8) * 512),
-    ("sals", SPARSE | {"skip_as": "int8"}, 80, 80 * (64 + 4 * 4 + 32 + 16)),
-    ("sals", SPARSE | {"skip_as": "int8", "bits": 2}, 80, 80 * (64 + 4 * 4 + 32 + 16)),  # V in 4 bits still
-    ("sals", SPARSE | {"skip_as": "int8", "bits": 8}, 80, 80 * (64 + 4 * 4 + 64 + 16)),
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
     ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
@@ -1712,7 +1695,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
     "head_dim, bits, dtype", pairwise([16, 64, 96, 128, 160], [2, 4, 8], [torch.float32, torch.float16])
 )
 def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, dtype):
-    """Values in runs of channels, keys in int8 and in KIVI's groups; large queries in fp16, too."""
+    """Values in runs of channels, latents in int8 and keys in KIVI's groups; large queries in fp16, too."""
     torch.manual_seed(0)
     x, weights = torch.randn(2, 3, 40, head_dim), torch.rand(2, 3, 4, 40)
     codes, low_scale = quantize(x, bits, min(32, head_dim))
@@ -3489,7 +3472,53 @@ def poisoned_memory(monkeypatch):
 poisoned = pytest.mark.usefixtures("poisoned_memory")
 
 
-# ---- scores
+# ---- codes of a token, queries of blocks, scores
+
+APPENDED = [(2, 2, 64, 20, 10, 50, 2), (3, 1, 32, 16, 8, 40, 4), (2, 3, 96, 33, 7, 9, 8)]
+
+
+def appended(B, Hkv, D, lead, width, S, bits, dtype):
+    """Arguments of append: latents and values side by side, as wqkv gives them, and poisoned stores."""
+    latent, v = randn(B, lead + 2 * width + Hkv * D, dtype=dtype).split((lead + 2 * width, Hkv * D), 1)
+    shapes = [((1, S, lead), torch.int8), ((1, S, width), torch.uint8), ((1, S), torch.float32)]
+    shapes += [((S, Hkv, D * bits // 8), torch.uint8), ((S, Hkv), torch.float16)]
+    stores = [torch.full((B, *shape), 77, dtype=kind, device=DEVICE) for shape, kind in shapes]
+    levels = compress.LEVELS_APART[bits], compress.LEVELS_APART[4]
+    return latent, v.unflatten(1, (Hkv, D)), positions(*[S - 1, 0, S // 2][:B]), *stores, *levels
+
+
+@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, APPENDED))
+@poisoned
+def test_kernel_append(dtype, sizes):
+    """Codes and scales of the token at pos; all others stay as they are."""
+    latent, v, pos, *stores, _, _ = given = appended(*sizes, dtype)
+    codes = *compress.quantize_mixed(latent, sizes[3]), *compress.quantize_spread(v, sizes[-1])
+    each, truth = torch.arange(len(v), device=DEVICE), [x.clone() for x in stores]
+    for store, x in zip((*(t[:, 0] for t in truth[:3]), *truth[3:]), codes, strict=True):
+        store[each, pos.long()] = x
+    kernels.append(*given)
+    for got, want in zip(stores, truth, strict=True):  # GPUs may round a half otherwise
+        same = torch.isclose(got.float(), want.float(), rtol=1e-3).float().mean()
+        assert same >= (1 if DEVICE == "cpu" else 0.995)
+
+
+PLACED = [(2, 5, 2, 3, 64, 20), (3, 1, 4, 1, 24, 33), (1, 70, 2, 4, 128, 128)]  # B, n, Hkv, G, D, r*
+
+
+def placed_queries(B, n, Hkv, G, D, r, dtype):
+    """Arguments of block_queries."""
+    angle, basis = 6 * randn(n, D // 2, seed=1), randn(Hkv * D, r, seed=2, dtype=dtype)
+    return randn(B, Hkv * G, D, dtype=dtype), angle.cos(), angle.sin(), basis, randn(Hkv * D, seed=3)
+
+
+@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, PLACED))
+@poisoned
+def test_kernel_block_queries(dtype, sizes):
+    q, cos, sin, basis, mean = given = placed_queries(*sizes, dtype)
+    truth = compress.block_queries(q, (cos, sin), basis, mean, "softmax")
+    for got, want in zip(kernels.block_queries(*given), truth, strict=True):
+        assert got.dtype == want.dtype
+        close(got, want, got.dtype)
 
 
 def poison(x, dead):
@@ -3692,7 +3721,7 @@ def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
 # ---- attend
 
 JOINT_LATENTS = ["joint latents", "joint int8 latents", "joint mixed latents"]
-FORMATS = ["plain", "int8", "latents", *JOINT_LATENTS, "channels"]
+FORMATS = ["plain", "latents", *JOINT_LATENTS, "channels"]
 
 
 def with_ring(decoded, pos, read, seed, dtype):
@@ -3716,9 +3745,6 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
     if form == "plain":
         return [poison(k, ~read)], k.float()
     k = k.contiguous()
-    if form == "int8":
-        codes, scale = compress.quantize_int8(k)
-        return [codes, poison(scale[..., 0], ~read)], codes * scale
     if form == "channels":
         codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), bits, 32, -2)
         decoded = compress.dequantize(codes, low_scale, bits, 32, dtype, -2)[:, :, :S].float()
@@ -3736,6 +3762,7 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
         if "mixed" in form:
             chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
             lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
+            lead = r // 4 if r % 512 == 0 else lead
             codes, rest, scale, latent = mixed(randn(*latent.shape, dtype=dtype), lead)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
         basis, flat = basis_codes * basis_scale, [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)]
@@ -3752,17 +3779,17 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
 
 
 def stored_values(form, dtype, read, DV, bits, pos):
-    """The same of values: by token, beside int8 keys and channels by head, and beside these with a ring."""
+    """The same of values: by token, beside channels by head and with a ring."""
     B, Hkv, S = read.shape
     v = randn(B, S, Hkv, DV, seed=6, dtype=dtype)
-    v = v.transpose(1, 2).contiguous() if form in ("int8", "channels") else v
+    v = v.transpose(1, 2).contiguous() if form == "channels" else v
     codes, low_scale, truth = v, None, v.float()
     if bits < 16:
         codes, low_scale = quantize(v, bits, min(32, DV))
         truth = compress.dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
     if bits < 16 and "latents" in form:  # one scale a row
         codes, low_scale, truth = spread(v, bits)
-    if form not in ("int8", "channels"):
+    if form != "channels":
         codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
     if bits == 16:
         return [poison(codes, ~read)], truth
@@ -3778,6 +3805,7 @@ def chosen_tokens(sets, n, B, S, pos):
     best, index = randn(B, *sets, S, seed=5).masked_fill(later, -torch.inf).topk(min(n, S))
     index = index.where(best > -torch.inf, -1).int()
     index[..., 2::7] = -1
+    index = index if sets else F.pad(index, (3, 0))[:, 3:]  # rows that lie apart
     member = torch.zeros(B, *sets, S + 1, dtype=torch.bool, device=DEVICE)
     return index, member.scatter(-1, index.long().where(index >= 0, S), True)[..., :S]
 
@@ -3844,7 +3872,7 @@ def test_kernel_attend(dtype, form, tokens, sizes):
 
 
 @pytest.mark.parametrize("tokens", INDEXES)
-@pytest.mark.parametrize("module, form", [*(("kernels", form) for form in FORMATS[:5]), ("hopper", "int8")])
+@pytest.mark.parametrize("module, form", [*(("kernels", form) for form in FORMATS[:4]), ("hopper", "plain")])
 @poisoned
 def test_kernel_attend_and_scores_of_pages(module, form, tokens):
     """Through a shuffled page table, of which rows are empty or hold stale positions beyond pos."""
@@ -3916,7 +3944,6 @@ LATENT_ROWS = [  # tokens, B, S, Hkv, G, bits, z, n, r
     ("all", 1, 3000, 8, 4, 4, 64, 0, 256),
 ]
 REAL_SIZES = [(form, *row) for form in JOINT_LATENTS for row in LATENT_ROWS]
-REAL_SIZES += [("int8", "all", 4, 3000, 8, G, bits, 0, 0, 0) for G, bits in ((1, 2), (4, 4), (4, 16))]
 REAL_SIZES += [("channels", "all", 4, 3000, 8, G, 4, 0, 0, 0) for G in (1, 4)]
 REAL_SIZES += [("plain", tokens, 4, 3000, 8, 4, 16, 0, 448, 0) for tokens in ("all", "KV head")]
 
@@ -4079,8 +4106,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             given = [*mixed[:-1], wide[0]], [codes[0], scale.half()], 4, pos, None, wide[2:], 1.0
             kernels.attend(wide[1], "latents", *given)
             spread = [codes[0], scale.half()]
-            cases = [("plain", [k], [k], 16, []), ("int8", [k.to(i8), scale], codes, 4, [])]
-            cases += [("latents", latent, codes, 4, window)]
+            cases = [("plain", [k], [k], 16, []), ("latents", latent, codes, 4, window)]
             cases += [("latents", *((int8, codes) if G > 1 else (mixed, spread)), 4, window)]
             cases += [("channels", channels, [*codes, ring], 4, [])]
             pages = zeros(B, S, dtype=i32)
@@ -4094,6 +4120,11 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
+        tables = zeros(39, D // 2, dtype=fp32), zeros(39, D // 2, dtype=fp32)
+        codes = [mixed[0][:, :1].contiguous(), mixed[2][:, :1].contiguous(), scale[:, :1].contiguous()]
+        codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
+        kernels.append(zeros(B, 512), zeros(B, 32, D), pos, *codes, 1.0, 1.0)
+        kernels.block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
         latents = int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
         kernels.scores(zeros(B, 39, 1, 32, 256), *latents)
         ranks = [96, 48, 80, 16]
@@ -4103,13 +4134,22 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             given = zeros(6144, 4096, dtype=i8), zeros(6144), zeros(6144, dtype=dtype)
             kernels.linear(zeros(M, 4096, dtype=dtype), *given)
         assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
-        for name, kernel in compiled:
-            assert kernel.metadata.shared <= 99 * 1024, (name, kernel.metadata.shared)
+        small = len(compiled)
+        if overlaps:  # Hopper GPUs, which have more: a basis that is held, wide plain values
+            kernels.roomy = lambda device: True
+            keys = [latent[0][:, :8].contiguous(), None, None, *(x[:8].contiguous() for x in latent[3:4])]
+            keys = [*keys, None, bias[:8].contiguous(), rope]
+            window = [x[:, :, :8].contiguous() for x in window]
+            kernels.attend(q, "latents", keys, [k[:, :8].contiguous()], 16, pos, None, window, 1.0)
+        for i, (name, kernel) in enumerate(compiled):
+            most = 99 if i < small else 227
+            assert kernel.metadata.shared <= most * 1024, (name, kernel.metadata.shared)
             if overlaps:
                 before, after = kernel.asm["ptx"].split("griddepcontrol.wait")  # one
                 assert kernel.metadata.launch_pdl, name
-                for touch in ("ld.global", "st.global", "cp.async", "atom", "red.", "launch_dependents"):
-                    assert touch not in before, (name, touch)
+                for touch in ("ld.global", "st.global", "cp.async", "atom", "red.g", "launch_dependents"):
+                    weights = name == "_block_queries_kernel" and touch == "ld.global"
+                    assert weights or touch not in before, (name, touch)
     """
     run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
 
@@ -4220,6 +4260,8 @@ def test_kernel_operators_do_what_torch_compile_is_told():
     B, S, Hkv, D, check = 2, 32, 2, 32, torch.library.opcheck
     check_attend_operator(kernels, torch.float32, FORMATS, B, S)
     pos, v = positions(S - 1, 3), randn(B, Hkv, S, D)
+    check(kernels.append, appended(*APPENDED[0], torch.float32))
+    check(kernels.block_queries, placed_queries(*PLACED[0], torch.float32))
     check(kernels.attend_logits, (randn(B, Hkv, 2, S), v, pos))
     for W in (32, 600):
         check(kernels.attend_latent, (randn(B, 4, W), randn(B, S, W), pos, 20, 0.1))
@@ -4240,7 +4282,7 @@ def test_kernel_graph_follows_pos(form):
     B, S, Hkv, G, D, r, z, bf16 = 3, 3008, 4, 2, 64, 64, 16, torch.bfloat16  # the rings are full
     cases = {
         name: attend_case(bf16, name, "all", B, S, Hkv, G, D, D, 4, z, (S - 1,) * B, r=r, written=True)[0]
-        for name in (form, "plain", "int8", "channels")
+        for name in (form, "plain", "channels")
     }
     q, _, keys, values, _, pos, _, window, scale = cases[form]
     joint = [x if x is None else x[:, :1] for x in keys[:2]]
@@ -4253,7 +4295,7 @@ def test_kernel_graph_follows_pos(form):
         made = [*scores, *chosen]
         for index in (*chosen, None):
             made.append(kernels.attend(q, "latents", keys, values, 4, pos, index, window, scale))
-        for name in ("plain", "int8", "channels"):
+        for name in ("plain", "channels"):
             _, kind, *stores, _, _, beside, _ = cases[name]  # keys, values and their bits
             made.append(kernels.attend(q, kind, *stores, pos, None, beside, scale))
         made.append(kernels.attend_latent(wide, rows, pos, 64, scale))
@@ -4273,18 +4315,18 @@ def test_kernel_graph_follows_pos(form):
 
 
 SALS_0, DOUBLE = SPARSE | {"skip": "0"}, {"keep": 32, "channels": 0.25, "skip": ""}
+OPERATIONS = "append attend attend_latent attend_logits attend_ragged block_queries scores select".split()
+CHOSEN = "block_queries latents scores select"
 SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of attend, the kinds of keys)
     ("dense", {}, 4, "plain"),
-    ("sals", SALS_0, 2, "latents scores select"),
+    ("sals", SALS_0, 2, CHOSEN),
     ("sals", SALS_0 | {"score": "sum", "bits": 16, "rank": 0.3}, 1, "latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "dense"}, 8, "plain latents scores select"),
-    ("sals", SALS_0 | SPREAD, 2, "latents scores select"),
-    ("sals", SALS_0 | SPREAD | {"bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "latents scores select"),
+    ("sals", SALS_0 | {"skip_as": "dense"}, 8, "block_queries plain latents scores select"),
+    ("sals", SALS_0 | SPREAD, 2, "append " + CHOSEN),
+    ("sals", SALS_0 | SPREAD | {"bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "append " + CHOSEN),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
-    ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, "latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "int8", "bits": 2}, 1, "int8 latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "int8", "bits": 16}, 4, "int8 latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "int8", "head_dim": 24}, 2, "scores select"),  # none attends such heads
+    ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, CHOSEN),
+    ("sals", SALS_0 | {"skip_as": "dense", "head_dim": 24}, 2, "block_queries scores select"),
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("palu", {}, 2, "latents"),
@@ -4312,7 +4354,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
     logits, calls, options = [], set(), dict(options)
     shape = {"n_layers": 2, "n_heads": 2 * group, "n_kv_heads": 2, "head_dim": options.pop("head_dim", 16)}
     shape["qkv_bias"] = options.pop("qkv_bias", False)
-    for name in ("attend", "attend_latent", "attend_logits", "attend_ragged", "scores", "select"):
+    for name in OPERATIONS:
         operation = getattr(kernels, name)
 
         def spy(*given, name=name, operation=operation):
@@ -4331,9 +4373,9 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
 
 def good_arguments(name: str) -> dict:
     """Arguments of an operation, or of attend over a kind of keys, by name, at which nothing is wrong."""
-    if name in ("plain", "int8", "latents", "channels"):
+    if name in ("plain", "latents", "channels"):
         names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
-        latents, z = name == "latents", 0 if name in ("int8", "channels") else 4
+        latents, z = name == "latents", 0 if name == "channels" else 4
         form, tokens, G = ("joint latents", "row", 1) if latents else (name, "all", 2)
         given, _ = attend_case(torch.float32, form, tokens, 1, 40, 2, G, 32, 32, 4, z, (39,))
         return dict(zip(names, given, strict=True))
@@ -4344,7 +4386,11 @@ def good_arguments(name: str) -> dict:
     codes = torch.zeros(9, 8, dtype=torch.int8, device=DEVICE)
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
+    placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
+    names = "latent v pos lead rest latent_scale codes scale apart rest_apart".split()
     return {
+        "append": dict(zip(names, appended(*APPENDED[0], torch.float32), strict=True)),
+        "block_queries": placed,
         "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
         "scores": scores | {"pos": pos, "scale": 1.0},
         "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos},
@@ -4386,9 +4432,6 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be torch.int32"),
     ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
     ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
-    ("int8", {"keys": other(0, lambda k: k.float())}, "keys must be torch.int8"),
-    ("int8", {"keys": other(1, lambda x: x.half())}, "scale of keys must be torch.float32"),
-    ("int8", {"keys": other(1, turned)}, "scales of keys must lie as"),
     ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "latents must be torch.int8"),
     ("latents", {"keys": other(4, lambda _: randn(2, 32, 1))}, "int8 together"),
     ("latents", {"keys": other(2, lambda _: randn(1, 2, 40, 4))}, "in 4 bits have others in int8"),
@@ -4398,6 +4441,11 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
+    ("append", {"latent": lambda x: x.mT.contiguous().mT}, "entry of latent must be contiguous"),
+    ("append", {"codes": lambda x: x[..., :15]}, "15 bytes are no codes of 64 values"),
+    ("append", {"scale": lambda x: x.float()}, "scale must be torch.float16"),
+    ("block_queries", {"basis": lambda x: x[:17]}, "q, rotations and basis do not fit"),
+    ("block_queries", {"mean": lambda x: x.half()}, "mean must be torch.float32"),
     ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
     ("select", {"pos": lambda pos: pos.long()}, "int32"),
     ("select", {"y": instead(0)}, "at least 1"),
@@ -4424,7 +4472,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
 REFUSED = [("kernels", *row) for row in REFUSED]
-REFUSED += [("hopper", *row) for _, *row in REFUSED if row[0] in ("int8", "latents", "channels")]
+REFUSED += [("hopper", *row) for _, *row in REFUSED if row[0] in ("latents", "channels")]
 
 
 @pytest.mark.parametrize("module, name, changes, message", REFUSED)
@@ -5048,15 +5096,18 @@ def test_a_failed_compile_ends_in_one_line_or_falls_back(cli, capsys):
     error = torch._inductor.exc.InductorError(
         ValueError("C++ compile error\n\nOutput:\ng++: no context\nx"), None
     )
-    args = SimpleNamespace(compile=None, temperature=0, top_k=0, top_p=1)
-    context = SimpleNamespace(device=torch.device("cuda"))
+    engines = mock.Mock(side_effect=[error, "eager", "short", error, "long"])
     with (
         mock.patch.dict(METHODS, dense=mock.Mock()),
         mock.patch.object(generate, "idle_note", lambda *_: ""),
-        mock.patch.object(generate, "Engine", side_effect=[error, "eager"]) as engines,
+        mock.patch.object(generate, "Engine", engines),
     ):
-        assert generate.build_engine(None, args, "dense", None, context, {}) == "eager"
-    assert [call.args[-2:] for call in engines.call_args_list] == [(True, True), (False, True)]
+        for device, tokens, made in (("cuda", 9, "eager"), ("cpu", 3999, "short"), ("cpu", 4000, "long")):
+            args = SimpleNamespace(compile=None, max_new_tokens=tokens, temperature=0, top_k=0, top_p=1)
+            context = SimpleNamespace(device=torch.device(device))
+            assert generate.build_engine(None, args, "dense", None, context, {}) == made
+    how = [(True, True), (False, True), (False, False), (True, False), (False, False)]
+    assert [call.args[-2:] for call in engines.call_args_list] == how
     assert (
         "the step is not compiled (ValueError: C++ compile error: g++: no context)" in capsys.readouterr().err
     )
@@ -6132,10 +6183,10 @@ def test_hopper_may_be_deleted(checkpoint, monkeypatch, tmp_path):
 
 
 def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
-    """On Hopper linear_chain, and attention over int8 keys, run kernels of this file."""
+    """On Hopper linear_chain, and attention over KIVI's keys, run kernels of this file."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     check_attend_operator(hopper, dtype, FORMATS if ON_HOPPER else FORMATS[:1], 2, 64)
-    given, _ = attend_case(dtype, "int8", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
+    given, _ = attend_case(dtype, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
     torch.library.opcheck(hopper.attend, given)
     if ON_HOPPER:
         torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
@@ -6151,17 +6202,19 @@ def streamed(hopper, monkeypatch):
 
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
 # the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
-# hardly begun: B, Hkv, D, chunks, n, bits, z, programs.
+# hardly begun: B, Hkv, G, D, chunks, n, bits, z, programs.
 LATENT_SIZES = [
-    (1, 2, 128, 1, 64, 2, 24, 2),
-    (3, 4, 128, 2, 128, 4, 64, 1),
-    (3, 3, 128, 4, 70, 2, 100, 3),
-    (9, 5, 64, 3, 9, 2, 1, 5),
-    (17, 4, 128, 2, 8, 8, 130, 3),
-    (2, 32, 128, 8, 448, 2, 300, 7),
-    (5, 8, 64, 5, 130, 4, 33, 2),
-    (1, 3, 64, 8, 300, 8, 24, 2),
-    (2, 4, 128, 8, 257, 4, 24, None),
+    (1, 2, 1, 128, 1, 64, 2, 24, 2),
+    (3, 4, 1, 128, 2, 128, 4, 64, 1),
+    (3, 3, 2, 128, 4, 70, 2, 100, 3),
+    (9, 5, 1, 64, 3, 9, 2, 1, 5),
+    (17, 4, 1, 128, 2, 8, 8, 130, 3),
+    (2, 32, 1, 128, 8, 448, 2, 300, 7),
+    (16, 32, 1, 128, 8, 444, 2, 68, None),
+    (8, 8, 4, 128, 4, 444, 2, 68, None),
+    (5, 8, 3, 64, 5, 130, 4, 33, 2),
+    (1, 3, 4, 64, 8, 300, 8, 24, 2),
+    (2, 4, 1, 128, 8, 257, 4, 24, None),
 ]
 
 
@@ -6171,25 +6224,21 @@ LATENT_SIZES = [
 @pytest.mark.parametrize("form", JOINT_LATENTS)
 @poisoned
 def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes):
-    B, Hkv, D, chunks, n, bits, z, programs = sizes
+    B, Hkv, G, D, chunks, n, bits, z, programs = sizes
     if programs:
         monkeypatch.setattr(streamed, "SMS", programs)
     pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (64 if form == JOINT_LATENTS[0] else 128)
-    case = (dtype, form, "row", B, 600, Hkv, 1, D, D, bits, z, pos)
+    case = (dtype, form, "row", B, 600, Hkv, G, D, D, bits, z, pos)
     if "mixed" not in form or chunks > 2:
         check_attend(*case, n=n, r=r, written=True, ops=streamed)
 
 
 @needs_hopper
 @poisoned
-def test_kernel_hopper_attend_windows_of_several_tiles_and_real_sizes(streamed):
+def test_kernel_hopper_attend_windows_of_several_tiles(streamed):
     for rise in RISES:
         case = (torch.float16, "joint latents", "row", 3, 200, 2, 1, 64, 64, 4, 100, (199, 120, 30))
         check_attend(*case, r=64, rise=rise, written=True, ops=streamed)
-    for form, (B, S, bits, n) in itertools.product(JOINT_LATENTS, ((16, 1000, 2, 448), (4, 5000, 4, 4032))):
-        pos = [S - 1 - 7 * b for b in range(B)]
-        case = (torch.bfloat16, form, "row", B, S, 32, 1, 128, 128, bits, 64, pos)
-        check_attend(*case, n=n, r=1024 if "mixed" in form else 512, written=True, ops=streamed)
 
 
 HALF, WHOLE = torch.float16, torch.float32
@@ -6218,30 +6267,31 @@ def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkey
 def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     takes, cuda = hopper.streams_basis, torch.device("cuda")
-    fits = [16, 448, 32, 128, 512, 0, 2]  # B, n, Hkv, D, r, width, itemsize
-    assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:4], 1024, 0, 1)
-    assert takes(cuda, *fits[:4], 256, 384, 1) and not takes(cuda, *fits[:4], 256, 192, 1)
-    assert not takes(cuda, *fits[:4], 500, 0, 2)  # no whole chunks
-    assert not takes(cuda, *fits[:4], 256, 0, 4)  # fp32
-    for i, other in ((0, 2), (1, 7), (2, 4), (3, 256), (4, 1024)):  # each alone too few or too many
+    fits = [16, 448, 32, 32, 128, 512, 0, 2]  # B, n, Hq, Hkv, D, r, width, itemsize
+    assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:5], 1024, 0, 1)
+    assert takes(cuda, *fits[:5], 256, 384, 1) and not takes(cuda, *fits[:5], 256, 96, 1)
+    assert takes(cuda, 8, 444, 32, 8, 128, 128, 192, 1) and not takes(cuda, 8, 60, 32, 8, 128, 128, 192, 1)
+    assert not takes(cuda, *fits[:5], 500, 0, 2)  # no whole chunks
+    assert not takes(cuda, *fits[:5], 256, 0, 4)  # fp32
+    for i, other in ((0, 1), (1, 7), (2, 320), (3, 2), (4, 256), (5, 1024)):  # each too few or too many
         assert not takes(cuda, *fits[:i], other, *fits[i + 1 :])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not takes(cuda, *fits)
 
 
-SHARED = [("int8", 2), ("int8", 4), ("int8", 8), ("channels", 2), ("channels", 4)]  # keys, bits of V
+SHARED = (2, 4)  # bits of keys and of values
 
 
 @needs_hopper
-@pytest.mark.parametrize("form, bits", SHARED)
+@pytest.mark.parametrize("bits", SHARED)
 @pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
 @poisoned
-def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, form, bits, G, programs):
+def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs):
     """One program a head, which writes the result itself, several, and more than short rows have tiles."""
     monkeypatch.setattr(hopper, "SMS", programs)
     monkeypatch.setattr(kernels, "attend", None)
     for B, S, Hkv, pos in ((4, 1001, 3, (1000, 0, 511, 32)), (2, 7, 1, (6, 2)), (3, 96, 2, (95, 64, 63))):
-        check_attend(torch.bfloat16, form, "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
+        check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -6251,7 +6301,7 @@ def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(ho
         monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
     for kernel in ("_streamed_logits", "_attend_shared"):
         monkeypatch.setattr(hopper, kernel, None)
-    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("int8", "all", 1, 90, 2, 4)
+    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("channels", "all", 1, 96, 2, 4)
     given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
     first, *others = given[2]
     stored = first[:, :1] if joint else first
@@ -6495,6 +6545,20 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
     assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
 
 
+@pytest.mark.parametrize("chained", [False, True])
+def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch):
+    """Whatever follows them: a graph for each of two kinds, and those of a step's ends and of greedy."""
+    monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
+    monkeypatch.setattr(hopper, "linear_chain", lambda *given: chain_truth(*given))
+    monkeypatch.setattr(hopper, "chains_linears", lambda *_: chained)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(dim=64, ffn_dim=192, n_layers=6).to(DEVICE)
+    make_engine(model, "sals", 2, 40, compiled=True, **SPARSE | {"skip": "0,1,-1"})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
 def test_which_rows_chains_serve(hopper, monkeypatch):
     def served(rows, *inputs, generation=9, device="cuda", dtype=torch.bfloat16):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
@@ -6511,9 +6575,10 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
 # Of attend: form, Hkv, G, D, bits, z, r.
 LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint int8 latents", 32, 1, 128, 4, 64, 1024)]
 LATENTS += [("joint int8 latents", 1, 1, 64, 4, 64, 256), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
+LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
-    ("_shared_keys_kernel", "mma.sync", 0, [(form, 8, 4, 128, bits, 0, 0) for form, bits in SHARED]),
+    ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 0, 0) for bits in SHARED]),
     ("_linear_chain_kernel", "wgmma", 2, [(4, False), (16, True)]),  # the consumer, and who loads its inputs
 ]
 
