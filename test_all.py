@@ -5839,11 +5839,10 @@ def test_the_kernels_multiply_int8_weights(monkeypatch):
 
 
 def test_the_report_counts_int8_weights_and_asks_dense_apart(cli):
-    report = cli.json("generate --method sals --weights int8 --prompt 30 --max_new_tokens 3 --skip ''")
-    c, latents = tiny_config(vocab_size=4096), 32  # rows of wqkv that SALS appends
-    outputs = [[128 + 2 * 64 + latents, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
+    report = cli.json("generate --weights int8 --prompt 30 --max_new_tokens 3")
+    outputs = [[128 + 2 * 64, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
     codes = sum(4 * n * k + 4 * 2 * n for n, k in outputs) + 4096 * (48 + 2)
-    floats = 2 * 4096 * 48 + 4 * 48 * (2 * c.n_layers + 1)
+    floats = 2 * 4096 * 48 + 4 * 48 * (2 * 4 + 1)
     assert report["weights"] == "int8" and report["weights_bytes"] == codes + floats
     _, out, _ = cli("generate --method palu --weights int8 --prompt hello --ask one --max_new_tokens 3")
     assert "dense:" in out and "palu:" in out
