@@ -352,11 +352,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 # ------------------------------------------------------------------------------------------------ the network
 
 
-def quantize_int8(
-    x: Tensor, dims: tuple[int, ...] = (-1,), scale_dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,), dtype=torch.float32) -> tuple[Tensor, Tensor]:
     """Symmetric int8 codes of x and their scale, one for all numbers along dims: x = codes * scale."""
-    scale = (x.float().abs().amax(dims, keepdim=True) / 127).to(scale_dtype)
+    scale = (x.float().abs().amax(dims, keepdim=True) / 127).to(dtype)
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
@@ -386,8 +384,7 @@ class Linear(nn.Linear):
         scale = torch.empty_like(self.weight[:, :1], dtype=torch.bfloat16)
         n = max(1, (1 << 19) // codes.shape[1])  # rows at once, which a CPU's caches hold
         for i in range(0, len(codes), n):
-            rows = self.weight[i : i + n]
-            codes[i : i + n], scale[i : i + n] = quantize_int8(rows, scale_dtype=scale.dtype)
+            codes[i : i + n], scale[i : i + n] = quantize_int8(self.weight[i : i + n], dtype=scale.dtype)
         self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
 
     def forward(self, x: Tensor) -> Tensor:
