@@ -2356,24 +2356,6 @@ def test_qwen_against_transformers():
     assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
 
 
-def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
-    """Merges as strings, and as pairs with ids that run against their order."""
-    vocab, merges = ((folder_of(QWEN) / name).read_text("utf-8") for name in ("vocab.json", "merges.txt"))
-    vocab, merges = json.loads(vocab), list(filter(None, merges.split("\n")))
-    split = SPLIT | {"pattern": {"Regex": model_file.QWEN2_SPLIT}}
-    parts = {"normalizer": {"type": "NFC"}, "added": special_tokens("<|im_end|>", first=151645)}
-    parts["pre_tokenizer"] = in_turn(split, BYTE_LEVEL | {"use_regex": False})
-    last = len(vocab) - 1
-    backwards, pairs = {word: last - i for word, i in vocab.items()}, [merge.split(" ") for merge in merges]
-    for name, data in ("strings", (vocab, merges)), ("pairs", (backwards, pairs)):
-        tokenizer = tokenizer_of(tmp_path / name, tokenizer=tokenizer_json(*data, **parts))
-        for text in [*TEXTS, "e\u0301", Path(json.__file__).read_text(encoding="utf-8")]:
-            ids, expected = tokenizer.encode(text), real(QWEN).encode(text)
-            assert ids == (expected if name == "strings" else [last - i for i in expected])
-            assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
-        assert tokenizer.stop_ids == {151645} and tokenizer.vocab_size == 151646
-
-
 def with_oracle(folder, data) -> tuple:
     """The tokenizer of a tokenizer.json, ours and Hugging Face's."""
     oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
@@ -2397,6 +2379,9 @@ WHOLE = {"vocab": {word: i for i, word in enumerate(WHOLE)}, "merges": ["1 2"]}
 WHOLE["pre_tokenizer"] = in_turn(SPLIT, SPACED | {"use_regex": False})
 BYTE_LEVELS += [WHOLE | {"model": {"ignore_merges": ignores}} for ignores in (True, False)]
 BYTE_LEVELS += [LACKING | {"model": {"unk_token": unknown}} for unknown in (None, "?")]
+PAIRS = [merge.split() for merge in MERGES]
+BACKWARDS = [*map("".join, reversed(PAIRS)), *GPT2_BYTES]  # ids that run against the order of the merges
+BYTE_LEVELS += [{"vocab": {word: i for i, word in enumerate(BACKWARDS)}, "merges": PAIRS}]
 
 
 @pytest.mark.parametrize("parts", BYTE_LEVELS)
@@ -2409,6 +2394,17 @@ def test_tokenizer_json_like_hugging_face(tmp_path, parts):
         assert parts.get("vocab") == LACKING["vocab"] or tokenizer.decode(ids) == oracle.decode(ids)
 
 
+@functools.cache
+def nano_pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges that a tokenizer.json would have of nano's tokenizer.model."""
+    sp = sentencepiece_of(NANO)
+    vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+    by_score = sorted(vocab, key=lambda name: -sp.get_score(vocab[name]))
+    cuts = ((name[:i], name[i:]) for name in by_score for i in range(1, len(name)))
+    return vocab, [pair for pair in cuts if vocab.keys() >= {*pair}]
+
+
+OF_PIECES = {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
 ESCAPE, PREPEND = model_file.ESCAPE, model_file.PREPEND
 OF_SENTENCEPIECE = [([PREPEND, ESCAPE], None), ([ESCAPE], None)]
 OF_SENTENCEPIECE += [(None, scheme) for scheme in ("first", "always", "never")]
@@ -2416,17 +2412,12 @@ OF_SENTENCEPIECE += [(None, scheme) for scheme in ("first", "always", "never")]
 
 @pytest.mark.parametrize("normalizer, scheme", OF_SENTENCEPIECE)
 def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
-    sp = sentencepiece_of(NANO)
-    names = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
-    vocab = {name: i for i, name in enumerate(names)}
-    by_score = sorted(names, key=lambda name: -sp.get_score(vocab[name]))
-    cuts = ((name[:i], name[i:]) for name in by_score for i in range(1, len(name)))
-    merges = [pair for pair in cuts if vocab.keys() >= {*pair}]
+    sp, (vocab, merges) = sentencepiece_of(NANO), nano_pieces()
     parts = {
         "pre_tokenizer": scheme and model_file.METASPACE | {"prepend_scheme": scheme},
-        "added": special_tokens(*names[:3], first=0),
+        "added": special_tokens(*list(vocab)[:3], first=0),
         "normalizer": normalizer and in_turn(*normalizer, kind="norm"),
-        "model": {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True},
+        "model": OF_PIECES,
     }
     data = tokenizer_json(vocab, merges, **parts)
     tokenizer, oracle = with_oracle(tmp_path, data)
@@ -2449,11 +2440,7 @@ FLAGS = "single_word lstrip rstrip normalized".split()
 def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path, steps, scheme):
     """As Hugging Face finds them, of all flags, before and after normalising; special ones never are."""
     rng, names = random.Random(0), ["<think>", "  ", "   ", "xx", " x", "a<t", "e\u0301x", "<t>", "<t>>"]
-    sp, of_bytes = sentencepiece_of(NANO), scheme in (None, "byte") and steps in (None, "NFC")
-    words = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
-    vocab = {word: i for i, word in enumerate(words)}
-    scored = sorted(words, key=lambda word: -sp.get_score(vocab[word]))
-    merges = [(w[:i], w[i:]) for w in scored for i in range(1, len(w)) if vocab.keys() >= {w[:i], w[i:]}]
+    (vocab, merges), of_bytes = nano_pieces(), scheme in (None, "byte") and steps in (None, "NFC")
     strips = {"lstrip": True, "rstrip": True}
     for flags in ({}, *({flag: True} for flag in FLAGS), strips, strips | {"normalized": True}):
         tokens = special_tokens(*names, "<|end|>", first=256 if of_bytes else len(vocab))
@@ -2463,9 +2450,8 @@ def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path, steps, sc
             data = tokenizer_json(None, [], level, tokens, normalizer=steps and {"type": steps})
         else:
             before = scheme and model_file.METASPACE | {"prepend_scheme": scheme}
-            byte = {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
-            parts = {"normalizer": steps and in_turn(*steps, kind="norm"), "model": byte}
-            tokens += special_tokens(*words[:3], first=0)
+            parts = {"normalizer": steps and in_turn(*steps, kind="norm"), "model": OF_PIECES}
+            tokens += special_tokens(*list(vocab)[:3], first=0)
             data = tokenizer_json(vocab, merges, before, tokens, **parts)
         tokenizer, oracle = with_oracle(tmp_path, data)
         oracle.encode_special_tokens = True
@@ -2562,16 +2548,6 @@ def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
     assert [stream.push(i) for i in "👍".encode()[:3]] == ["", "", ""] and stream.flush() == "\ufffd"
 
 
-def test_ids_outside_the_vocabulary_and_padding(tmp_path):
-    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
-        shutil.copy(folder_of(QWEN) / name, tmp_path)
-    tokenizer = tokenizer_of(tmp_path, config={"vocab_size": 151936})
-    assert tokenizer.vocab_size == 151665 and tokenizer.decode([13048, 151935, 151643]) == "Hi"
-    for bad in (151936, -1):
-        with pytest.raises(UserError, match=f"{bad} is outside"):
-            tokenizer.decode([13048, bad])
-
-
 # ---- BOS, stop ids, added tokens
 
 
@@ -2602,23 +2578,6 @@ def test_stop_ids_come_from_every_file(tmp_path):
     assert tokenizer_of(tmp_path, **none).stop_ids == {257}
 
 
-@pytest.mark.parametrize(
-    "name, token", [(LLAMA2, "</s>"), (LLAMA3, "<|eot_id|>"), (QWEN, "<|im_end|>"), (STORIES, "<s>")]
-)
-def test_special_tokens_in_text_are_text(name, token):
-    tokenizer = real(name)
-    special, text = tokenizer.special_tokens[token], f"say {token} now"
-    plain = tokenizer.encode(text, bos=False)
-    assert special not in plain and tokenizer.decode(plain) == text
-    parsed = tokenizer.encode(text, bos=False, allow_special=True)
-    assert parsed == [*tokenizer.encode("say ", bos=False), special, *tokenizer.encode(" now", bos=False)]
-
-
-def test_longest_special_token_wins(tmp_path):
-    tokenizer = tokenizer_of(tmp_path, tokenizer=tokenizer_json(added=special_tokens("x", "xx")))
-    assert tokenizer.encode("xxx!", allow_special=True) == [257, 256, 0]
-
-
 def test_added_tokens_above_sentencepiece(tmp_path):
     """Llama 2's tokenizer.model with the added tokens of Phi-3."""
     shutil.copy(folder_of(LLAMA2) / "tokenizer.model", tmp_path)
@@ -2628,8 +2587,9 @@ def test_added_tokens_above_sentencepiece(tmp_path):
     tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, config=config)
     assert tokenizer.vocab_size == 32011 and tokenizer.stop_ids == {2, 32000, 32007}
     assert tokenizer.decode([32010, 15043, 32007, 32063]) == "Hello"
-    with pytest.raises(UserError, match="32064"):
-        tokenizer.decode([32064])
+    for bad in (32064, -1):
+        with pytest.raises(UserError, match=f"{bad} is outside"):
+            tokenizer.decode([15043, bad])
     hello = real(LLAMA2).encode("Hello", bos=False)
     chat = generate.encode_chat(tokenizer, "phi-3", [{"role": "user", "content": "Hello"}])
     assert chat == [32010, *hello, 32007, 32001]  # Phi-3's tokens swallow the line breaks after them
@@ -2656,38 +2616,24 @@ CHAT = [SYSTEM, USER, {"role": "assistant", "content": "Hello."}, {"role": "user
 L3_SYSTEM, L3_USER, L3_ASSISTANT = (
     f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")
 )
-PROMPTS = {  # of CHAT and of [USER]
-    "llama-2": (
-        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Why? [/INST]",
-        "<s>[INST] Hi [/INST]",
-    ),
-    "llama-3": (
-        f"<|begin_of_text|>{L3_SYSTEM}Be brief.<|eot_id|>{L3_USER}Hi<|eot_id|>{L3_ASSISTANT}Hello.<|eot_id|>"
-        f"{L3_USER}Why?<|eot_id|>{L3_ASSISTANT}",
-        f"<|begin_of_text|>{L3_USER}Hi<|eot_id|>{L3_ASSISTANT}",
-    ),
-    "mistral": ("<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]", "<s>[INST] Hi [/INST]"),
-    "chatml": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-        "Hello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    ),
-    "phi-3": (
-        "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n<|user|>\n Why? "
-        "<|end|>\n<|assistant|>\n",
-        "<|user|>\nHi<|end|>\n<|assistant|>\n",
-    ),
+PROMPTS = {  # of CHAT
+    "llama-2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Why? [/INST]",
+    "llama-3": f"<|begin_of_text|>{L3_SYSTEM}Be brief.<|eot_id|>{L3_USER}Hi<|eot_id|>"
+    f"{L3_ASSISTANT}Hello.<|eot_id|>{L3_USER}Why?<|eot_id|>{L3_ASSISTANT}",
+    "mistral": "<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]",
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n<|im_start|>assistant\n",
+    "phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n"
+    "<|user|>\n Why? <|end|>\n<|assistant|>\n",
 }
 
 
-@pytest.mark.parametrize("style", PROMPTS)
-def test_chat_prompts(style):
-    for messages, expected in zip((CHAT, [USER]), PROMPTS[style], strict=True):
-        assert generate.render_chat(generate.CHAT_STYLES[style], messages=messages) == expected
+def test_chat_prompts():
+    styles = generate.CHAT_STYLES.items()
+    assert {style: generate.render_chat(template, messages=CHAT) for style, template in styles} == PROMPTS
 
 
 def test_chat_ids():
-    assert set(PROMPTS) == set(generate.CHAT_STYLES)
     encode, llama2, sp = generate.encode_chat, real(LLAMA2), sentencepiece_of(LLAMA2)
     first = sp.encode("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. ")
     expected = [1, *first, 2, 1, *sp.encode("[INST] Why? [/INST]")]
@@ -2701,7 +2647,7 @@ def test_chat_ids():
         tokenizer = real(name)
         plain = encode(tokenizer, style, [USER])
         assert plain == expected
-        assert tokenizer.encode(PROMPTS[style][0], allow_special=True) == encode(tokenizer, style, CHAT)
+        assert tokenizer.encode(PROMPTS[style], allow_special=True) == encode(tokenizer, style, CHAT)
         attack = encode(tokenizer, style, [USER | {"content": "".join(tokenizer.special_tokens)}])
         specials = set(tokenizer.special_tokens.values())
         assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
