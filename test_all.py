@@ -371,14 +371,6 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
     assert load_model(tmp_path, CPU, torch.float32).fingerprint != loaded.fingerprint
 
 
-def test_config_reads_windows():
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
-    shape |= {"model_type": "qwen2", "vocab_size": 96, "sliding_window": 32, "num_key_value_heads": 4}
-    for family, window in {"qwen2": None, "mistral": 32, "phi3": 32, "llama": None}.items():
-        assert model_file.ModelConfig.from_hf(shape | {"model_type": family}).sliding_window == window
-    assert model_file.ModelConfig.from_hf(shape | {"use_sliding_window": True}).sliding_window == 32
-
-
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"])
 def test_a_config_that_leaves_out_fields_is_transformers_default(name):
     theirs = getattr(pytest.importorskip("transformers"), f"{name}Config")
@@ -394,6 +386,8 @@ def test_a_config_that_leaves_out_fields_is_transformers_default(name):
     check()
     check(hidden_size=96, num_hidden_layers=3)
     check(hidden_act="silu", intermediate_size=80, max_position_embeddings=99, rope_theta=5.0)
+    for windowed in (False, True) if name != "Llama" else ():
+        check(sliding_window=32, use_sliding_window=windowed)
 
 
 def test_linear_and_yarn_scaling_extend_the_positions():
@@ -747,13 +741,9 @@ def test_a_cache_is_the_papers_algorithm(case, group):
             want, chosen = steps[i]
             assert error(out[entry].flatten(), want) < 1e-5, (i, entry)
             for h, tokens in enumerate(chosen or ()):
-                if tokens is not None:
-                    assert attended_sets(*seen[-1], entry, h) == token_sets(tokens), (i, entry, h)
-
-
-def token_sets(tokens: torch.Tensor) -> list[set]:
-    """Of one set of tokens [n], or of each query head's [G, n]."""
-    return [set(row.tolist()) for row in tokens.view(-1, tokens.shape[-1])]
+                if tokens is not None:  # one set [n], or each query head's [G, n]
+                    sets = [set(each.tolist()) for each in tokens.view(-1, tokens.shape[-1])]
+                    assert attended_sets(*seen[-1], entry, h) == sets, (i, entry, h)
 
 
 def attended_sets(pos, index, live, recent, entry: int, h: int) -> list[set]:
@@ -1643,7 +1633,6 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("quest", {"page": 0}, "--page must be at least 1"),
     ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
     ("hshare", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
-    ("hshare", {"keep": 20, "every": 30}, "at least 1 and at most 20"),
     ("hshare", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
     ("kivi", {"residual": 48}, "a multiple of 32"),
     ("shadowkv", {"keep": 60}, "lower --outliers"),
@@ -1695,7 +1684,6 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
 IDLE = [
     ("fdc", {"rate": 0.2}, "keeps no fewer bytes than dense, and reads no fewer"),  # D 16: no rank below
     ("doublesparse", {"keep": 20, "skip": "0,1,2,3"}, "--skip 0,1,2,3 names all 4 layers"),
-    ("quest", {"keep": 20, "page": 4, "skip": "0,1,2,-1"}, "names all 4 layers"),
     ("sals", {"sinks": 1, "critical": 9, "recent": 4, "skip": "0,1,2,3", "rank": 0.25}, "all 4 layers"),
     ("sals", {"rank": 0.25, "critical": 200}, "the budget covers the context of 80 tokens"),
     *((method, options, "") for method, options in (("topk", {"keep": 20}), ("palu", {}), ("dense", {}))),
@@ -1839,6 +1827,7 @@ def test_lrqk_slot_table(ratio):
             assert sorted(old[p] for p in gone) == oldest  # ties aside
             used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
             assert dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
+            assert set(pos_of[where][stamp[where] == step].tolist()) == chosen
             assert torch.equal(hot[where][slots], rows[where][places])
 
 
@@ -2904,11 +2893,8 @@ def test_gguf_rope_scaling_as_llama_cpp_reads_it():
         return calibrate.gguf_rope({f"rope.{k.replace('__', '.')}": v for k, v in values.items()}, {}, 8)
 
     linear = {"rope_type": "linear", "factor": 4.0}
-    assert rope(scaling__factor=4.0) == rope(scaling__type="linear", scaling__factor=4.0) == linear
-    assert rope(scale_linear=4.0) == linear  # its old name
-    for kind in ("none", "linear", "yarn"):
-        assert rope(scaling__type=kind) is rope() is None
-    assert rope(scaling__type="none", scaling__factor=4.0) is None
+    assert rope(scaling__factor=4.0) == rope(scale_linear=4.0) == linear  # the latter is its old name
+    assert rope() is rope(scaling__type="yarn") is rope(scaling__type="none", scaling__factor=4.0) is None
     betas = {"scaling__yarn_beta_fast": 16.0, "scaling__yarn_beta_slow": 2.0, "scaling__attn_factor": 1}
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}
     assert rope(scaling__type="yarn", scaling__factor=4.0, **betas) == yarn
@@ -2947,7 +2933,6 @@ BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or 
     ("cannot be 262144 layers", {"llama__block_count": 1 << 18}),
     ("only a part of each head", {"llama__rope__dimension_count": 6}),
     ("RoPE scaling longrope", {"llama__rope__scaling__type": "longrope"}),
-    ("'attn_factor': 2.0", {"llama__rope__scaling__attn_factor": 2.0}),
     ("by rope_freqs.weight", {"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}),
     ("blk.0.ffn_gate_exps.weight has no place", {"blk__0__ffn_gate_exps__weight": HUGE}),
     ("tensor blk.2.attn_norm.weight is missing", {"llama__block_count": 3}),
@@ -4574,8 +4559,6 @@ DAMAGE = [
     ("there are 38 tensors", {"num_hidden_layers": 500_000}),
     ("rope_theta is inf", {"rope_theta": math.inf}),
     ("RoPE rotates pairs of dims", {"head_dim": 15}),
-    ("is too large", {"rope_theta": 10**400}),
-    ("sliding_window is 'abc'", {"model_type": "mistral", "sliding_window": "abc"}),
     ("not a usable config", {"hidden_size": "48"}),
     ("max_positions is None", {"max_position_embeddings": None}),
     ("not a usable config", {"rope_scaling": {"rope_type": "linear"}}),
@@ -4584,13 +4567,10 @@ DAMAGE = [
     ("only silu", {"hidden_act": "gelu"}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     ("do not belong together", {"intermediate_size": 63}),
-    ("weights lack 45 of 83 ", {"num_hidden_layers": 9}),
     ("do not belong together", {"num_hidden_layers": 2}),
     ("cannot share", {"num_key_value_heads": 3}),
     ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
     ("no config.json", lambda f: (f / "config.json").unlink()),
-    ("not valid JSON", lambda f: (f / "config.json").write_text("{")),
-    ("not a JSON object", lambda f: (f / "config.json").write_text("[]")),
     ("model.norm.weight is not finite", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
     ("holds I32 numbers", lambda f: put_weight(f, NORM, torch.ones(48, dtype=torch.int32))),
     ("holds fp8 E4M3 numbers", lambda f: put_weight(f, NORM, torch.ones(48).to(torch.float8_e4m3fn))),
@@ -4602,8 +4582,6 @@ DAMAGE = [
     ("neither model.safetensors nor", lambda f: (f / WEIGHTS).unlink()),
     ("download it again", lambda f: truncate(f / WEIGHTS)),
     ("is not read: save the model as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
-    ("no tokenizer.model", lambda f: (f / "tokenizer.model").unlink()),
-    ("not a valid tokenizer", lambda f: (f / "tokenizer.model").write_bytes(b"nonsense")),
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
