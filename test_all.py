@@ -1273,13 +1273,6 @@ def elite_tables(pairs: torch.Tensor, n: int, c) -> tuple[torch.Tensor, torch.Te
     return torch.where(elite, cos, 1.0), torch.where(elite, sin, 0.0)
 
 
-def elite_logits(q: torch.Tensor, k: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Causal logits [N, Hkv, G, S, S] if only these pairs turn; q [N, S, Hq, D] and k [N, S, Hkv, D]."""
-    tables = elite_tables(pairs, q.shape[1], tiny_config())
-    q, k = (apply_rope(x.unflatten(2, (len(pairs), -1)), *tables) for x in (q, k))  # [N, S, Hkv, heads, D]
-    return torch.einsum("nihgd,njhod->nhgij", q, k).tril() / 4
-
-
 def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch.Tensor:
     """RoPElite without factors: the dense attention of one layer, cos = 1 and sin = 0 for non-elite pairs."""
     cos, sin = elite_tables(pairs, x.shape[-2], c)
@@ -1320,9 +1313,13 @@ def test_ropelite_takes_the_best_pair_in_each_round():
     order, distance = calibrate.ropelite(deltas)
     assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
 
+    def logits(*pairs):  # causal ones, if only these pairs turn
+        tables = elite_tables(torch.tensor([pairs]), 24, tiny_config())
+        turned = (apply_rope(x[:, :, None], *tables) for x in (q, k))
+        return torch.einsum("nihgd,njhod->nhgij", *turned).tril() / 4
+
     def lost(*pairs):
-        few, full = (elite_logits(q, k, torch.tensor([some])) for some in (pairs, range(8)))
-        return (few - full)[..., rows, :].abs().mean()
+        return (logits(*pairs) - logits(*range(8)))[..., rows, :].abs().mean()
 
     for n in range(8):
         *best, taken = order[: n + 1].tolist()
@@ -1483,7 +1480,6 @@ def test_keyformers_weights_have_gumbel_noise_and_a_temperature_that_grows_since
 def test_double_sparse_scores_on_its_channels_alone():
     """Whatever the keys hold in the others."""
     cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
-    assert cache.proxies.rows.shape == (1, 4, 60, 4)
     expected = cache.keys.rows[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
     assert torch.equal(cache.proxies.rows[0, :, :59], expected)
     pos = torch.tensor([58])
@@ -1526,7 +1522,6 @@ def test_hshare_holds_a_selection_and_lets_new_tokens_join():
         if n % 5 == 0:
             pos = torch.tensor([n])
             fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.proxies.rows, 16)[0]
-            assert fresh.shape == (4, 16)
         assert torch.equal(held, fresh.int()) and int(cache.since) == n // 5 * 5
         mask = torch.zeros(4, 60, dtype=torch.bool).scatter_(1, held.long(), True)
         mask[:, int(cache.since) + 1 : n + 1] = True
@@ -1594,7 +1589,6 @@ def test_products_with_numbers_of_any_dtype_are_exact_eager_and_compiled():
 def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(bits):
     """As a plain cache that holds the same quantised K and V."""
     (packed, qkv), (plain, _) = (scene("topk", 160, 170, keep=24, kv_bits=b) for b in (bits, 16))
-    assert packed.formula() < plain.formula()
     unpacked_k, unpacked_v = (x.read(torch.tensor([160])) for x in (packed.keys, packed.values))
     assert error(unpacked_k[0, :, :128], plain.keys.rows[0, :, :128]) > 0.01
     assert torch.equal(unpacked_k[0, :, 128:160], plain.keys.rows[0, :, 128:160])  # the residual
@@ -1609,7 +1603,6 @@ def test_shadowkv_basis_is_the_best_of_the_prompt():
     """Of the joint pre-RoPE keys, through the D x D Gram."""
     cache, (_, k, _) = scene("shadowkv", 100, 120, 140, **SHADOW)
     assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
-    assert error(cache.latent[0, :100], k[:100].flatten(1) @ cache.basis[0]) < 1e-5
 
 
 @pytest.mark.parametrize("method, options", CASES)
@@ -4363,8 +4356,6 @@ def test_a_method_with_a_budget_says_what_it_attends(method):
     for figures in found:
         assert figures["attended"] <= min(1, budget) + 1e-6
         assert not options or 0.4 < figures["attended"] <= budget <= 0.5  # {}: it cannot attend so few
-        assert figures["attended"] <= figures["mass"] + 0.25  # no worse than chance
-        assert figures["jaccard"] <= figures["recall"] <= 1 + 1e-9
 
 
 def costs_of(model: Llama, method: str, capacity: int, options: dict) -> dict[str, float]:
@@ -4572,7 +4563,6 @@ DAMAGE = [
     ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
     ("no config.json", lambda f: (f / "config.json").unlink()),
     ("model.norm.weight is not finite", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
-    ("holds I32 numbers", lambda f: put_weight(f, NORM, torch.ones(48, dtype=torch.int32))),
     ("holds fp8 E4M3 numbers", lambda f: put_weight(f, NORM, torch.ones(48).to(torch.float8_e4m3fn))),
     ("quantised by fp8", {"quantization_config": {"quant_method": "fp8"}}),
     ("/snapshots/abc", lambda f: shutil.move(f.rename(f.parent / "abc"), f / "snapshots" / "abc")),
@@ -4674,7 +4664,6 @@ BAD_COMMANDS = {
     "generate --chat --prompt hi --system ''": "not empty",
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "no such file",
-    "generate --prompt 5 --max_new_tokens ²": "--max_new_tokens",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     "generate --prompt 5 --temperature nan": "nan is not a finite number",
     "generate --device meta --prompt 5": "--device meta is not supported",
@@ -4741,7 +4730,6 @@ BAD_COMMANDS = {
     "train --out new --text few.txt --log again": "no file can be written there",
     "train --out again --text few.txt --stages 2147483647x64x1": "not enough memory: logits of",
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
-    "train --out again --text few.txt --stages 1x64x1": "no text of at least 200 characters",
     "train --out again --text few.txt --workers 300": "--workers: 300 is more than 256",
     "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
     "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
@@ -4867,8 +4855,6 @@ def test_help_names_every_setting(method, cli):
     assert code == 0
     for f in dataclasses.fields(METHODS[method].settings):
         assert f"--{f.name}" in out and f.metadata["help"].split()[-1] in out
-    if method == "sals":  # the paper's symbols
-        assert "d_r" in out and "r*/r" in out and "x:" in out
 
 
 def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
@@ -5434,7 +5420,6 @@ def test_plot_draws_time_against_length_and_where_a_method_becomes_faster(cli, t
     lines = {line.get_label(): line for line in drawn[0].lines if line.get_linestyle() != "None"}
     assert lines.keys() == {"sals", "loki", "dense (PyTorch)"}
     assert lines["dense (PyTorch)"].get_ydata() == pytest.approx([4, 64])
-    assert lines["dense (PyTorch)"].get_linewidth() > lines["sals"].get_linewidth()
     dots = [line.get_xydata() for line in drawn[0].lines if line.get_linestyle() == "None"]
     assert np.concatenate(dots) == pytest.approx(np.array([[2048.0, 16.0]]))  # halfway in both logarithms
 
