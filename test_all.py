@@ -1363,14 +1363,13 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
     k, v = k.unflatten(1, (4, 10)), v.unflatten(1, (4, 15))
     m = torch.cat((k, v), -1).double().flatten(1)
     spectrum, *parts = (torch.linalg.svdvals(x.double().flatten(1)).square() for x in (m, k, v))
-    last, whole = math.inf, m.square().sum()
+    whole = m.square().sum()
     for d_ckv in (1, 7, 20, 40, 48):
         factors = [compress.low_rank(k, v, d_ckv, kind) for kind in ("joint", "separate")]
         joint, separate = ((m - a @ b.flatten(1)).square().sum() for a, b in factors)
         (a, b), (_, blocks) = factors
         assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
-        assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole and joint < last  # Eckart-Young
-        last = joint
+        assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole  # Eckart-Young
         splits = range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
         best = min(parts[0][n:].sum() + parts[1][d_ckv - n :].sum() for n in splits)
         assert abs(separate - best) < 1e-6 * whole and separate > joint - 1e-6
@@ -1617,7 +1616,6 @@ def test_methods_run_from_the_command_line(method, options, cli):
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
-TOO_NARROW = "bit values need a head dim that groups of 32"
 REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
     ("topk", {"keep": 0}, "--keep 0: give a fraction"),
     ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
@@ -1629,11 +1627,9 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("hshare", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
     ("kivi", {"residual": 48}, "a multiple of 32"),
     ("shadowkv", {"keep": 60}, "lower --outliers"),
-    ("sals", {"kv_bits": 4}, "--kv_bits is not a setting of sals"),
     ("elitekv", {}, "q/k norms", {"qk_norm": True}),
     ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
-    ("sals", {}, TOO_NARROW, {"head_dim": 48}),
-    ("kivi", {}, TOO_NARROW, {"head_dim": 48}),
+    ("kivi", {}, "bit values need a head dim that groups of 32", {"head_dim": 48}),
     ("dense", {"kernels_": True}, "--no-kernels", {"head_dim": 8}),  # narrower than a tensor core's tile
 ]
 
@@ -2662,18 +2658,16 @@ NOT_BYTES = "put the model's tokenizer.model beside it"
 BAD_MODELS = [  # contents of a tokenizer.model
     "",
     "version https://git-lfs.github.com/spec/v1\noid sha256:12\n",
-    "YWI= 0\nYW?M= 1\n",  # not base64
     "YWI= 0\nYWM= 2\n",  # a rank is missing
     "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99)),  # bytes are missing
     (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape"),  # truncated
 ]
 TOKEN = {"content": "<x>"}
-DECODERS = ["x", [1], *({i: TOKEN} for i in ("x", "-99999", "1000000000"))]
-DECODERS += [{"256": token} for token in ({}, None, {"content": []})]
+DECODERS = [*({i: TOKEN} for i in ("x", "-99999", "1000000000")), {"256": {}}]
 BAD_BESIDE = [  # a JSON file beside a good tokenizer.json, and what it holds
-    *(("added_tokens", {name: i}) for name, i in (("<x>", "256"), ("<x>", 10**9), ("\ud800", 256))),
+    *(("added_tokens", {name: i}) for name, i in (("<x>", "256"), ("\ud800", 256))),
     *(("tokenizer_config", {"added_tokens_decoder": decoder}) for decoder in DECODERS),
-    *(("tokenizer_config", entry) for entry in ({"bos_token": {}}, {"eos_token": {}}, {"eos_token": []})),
+    ("tokenizer_config", {"eos_token": []}),
     *(("config", entry) for entry in ({"vocab_size": 10**9}, {"vocab_size": "x"}, {"eos_token_id": [[2]]})),
     ("generation_config", {"eos_token_id": {}}),
 ]
@@ -2683,10 +2677,9 @@ FALLBACK = {"byte_fallback": True}
 BAD_PARTS = [  # of a tokenizer.json
     {"vocab": {"a": 0}},  # lacks bytes
     *({"vocab": {word: i for i, word in enumerate(GPT2_BYTES)} | {"你": i}} for i in (2**31, -1, "0", 0.5)),
-    *({"added": [token]} for token in (5, TOKEN, TOKEN | {"id": 10**9}, TOKEN | {"id": "x"})),
-    *({"post_processor": BOS | {"special_tokens": {"<s>": {"ids": ids}}}} for ids in (["x"], [], [10**9])),
-    {"pre_tokenizer": in_turn(SPLIT | {"pattern": {"Regex": "("}}, BYTE_LEVEL)},
-    *({"model": {"merges": merges}} for merges in (5, [5], ["a"], ["a b c"], [["a", 5]], ["你 好"], ["a b"])),
+    *({"added": [TOKEN | {"id": i}]} for i in (10**9, "x")),
+    *({"post_processor": BOS | {"special_tokens": {"<s>": {"ids": ids}}}} for ids in (["x"], [10**9])),
+    *({"model": {"merges": merges}} for merges in (5, ["a b c"], ["a b"])),
     {"model": FALLBACK | {"vocab": []}, "normalizer": ESCAPE, "pre_tokenizer": None},
 ]
 METASPACE, WITH_NEXT = {"type": "Metaspace"}, SPLIT | {"behavior": "MergedWithNext"}
@@ -2929,7 +2922,6 @@ BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or 
     ("by rope_freqs.weight", {"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}),
     ("blk.0.ffn_gate_exps.weight has no place", {"blk__0__ffn_gate_exps__weight": HUGE}),
     ("tensor blk.2.attn_norm.weight is missing", {"llama__block_count": 3}),
-    ("ffn_down.weight is [48, 80]", {"llama__feed_forward_length": 96}),
     ("KeyError('tokens')", {"tokenizer__ggml__tokens": None}),
     ("tokenizer.ggml.pre 'bloom' is not supported", {"tokenizer__ggml__pre": "bloom"}),
     ("not finite in torch.float16", {"token_embd__weight": HUGE}),
@@ -4302,16 +4294,16 @@ def watched_engine(model: Llama, method: str, rows: int, capacity: int, **option
     return engine
 
 
+WATCHED = [
+    ("sals", SPARSE | {"skip": ""}),
+    ("loki", {"k": 0.3, "d": 0.25}),
+    ("streaming", {"sinks": 3, "recent": 9}),
+    ("quest", {"keep": 32, "skip": ""}),  # the last page reaches beyond the capacity
+]
+
+
 @pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize(
-    "method,options",
-    [
-        ("sals", SPARSE | {"skip": ""}),
-        ("loki", {"k": 0.3, "d": 0.25}),
-        ("streaming", {"sinks": 3, "recent": 9}),
-        ("quest", {"keep": 32, "skip": ""}),  # the last page reaches beyond the capacity
-    ],
-)
+@pytest.mark.parametrize("method,options", WATCHED)
 def test_watched_figures_equal_a_plain_count(method, options, group):
     """One step of two ragged rows, token sets and sums in plain Python against what Watched reports. To watch
     changes neither logits nor the ledger."""
@@ -4658,7 +4650,6 @@ BAD_COMMANDS = {
     f"generate --method keyformer --window {10**20}": f"--window: {10**20} is too large a number",
     "generate --method sals --rank x": "--rank: invalid number value: 'x'",
     f"generate --prompt {'1' * 5000}": "more than the model's 512",
-    "generate --method sals --bits 3": "--bits",
     "generate --prompt ''": "empty",
     "generate --checkpoint again --prompt hi --system x": "--system needs --chat",
     "generate --chat --prompt hi --system ''": "not empty",
@@ -4675,7 +4666,6 @@ BAD_COMMANDS = {
     "generate --prompt 60 --context 40": "raise --context",
     "generate --checkpoint nowhere": "no such folder",
     "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "stands in for a --checkpoint",
-    "generate --prompt hi --stop ''": "not empty",
     "generate --random_weights llama-2-7b --prompt hi": "give --prompt INTEGER",
     "generate --prompt caf\udce9": "not UTF-8",
     "generate --chat llama-2 --prompt hi --ask who?": "--interactive",
@@ -4685,7 +4675,6 @@ BAD_COMMANDS = {
     "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
     "generate --method elitekv --d_ckv 49 --prompt 5": "with r = 2 the latent can have 1 to 48 dims",
     "generate --method loki --k 0 --prompt 5": "--k must be above 0",
-    "generate --method loki --d 1.5 --prompt 5": "--d in (0, 1]",
     "generate --method lrqk --rank 17 --prompt 5": "r must be 1 to 16",
     "generate --method lrqk --rank 8 --recent 0 --prompt 5": "--recent at least 1",
     "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
@@ -4701,10 +4690,8 @@ BAD_COMMANDS = {
     "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
     "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave them out",
     "fly": "invalid choice",
-    "eval --method magic": "the methods are",
     "eval --method sals:depth=3": "--depth is not a setting of sals",
     "eval --method sals:rank=nan": "write rank=FLOAT, not rank=nan",
-    "eval --method sals:rank": "write rank=FLOAT, not rank",
     "eval --method loki:reduced=flase": "write reduced=BOOL, not reduced=flase",
     "eval --method dense --method lrqk:rank=500 --samples 0 --prefix 30": "--rank 500: r must be 1 to",
     "eval --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
