@@ -389,12 +389,6 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
     return torch.cat(parts, -1)
 
 
-def running_count(mask: Tensor) -> Tensor:
-    """How many of mask [..., n] are true up to each, itself included; int32. One number more goes first: so
-    Inductor does not fuse the gather that made the mask into the sum, which would then wait for it."""
-    return F.pad(mask, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
-
-
 def as_fp16(x: Tensor) -> Tensor:
     """x in fp16, rounded for those who read it in fp32, too: Inductor drops x.half().float(), and here it
     cannot, since the bits are whole numbers in between."""
@@ -637,11 +631,17 @@ class CodedStore(TokenStore):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize(x, self.bits, self.group)
 
+    def low_scale(self, scale: Tensor) -> Tensor:
+        """(minimum, scale) of each group [..., groups, 2], of what is stored."""
+        return scale
+
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return dequantize(rows, scale, self.bits, self.group, self.context.dtype)
+        low_scale = self.low_scale(scale)
+        group = self.width // low_scale.shape[-2]
+        return dequantize(rows, low_scale, self.bits, group, self.context.dtype)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return mix_codes(weights, self.view(self.rows), self.view(self.scale), self.bits)
+        return mix_codes(weights, self.view(self.rows), self.low_scale(self.view(self.scale)), self.bits)
 
 
 class ScaledStore(CodedStore):
@@ -653,24 +653,9 @@ class ScaledStore(CodedStore):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_spread(x, self.bits)
 
-    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return ((2.0 * unpack(rows, self.bits) - self.top) * scale[..., None]).to(self.context.dtype)
-
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        scale = self.view(self.scale).float()
-        low_scale = torch.stack((-self.top * scale, 2 * scale), -1)[..., None, :]
-        return mix_codes(weights, self.view(self.rows), low_scale, self.bits)
-
-    @property
-    def top(self) -> int:
-        return 2**self.bits - 1
-
-
-def coded_store(context: Context, shape: tuple[int, int, int], bits: int, by_token=False) -> TokenStore:
-    """A store of shape (heads, tokens, width) with so many bits a number; 16: as they are."""
-    if bits == 16:
-        return TokenStore(context, *shape, by_token)
-    return CodedStore(context, *shape, bits, by_token)
+    def low_scale(self, scale: Tensor) -> Tensor:
+        scale = scale.float()
+        return torch.stack(((1 - 2**self.bits) * scale, 2 * scale), -1)[..., None, :]
 
 
 class RebuiltKeys(nn.Module):
@@ -755,13 +740,17 @@ class Cache(nn.Module):
         """Bytes of the live storage: the whole batch at full capacity."""
         return sum(b.untyped_storage().nbytes() for b in self.buffers())
 
+    def stores(self) -> list[nn.Module]:
+        """Its stores, each with buffers of its own."""
+        return [part for part in self.modules() if part is not self and hasattr(part, "formula")]
+
     def token_bytes(self) -> int:
-        """Bytes of one token, for a method all of whose tokens cost the same and are read at each step."""
-        raise NotImplementedError
+        """Bytes of one token, where all its stores hold all tokens."""
+        return sum(store.token_bytes for store in self.stores())
 
     def formula(self) -> int:
-        """Bytes that the method's formula gives for this batch and capacity; tests hold measured() to it."""
-        return self.context.batch_size * self.context.capacity * self.token_bytes()
+        """Bytes that the stores' formulas give for this batch and capacity; tests hold measured() to it."""
+        return round(sum(store.formula() for store in self.stores()))
 
     def bytes_read(self, length: int) -> int:
         """Bytes that one decode step must read from this layer's cache for one entry of `length` tokens."""
@@ -823,9 +812,6 @@ class DenseCache(Cache):
             self.report_selected(pos, index, index >= 0)
             index = index.flatten(1, -2)
         return self.context.attend(q, self.keys, self.values, pos, index)
-
-    def formula(self) -> int:
-        return round(self.keys.formula() + self.values.formula())
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Tokens of K and of V that one decode step must read, a KV head."""
@@ -1191,11 +1177,12 @@ class SalsCache(Cache):
             self.latents = (TokenStore if settings.latent_bits == 16 else Int8Store)(*shape)
         mean = self.mean if self.mean is None else self.mean.view(c.n_kv_heads, -1)
         self.keys = RebuiltKeys(self.latents, up.unflatten(0, (c.n_kv_heads, -1)), mean)
-        shape = c.n_kv_heads, context.capacity, c.head_dim
-        if settings.mixes_values:
-            self.values = ScaledStore(context, *shape, settings.bits, by_token=True)
+        shape = context, c.n_kv_heads, context.capacity, c.head_dim
+        if settings.bits == 16:
+            self.values = TokenStore(*shape, by_token=True)
         else:
-            self.values = coded_store(context, shape, settings.bits, by_token=True)
+            store = ScaledStore if settings.mixes_values else CodedStore
+            self.values = store(*shape, settings.bits, by_token=True)
         x, _, z = self.budget
         exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
         self.window = nn.ModuleList(Window(context, *exact, by_token=True) for _ in range(2))  # K, V
@@ -1259,27 +1246,20 @@ class SalsCache(Cache):
         """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
         return self.latents.token_bytes + self.values.token_bytes
 
-    def window_bytes(self) -> int:
-        """Bytes of one token of the window."""
-        return sum(store.token_bytes for store in self.window)
-
-    def formula(self) -> int:
-        return super().formula() + self.context.batch_size * self.window[0].tokens * self.window_bytes()
-
     def bytes_read(self, length: int) -> int:
         """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once.
 
         Not counted is what a step computes: the blocks' queries and the mean's logits, which for a model with
         key biases are one fp32 number a token and head."""
         x, y, z = self.budget
-        recent = min(z, length)
+        recent, exact_bytes = min(z, length), sum(store.token_bytes for store in self.window)
         if not self.sparse:
-            return (length - recent) * self.token_bytes() + recent * self.window_bytes()
+            return (length - recent) * self.token_bytes() + recent * exact_bytes
         chosen = min(x + y, length - recent)
         exact = min(x, chosen)
         scale = 4 if self.settings.latent_bits < 16 else 0
         scored = length * (self.r_score * self.latents.rows.element_size() + scale)
-        return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * self.window_bytes()
+        return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * exact_bytes
 
 
 def sals_rank(settings: SalsSettings, config: ModelConfig) -> int:
@@ -1503,18 +1483,19 @@ class EliteCache(Cache):
         super().__init__(context)
         c, self.attention = context.config, attention
         self.r, self.d_ckv = attention.r, attention.widths[2]
-        self.register_buffer("rows", context.zeros(context.capacity, self.d_ckv + c.n_kv_heads * 2 * self.r))
+        width = self.d_ckv + c.n_kv_heads * 2 * self.r  # 2r rotated numbers a KV head, and d_ckv shared ones
+        self.latents = TokenStore(context, 1, context.capacity, width)
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
-        self.rows[batch, span] = torch.cat((latent, k.flatten(1)), -1)
-        latent, k = self.rows[batch, : span.stop].tensor_split((self.d_ckv,), -1)
+        self.latents.write((batch, span), torch.cat((latent, k.flatten(1)), -1)[:, None])
+        latent, k = self.latents.past(batch, span.stop)[:, 0].tensor_split((self.d_ckv,), -1)
         return self.attention.naive(q, k.unflatten(-1, (self.config.n_kv_heads, -1)), latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         c, up, r2 = self.config, self.attention.up, 2 * self.r
         q, k = (self.attention.rotate(x, self.context.cos[pos], self.context.sin[pos]) for x in (q, k))
-        self.rows[self.context.batch_ids, pos] = torch.cat((latent, k.flatten(1)), -1)
+        self.latents.write((self.context.batch_ids, pos), torch.cat((latent, k.flatten(1)), -1)[:, None])
         b_k, b_v = up.weight.unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - r2, c.head_dim), 1)
         elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split((r2, b_k.shape[1]), -1)  # [B, Hkv, G, .]
         # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
@@ -1522,15 +1503,11 @@ class EliteCache(Cache):
         own = torch.eye(c.n_kv_heads, dtype=q.dtype, device=q.device)[:, None, :, None]
         elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, Hkv * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
-        mixed = self.context.attend_latent(query, self.rows, pos, self.d_ckv).unflatten(1, (c.n_kv_heads, -1))
-        out = torch.einsum("bhgc,hdc->bhgd", mixed, b_v)
+        mixed = self.context.attend_latent(query, self.latents.rows[:, 0], pos, self.d_ckv)
+        out = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (c.n_kv_heads, -1)), b_v)
         if up.bias is not None:  # weights sum to one
             out = out + up.bias.unflatten(0, (c.n_kv_heads, 1, -1))[..., -c.head_dim :]
         return out.flatten(1, 2)
-
-    def token_bytes(self) -> int:
-        """2r rotated numbers a KV head and d_ckv shared ones."""
-        return (2 * self.r * self.config.n_kv_heads + self.d_ckv) * self.context.dtype.itemsize
 
 
 def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
@@ -1867,8 +1844,10 @@ def take_slots(
     # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
     used = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, stamp.shape[-1]), step.expand_as(slot))
     stamp.copy_(used[..., :-1])
-    # 2. The n-th miss takes the n-th of the other slots.
-    others = least_recent(stamp, step, index.shape[-1]).gather(-1, running_count(~hit).long()).long()
+    # 2. The n-th miss takes the n-th of the other slots. One number more goes first into the sum: so Inductor
+    # does not fuse into it the gather that gave `hit`, which would then wait for it.
+    n = F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
+    others = least_recent(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
     place = torch.where(hit, slot, others)  # distinct: k entries, C >= k slots
     # 3. The tables forget what is evicted, and learn what comes.
     miss, before = live & ~hit, pos_of.gather(-1, place)
@@ -2133,9 +2112,6 @@ class ProxyCache(DenseCache):
     """K and V in full, and `proxies`, a store of what scoring reads instead of K: a row for `page` tokens."""
 
     page = 1
-
-    def formula(self) -> int:
-        return super().formula() + self.proxies.formula()
 
     def score_bytes(self, length: int) -> int:
         return -(-length // self.page) * self.proxies.token_bytes
@@ -2512,9 +2488,9 @@ def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int)
 
 
 class RingStore(nn.Module):
-    """A store in codes whose last R tokens lie in a ring, as they are attended. The base of KIVI's two.
+    """Codes, and the last R tokens in a ring, as they are attended. The base of KIVI's two stores.
 
-    tokens: how many have codes; token_bytes: of one of these, all heads."""
+    token_bytes: of a token in codes."""
 
     def __init__(self, context: Context, bits: int, R: int):
         super().__init__()
@@ -2532,9 +2508,6 @@ class RingStore(nn.Module):
 
     def scored(self, pos: Tensor) -> dict[str, Tensor]:
         return {"rows": self.read(pos)}
-
-    def formula(self) -> float:
-        return self.context.batch_size * self.tokens * self.token_bytes + self.ring.formula()
 
     def bytes_of(self, n: float, length: int) -> float:
         """Those in the ring are taken to be among the n."""
@@ -2593,6 +2566,9 @@ class ChannelKeys(RingStore):
         self.codes[batch, :, tokens] = codes.transpose(1, 2)
         self.low_scale[batch, :, groups] = low_scale.transpose(1, 2)
 
+    def formula(self) -> float:
+        return self.context.batch_size * self.tokens * self.token_bytes  # beside the ring
+
     def decoded(self) -> Tensor:
         return self.decode(self.codes, self.low_scale)[:, :, : self.context.capacity]
 
@@ -2628,7 +2604,7 @@ class TokenValues(RingStore):
         c = context.config
         super().__init__(context, bits, R)
         self.coded = CodedStore(context, c.n_kv_heads, context.capacity, c.head_dim, bits)
-        self.tokens, self.token_bytes = context.capacity, self.coded.token_bytes
+        self.token_bytes = self.coded.token_bytes
 
     def write(self, where: tuple, x: Tensor) -> None:
         self.coded.write(where, x)
@@ -2834,12 +2810,11 @@ class ShadowKvCache(Cache):
         return self.context.rope_one(k, index), gather_rows(self.host_v, index)
 
     def formula(self) -> int:
-        """On the device; V of every token is host_bytes()."""
+        """Beside outliers and ring the basis, latents, landmarks and outliers' ids; V is host_bytes()."""
         c, context = self.config, self.context
-        tokens = 2 * (self.outlier_tokens + self.z) + self.chunks  # K and V, and a landmark a chunk
-        elements = (c.kv_dim + context.capacity) * self.r + tokens * c.kv_dim
+        elements = (c.kv_dim + context.capacity) * self.r + self.chunks * c.kv_dim
         ids = self.outlier_tokens // self.chunk * c.n_kv_heads * 4
-        return context.batch_size * (elements * context.dtype.itemsize + ids)
+        return super().formula() + context.batch_size * (elements * context.dtype.itemsize + ids)
 
     def host_bytes(self) -> int:
         return self.host_v.nbytes
@@ -2952,6 +2927,7 @@ class RaggedStore(nn.Module):
     def __init__(self, context: Context, k_ranks: list[int], v_ranks: list[int]):
         super().__init__()
         self.context, self.n, self.ranks = context, len(k_ranks), [*k_ranks, *v_ranks]
+        self.token_bytes = sum(self.ranks) * context.dtype.itemsize
         self.register_buffer("packed", context.zeros(context.capacity * sum(self.ranks)).flatten())
         # Number j of token t (of all entries, end to end) goes to starts[j] + t * strides[j] of the buffer.
         ranks = torch.tensor(self.ranks)
@@ -2978,6 +2954,9 @@ class RaggedStore(nn.Module):
         else:  # one scatter for all heads: a compiled step writes in place, with no copy of the buffer
             token = (batch * self.context.capacity + tokens)[:, None]
             self.packed[self.starts + token * self.strides] = x
+
+    def formula(self) -> int:
+        return self.context.batch_size * self.context.capacity * self.token_bytes
 
 
 class FdcCache(Cache):
@@ -3021,10 +3000,6 @@ class FdcCache(Cache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.write((self.context.batch_ids, pos), self.compress(k, pos), latent)
         return self.context.attend_ragged(self.compress(q, pos), self.vectors, pos)[:, None]
-
-    def token_bytes(self) -> int:
-        """Each head at its rank."""
-        return (sum(self.k_ranks) + sum(self.v_ranks)) * self.context.dtype.itemsize
 
 
 def own_columns(ranks: list[int], G: int) -> Tensor:
@@ -3105,10 +3080,6 @@ class PaluCache(Cache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.write((self.context.batch_ids, pos), k, latent)
         return self.context.attend(self.rope(q, pos), self.keys, self.values, pos)
-
-    def token_bytes(self) -> int:
-        """Two latents of each head."""
-        return self.keys.latents.token_bytes + self.values.token_bytes
 
 
 def palu_caches(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
