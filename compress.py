@@ -1292,7 +1292,7 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
         if i in skipped and settings.skip_as == "dense":
             return DenseCache(context)
         if i in skipped and settings.skip_as == "kivi":  # to rebuild all keys would take longer
-            return DenseCache(context, *kivi_stores(context, 4, 32))
+            return kivi_cache(context, KiviSettings(4, 32))
         maps = sals_layer_maps(c, settings, artifact, i, context.device)
         return SalsCache(context, settings, i not in skipped, maps, blocks)
 
@@ -1510,8 +1510,9 @@ class EliteCache(Cache):
         return out.flatten(1, 2)
 
 
-def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
-    """r and d_ckv. Raises UserError where they do not fit the model, or the model not the method."""
+def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, artifact: Artifact, i: int):
+    """Layer i's attention in the EliteKV form. Uptrained factors A, B come from the artifact, others from the
+    weights. Raises UserError where r and d_ckv do not fit the model, or the model not the method."""
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
     if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
@@ -1524,13 +1525,6 @@ def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> 
     most = min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r))
     if not 1 <= d_ckv <= most:
         raise UserError(f"--d_ckv {d_ckv}: with r = {r} the latent can have 1 to {most} dims")
-    return r, d_ckv
-
-
-def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, artifact: Artifact, i: int):
-    """Layer i's attention in the EliteKV form. Uptrained factors A, B come from the artifact, others from the
-    weights."""
-    r, d_ckv = elite_sizes(c, settings, artifact)
     same = (r, d_ckv, settings.lrd) == (int(artifact["r"]), int(artifact["d_ckv"]), "joint")
     uniform = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)  # [Hkv, D/2]
 
@@ -1902,6 +1896,8 @@ class LrqkCache(Cache):
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
         c, self.settings = context.config, settings
+        if not 0 <= settings.rank <= c.head_dim:
+            raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
         self.chosen, self.z = settings.budget(context.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
@@ -2034,13 +2030,10 @@ class LrqkCache(Cache):
         return (numbers * size + tables * 4) * c.n_kv_heads
 
 
-def lrqk_caches(model: Llama, settings: LrqkSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    most = model.config.head_dim
-    if not 0 <= settings.rank <= most:
-        raise UserError(f"--rank {settings.rank}: r must be 1 to {most}, the head dim (or 0)")
+def lrqk_cache(context: Context, settings: LrqkSettings) -> Cache:
     if settings.kv_device == "cuda" and context.device.type == "cpu":
         raise UserError("--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU: give cpu")
-    return [LrqkCache(context, settings) for _ in model.layers]
+    return LrqkCache(context, settings)
 
 
 # ----------------------------------------------------------------------------------------------- StreamingLLM
@@ -2124,7 +2117,7 @@ class TopKCache(DenseCache):
     """K and V in full, or in KIVI's codes."""
 
     def __init__(self, context: Context, settings: TopKSettings):
-        stores = kivi_stores(context, settings.kv_bits)
+        stores = () if settings.kv_bits == 16 else kivi_stores(context, KiviSettings(settings.kv_bits))
         super().__init__(context, *stores, budget=settings.budget(context.capacity))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -2302,12 +2295,6 @@ def quest_step(
     return (q @ keys[tokens].mT * len(k) ** -0.5).softmax(-1) @ values[tokens], tokens, stored
 
 
-def page_queries(q: Tensor) -> Tensor:
-    """q [..., D] as [max(q, 0), min(q, 0)] [..., 2D]: its product with a page's [largest, least] key of each
-    channel is the largest logit that a key between them could have (Quest sec. 3.3)."""
-    return torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
-
-
 class QuestCache(ProxyCache):
     """The proxy of a page is the largest and the least key of every channel, after RoPE."""
 
@@ -2331,8 +2318,10 @@ class QuestCache(ProxyCache):
         self.proxies.write((batch, page), torch.cat((high, low), -1))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        last = pos // self.page
-        scores = self.context.scores(page_queries(q), pos=last, rule="largest", **self.proxies.scored(last))
+        """[max(q, 0), min(q, 0)] [B, Hq, 2D] times a page's [largest, least] key is the largest logit that a
+        key between them could have (sec. 3.3)."""
+        last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
+        scores = self.context.scores(bounds, pos=last, rule="largest", **self.proxies.scored(last))
         budget = 0, self.count // self.page - 1, 1
         pages = self.context.select(scores, last, budget, recent=True)  # [B, Hkv, n], with the last
         index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
@@ -2626,16 +2615,13 @@ class TokenValues(RingStore):
         return [*self.coded.kernel_form(), self.ring.rows]
 
 
-def kivi_stores(context: Context, bits: int, residual: int = 128) -> tuple:
-    """Stores of K and V in KIVI's codes; of 16 bits none, which means plain ones."""
-    if bits == 16:
-        return ()
-    keys = ChannelKeys(context, bits, residual)
-    return keys, TokenValues(context, bits, keys.R)
+def kivi_stores(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
+    keys = ChannelKeys(context, settings.bits, settings.residual)
+    return keys, TokenValues(context, settings.bits, keys.R)
 
 
 def kivi_cache(context: Context, settings: KiviSettings) -> Cache:
-    return DenseCache(context, *kivi_stores(context, settings.bits, settings.residual))
+    return DenseCache(context, *kivi_stores(context, settings))
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -3061,14 +3047,14 @@ class PaluCache(Cache):
 
     def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
-        self.basis, self.bias = basis.to(context.device, context.dtype), bias.to(context.dtype)
         shape = len(basis), context.capacity, basis.shape[2]
-        self.keys = RebuiltKeys(TokenStore(context, *shape), self.basis, self.bias)
+        latents, basis = TokenStore(context, *shape), basis.to(context.device)
+        self.keys = RebuiltKeys(latents, basis, bias.to(context.dtype))
         self.values = TokenStore(context, *shape)
 
     def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
         """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]."""
-        self.keys.latents.write(where, torch.einsum("nhd,hdr->nhr", k - self.bias, self.basis))
+        self.keys.latents.write(where, torch.einsum("nhd,hdr->nhr", k - self.keys.bias, self.keys.basis))
         self.values.write(where, latent.unflatten(-1, (self.config.n_kv_heads, -1)))
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
@@ -3219,7 +3205,7 @@ METHODS = {
     "sals": Method(SalsSettings, sals_caches, sals_tensors, fold=fold_sals, paper=SALS_PAPER),
     "elitekv": Method(EliteSettings, elite_caches, elite_tensors, random_elitekv, fold_elitekv),
     "loki": Method(LokiSettings, loki_caches, loki_tensors),
-    "lrqk": Method(LrqkSettings, lrqk_caches, paper={"mode": "paper"}),
+    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), paper={"mode": "paper"}),
     "fdc": Method(FdcSettings, fdc_caches, fdc_tensors, random_fdc, fold_values),
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
     "topk": Method(TopKSettings, each_layer(TopKCache)),
