@@ -2,7 +2,8 @@
 
 A block reads from top to bottom: the settings; the paper's algorithm as one pure function of plain tensors
 (`sals_step`, `lrqk_step`, ...); what we changed, each a function marked (ours); and the cache in the order of
-a decode step: write, score, select, attend.
+a decode step: write, score, select, attend. A `*_step` gets q, k, v of the new token and `stored`, of the
+S - 1 tokens before it; it gives the output, the tokens attended if not all are, and what is stored now.
 
 A cache belongs to one layer and holds all entries of a batch. It gets q, k, v BEFORE RoPE:
     extend(batch, span, q, k, v, *folded)  entry `batch`'s tokens at positions `span`, a slice: its prompt or
@@ -393,6 +394,11 @@ def as_fp16(x: Tensor) -> Tensor:
     """x in fp16, rounded for those who read it in fp32, too: Inductor drops x.half().float(), and here it
     cannot, since the bits are whole numbers in between."""
     return (x.half().view(torch.int16) & -1).view(torch.float16)
+
+
+def appended(stored: tuple[Tensor, ...], *new: Tensor) -> tuple[Tensor, ...]:
+    """What is stored of S tokens, [S, ...] each: of S - 1 tokens `stored`, of the new one `new`."""
+    return tuple(torch.cat((old, x[None])) for old, x in zip(stored, new, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- budgets
@@ -964,22 +970,20 @@ class SalsSettings:
 
 def sals_step(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, r_score: int, bits: int, budget: tuple, rope
-) -> tuple[Tensor, Tensor, tuple]:
+) -> tuple:
     """One decode step of SALS as published (Algorithm 1, whose lines number the steps), for one sequence.
     The x first and z last tokens are exact here: the paper compresses the last ones by half.
 
-    q [Hq, D], k, v [Hkv, D]: of the new token, before RoPE. stored, of the S - 1 tokens before it: latents
-    [S - 1, r]; values in codes and their scales (`quantize`); K after RoPE and V [S - 1, Hkv, D], of which
-    only the x first and z last are read. U [Hkv*D, r]; rope(x, positions) rotates x [n, H, D]. Gives the
-    output [Hq, D], the tokens attended, and what is stored now."""
-    latents, codes, scales, k_exact, v_exact = stored
-    (x, y, z), (heads, D), S = budget, k.shape, len(latents) + 1
+    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D]. stored: latents [S - 1, r]; values in codes and their
+    scales (`quantize`); K after RoPE and V [S - 1, Hkv, D], of which only the x first and z last are read.
+    U [Hkv*D, r]; rope(x, positions) rotates x [n, H, D]."""
+    (x, y, z), (heads, D), S = budget, k.shape, len(stored[0]) + 1
     # 2. Project the new token. The query of a group is the sum of its heads, which share its keys.
     k_latent = k.flatten() @ U
     q_latent = q.unflatten(0, (heads, -1)).sum(1).flatten() @ U
     # 3. Append.
-    new = k_latent, *quantize(v, bits, min(32, D)), rope(k[None], torch.tensor([S - 1]))[0], v
-    stored = tuple(torch.cat((old, each[None])) for old, each in zip(stored, new, strict=True))
+    rotated = rope(k[None], torch.tensor([S - 1]))[0]
+    stored = appended(stored, k_latent, *quantize(v, bits, min(32, D)), rotated, v)
     latents, codes, scales, k_exact, v_exact = stored
     # 4. Scores on the r* leading dims (sec. 4.3): without RoPE, for all heads at once.
     scores = latents[:, :r_score] @ q_latent[:r_score]
@@ -1331,17 +1335,14 @@ class EliteSettings:
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
 
 
-def elitekv_step(
-    q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tensor, b_v: Tensor
-) -> tuple[Tensor, tuple]:
+def elitekv_step(q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tensor, b_v: Tensor) -> tuple:
     """One decode step of EliteKV as published (sec. 3.2, Eq. 2), for one sequence.
 
-    Each head's 2r elite dims come first. q [Hq, D] and k [Hkv, 2r]: of the new token, elite dims rotated.
-    latent [d_ckv]: c = x A of all else. stored: elite keys [S - 1, Hkv, 2r] and latents [S - 1, d_ckv]. b_k
-    [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T. Gives the output [Hq, D] and what is stored now."""
+    Each head's 2r elite dims come first. q [Hq, D] and k [Hkv, 2r]: elite dims rotated -> [Hq, D]. latent
+    [d_ckv]: c = x A of all else. stored: elite keys [S - 1, Hkv, 2r] and latents [S - 1, d_ckv]. b_k
+    [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T."""
     # 1. Append: the elite keys of each head, and one latent for all else of K and V.
-    new = k[None], latent[None]
-    keys, latents = stored = tuple(torch.cat(pair) for pair in zip(stored, new, strict=True))
+    keys, latents = stored = appended(stored, k, latent)
     # 2. Expand what is not rotated, and the values: [K^n | V] = c B (Eq. 2).
     rest = torch.einsum("sc,hdc->shd", latents, b_k)
     values = torch.einsum("sc,hdc->shd", latents, b_v)
@@ -1583,17 +1584,14 @@ class LokiSettings:
         return 0, capacity if self.reduced else token_count(self.k, capacity), 0
 
 
-def loki_step(
-    q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int, n: int
-) -> tuple[Tensor, Tensor, tuple]:
+def loki_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int, n: int) -> tuple:
     """One decode step of Loki as published (Algorithm 1, whose lines number the steps), for one KV head.
 
-    q [G, D], k, v [D]: of the new token, after RoPE. stored: K P and V [S - 1, D] of the tokens before it. P
-    [D, D]: principal components of the keys, the largest first. Gives the output [G, D], the n tokens of each
-    query [G, n], and what is stored now."""
+    q [G, D], k, v [D]: after RoPE -> [G, D], and each query's n tokens [G, n]. stored: K P and V [S - 1, D].
+    P [D, D]: principal components of the keys, the largest first."""
     # 2-4. Into the basis, which leaves full logits as they are (Lemma 4.1); append.
     q, k = q @ P, k @ P
-    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    keys, values = stored = appended(stored, k, v)
     # 5. Scores on the d leading components.
     scores = q[:, :d] @ keys[:, :d].mT
     # 6, 7. The n best tokens of each query.
@@ -1724,17 +1722,17 @@ def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> tupl
 
 def lrqk_step(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, bases: tuple, near: Tensor, n: int, recent: int
-) -> tuple[Tensor, Tensor, tuple, tuple]:
+) -> tuple:
     """One decode step of LRQK as published (Algorithm 2, whose lines number the steps), for one KV head.
 
-    q [G, D], k, v [D]: of the new token, after RoPE. stored, of the S - 1 tokens before it: A_K [S - 1, r], K
-    and V [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, the tokens that the last step attended, which are
-    on the GPU. n: tokens to select (the paper's k). Gives the output, Omega, what is stored, the bases."""
+    q [G, D], k, v [D]: after RoPE -> [G, D], and at last the new bases. stored: A_K [S - 1, r], K and V
+    [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, the tokens that the last step attended, which are on the
+    GPU. n: tokens to select (the paper's k)."""
     # 1-7. The new token's proxies q^ and k^, and a step of the bases towards it.
     a_k, keys, values = stored
     q_hat, k_hat, *bases = lrqk_refit(q, k[None], *bases, a_k[near], keys[near])
     # 8. Append.
-    a_k, keys, values = (torch.cat(pair) for pair in zip(stored, (k_hat, k[None], v[None]), strict=True))
+    a_k, keys, values = stored = appended(stored, k_hat[0], k, v)
     # 9. The best by q^ . k^ of the tokens that are not recent. The queries of a group choose together.
     old = max(0, len(a_k) - recent)
     logits = q_hat @ a_k[:old].mT * q.shape[-1] ** -0.5
@@ -1743,7 +1741,7 @@ def lrqk_step(
     near = torch.cat((chosen, torch.arange(old, len(a_k))))
     # 14. Attend Omega.
     weights = (q @ keys[near].mT * q.shape[-1] ** -0.5).softmax(-1)
-    return weights @ values[near], near, (a_k, keys, values), tuple(bases)
+    return weights @ values[near], near, stored, tuple(bases)
 
 
 def lrqk_refit(
@@ -2153,22 +2151,20 @@ class KeyformerSettings(H2oSettings):
     """Keyformer (arXiv 2403.09054): H2O whose scores have Gumbel noise and a temperature."""
 
 
-def h2o_step(
-    q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int
-) -> tuple[Tensor, Tensor, tuple]:
+def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
     """One decode step of H2O as published (Algorithm 1), for one KV head.
 
-    q [G, D], k, v [D]: of the new token, after RoPE. stored, of n <= slots tokens: K and V [n, D], positions
-    [n] in order, and the attention that each has got [n]. Gives the output [G, D], the positions, and what
-    is stored now."""
+    q [G, D], k, v [D]: after RoPE -> [G, D]. stored, of n <= slots tokens: K and V [n, D], positions [n] in
+    order, and the attention that each has got [n]."""
     keys, values, positions, attention = stored
     # 1. Where all slots are taken, forget the token with the least attention that is not recent.
     now = int(positions[-1]) + 1
     kept = torch.ones(len(keys), dtype=torch.bool)
     if len(keys) == slots:
         kept[attention.masked_fill(positions > now - recent, torch.inf).argmin()] = False
-    new = zip(stored, (k, v, torch.tensor(now), torch.tensor(0.0)), strict=True)
-    keys, values, positions, attention = (torch.cat((x[kept], y[None].to(x.dtype))) for x, y in new)
+    stored = (x[kept] for x in stored)
+    new = k, v, torch.tensor(now), attention.new_tensor(0)
+    keys, values, positions, attention = appended(stored, *new)
     # 2. Attend what is left, and add what each token gets.
     weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
     return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
@@ -2274,14 +2270,11 @@ class QuestSettings:
         return (count if count == capacity else min(max(3, count // page) * page, capacity),)
 
 
-def quest_step(
-    q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int
-) -> tuple[Tensor, Tensor, tuple]:
-    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose together.
+def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
+    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n pages.
 
-    q [G, D], k, v [D]: of the new token, after RoPE. stored: K and V [S - 1, D]. Gives the output [G, D],
-    the tokens of the n pages, and what is stored now."""
-    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    q [G, D], k, v [D]: after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
+    keys, values = stored = appended(stored, k, v)
     # 1. The least and the largest key of each page bound a query's logits there.
     bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
     low, high = map(torch.stack, zip(*bounds, strict=True))  # [pages, D]
@@ -2461,9 +2454,8 @@ class KiviSettings:
 def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int) -> tuple[Tensor, tuple]:
     """One decode step of KIVI as published (sec. 3.2), for one KV head.
 
-    q [G, D], k, v [D]: of the new token, after RoPE. stored: K and V [S - 1, D], of which each step makes
-    codes here. Gives the output [G, D] and what is stored now."""
-    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    q [G, D], k, v [D]: after RoPE -> [G, D]. stored: K and V [S - 1, D], of which each step makes codes."""
+    keys, values = stored = appended(stored, k, v)
     # 1. Keys in codes per channel, 32 tokens a group; those of an unfinished block of R are exact.
     full, group = len(keys) // R * R, min(32, len(k))
     coded = dequantize(*quantize(keys[:full], bits, 32, -2), bits, 32, keys.dtype, -2)
@@ -2660,17 +2652,17 @@ class ShadowKvSettings:
 
 def shadowkv_step(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, outliers: Tensor, budget: tuple, rope
-) -> tuple[Tensor, list[Tensor], tuple]:
+) -> tuple:
     """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
 
-    q [Hq, D], k, v [Hkv, D]: of the new token, before RoPE. stored: latents [S - 1, r], K after RoPE (for
-    landmarks, outliers and recent tokens only) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's SVD.
-    outliers [Hkv, .]: chunks that are kept exactly. budget: chunks to select, tokens of a chunk, recent
-    tokens. Gives the output [Hq, D], each KV head's tokens, and what is stored now."""
+    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and the tokens of each KV head. stored: latents
+    [S - 1, r], K after RoPE (for landmarks, outliers and recent tokens only) and V [S - 1, Hkv, D]. U
+    [Hkv*D, r]: of the prompt's SVD. outliers [Hkv, .]: chunks that are kept exactly. budget: chunks to
+    select, tokens of a chunk, recent tokens."""
     (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
-    new = k.flatten() @ U, rope(k[None], torch.tensor([S - 1]))[0], v
-    latents, keys, values = stored = tuple(torch.cat((x, y[None])) for x, y in zip(stored, new, strict=True))
-    q, near = rope(q[None], torch.tensor([S - 1]))[0].unflatten(0, (heads, -1)), max(0, S - recent) // chunk
+    q, rotated = (rope(x[None], torch.tensor([S - 1]))[0] for x in (q, k))
+    latents, keys, values = stored = appended(stored, k.flatten() @ U, rotated, v)
+    q, near = q.unflatten(0, (heads, -1)), max(0, S - recent) // chunk
     for h in range(heads):
         # 1. The n best of the older chunks, by the largest weight that a query gives their mean key.
         landmarks = keys[: S // chunk * chunk, h].unflatten(0, (-1, chunk)).mean(1)
@@ -2838,12 +2830,12 @@ class FdcSettings:
 def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
     """One decode step of FDC as published (sec. 5.1), for one KV head. Prefill attends the same vectors.
 
-    q [G, D], k [D]: of the new token, after RoPE. v [d_v]: x W_V R_V, since the values' basis is folded into
-    the weights, as is R_V^T into W_O. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading
-    columns of the head's rotation. Gives the output [G, d_v] and what is stored now."""
+    q [G, D], k [D]: after RoPE -> [G, d_v]. v [d_v]: x W_V R_V, since the values' basis is folded into the
+    weights, as is R_V^T into W_O. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading
+    columns of the head's rotation."""
     # 1. Compress the query and the key after RoPE; append.
     q, k = q @ R, k @ R
-    keys, values = stored = tuple(torch.cat(pair) for pair in zip(stored, (k[None], v[None]), strict=True))
+    keys, values = stored = appended(stored, k, v)
     # 2. Attend the compressed vectors, at the scale of the full head dim.
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
@@ -3030,11 +3022,10 @@ class PaluSettings:
 def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
     """One decode step of Palu as published (sec. 3.1), for one KV head of its own group.
 
-    q [G, D] after RoPE, k [D] before it, v [d_v]: of the new token. stored: latents of the keys [S - 1, r]
-    and of the values [S - 1, d_v], whose basis is folded into W_V and W_O. R [D, r] is orthonormal;
-    rope(x, positions) rotates x [n, D]. Gives the output [G, d_v] and what is stored now."""
-    new = (k @ R)[None], v[None]
-    latents, values = stored = tuple(torch.cat(pair) for pair in zip(stored, new, strict=True))
+    q [G, D] after RoPE, k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of
+    the values [S - 1, d_v], whose basis is folded into W_V and W_O. R [D, r] is orthonormal;
+    rope(x, positions) rotates x [n, D]."""
+    latents, values = stored = appended(stored, k @ R, v)
     keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
