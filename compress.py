@@ -52,12 +52,13 @@ Stored = dict[str, tuple]
 Artifact = dict[str, Tensor]
 
 
-def setting(default, text: str, choices: tuple | None = None, sets: str = ""):
+def setting(default, text: str, choices: tuple | None = None, sets: str = "", least: float = 0):
     """A field of a settings dataclass; generate.py makes its command-line option out of it.
 
     sets: what the field is the knob of, "bytes" (per token), "tokens" (attended, the sum of the dataclass's
-    `budget(capacity)`) or "bytes tokens"; calibrate.py eval turns it to compare methods at equal cost."""
-    return field(default=default, metadata={"help": text, "choices": choices, "sets": sets})
+    `budget(capacity)`) or "bytes tokens"; calibrate.py eval turns it to compare methods at equal cost. least:
+    the smallest number allowed."""
+    return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "least": least})
 
 
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
@@ -712,7 +713,7 @@ class Cache(nn.Module):
     """The base of all caches: exact attention of tokens that are read at once, the ledger, `report_selected`.
 
     past(batch, n): K after RoPE and V [<= n, Hkv, D] that a method keeps of an entry's first n tokens.
-    write_chunk(batch, span, q, k, v, raw, *folded): stores tokens; q and k after RoPE, raw: k before."""
+    write_chunk(batch, span, q, k, v, *rest): stores tokens; q, k after RoPE, rest: k before it, `folded`."""
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
     elite_rope = False  # rotates only a head's elite pairs, as a checkpoint uptrained for EliteKV must be
@@ -947,7 +948,7 @@ class SalsSettings:
     value_code: str = setting("spread", "rotated, one scale a head; or groups (paper)", ("spread", "grouped"))
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
-    recent: int = setting(64, "z: last tokens that are always attended, kept exact")
+    recent: int = setting(64, "z: last tokens that are always attended, kept exact", least=1)
     keep: float = setting(0.0, "sets y so that x + y + z is this fraction of the capacity", sets="tokens")
     score: str = setting("softmax", "sum of the heads' softmax, or of logits (paper)", ("softmax", "sum"))
     score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
@@ -966,6 +967,15 @@ class SalsSettings:
         if self.keep:
             y = left_to_select(self.keep, round(self.keep * capacity), capacity, x, z)
         return within(capacity, z, y, x)[::-1]
+
+    def ranks(self, c: ModelConfig) -> tuple[int, int]:
+        """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
+        keys (ours). With 4-bit codes the number of the other dims is even: a byte holds two."""
+        if not 0 < self.score_rank <= 1:
+            raise UserError(f"--score_rank {self.score_rank}: r*/r must lie in (0, 1]")
+        r = rank_of(self.rank, c.kv_dim) if self.rank else min(c.kv_dim // 2, 1024)
+        lead = max(1, round(self.score_rank * r))
+        return r, lead + (r - lead) % 2 if self.latent_bits == 4 else lead
 
 
 def sals_step(
@@ -1068,7 +1078,7 @@ def sals_layer_maps(
     basis = artifact[f"{i}.{settings.metric}_basis"].float().to(device)  # [Hkv*D, fitted rank]
     centred = settings.metric == "query"
     scale, mean = (artifact[name][i].to(device) if centred else None for name in ("scale", "mean"))
-    r, lead = sals_rank(settings, c), sals_score_rank(settings, c)
+    r, lead = settings.ranks(c)
     if basis.shape[1] < r:
         fault = f"rank {r} is more than the {basis.shape[1]} directions in the artifact"
         raise UserError(f"{fault}; run calibrate.py fit with --max_rank {r / c.kv_dim:g}")
@@ -1143,7 +1153,7 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
         rows = [down.T @ (k - mean if name == "bias" and mean is not None else k)]
         if settings.score == "sum" and not settings.score_block and not skipped:  # else RoPE lies between
             summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
-            rows.append(up[:, : sals_score_rank(settings, c)].T @ summed)
+            rows.append(up[:, : settings.ranks(c)[1]].T @ summed)
         stacked = torch.cat((parameter, *(r.to(parameter.dtype) for r in rows)))
         setattr(linear, name, nn.Parameter(stacked, False))
     attention.widths = [*attention.widths, *map(len, rows)]
@@ -1167,7 +1177,7 @@ class SalsCache(Cache):
         c, self.settings, self.sparse = context.config, settings, sparse
         self.budget = settings.budget(context.capacity)
         self.block, self.rotations, self.token_rotations = blocks or (0, (), None)
-        self.r, self.r_score = sals_rank(settings, c), sals_score_rank(settings, c)
+        self.r, self.r_score = settings.ranks(c)
         down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
         self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
         self.down = self.mean_latent = None  # wqkv has both
@@ -1208,10 +1218,8 @@ class SalsCache(Cache):
         stores = zip(self.window, (self.keys, self.values), strict=True)
         return tuple(window.overlay(batch, store.past(batch, n)) for window, store in stores)
 
-    def write_chunk(
-        self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor
-    ) -> None:
-        self.latents.write((batch, span), self.latent(raw, *folded)[:, None])
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        self.latents.write((batch, span), self.latent(*rest)[:, None])
         self.values.write((batch, span), v)
         self.write((batch, span), k, v)
 
@@ -1266,27 +1274,11 @@ class SalsCache(Cache):
         return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * exact_bytes
 
 
-def sals_rank(settings: SalsSettings, config: ModelConfig) -> int:
-    """r: --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest keys (ours)."""
-    return rank_of(settings.rank, config.kv_dim) if settings.rank else min(config.kv_dim // 2, 1024)
-
-
-def sals_score_rank(settings: SalsSettings, config: ModelConfig) -> int:
-    """r*. With 4-bit codes the number of the other dims is even: a byte holds two."""
-    if not 0 < settings.score_rank <= 1:
-        raise UserError(f"--score_rank {settings.score_rank}: r*/r must lie in (0, 1]")
-    r = sals_rank(settings, config)
-    r_score = max(1, round(settings.score_rank * r))
-    return r_score + (r - r_score) % 2 if settings.latent_bits == 4 else r_score
-
-
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
-    if min(settings.sinks, settings.critical) < 0 or settings.recent < 1 or not 0 <= settings.keep <= 1:
-        raise UserError("the budget needs sinks >= 0, critical >= 0, recent >= 1 and keep between 0 and 1")
-    if settings.score_block < 0:
-        raise UserError(f"--score_block {settings.score_block}: give a number of tokens, or 0")
+    if settings.keep > 1:
+        raise UserError(f"--keep {settings.keep:g}: give a fraction of the context, up to 1")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
     biased = c.qkv_bias and settings.metric == "query"  # the mean's logits may change from token to token
     by_token = torch.cat((context.cos, context.sin), -1) if biased else None
@@ -1682,15 +1674,13 @@ class LrqkSettings:
 
     rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)", sets="bytes")
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
-    recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU")
+    recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU", least=1)
     mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(k, recent) in tokens for a cache of this capacity."""
-        if self.k < 0 or self.recent < 1:
-            raise UserError("--k must be at least 0 and --recent at least 1")
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
         return within(capacity, self.recent, self.k)[::-1]
@@ -1894,7 +1884,7 @@ class LrqkCache(Cache):
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
         c, self.settings = context.config, settings
-        if not 0 <= settings.rank <= c.head_dim:
+        if settings.rank > c.head_dim:
             raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
         self.chosen, self.z = settings.budget(context.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
@@ -2042,12 +2032,10 @@ class StreamingSettings:
     """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
 
     sinks: int = setting(4, "x: first tokens that are kept")
-    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens")
+    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", least=1)
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(x, w) in tokens for a cache of this capacity."""
-        if self.sinks < 0 or self.recent < 1:
-            raise UserError("--sinks must be at least 0 and --recent at least 1")
         return within(capacity, self.recent, self.sinks)[::-1]
 
 
@@ -2080,13 +2068,11 @@ class KeepSettings:
 
     keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")
-    recent: int = setting(1, "z: last tokens that are always among them")
+    recent: int = setting(1, "z: last tokens that are always among them", least=1)
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens: sinks, selected, recent."""
         total, x, z = kept_tokens(self.keep, capacity), self.sinks, self.recent
-        if x < 0 or z < 1:
-            raise UserError("--sinks must be at least 0 and --recent at least 1")
         if total == capacity:
             return 0, total, 0
         return x, left_to_select(self.keep, total, capacity, x, z), z
@@ -2135,12 +2121,12 @@ class H2oSettings:
 
     keep: float = keep_setting(512, sets="bytes tokens")
     heavy: float = setting(0.5, "fraction of these that are heavy hitters; the others are the most recent")
-    window: int = setting(64, "W: last queries of a prompt whose attention is accumulated")
+    window: int = setting(64, "W: last queries of a prompt whose attention is accumulated", least=1)
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(heavy, recent) in tokens."""
-        if not 0 <= self.heavy <= 1 or self.window < 1:
-            raise UserError("--heavy must lie in [0, 1] and --window be at least 1")
+        if self.heavy > 1:
+            raise UserError(f"--heavy {self.heavy:g}: give a fraction of the tokens that are kept, up to 1")
         total = kept_tokens(self.keep, capacity)
         recent = max(1, total - round(self.heavy * total))
         return total - recent, recent
@@ -2259,13 +2245,11 @@ class QuestSettings:
     """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
 
     keep: float = keep_setting(512)
-    page: int = setting(16, "tokens of a page")
+    page: int = setting(16, "tokens of a page", least=1)
     skip: str = setting("0,1", "layers that attend every token")
 
     def budget(self, capacity: int) -> tuple[int]:
         """Tokens of all pages: as many whole ones as fit, the released code's 3 at least."""
-        if self.page < 1:
-            raise UserError("--page must be at least 1")
         count, page = kept_tokens(self.keep, capacity), min(self.page, capacity)
         return (count if count == capacity else min(max(3, count // page) * page, capacity),)
 
@@ -2366,7 +2350,7 @@ class DoubleSparseCache(ProxyCache):
 class HshareSettings(DoubleSparseSettings):
     """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
 
-    every: int = setting(8, "steps for which a selection is used")
+    every: int = setting(8, "steps for which a selection is used", least=1)
     share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
 
 
@@ -2391,11 +2375,11 @@ class HshareCache(DoubleSparseCache):
     def __init__(self, context: Context, settings: HshareSettings, importance: Tensor):
         super().__init__(context, settings, importance)
         heads, every, merged = context.config.n_kv_heads, settings.every, settings.share_heads
-        if not 0 <= merged < heads:
+        if merged >= heads:
             raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
         selects, most = self.count < context.capacity, self.budget[1] + 1
-        if every < 1 or every > most and selects:
-            raise UserError(f"--every {every}: at least 1 and at most {most}, 1 + the tokens selected")
+        if every > most and selects:
+            raise UserError(f"--every {every}: give at most {most}, 1 + the tokens selected")
         self.every, self.merged = (every, merged) if selects else (1, 0)
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
         self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
@@ -2625,9 +2609,9 @@ class ShadowKvSettings:
 
     keep: float = keep_setting(1024)
     rank: float = setting(0.15625, "rank of the keys, a fraction of Hkv*D (paper: 160 of 1024)", sets="bytes")
-    chunk: int = setting(8, "tokens of a chunk")
+    chunk: int = setting(8, "tokens of a chunk", least=1)
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
-    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more")
+    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", least=1)
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(selected, outliers, recent) in tokens that are attended at most."""
@@ -2635,8 +2619,6 @@ class ShadowKvSettings:
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
         """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
-        if self.chunk < 1 or self.outliers < 0 or self.recent < 1:
-            raise UserError("--chunk and --recent must be at least 1, --outliers at least 0")
         chunk = min(self.chunk, capacity)
         outliers, recent = self.outliers * chunk, self.recent + chunk - 1
         total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
@@ -2720,10 +2702,8 @@ class ShadowKvCache(Cache):
         values = self.host_v[batch, :, self.context.positions[:n]].transpose(0, 1)
         return self.rings[0].overlay(batch, keys), values
 
-    def write_chunk(
-        self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, *folded: Tensor
-    ) -> None:
-        flat, first = raw.flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        flat, first = rest[0].flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
         if not span.start:
             gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
             self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
@@ -2814,7 +2794,7 @@ class ShadowKvCache(Cache):
 class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
 
-    rate: float = setting(-1.0, "r: fraction of singular values lost (Eq. 1; -1: as fitted)", sets="bytes")
+    rate: float = setting(-1.0, "r: fraction of singular values lost (-1: as fitted)", sets="bytes", least=-1)
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
@@ -3222,7 +3202,7 @@ def method_named(name: str) -> Method:
 
 
 def settings_from(method: str, options: dict) -> object:
-    """The method's settings with `options` (name -> value) over its defaults; unknown names are refused.
+    """The method's settings with `options` (name -> value) over its defaults. Raises UserError for others.
 
     The option `variant` is "paper" or "ours": whose values the other options go over."""
     row, options = method_named(method), dict(options)
@@ -3235,7 +3215,9 @@ def settings_from(method: str, options: dict) -> object:
         if name not in known:
             fault = f"--{name} is not a setting of {method}"
             raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
-        choices = known[name].metadata["choices"]
+        choices, least = (known[name].metadata[key] for key in ("choices", "least"))
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
+        if not isinstance(value, str) and value < least:
+            raise UserError(f"--{name} {value}: give at least {least}")
     return row.settings(**options)
