@@ -55,9 +55,8 @@ Artifact = dict[str, Tensor]
 def setting(default, text: str, choices: tuple | None = None, sets: str = "", least: float = 0):
     """A field of a settings dataclass; generate.py makes its command-line option out of it.
 
-    sets: what the field is the knob of, "bytes" (per token), "tokens" (attended, the sum of the dataclass's
-    `budget(capacity)`) or "bytes tokens"; calibrate.py eval turns it to compare methods at equal cost. least:
-    the smallest number allowed."""
+    sets: what the field is the knob of, "bytes" (per token), "tokens" (attended, the sum of its `budget`) or
+    "bytes tokens"; calibrate.py eval turns it for equal cost. least: the smallest number allowed."""
     return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "least": least})
 
 
@@ -223,8 +222,7 @@ class Context:
         return (values.mix(weights, pos) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
-        """Attention of one query each, q [B, Hq, D], over those of the rows k, v [B, Hkv, S, D] that are
-        live [B, Hkv, S]."""
+        """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
         scale = self.config.head_dim**-0.5
         if not (self.kernels and self.config.head_dim % 16 == 0):
             return attend(q, k, v, live, scale)
@@ -290,8 +288,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
 def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
     """q . row of every token: q [B, H, N, d], rows [B, H, S, >= d] -> [B, H, N, S] fp32.
 
-    row_scale [B, H, S]: of rows that are codes. With `block` q is [B, n, H, N, d]: a query for each block of
-    so many tokens, the last maybe of fewer."""
+    row_scale [B, H, S]: of rows that are codes. With `block` q is [B, n, H, N, d]: one for each block of so
+    many tokens, the last maybe of fewer."""
     rows = rows[..., : q.shape[-1]]
     if row_scale is not None:  # sums of products with codes can exceed fp16's range
         q, row_scale = q * 2**-7, row_scale * 128
@@ -464,8 +462,10 @@ class TokenStore(nn.Module):
         super().__init__()
         self.context, self.heads, self.tokens, self.width = context, heads, tokens, width
         self.by_token, places = by_token, (tokens, heads) if by_token else (heads, tokens)
+        self.token_bytes = 0
         for name, (shape, dtype) in self.layout().items():
             self.register_buffer(name, context.zeros(*places, *shape, dtype=dtype))
+            self.token_bytes += heads * math.prod(shape) * dtype.itemsize
 
     def layout(self) -> dict[str, tuple]:
         """The buffers: name -> shape and dtype of what one head of one token has there."""
@@ -523,11 +523,6 @@ class TokenStore(nn.Module):
 
     def kernel_form(self) -> list[Tensor]:
         return [self.view(part) for part in self.parts()]
-
-    @property
-    def token_bytes(self) -> int:
-        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self.layout().values())
-        return self.heads * sum(sizes)
 
     def formula(self) -> int:
         return self.context.batch_size * self.tokens * self.token_bytes
@@ -725,8 +720,7 @@ class Cache(nn.Module):
         self.context, self.config, self.rope = context, context.config, context.rope
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        """Tokens of an entry at positions `span`, a prompt's or later ones. They attend one another and what
-        is kept of the past, exactly."""
+        """An entry's tokens at positions `span` attend one another and what is kept of the past, exactly."""
         q, rotated = self.rope(q, span), self.rope(k, span)
         keys, values = rotated, v
         if span.start:
@@ -784,8 +778,7 @@ class DenseCache(Cache):
     """Post-RoPE K and V of every token: the truth that all others are measured against.
 
     The base of the caches that keep K and V by position, in two stores (plain ones if not given). A step
-    attends `count` tokens: those of a budget, all that are stored if there is none. Where these are fewer
-    than all, `select` names them."""
+    attends `count` tokens, those of a budget, which `select` names, or else all that are stored."""
 
     def __init__(self, context: Context, keys=None, values=None, budget: tuple[int, ...] = ()):
         super().__init__(context)
@@ -1112,8 +1105,7 @@ def block_queries(
 
 def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor, rule: str) -> Tensor:
     """q . RoPE(mean key) at n places: q [B, Hq, D] after RoPE, mean [Hkv*D], rotations [n, D], cos beside sin
-    -> [B, n, Hq] fp32, of rule sum their sum [B, n, 1] (ours). With centred keys the latents' scores lack it.
-    """
+    -> [B, n, Hq] fp32, of rule sum their sum [B, n, 1] (ours). The latents of centred keys lack it."""
     x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
     a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
     pairs = torch.cat((a * x + b * y, b * x - a * y), -1).flatten(1, 2)  # [B, Hq, D]
@@ -1136,8 +1128,7 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     """Layer i's attention with rotated values, and with W_k U_r, and for the sum rule (sum over each group of
     W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms.
 
-    Exact, since everything up to the latent is linear; biases fold the same way. A bias takes the mean key
-    off, too."""
+    Exact, since all up to the latent is linear; biases fold the same way, and take off the mean key."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if skipped and settings.skip_as != "latent":
         return attention
@@ -2453,9 +2444,7 @@ def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int)
 
 
 class RingStore(nn.Module):
-    """Codes, and the last R tokens in a ring, as they are attended. The base of KIVI's two stores.
-
-    token_bytes: of a token in codes."""
+    """Codes, `token_bytes` a token, and a ring of the last R tokens as attended. The base of KIVI's two."""
 
     def __init__(self, context: Context, bits: int, R: int):
         super().__init__()
@@ -2842,8 +2831,7 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
 
 
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
-    """The biases of the key and value projections, [Hkv, D] each ([Hkv, 0] where V is folded); zeros where
-    the model has none."""
+    """The biases of the key and value projections, [Hkv, D] each (V folded: [Hkv, 0]), or zeros."""
     bias, device = attention.wqkv.bias, attention.wqkv.weight.device
     bias = torch.zeros(sum(attention.widths), device=device) if bias is None else bias
     return tuple(b.view(c.n_kv_heads, len(b) // c.n_kv_heads) for b in bias.split(attention.widths)[1:3])
@@ -2903,9 +2891,9 @@ class RaggedStore(nn.Module):
         parts = self.packed.split([math.prod(tokens) * rank for rank in self.ranks])
         return [part.view(*tokens, rank) for part, rank in zip(parts, self.ranks, strict=True)]
 
-    def write(self, where: tuple, x: Tensor) -> None:
-        """Stores tokens x [n, sum of all ranks]; where: as other stores have it."""
-        batch, tokens = where
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        """Stores tokens' K' [n, Hkv, 1, max d_qk] and V' [n, sum of d_v]; where: as other stores have it."""
+        (batch, tokens), x = where, torch.cat((k.flatten(1)[:, self.k_columns], v), -1)
         if isinstance(batch, int):
             for view, part in zip(self.views(), x.split(self.ranks, -1), strict=True):
                 view[batch, tokens] = part
@@ -2934,12 +2922,8 @@ class FdcCache(Cache):
         grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
         return torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)
 
-    def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
-        """Stores tokens, of compressed keys [n, Hkv, 1, max d_qk] and values [n, sum of d_v]."""
-        self.vectors.write(where, torch.cat((k.flatten(1)[:, self.vectors.k_columns], latent), -1))
-
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.write((batch, span), self.compress(k, span), latent)
+        self.vectors.write((batch, span), self.compress(k, span), latent)
         q, n = self.compress(q, span), len(self.k_ranks)
         stored = [view[batch, : span.stop] for view in self.vectors.views()]  # K' of n heads, then V' of them
         # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing
@@ -2956,7 +2940,7 @@ class FdcCache(Cache):
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.write((self.context.batch_ids, pos), self.compress(k, pos), latent)
+        self.vectors.write((self.context.batch_ids, pos), self.compress(k, pos), latent)
         return self.context.attend_ragged(self.compress(q, pos), self.vectors, pos)[:, None]
 
 
