@@ -22,7 +22,7 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -395,7 +395,7 @@ def as_fp16(x: Tensor) -> Tensor:
     return (x.half().view(torch.int16) & -1).view(torch.float16)
 
 
-def appended(stored: tuple[Tensor, ...], *new: Tensor) -> tuple[Tensor, ...]:
+def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
     """What is stored of S tokens, [S, ...] each: of S - 1 tokens `stored`, of the new one `new`."""
     return tuple(torch.cat((old, x[None])) for old, x in zip(stored, new, strict=True))
 
@@ -2139,9 +2139,8 @@ def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent:
     kept = torch.ones(len(keys), dtype=torch.bool)
     if len(keys) == slots:
         kept[attention.masked_fill(positions > now - recent, torch.inf).argmin()] = False
-    stored = (x[kept] for x in stored)
     new = k, v, torch.tensor(now), attention.new_tensor(0)
-    keys, values, positions, attention = appended(stored, *new)
+    keys, values, positions, attention = appended((x[kept] for x in stored), *new)
     # 2. Attend what is left, and add what each token gets.
     weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
     return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
