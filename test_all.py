@@ -4655,7 +4655,7 @@ BAD_COMMANDS = {
     "generate --checkpoint again --prompt hi --system x": "--system needs --chat",
     "generate --chat --prompt hi --system ''": "not empty",
     "generate --prompt 0": "empty",
-    "generate --prompt @nowhere.txt": "no such file",
+    "generate --prompt @nowhere.txt": "No such file",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     "generate --prompt 5 --temperature nan": "nan is not a finite number",
     "generate --device meta --prompt 5": "--device meta is not supported",
@@ -4685,7 +4685,6 @@ BAD_COMMANDS = {
     "generate --method palu --keep 0 --prompt 5": "must lie in (0, 1]",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
-    "generate --device abacus --prompt 5": "not a device",
     "generate --device cuda": "--device cpu",
     "generate --checkpoint nano --method sals --rank 2": "1 to",  # before the dense run of the demo
     "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
