@@ -2515,8 +2515,10 @@ def test_added_tokens_above_sentencepiece(tmp_path):
         tokenizer = tokenizer_of(tmp_path, **files)
         assert encode_named(tokenizer, "Hello<|end|>Hello", False) == [*tokens[0], 32007, *tokens[after]]
     (tmp_path / "tokenizer.json").unlink()
-    legacy = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32007})
-    assert encode_named(legacy, "Hello<|end|>Hello", False) == [*tokens[0], 32007, *tokens[1]]
+    old = {"legacy": True, "tokenizer_class": "LlamaTokenizer"}
+    for settings, after in ((old, 0), (old | {"legacy": False}, 1), ({"legacy": False}, 1)):
+        tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, added_tokens={"<|end|>": 32007})
+        assert encode_named(tokenizer, "Hello<|end|>Hello", False) == [*tokens[0], 32007, *tokens[after]]
     tokenizer = tokenizer_of(tmp_path, tokenizer_config={}, added_tokens={"<|end|>": 32007})
     assert encode_named(tokenizer, "Hello<|end|>") == [1, *hello, 32007]
 
