@@ -371,8 +371,6 @@ def read_text(path: Path) -> str:
 
 def prompt_text(prompt: str) -> str:
     """The text that TEXT, @file or - (stdin) stands for."""
-    if prompt.startswith("@") and not Path(prompt[1:]).is_file():
-        raise UserError(f"--prompt {prompt}: there is no such file")
     if prompt.startswith("@"):
         text = read_text(Path(prompt[1:]))
     else:
@@ -447,12 +445,9 @@ def load(args, needs_tokenizer: bool = True, fold: Callable | None = None) -> tu
 
 
 def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    try:
-        device = torch.device(args.device)
-    except RuntimeError:
-        raise UserError(f"--device {args.device}: not a device; use cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d\d?)?", args.device):
         raise UserError(f"--device {args.device} is not supported; use cpu or cuda")
+    device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
     if device.type == "cuda" and ranks()[1] > 1:
@@ -670,8 +665,7 @@ def device_name(device: torch.device) -> str:
 def print_report(r: dict) -> None:
     tokens, rows = r["cache_tokens"], len(r["prompt_tokens"])
     measured, formula, dense = (r[f"cache_bytes_{kind}"] for kind in ("measured", "formula", "dense"))
-    share = r["bandwidth_share"]
-    share = "" if share is None else f", {share:.1%} of the memory bandwidth measured"
+    share = f", {r['bandwidth_share']:.1%} of the memory bandwidth measured" if r["bandwidth_share"] else ""
     compiled = f", step compiled in {r['capture_s']:.1f} s" if r["capture_s"] else ""
     missed = "" if r["miss_rate"] is None else f"; {r['miss_rate']:.1%} of the selected rows come from there"
     most = {name: human(max(rank[name] for rank in r["ranks"])) for name in r["ranks"][0]}
@@ -809,9 +803,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "stop where this text is complete; its beginning may remain (default with --ask: a line end)"
     parser.option("--stop", str, None, about, metavar="TEXT")
     parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
-    parser.option(
-        "--prefill_chunk", whole(1), None, "tokens of a prompt that are read at once (default: all)"
-    )
+    parser.option("--prefill_chunk", whole(1), None, "tokens of a prompt to read at once (default: all)")
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
     parser.option("--temperature", finite, 0.0, "0 is greedy")
@@ -833,12 +825,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(f"{unknown[0]} is neither an option nor a setting of {args.method}; see --help")
-    made, texts = args.random_weights, asks_for_text(args)
+    made, texts = args.random_weights, args.chat or args.stop or args.ask or args.interactive
+    numbers = args.prompt and all(p.isascii() and p.isdigit() for p in args.prompt)  # of random tokens
+    args.needs_tokenizer = bool(texts or not numbers)
     batch = args.prompt or args.ask or args.stop or args.batch_size or args.json
     for wrong, fault in (
         (args.temperature < 0, "--temperature must be at least 0"),
-        (made and texts, "random weights have no tokenizer for --chat, --stop, --ask or --interactive"),
-        (made and not random_ids(args), "random weights have no tokenizer; give --prompt INTEGER"),
+        (made and args.needs_tokenizer, "random weights have no tokenizer; give --prompt INTEGER, not text"),
         (made and args.checkpoint != NANO, "--random_weights stands in for a --checkpoint; give one of them"),
         (args.interactive and batch, "--interactive takes no --prompt, --ask, --stop, --batch_size, --json"),
         (args.chat and not (args.interactive or args.prompt), "--chat needs a --prompt, or --interactive"),
@@ -851,16 +844,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         if text is not None and not valid_text(lambda text=text: text, "--ask, --stop or --system"):
             raise UserError("--ask, --stop and --system need a text that is not empty")
     return args
-
-
-def random_ids(args: argparse.Namespace) -> bool:
-    """Whether all prompts are numbers of random tokens."""
-    return bool(args.prompt) and all(p.isascii() and p.isdigit() for p in args.prompt)
-
-
-def asks_for_text(args: argparse.Namespace) -> bool:
-    """Whether an option beside --prompt needs a tokenizer."""
-    return bool(args.chat or args.stop or args.ask or args.interactive)
 
 
 def demo_prompt(checkpoint: Path) -> tuple[str, list[str]]:
@@ -897,18 +880,9 @@ def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], C
     return lambda row, token: print(stream.push(token), end="", flush=True), lambda: print(stream.flush())
 
 
-def print_answers(asks: list[str], answers: list[str], method: str, dense: list[str] | None) -> None:
-    for i, ask in enumerate(asks):
-        print(ask.split("\n")[0])
-        print(f"  {method + ':':10} {answers[i]}")
-        if dense is not None:
-            print(f"  {'dense:':10} {dense[i]}")
-
-
 def run_generate(args: argparse.Namespace) -> None:
     options = chosen_settings(args, args.method)
-    needs_tokenizer, fold = asks_for_text(args) or not random_ids(args), fold_of(args.method, options, args)
-    model, tokenizer = load(args, needs_tokenizer, fold)
+    model, tokenizer = load(args, args.needs_tokenizer, fold_of(args.method, options, args))
     model.PROMPT_CHUNK = args.prefill_chunk or model.PROMPT_CHUNK
     if args.interactive:
         return run_interactive(args, model, tokenizer)
@@ -916,25 +890,28 @@ def run_generate(args: argparse.Namespace) -> None:
     asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
     capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
 
-    dense, prepared = None, prepare(model, args.method, options, args, rows, capacity)
+    answers, prepared = {}, prepare(model, args.method, options, args, rows, capacity)
     prompts = [prompts[i % len(prompts)] for i in range(rows)]
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
         # Dense goes first: building a method's caches may change the weights. In int8 they are changed now.
         plain = load(args, fold=fold_of("dense", {}, args))[0] if args.weights else model
         plain.PROMPT_CHUNK = model.PROMPT_CHUNK
         engine = build_engine(plain, args, *prepare(plain, "dense", {}, args, rows, capacity))
-        dense = run_prompts(engine, prompts, asks, args, tokenizer).answers
+        answers["dense"] = run_prompts(engine, prompts, asks, args, tokenizer).answers
         del engine, plain
     engine = build_engine(model, args, *prepared)
     stream = tokenizer is not None and len(prompts) == 1 and not asks and not args.json
     emit, finish = streamer(tokenizer, prompts[0]) if stream else (None, None)
     output = run_prompts(engine, prompts, asks, args, tokenizer, emit)
     figures = report(engine, args.method, options, prompts, output, args, tokenizer)
-    if asks:
-        print_answers(asks, output.answers, args.method, dense)
-    elif finish:
+    answers = {args.method: output.answers} | answers
+    for i, ask in enumerate(asks):
+        print(ask.split("\n")[0])
+        for method, said in answers.items():
+            print(f"  {method + ':':10} {said[i]}")
+    if finish:
         finish()
-    elif tokenizer:
+    elif tokenizer and not asks:
         for i, text in enumerate(figures["text"]):
             print(f"[row {i}] {text}")
     print_report(figures)
@@ -982,12 +959,12 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
             engine.feed([ids[held:]])
         else:  # the first turn, or a template that rewrites the past
             engine.prefill([ids])
-        emit, finish = streamer(tokenizer, () if args.chat else ids)
+        after = () if args.chat else ids
+        emit, finish = streamer(tokenizer, after)
         output = decode_rows(engine, args.max_new_tokens, lambda ids: ids[-1] in tokenizer.stop_ids, emit)
         finish()
         made = output.token_ids[0]
-        answer = tokenizer.decode(made, after=() if args.chat else ids)
-        history.append({"role": "assistant", "content": answer})
+        history.append({"role": "assistant", "content": tokenizer.decode(made, after)})
         stop = [] if output.stop_token is None else [output.stop_token]
         transcript, held = [*ids, *made, *stop], int(engine.pos[0])  # the last token may not be written yet
 

@@ -1,9 +1,8 @@
 """Operators of kernels.py in Gluon, where that is faster on Hopper GPUs (H100, H200), and `linear_chain`.
 
 Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of warps.
-On a Hopper GPU compress.py takes this module in kernels.py's place. Operators have the same arguments, sizes
-the same names, and every name that is not here is kernels.py's. This file is optional: delete it and
-everything still runs.
+On a Hopper GPU compress.py takes this module in kernels.py's place: operators have the same arguments, and
+every name that is not here is kernels.py's. This file is optional: delete it and everything still runs.
 """
 
 import functools
@@ -11,7 +10,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,7 +17,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
-from kernels import SMS, _half_at, _largest_sum, _wait_for_previous
+from kernels import SMS, _half_at, _largest_sum, _wait_for_previous, constexpr_function
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -44,9 +42,8 @@ def attend(
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
     positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """kernels.attend. One kernel of this file attends all tokens where queries share keys in KIVI's codes
-    (shares_keys). Another makes the logits of chosen tokens whose keys are rebuilt from latents of all heads
-    (streams_basis); kernels.attend does the rest. It also does all else, and paged storage."""
+    """kernels.attend. One kernel here attends keys in KIVI's codes that queries share (shares_keys), another
+    makes the logits of chosen keys, rebuilt from latents of all heads (streams_basis)."""
     (B, Hq, D), Hkv = q.shape, values[0].shape[1]
     shared = streamed = False
     if positions is None and index is None and kind == "channels" and not window:
@@ -289,7 +286,7 @@ def streams_basis(
 # --------------------------------------------------------- attention over keys in codes that queries share
 
 
-@triton.constexpr_function
+@constexpr_function
 def _steps_ptx(BITS):
     """PTX of _steps for the words $2 and $3 of two groups."""
     return f"""{{ .reg .b32 scale; mov.b32 scale, {0x3C003C00 + 0x10001 * (BITS << 10)};
@@ -321,7 +318,7 @@ def _words(codes, SIZES: gl.constexpr, WORDS: gl.constexpr, CODES: gl.constexpr,
     return words, ((10 - BITS - plane * BITS) & 31)[None, :, None, None] + zeros, zeros
 
 
-@triton.constexpr_function
+@constexpr_function
 def _decode_ptx(BITS):
     """PTX of _decoded for two words of codes $4 and $5, whose byte 0 is to be rotated left by $6; of byte
     0 .. 3, $8 .. $11 are minimum - step, $12 .. $15 step, and $0 .. $3 both words' values."""
@@ -541,8 +538,7 @@ def _shared_keys_kernel(
 
 
 def _attend_shared(q: Tensor, keys: tuple, values: tuple, pos: Tensor, bits: int, scale: float) -> Tensor:
-    """attend over stores of keys in codes (shares_keys). Launches do not overlap: programs of one warp would
-    crowd if they were let in early (see overlapped)."""
+    """attend over keys in codes (shares_keys). Launches do not overlap: programs of a warp would pile up."""
     (B, Hq, D), (k, key_pairs, k_ring, R, _), (codes, pairs, v_ring, _, Hkv) = q.shape, keys, values
     (k_tokens, width), S = k.shape[2:], codes.shape[2]
     stores = k.view(torch.int32), key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
@@ -659,9 +655,8 @@ def _wait_for_inputs(counter_p, goal):
     # 0 is added by a load of one thread, whose acquisition the others share past its barrier.
     while gl.atomic_add(counter_p, 0, sem="acquire", scope="gpu") < goal:
         pass
-    # Bulk copies are of another proxy.
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    fence: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"
+    fence: gl.constexpr = "fence.proxy.async; mov.b32 $0, $1;"  # bulk copies are of another proxy
     gl.inline_asm_elementwise(fence, "=r,r", [lane], gl.int32, is_pure=False, pack=1)
 
 
@@ -684,8 +679,7 @@ def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF
 
 @gluon.jit
 def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr):
-    """Both halves of the weight rows in the ring, from `step` on, times the inputs: [HALF, MP] each, and the
-    step after. Gate and up, or of other layers two sums over alternate runs of the inputs, to be added."""
+    """The products [HALF, MP] of both halves of the weight rows, from `step` on, and the step after them."""
     SLOTS: gl.constexpr = ring.shape[0]
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
@@ -829,9 +823,9 @@ def _linear_chain_kernel(
 ):  # fmt: skip
     # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
     # the slots of a ring, and on into the next layer's while the programs wait for one another: the memory
-    # never rests. A slot has two halves of HALF weight rows: gate and up of w13, else the same outputs (there
-    # are fewer) over two runs of inputs. The halves take turns of eight rows, so that a thread has both of an
-    # output. MP and PP are rows and programs, padded.
+    # never rests, where launches of a layer each would lose some 3 us. A slot has two halves of HALF weight
+    # rows: gate and up of w13, else the same outputs (there are fewer) over two runs of inputs. The halves
+    # take turns of eight rows, so that a thread has both of an output. MP, PP: rows and programs, padded.
     KB: gl.constexpr = wo.block_shape[1]
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
     ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
@@ -873,13 +867,10 @@ def linear_chain(
     attended [rows, heads * D] and x [rows, dim], bf16, at most CHAIN_ROWS rows; weights W_o [dim, heads * D],
     W_13 [2 ffn, dim], gate first, W_2 [dim, ffn] and W [N, dim], the next layer's W_qkv or the logits'; their
     biases, or None; norms and eps, of the RMSNorm before W_13 and of that before W -> x'' [rows, dim] and
-    W norm(x'') + b [rows, N]. heads * D, dim and ffn are multiples of 8, as bulk copies ask. ValueError
-    for what does not fit.
+    W norm(x'') + b [rows, N]. heads * D, dim and ffn are multiples of 8. ValueError for what does not fit.
 
-    All programs run through all layers. They wait for one another in between, with the next weights on their
-    way: launches of a layer each would read little for some 3 us. The kernel before must not write the first
-    weights, which are read while it still runs (see overlapped). The first call on a device must not be in a
-    capture. Truth: model.Layer."""
+    The kernel before must not write the first weights, which are read while it still runs (see overlapped).
+    The first call on a device must not be in a capture. Truth: model.Layer."""
     listed, matrices = [len(each) for each in (weights, biases, norms, eps)], (x, *weights)
     kernels.need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
     fits = all(each.ndim == 2 for each in matrices) and len(x)
@@ -893,9 +884,8 @@ def linear_chain(
     kernels.check(**given)
     for name in ("attended", *sizes):  # which bulk copies take
         kernels.need(aligned(given[name][0]), f"{name} must start at a multiple of 16 bytes")
-    limits = f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU"
-    given = f"{dtype} {list(x.shape)} on {x.device}, with layers of {heads_dim} and {ffn} inputs"
-    kernels.need(chains_linears(x, heads_dim, dim, ffn), f"{limits}: not {given}")
+    most = f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU"
+    kernels.need(chains_linears(x, heads_dim, dim, ffn), f"{most}: not {dtype} {list(x.shape)} on {x.device}")
     device = torch.cuda.get_device_properties(x.device)
     # Every program must have outputs of the layers that end in x (see _stream_inputs).
     programs = min(device.multi_processor_count, dim // 8)
@@ -939,8 +929,7 @@ def chained_attention(layer, qkv: Tensor, pos: Tensor, cache) -> Tensor:
 
 def chained_layer(layer, attended: Tensor, x: Tensor, norm, linear) -> tuple[Tensor, Tensor]:
     """The heads' results and x [B, dim] -> x after the layer, and linear(norm(x))."""
-    mlp, norms = layer.feed_forward, (layer.ffn_norm, norm)
-    linears = (layer.attention.wo, mlp.w13, mlp.w2, linear)
+    norms, linears = (layer.ffn_norm, norm), (*layer.linears()[1:], linear)  # all but the first, wqkv
     weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
     return linear_chain(attended, x, weights, biases, [n.weight for n in norms], [n.eps for n in norms])
 
@@ -956,7 +945,6 @@ def decode_in_chains(model, tokens, pos, caches, first=chained_first, attend=cha
 def chained_decode(model, rows: int) -> tuple | None:
     """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none in int8."""
     x = model.tok_embeddings.weight[:1].expand(rows, -1)
-    parts = [(layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2) for layer in model.layers]
-    fits = chains_linears(x, *{linear.in_features for linears in parts for linear in linears})
-    fits = fits and model.output.weight.dtype == x.dtype
+    inputs = {linear.in_features for layer in model.layers for linear in layer.linears()}
+    fits = chains_linears(x, *inputs) and model.output.weight.dtype == x.dtype
     return (decode_in_chains, chained_first, chained_attention) if fits else None

@@ -1,34 +1,29 @@
 """Triton kernels of the compressed caches, each with a thin wrapper that checks its input.
 
-    method                                     operations
-    dense, streaming                           attend (plain)
-    SALS                                       append, block_queries, scores, select, attend (latents)
-    Loki, topk, quest, doublesparse, shadowkv  scores, select, attend (plain)
-    LRQK                                       scores, select, fetch_rows, attend (plain)
-    H2O                                        scores, attend_logits
-    Palu; KIVI and --kv_bits                   attend (latents); attend (channels)
-    EliteKV                                    attend_latent
-    FDC                                        attend_ragged
-    all, with --weights int8                   linear
+    operation      kernel                                 its truth, in compress.py        methods
+    append         _append_kernel                         quantize_mixed, quantize_spread  SALS
+    block_queries  _block_queries_kernel                  block_queries                    SALS
+    scores         _scores_kernel, _reduce_scores_kernel  token_logits, group_scores       [1], H2O
+    select         _survivors_kernel, _select_kernel      select                           [1]
+    attend         _attend_kernel, _merge_kernel [2]      attend [3]                       the others
+    attend_logits  the same                               attend                           H2O
+    attend_latent  the same                               attend                           EliteKV
+    attend_ragged  the same                               attend, a head at a time         FDC
+    fetch_rows     _fetch_kernel                          fetch_rows                       LRQK
+    linear         _linear_kernel, _dequantize_kernel     linear_int8 of model.py          --weights int8
 
-    operation                   kernel                                  its truth, in compress.py
-    append                      _append_kernel                          quantize_mixed, quantize_spread
-    block_queries               _block_queries_kernel                   block_queries
-    scores                      _scores_kernel, _reduce_scores_kernel   token_logits, group_scores
-    select                      _survivors_kernel, _select_kernel       select
-    attend, attend_logits,      _attend_kernel, _merge_kernel; a kind   attend, over what the stores read
-    attend_latent,              of keys is two functions (KEYS)
-    attend_ragged               the same                                attend, a head at a time
-    fetch_rows                  _fetch_kernel                           fetch_rows
-    linear                      _linear_kernel, _dequantize_kernel      linear_int8 of model.py
+    [1] SALS, LRQK, Loki, topk, quest, doublesparse, shadowkv: those that select tokens
+    [2] a kind of keys is two functions (KEYS): latents for SALS and Palu, channels for KIVI and --kv_bits
+    [3] over what the stores read
 
 Changed a kernel? On a GPU, `pytest test_all.py -k kernel` holds all of them to their truths, and
 `-k compile` compiles them for GPUs that are not there. `python calibrate.py speed` times them.
 
 B batch entries, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
 dim, r rank. `pos` [B] int32 holds the position of each entry's newest token. Kernels read it on the device,
-so that one CUDA graph serves every length. A kernel needs nothing else of the project: copy it together with
-its wrapper.
+so that one CUDA graph serves every length. `positions` [B, S] int32 is for paged storage: each row's
+position, negative for an empty row. Without it row s has position s. A kernel needs nothing else of the
+project: copy it together with its wrapper.
 """
 
 import functools
@@ -119,8 +114,7 @@ def nvidia_generation(device: torch.device) -> int:
 
 
 def roomy(device: torch.device) -> bool:
-    """Whether a program can have 160 KB of shared memory (A100, H100), and not only the 99 KB of other
-    GPUs."""
+    """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
     cuda = device.type == "cuda"
     return cuda and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
 
@@ -144,10 +138,8 @@ def overlapped(device: torch.device) -> dict:
     dependent launch, NVIDIA GPUs from Hopper on). This hides most of the gap between two kernels.
 
     Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, and before
-    `_let_next_begin`. Each group of specialised warps that reads or writes calls it. So a kernel never ends
-    before those ahead of it. Once all programs have called `_let_next_begin`, or have ended, the next
-    kernel's programs begin wherever a multiprocessor has room. A kernel leaves the call out where they would
-    pile up (hopper.py, keys in int8)."""
+    `_let_next_begin`. Each group of specialised warps that reads or writes calls it. A kernel leaves
+    `_let_next_begin` out where the next one's programs would pile up (hopper.py, keys in int8)."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
@@ -374,9 +366,7 @@ def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs). HP: queries of a head, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
         RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
-        if RB > 256:
-            return 64, RB, 4, 2, 2 * SMS
-        return (128, RB, 4, 2, 2 * SMS) if RB == 256 else (128, RB, 4, 4, 2 * SMS)
+        return 128 if RB <= 256 else 64, RB, 4, 4 if RB < 256 else 2, 2 * SMS
     RB = min(power2(r_score, 16), 64)
     T = max(16, min(256, 8192 // RB, 4096 // HP))  # if possible, at most 16 KB of rows and of logits
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
@@ -583,12 +573,7 @@ def scores(
         each     the logit of each query -> [B, H * N, S]
         softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
         largest  the largest of the log-softmax of a head's queries -> [B, H, S]
-    Scores are fp32, -inf beyond pos. positions [B, S] int32 is for paged storage: each row's position,
-    negative for an empty row. Without it row s has position s.
-
-    Under rule softmax a program stores 2^15 exp(logit - running maximum) in fp16 (2 bytes a query and token),
-    before a query's maximum and sum are known. A second kernel multiplies it by
-    exp(running maximum - maximum) / sum. Truth: compress.token_logits and group_scores."""
+    Scores are fp32, -inf beyond pos. Truth: compress.token_logits and group_scores."""
     *_, H, N, r_score = queries.shape
     (B, _, S, r), blocks = rows.shape, tuple(queries.shape[1:-3])
     fits = len(queries) == B and r_score <= r
@@ -613,11 +598,8 @@ def scores(
     # Every program of the second kernel reads the sums of all splits.
     splits = max(1, min(tiles, programs // (B * H), max(128, 256 // B)))
     empty = functools.partial(torch.empty, dtype=torch.float32, device=rows.device)
-    if soft:
-        half = torch.float32 if queries.dtype == torch.float32 else torch.float16
-        kept = empty(B, H, S, NP, dtype=half)
-    else:
-        kept = empty(B, H * N, S)
+    half = torch.float32 if queries.dtype == torch.float32 else torch.float16
+    kept = empty(B, H, S, NP, dtype=half) if soft else empty(B, H * N, S)
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
@@ -637,7 +619,6 @@ def scores(
 
 
 # -------------------------------------------------------------------------------------------------- selection
-#
 # A key is a score as an int32 number of the same order. The y best keys are those that reach a threshold. A
 # search narrows a bracket lo, hi: more than `most` keys reach lo, and at most `most` keys reach hi.
 
@@ -839,9 +820,8 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
     -inf. The sinks come first, the rest is not sorted. Of equal scores at the threshold any may be chosen.
     Choice and order are the same in every run. Truth: compress.select (the same set).
 
-    A long row of scores takes two kernels. Chunks keep a few more tokens than their part of y. One program
-    for each batch entry selects among them. It checks that no chunk dropped a key above the threshold; if one
-    did, it makes a slow but exact pass over all tokens."""
+    A long row of scores takes two kernels. Chunks keep a few more tokens than their part of y, and a program
+    for each batch entry selects among them. If a chunk dropped one too many, it passes over all tokens."""
     need(scores.ndim == 2, f"scores must be [B, S], not {list(scores.shape)}")
     B, S = scores.shape
     need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
@@ -894,7 +874,6 @@ def select_config(N: int, chunk: bool = False) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
-#
 # A store is a matrix. A row belongs to one token of one KV head. Its number is b * step_b + h * step_h +
 # token * step_s (check_store). A format of keys is two functions. QUERIES prepares a group's queries once.
 # LOGITS multiplies them with the keys of a tile of rows, and returns logits and keys. What a format stores is
@@ -1012,10 +991,8 @@ def rope_words(rope: Tensor, positions: int, D: int, dtype: torch.dtype) -> Tens
 
 
 def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
-    """The basis as attend takes it: dims of a RoPE pair side by side, heads padded to a power of two.
-
-    basis [Hkv*D, r] -> [Hkv, DP, r]: dim 2c is old dim c, dim 2c + 1 is old dim c + D/2, and DP - D zero rows
-    follow."""
+    """basis [Hkv*D, r] -> [Hkv, DP, r], as attend takes it: dims c and c + D/2, a RoPE pair, become 2c and
+    2c + 1, and DP - D zero rows pad a head to a power of two."""
     heads = basis.unflatten(0, (n_kv_heads, 2, -1))  # [Hkv, 2, D/2, r]
     paired = heads.transpose(1, 2).flatten(1, 2)
     padding = power2(paired.shape[1]) - paired.shape[1]
@@ -1571,9 +1548,8 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
     """out, joined from the parts of split_outputs by log-sum-exp."""
     if parts[0] is not None:
         splits, D = parts[2].shape[2:]
-        SB, warps = min(16, power2(splits)), 1
-        if splits > 16 and D <= 128:  # wider ones would run out of registers
-            SB, warps = 64, 2
+        many = splits > 16 and D <= 128  # wider ones would run out of registers
+        SB, warps = (64, 2) if many else (min(16, power2(splits)), 1)
         _merge_kernel[out.numel() // D,](
             *parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device)
         )
@@ -1611,11 +1587,8 @@ def attend(
     from a ring [B, R, Hkv, DV], it follows. index int32 names the tokens to attend, -1 for none. It is [B, n]
     for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S.
     window is exact keys and values [B, z, Hkv, D and DV], which are attended as well; they fill from the
-    left. () is no window, z = 0. Truth: compress.attend over what the stores read.
-
-    positions [B, S] int32 is for paged storage: each row's position, negative for an empty row. RoPE, rings
-    and liveness use it. An index then names rows; without one all rows of positions 0 to pos - z are
-    attended. Without positions row s has position s."""
+    left. () is no window, z = 0. With positions an index names rows; without one all rows of positions 0 to
+    pos - z are attended. Truth: compress.attend over what the stores read."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
@@ -1634,8 +1607,7 @@ def attend(
     exact = {name: (x, q.dtype, B, z, Hkv, width) for name, x, width in beside}
     step, entry = (0, None) if index is None else (index.stride(0), index[0])
     given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
-    given["positions"] = (positions, torch.int32, B, S)
-    check(pos=(pos, torch.int32, B), **given, **exact)
+    check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given, **exact)
     programs = max(Hkv, sets)  # of a batch entry and split
     G = Hq // programs
     T, warps, stages, fill = attend_config(kind, packing.D, bits, q.element_size(), roomy(q.device))
@@ -1788,11 +1760,8 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
         index=(index, i64, *heads, n), place=(place, i64, *heads, n), miss=(miss, torch.bool, *heads, n),
         rows=(rows, rows.dtype, *heads, S, W), hot=(hot, rows.dtype, *heads, slots, W),
     )  # fmt: skip
-    if n:
-        ROWS = 16
-        _fetch_kernel[B * Hkv, cdiv(n, ROWS)](
-            rows, index, place, miss, hot, S, n, slots, W, ROWS, num_warps=4
-        )
+    if n:  # 16 rows a program
+        _fetch_kernel[B * Hkv, cdiv(n, 16)](rows, index, place, miss, hot, S, n, slots, W, 16, num_warps=4)
 
 
 # ------------------------------------------------------------------------------------------ weights in int8
@@ -1863,8 +1832,7 @@ def _dequantize_kernel(codes_p, scale_p, weight_p, K, BK: tl.constexpr):
 @operator(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
 def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [M, K] through a linear layer in int8 -> [M, N]: codes [N, K], scale [N] bf16, and bias [N] or None.
-
-    More than LINEAR_ROWS rows make a weight in x's dtype first. Truth: model.linear_int8."""
+    Truth: model.linear_int8."""
     (M, K), N = x.shape, len(codes)
     check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.bfloat16, N))
     check(x=(x, x.dtype, M, K), bias=(bias, x.dtype, N))

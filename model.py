@@ -65,15 +65,8 @@ def checked(path: Path, fault: str = "not a valid tokenizer file") -> Iterator[N
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
-
-    def number(text: str) -> int | float:
-        if math.isinf(value := float(text)):  # no float holds it, as later computing would need
-            raise ValueError(f"the number {text:.20}... is too large")
-        return int(text) if text.lstrip("-").isdigit() else value
-
     with checked(path, "not valid JSON"):
-        text = path.read_text(encoding="utf-8") if path.exists() else "{}"
-        data = json.loads(text, parse_int=number, parse_float=number)
+        data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if not isinstance(data, dict):
         raise UserError(f"{path}: not a JSON object; download it again")
     return data
@@ -179,9 +172,7 @@ class ModelConfig:
             raise ValueError(f"RoPE with rope_theta {self.rope_theta} and {self.rope_scaling} is not finite")
 
     def shard(self, n: int) -> "ModelConfig":
-        """The config of one of n ranks. KV heads may be fewer than ranks: each then serves several.
-
-        Raises UserError where heads or ffn_dim cannot be shared evenly."""
+        """The config of one of n ranks; several may share a KV head. UserError where sizes do not divide."""
 
         def fits(n: int) -> bool:
             most, least = max(n, self.n_kv_heads), min(n, self.n_kv_heads)
@@ -254,13 +245,8 @@ LLAMA31_ROPE = {
 }
 SHAPES = {
     "llama-2-7b": ModelConfig(4096, 32, 32, 32, 128, 11008, 32000, 4096),
-    "llama-2-13b": ModelConfig(5120, 40, 40, 40, 128, 13824, 32000, 4096),
     "llama-3.1-8b": ModelConfig(4096, 32, 32, 8, 128, 14336, 128256, 131072, 500000.0, LLAMA31_ROPE),
     "llama-3.1-70b": ModelConfig(8192, 80, 64, 8, 128, 28672, 128256, 131072, 500000.0, LLAMA31_ROPE),
-    "mistral-7b": ModelConfig(4096, 32, 32, 8, 128, 14336, 32000, 32768, 1000000.0, family="mistral"),
-    "qwen2.5-7b": ModelConfig(
-        3584, 28, 28, 4, 128, 18944, 152064, 131072, 1000000.0, qkv_bias=True, norm_eps=1e-6, family="qwen2"
-    ),
 }
 
 
@@ -277,26 +263,21 @@ def scale_llama3(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Ten
 
 def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
     """YaRN (arXiv 2309.00071): blends by wavelength, and scales cos and sin to keep the logits' spread."""
-    half, factor = config.head_dim // 2, rope["factor"]
-    original = rope["original_max_position_embeddings"]
+    factor, original, half = rope["factor"], rope["original_max_position_embeddings"], config.head_dim / 2
 
     def pair_of(turns: float) -> float:  # the pair that makes `turns` full turns over the original context
-        share = math.log(original / (turns * 2 * math.pi)) / math.log(config.rope_theta)
-        return config.head_dim / 2 * share
+        return half * math.log(original / (turns * 2 * math.pi)) / math.log(config.rope_theta)
 
     low, high = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.head_dim - 1)
-    ramp = ((torch.arange(half, dtype=inv_freq.dtype) - low) / max(high - low, 1e-3)).clamp(0, 1)
-
-    def mscale(m: float) -> float:
-        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    ramp = ((torch.arange(len(inv_freq), dtype=inv_freq.dtype) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    gain = 0.1 * math.log(max(factor, 1.0))
     scale = rope.get("attention_factor")
     if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-        scale = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
-    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, mscale(1.0) if scale is None else scale
+        scale = (1 + gain * rope["mscale"]) / (1 + gain * rope["mscale_all_dim"])
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 1 + gain if scale is None else scale
 
 
 ROPE_SCALINGS = {
@@ -456,9 +437,7 @@ class Layer(nn.Module):
         return [self.attention.wqkv, self.attention.wo, self.feed_forward.w13, self.feed_forward.w2]
 
 
-def decode_layer(
-    layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache: nn.Module
-) -> tuple[Tensor, Tensor]:
+def decode_layer(layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache) -> tuple[Tensor, Tensor]:
     """One layer of a decode step: x [B, dim], and the last MLP's update of it -> the same after this layer.
 
     x + update is summed here, and not in the layer before, so that torch.compile fuses it with the norm."""
@@ -502,9 +481,7 @@ class Llama(nn.Module):
         return self.tok_embeddings(tokens).to(self.norm.weight.dtype)
 
     def extend(self, tokens: Tensor, row: int, start: int, caches: list) -> Tensor:
-        """Reads tokens [S] of row `row` at positions from `start` on, a prompt's from 0, and writes them to
-        every cache; returns the last logits [V].
-
+        """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last logits [V].
         Layer by layer over all of them: one layer's full K and V exist at a time, never all."""
         x, span = self.embed(tokens), slice(start, start + len(tokens))  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -513,12 +490,9 @@ class Llama(nn.Module):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
         return self.output(self.norm(x[-1:]))[0]
 
-    def decode(
-        self, tokens: Tensor, pos: Tensor, caches: list, step=decode_layer, last=decode_logits
-    ) -> Tensor:
+    def decode(self, tokens: Tensor, pos: Tensor, caches, step=decode_layer, last=decode_logits) -> Tensor:
         """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V].
-
-        step and last: decode_layer and decode_logits, or what compiles them."""
+        step, last: the functions, or what torch.compile makes of them."""
         x = self.embed(tokens)  # [B, dim]
         update = torch.zeros_like(x)
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -567,9 +541,7 @@ def weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        other = next((file.name for file in sorted(folder.glob("*.bin"))), None)
-        advice = f"; {other} is not read: save the model as safetensors" if other else ""
-        raise UserError(f"{folder}: neither {single.name} nor {index.name} is there{advice}")
+        raise UserError(f"{folder}: neither {single.name} nor {index.name}; save the model as safetensors")
     with checked(index, "not a usable index"):
         names = sorted(set(read_json(index)["weight_map"].values()))
         if any(Path(name).name != name for name in names):
@@ -683,8 +655,7 @@ def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, lis
         elif name in slots and list(slots[name].shape) != shape:
             fault = f"is {shape}, but config.json asks for {list(slots[name].shape)}"
         elif name in slots and dtype not in ("F64", "F32", "F16", "BF16"):
-            kind = dtype.replace("F8_", "fp8 ")
-            raise UserError(f"{file}: tensor {name} holds {kind} numbers; give bf16, fp16 or fp32 weights")
+            raise UserError(f"{file}: tensor {name} holds {dtype} numbers; give bf16, fp16 or fp32 weights")
         if fault:
             raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
     if missing := [name for name in slots if name not in headers]:
@@ -756,7 +727,6 @@ PREPEND = {"type": "Prepend", "prepend": "▁"}  # sentencepiece's spaces, as a 
 ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 
-Segment = tuple[str, bool]  # some text, and whether it is the name of a special token
 AddedTokens = dict[str, tuple[int, dict]]  # name -> id, and flags as a tokenizer.json has them
 
 
@@ -780,16 +750,14 @@ class Tokenizer:
     chat_template: str = ""  # the model's own, in Jinja
     chat_variables: dict[str, str] = field(default_factory=dict)  # what it may name, such as bos_token
 
-    def encode(self, text: str, bos: bool = True, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`.
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Token ids of a user's text, none of a special token. bos: as in encode_segments."""
+        return self.encode_segments([(text, False)], bos)
 
-        bos: put BOS first if this model's prompts start with it and the text does not already.
-        allow_special: read names such as <|eot_id|> in the text as those tokens; never for a user's text."""
-        special = {name: (i, {}) for name, i in self.special_tokens.items()} if allow_special else {}
-        return self.encode_segments([(part, i is not None) for part, i in split_at(text, special)], bos)
+    def encode_segments(self, segments: list[tuple[str, bool]], bos: bool = True) -> list[int]:
+        """Token ids of pieces of text, each with whether it is the name of a special token.
 
-    def encode_segments(self, segments: list[Segment], bos: bool = True) -> list[int]:
-        """Token ids of text and names of special tokens in turn."""
+        bos: put BOS first if this model's prompts start with it and the text does not already."""
         ids: list[int] = []
         for text, is_special in segments:
             if is_special:
@@ -892,9 +860,7 @@ class StreamDecoder:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load a checkpoint folder's tokenizer.model, else its tokenizer.json, else its vocab.json + merges.txt.
 
-    Added tokens, stop ids and whether to add BOS also come from the JSON files beside it.
-    UserError if the files are missing, damaged, or of a kind that is not supported."""
-    folder = Path(folder)
+    The JSON files beside it count, too. UserError for files that are missing, damaged or not supported."""
     names = ("tokenizer_config", "config", "generation_config", "added_tokens")
     settings, config, generation, added = (read_json(folder / f"{name}.json") for name in names)
     files = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")
@@ -918,13 +884,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with checked(folder / "tokenizer.json"):
         for token in data.get("added_tokens") or []:
             tokenizer.add_token(token["id"], token, named)
-        if is_model:
-            scheme = (data.get("pre_tokenizer") or {}).get("prepend_scheme")
-            if data or "Llama" in str(settings.get("tokenizer_class")):
-                scheme = scheme if data else "always" if settings.get("legacy") else "first"
-                tokenizer.space_after = scheme or ""
-            elif settings.get("legacy") is False:
-                tokenizer.space_after = "first"
+        if is_model and data:
+            tokenizer.space_after = (data.get("pre_tokenizer") or {}).get("prepend_scheme") or ""
+        elif is_model and "Llama" in str(settings.get("tokenizer_class")):
+            tokenizer.space_after = "always" if settings.get("legacy") else "first"
+        elif is_model and settings.get("legacy") is False:
+            tokenizer.space_after = "first"
     with checked(folder / "tokenizer_config.json"):
         for i, token in (settings.get("added_tokens_decoder") or {}).items():
             tokenizer.add_token(int(i), token, named)

@@ -351,8 +351,7 @@ def test_logits_agree_with_transformers(family, tmp_path):
 
 
 def test_named_shapes_have_published_parameter_counts():
-    billions = (6.738, 13.016, 8.030, 70.554, 7.242, 7.616)
-    for name, count in zip(SHAPES, billions, strict=True):
+    for name, count in zip(SHAPES, (6.738, 8.030, 70.554), strict=True):
         with torch.device("meta"):
             model = Llama(SHAPES[name])
         assert round(sum(p.numel() for p in model.parameters()) / 1e9, 3) == count, name
@@ -2203,13 +2202,20 @@ def tokenizer_of(folder: Path, **files):
     return load_tokenizer(folder)
 
 
+def encode_named(tokenizer, text: str, bos: bool = True) -> list[int]:
+    """Token ids of text in which names such as <|eot_id|> are those tokens."""
+    special = {name: (i, {}) for name, i in tokenizer.special_tokens.items()}
+    parts = model_file.split_at(text, special)
+    return tokenizer.encode_segments([(part, i is not None) for part, i in parts], bos)
+
+
 # ---- ids that are known
 
 
 def test_llama3_vector_and_special_tokens():
     tokenizer = real(LLAMA3)
     ids = [128000, 2028, 374, 264, 1296, 11914, 13, 128001]
-    assert tokenizer.encode("This is a test sentence.<|end_of_text|>", allow_special=True) == ids
+    assert encode_named(tokenizer, "This is a test sentence.<|end_of_text|>") == ids
     assert tokenizer.encode("This", bos=False) == [2028]
     assert tokenizer.vocab_size == 128256 and tokenizer.bos_id == 128000
     assert tokenizer.stop_ids == {128001, 128008, 128009}
@@ -2263,7 +2269,7 @@ def test_qwen_against_transformers():
         expected = oracle.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert tokenizer.encode(text) == expected  # and no BOS
     chat = "<|im_start|>user\nHi<|im_end|>\n<tool_call>"
-    assert tokenizer.encode(chat, allow_special=True) == oracle.encode(chat, add_special_tokens=False)
+    assert encode_named(tokenizer, chat) == oracle.encode(chat, add_special_tokens=False)
     assert tokenizer.vocab_size == len(oracle)
     assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
 
@@ -2372,7 +2378,7 @@ def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path, steps, sc
             if not (flags.get("rstrip") and "  " in text):  # there Hugging Face's takes blanks twice
                 ids = oracle.encode(text, add_special_tokens=False).ids
                 assert tokenizer.encode(text) == ids, (text, flags)
-        assert tokenizer.special_tokens["<|end|>"] in tokenizer.encode("a<|end|>", allow_special=True)
+        assert tokenizer.special_tokens["<|end|>"] in encode_named(tokenizer, "a<|end|>")
 
 
 def test_vocab_and_merges(tmp_path):
@@ -2470,7 +2476,7 @@ def test_bos_is_added_as_the_files_say(tmp_path):
         tokenizer = tokenizer_of(tmp_path / name, tokenizer=data, tokenizer_config=settings)
         assert tokenizer.bos_id == 256 and tokenizer.encode("!") == expected, name
         assert tokenizer.encode("!", bos=False) == [0]
-        assert tokenizer.encode("<s>!", allow_special=True) == [256, 0]  # never twice
+        assert encode_named(tokenizer, "<s>!") == [256, 0]  # never twice
     assert real(QWEN).bos_id is None and real(QWEN).encode("Hi") == [13048]
 
 
@@ -2498,7 +2504,7 @@ def test_added_tokens_above_sentencepiece(tmp_path):
     hello = real(LLAMA2).encode("Hello", bos=False)
     chat = generate.encode_chat(tokenizer, "phi-3", [{"role": "user", "content": "Hello"}])
     assert chat == [32010, *hello, 32007, 32001]  # Phi-3's tokens swallow the line breaks after them
-    assert tokenizer.encode("<|user|>\nHello<|end|>\n<|assistant|>\n", allow_special=True) == chat
+    assert encode_named(tokenizer, "<|user|>\nHello<|end|>\n<|assistant|>\n") == chat
     file = tokenizer_json(added=special_tokens("<|user|>", "<|end|>", first=32006))  # as transformers 5 saves
     tokenizer = tokenizer_of(tmp_path, tokenizer_config={"eos_token": "<|user|>"}, tokenizer=file)
     assert tokenizer.stop_ids == {2, 32006, 32007} and tokenizer.encode("Hello</s>", bos=False)[0] == hello[0]
@@ -2506,12 +2512,14 @@ def test_added_tokens_above_sentencepiece(tmp_path):
     tokens = tokenizer.encode("Hello", bos=False), tokenizer.encode_continuation("Hello")
     for files, after in (({"tokenizer": file}, 0), ({"tokenizer": file | first}, 1)):
         tokenizer = tokenizer_of(tmp_path, **files)
-        assert tokenizer.encode("Hello<|end|>Hello", False, True) == [*tokens[0], 32007, *tokens[after]]
+        assert encode_named(tokenizer, "Hello<|end|>Hello", False) == [*tokens[0], 32007, *tokens[after]]
     (tmp_path / "tokenizer.json").unlink()
-    legacy = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32007})
-    assert legacy.encode("Hello<|end|>Hello", False, True) == [*tokens[0], 32007, *tokens[1]]
+    old = {"legacy": True, "tokenizer_class": "LlamaTokenizer"}
+    for settings, after in ((old, 0), (old | {"legacy": False}, 1), ({"legacy": False}, 1)):
+        tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, added_tokens={"<|end|>": 32007})
+        assert encode_named(tokenizer, "Hello<|end|>Hello", False) == [*tokens[0], 32007, *tokens[after]]
     tokenizer = tokenizer_of(tmp_path, tokenizer_config={}, added_tokens={"<|end|>": 32007})
-    assert tokenizer.encode("Hello<|end|>", allow_special=True) == [1, *hello, 32007]
+    assert encode_named(tokenizer, "Hello<|end|>") == [1, *hello, 32007]
 
 
 # ---- chat
@@ -2552,7 +2560,7 @@ def test_chat_ids():
         tokenizer = real(name)
         plain = encode(tokenizer, style, [USER])
         assert plain == expected
-        assert tokenizer.encode(PROMPTS[style], allow_special=True) == encode(tokenizer, style, CHAT)
+        assert encode_named(tokenizer, PROMPTS[style]) == encode(tokenizer, style, CHAT)
         attack = encode(tokenizer, style, [USER | {"content": "".join(tokenizer.special_tokens)}])
         specials = set(tokenizer.special_tokens.values())
         assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
@@ -2670,7 +2678,7 @@ BAD_BESIDE = [  # a JSON file beside a good tokenizer.json, and what it holds
     *(("config", entry) for entry in ({"vocab_size": 10**9}, {"vocab_size": "x"}, {"eos_token_id": [[2]]})),
     ("generation_config", {"eos_token_id": {}}),
 ]
-FLOODS = ['{"a":' * 99_999, '{"a": 1e999}', *(f'{{"a": 1{"0" * n}}}' for n in (400, 9999)), "\udcff"]
+FLOODS = ['{"a":' * 99_999, f'{{"a": 1{"0" * 9999}}}', "\udcff"]
 BOS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}]}
 FALLBACK = {"byte_fallback": True}
 BAD_PARTS = [  # of a tokenizer.json
@@ -2841,7 +2849,7 @@ def test_gguf_token_ids(pre, tmp_path):
     texts += ["the<think> a"]
     for text in (text for text in texts if "<|" not in text):
         assert tokenizer.encode(text) == oracle.encode(text)
-    assert tokenizer.encode("<|im_start|>the<think>", allow_special=True) == [265, 259, 267]
+    assert encode_named(tokenizer, "<|im_start|>the<think>") == [265, 259, 267]
     assert "<think>" not in tokenizer.special_tokens
     assert tokenizer.decode([265, 259, 267, 270]) == "the<think>"
     assert tokenizer.stop_ids == {266} and tokenizer.chat_template == "<|im_start|>"
@@ -4555,7 +4563,7 @@ DAMAGE = [
     ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
     ("no config.json", lambda f: (f / "config.json").unlink()),
     ("model.norm.weight is not finite", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
-    ("holds fp8 E4M3 numbers", lambda f: put_weight(f, NORM, torch.ones(48).to(torch.float8_e4m3fn))),
+    ("holds F8_E4M3 numbers", lambda f: put_weight(f, NORM, torch.ones(48).to(torch.float8_e4m3fn))),
     ("quantised by fp8", {"quantization_config": {"quant_method": "fp8"}}),
     ("/snapshots/abc", lambda f: shutil.move(f.rename(f.parent / "abc"), f / "snapshots" / "abc")),
     (f"lack 1 of 38 tensors, the first is {UP}", lambda f: put_weight(f, UP, None)),
@@ -4563,7 +4571,7 @@ DAMAGE = [
     ("shard", lambda f: move_weights(f, "model-00001-of-00002.safetensors")),
     ("neither model.safetensors nor", lambda f: (f / WEIGHTS).unlink()),
     ("download it again", lambda f: truncate(f / WEIGHTS)),
-    ("is not read: save the model as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
+    ("save the model as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
@@ -4654,7 +4662,7 @@ BAD_COMMANDS = {
     "generate --checkpoint again --prompt hi --system x": "--system needs --chat",
     "generate --chat --prompt hi --system ''": "not empty",
     "generate --prompt 0": "empty",
-    "generate --prompt @nowhere.txt": "no such file",
+    "generate --prompt @nowhere.txt": "No such file",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     "generate --prompt 5 --temperature nan": "nan is not a finite number",
     "generate --device meta --prompt 5": "--device meta is not supported",
@@ -4683,7 +4691,6 @@ BAD_COMMANDS = {
     "generate --method palu --keep 0 --prompt 5": "must lie in (0, 1]",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
-    "generate --device abacus --prompt 5": "not a device",
     "generate --device cuda": "--device cpu",
     "generate --checkpoint nano --method sals --rank 2": "1 to",  # before the dense run of the demo
     "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
