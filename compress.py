@@ -1599,7 +1599,7 @@ class LokiCache(DenseCache):
     def to_stored_basis(self, x: Tensor) -> Tensor:
         """Each head in the basis of its KV head."""
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
-        return (grouped @ self.basis[..., : self.width]).flatten(-3, -2)
+        return torch.einsum("...ngd,ndc->...ngc", grouped, self.basis[..., : self.width]).flatten(-3, -2)
 
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
         keys, values = super().past(batch, n)
