@@ -52,12 +52,12 @@ Stored = dict[str, tuple]
 Artifact = dict[str, Tensor]
 
 
-def setting(default, text: str, choices: tuple | None = None, sets: str = "", least: float = 0):
+def setting(default, text: str, choices: tuple | None = None, sets: str = "", within: str = "[0, inf)"):
     """A field of a settings dataclass; generate.py makes its command-line option out of it.
 
     sets: what the field is the knob of, "bytes" (per token), "tokens" (attended, the sum of its `budget`) or
-    "bytes tokens"; calibrate.py eval turns it for equal cost. least: the smallest number allowed."""
-    return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "least": least})
+    "bytes tokens"; calibrate.py eval turns it for equal cost. within: the interval of the numbers allowed."""
+    return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "within": within})
 
 
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
@@ -75,6 +75,13 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
         with suppress(ImportError):  # the file is optional, and triton may have no Gluon
             import hopper as kernels
     return kernels
+
+
+def inside(value: float, interval: str) -> bool:
+    """Does the value lie in an interval such as "(0, 1]"?"""
+    low, high = map(float, interval[1:-1].split(","))
+    above = low < value if interval[0] == "(" else low <= value
+    return above and (value < high if interval[-1] == ")" else value <= high)
 
 
 ONLY_ELITEKV = "this checkpoint was uptrained for EliteKV: run it with --method elitekv"
@@ -403,16 +410,9 @@ def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
 # ------------------------------------------------------------------------------------------------- budgets
 
 
-def token_count(k: float, length: int) -> int:
-    """Tokens attended out of `length`: floor(k * length) but at least 1, or the count k."""
-    return max(1, min(length, int(k * length) if k <= 1 else int(k)))
-
-
-def kept_tokens(keep: float, capacity: int) -> int:
-    """Tokens out of `capacity` that a budget `keep` allows, a fraction or a count."""
-    if keep <= 0:
-        raise UserError(f"--keep {keep:g}: give a fraction of the context, up to 1, or a number of tokens")
-    return token_count(keep, capacity)
+def kept_tokens(keep: float, length: int) -> int:
+    """Tokens out of `length` that a budget `keep` allows: a fraction, but at least 1, or above 1 a count."""
+    return max(1, min(length, int(keep * length) if keep <= 1 else int(keep)))
 
 
 def left_to_select(keep: float, total: int, capacity: int, x: int, z: int) -> int:
@@ -935,14 +935,14 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(0.0, "d_r: rank of the latent, a fraction of Hkv*D; 0: half, <= 1024", sets="bytes")
-    score_rank: float = setting(0.25, "r*/r: fraction of the latent's leading dims that scoring reads")
+    score_rank: float = setting(0.25, "r*/r: fraction of a latent's dims that scoring reads", within="(0, 1]")
     latent_bits: int = setting(4, "bits of a latent; 4: r* dims in int8, others in 4 (ours)", (4, 8, 16))
     bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
     value_code: str = setting("spread", "rotated, one scale a head; or groups (paper)", ("spread", "grouped"))
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
-    recent: int = setting(64, "z: last tokens that are always attended, kept exact", least=1)
-    keep: float = setting(0.0, "sets y so that x + y + z is this fraction of the capacity", sets="tokens")
+    recent: int = setting(64, "z: last tokens that are always attended, kept exact", within="[1, inf)")
+    keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", sets="tokens", within="[0, 1]")
     score: str = setting("softmax", "sum of the heads' softmax, or of logits (paper)", ("softmax", "sum"))
     score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
@@ -964,8 +964,6 @@ class SalsSettings:
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
         keys (ours). With 4-bit codes the number of the other dims is even: a byte holds two."""
-        if not 0 < self.score_rank <= 1:
-            raise UserError(f"--score_rank {self.score_rank}: r*/r must lie in (0, 1]")
         r = rank_of(self.rank, c.kv_dim) if self.rank else min(c.kv_dim // 2, 1024)
         lead = max(1, round(self.score_rank * r))
         return r, lead + (r - lead) % 2 if self.latent_bits == 4 else lead
@@ -1268,8 +1266,6 @@ class SalsCache(Cache):
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
-    if settings.keep > 1:
-        raise UserError(f"--keep {settings.keep:g}: give a fraction of the context, up to 1")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
     biased = c.qkv_bias and settings.metric == "query"  # the mean's logits may change from token to token
     by_token = torch.cat((context.cos, context.sin), -1) if biased else None
@@ -1555,16 +1551,16 @@ def random_elitekv(c: ModelConfig) -> Artifact:
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(0.25, "k_f: tokens of a query head, a fraction (above 1: a count)", sets="tokens")
-    d: float = setting(0.25, "d_f: leading components that scoring reads, as a fraction of D", sets="bytes")
-    explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v (App. B.2)")
+    k: float = setting(0.25, "k_f: tokens of a query head, or a fraction", sets="tokens", within="(0, inf)")
+    d: float = setting(0.25, "d_f: leading fraction of D that scoring reads", sets="bytes", within="(0, 1]")
+    explained: float = setting(0.0, "instead of d: a layer's mean Rank@v (App. B.2)", within="[0, 1)")
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
     share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z): sinks, selected and recent tokens of a query head, in a cache that is full."""
-        return 0, capacity if self.reduced else token_count(self.k, capacity), 0
+        return 0, capacity if self.reduced else kept_tokens(self.k, capacity), 0
 
 
 def loki_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int, n: int) -> tuple:
@@ -1633,8 +1629,6 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
 
 
 def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
-        raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
     kind = settings.basis
     if kind == "auto":  # what calibration found better
         kind = ("pre", "post")[bool(artifact["better"])]
@@ -1665,7 +1659,7 @@ class LrqkSettings:
 
     rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)", sets="bytes")
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
-    recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU", least=1)
+    recent: int = setting(64, "lite tokens: the last ones, always attended, on the GPU", within="[1, inf)")
     mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
@@ -2023,7 +2017,7 @@ class StreamingSettings:
     """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
 
     sinks: int = setting(4, "x: first tokens that are kept")
-    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", least=1)
+    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(x, w) in tokens for a cache of this capacity."""
@@ -2050,7 +2044,7 @@ class StreamingCache(DenseCache):
 def keep_setting(tokens: int, sets: str = "tokens"):
     """The field of the methods that are given their tokens in all."""
     text = "tokens attended in all: above 1 a count, up to 1 a fraction of the cache's capacity"
-    return setting(tokens, text, sets=sets)
+    return setting(tokens, text, sets=sets, within="(0, inf)")
 
 
 @dataclass
@@ -2059,7 +2053,7 @@ class KeepSettings:
 
     keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")
-    recent: int = setting(1, "z: last tokens that are always among them", least=1)
+    recent: int = setting(1, "z: last tokens that are always among them", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens: sinks, selected, recent."""
@@ -2111,13 +2105,11 @@ class H2oSettings:
     """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
 
     keep: float = keep_setting(512, sets="bytes tokens")
-    heavy: float = setting(0.5, "fraction of these that are heavy hitters; the others are the most recent")
-    window: int = setting(64, "W: last queries of a prompt whose attention is accumulated", least=1)
+    heavy: float = setting(0.5, "fraction of these that are heavy hitters, not recent", within="[0, 1]")
+    window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(heavy, recent) in tokens."""
-        if self.heavy > 1:
-            raise UserError(f"--heavy {self.heavy:g}: give a fraction of the tokens that are kept, up to 1")
         total = kept_tokens(self.keep, capacity)
         recent = max(1, total - round(self.heavy * total))
         return total - recent, recent
@@ -2235,7 +2227,7 @@ class QuestSettings:
     """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
 
     keep: float = keep_setting(512)
-    page: int = setting(16, "tokens of a page", least=1)
+    page: int = setting(16, "tokens of a page", within="[1, inf)")
     skip: str = setting("0,1", "layers that attend every token")
 
     def budget(self, capacity: int) -> tuple[int]:
@@ -2302,7 +2294,7 @@ class QuestCache(ProxyCache):
 class DoubleSparseSettings(KeepSettings):
     """Double Sparsity (arXiv 2408.07092): top-k tokens, scored on the channels that matter most."""
 
-    channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D")
+    channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D", within="(0, 1]")
     skip: str = setting("0,1", "layers that attend every token")
 
 
@@ -2311,8 +2303,6 @@ class DoubleSparseCache(ProxyCache):
 
     def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
         super().__init__(context, budget=settings.budget(context.capacity))
-        if not 0 < settings.channels <= 1:
-            raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
         c = context.config
         r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(r).indices.to(context.device)  # [Hkv, r_c]
@@ -2340,7 +2330,7 @@ class DoubleSparseCache(ProxyCache):
 class HshareSettings(DoubleSparseSettings):
     """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
 
-    every: int = setting(8, "steps for which a selection is used", least=1)
+    every: int = setting(8, "steps for which a selection is used", within="[1, inf)")
     share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
 
 
@@ -2597,9 +2587,9 @@ class ShadowKvSettings:
 
     keep: float = keep_setting(1024)
     rank: float = setting(0.15625, "rank of the keys, a fraction of Hkv*D (paper: 160 of 1024)", sets="bytes")
-    chunk: int = setting(8, "tokens of a chunk", least=1)
+    chunk: int = setting(8, "tokens of a chunk", within="[1, inf)")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
-    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", least=1)
+    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(selected, outliers, recent) in tokens that are attended at most."""
@@ -2782,14 +2772,12 @@ class ShadowKvCache(Cache):
 class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
 
-    rate: float = setting(-1.0, "r: fraction of singular values lost (-1: as fitted)", sets="bytes", least=-1)
+    rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", sets="bytes", within="[-1, 1)")
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
         """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
         rate = float(artifact["rate"]) if self.rate == -1 else self.rate
-        if not 0 <= rate < 1:
-            raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
         ranks = fdc_ranks(artifact[f"{kind}.values"], rate, self.adaptive)  # of all layers, for their mean
         bases = zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True)
         return [basis[:, :rank] for basis, rank in bases]
@@ -2972,12 +2960,10 @@ def random_fdc(c: ModelConfig) -> Artifact:
 class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
-    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes")
+    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes", within="(0, 1]")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
         """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
-        if not 0 < self.keep <= 1:
-            raise UserError(f"--keep {self.keep}: the fraction of each head's dims must lie in (0, 1]")
         basis = artifact[f"{kind}.basis"][i]
         return basis[..., : max(1, round(self.keep * basis.shape[-1]))]
 
@@ -3198,9 +3184,9 @@ def settings_from(method: str, options: dict) -> object:
         if name not in known:
             fault = f"--{name} is not a setting of {method}"
             raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
-        choices, least = (known[name].metadata[key] for key in ("choices", "least"))
+        choices, within = (known[name].metadata[key] for key in ("choices", "within"))
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-        if not isinstance(value, str) and value < least:
-            raise UserError(f"--{name} {value}: give at least {least}")
+        if not isinstance(value, str) and not inside(value, within):
+            raise UserError(f"--{name} {value}: give a number in {within}")
     return row.settings(**options)

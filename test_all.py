@@ -606,7 +606,7 @@ def pure_loki(cache, entry, n, q, k, v):
     bases = iter(cache.basis.repeat(len(q) - n, 1, 1))
 
     def step(i, q, k, v, stored):
-        count = compress.token_count(cache.settings.k, i + 1)
+        count = compress.kept_tokens(cache.settings.k, i + 1)
         return compress.loki_step(q, k, v, stored, next(bases), cache.d, count)
 
     return by_head(cache, q, k, v, n, lambda h: (k[:n, h] @ cache.basis[h], v[:n, h]), step)
@@ -1616,11 +1616,11 @@ def test_methods_run_from_the_command_line(method, options, cli):
 
 
 REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
-    ("topk", {"keep": 0}, "--keep 0: give a fraction"),
+    ("topk", {"keep": 0}, r"--keep 0: give a number in \(0, inf\)"),
     ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
-    ("topk", {"recent": 0}, "--recent 0: give at least 1"),
-    ("h2o", {"heavy": 1.5}, "--heavy 1.5: give a fraction"),
-    ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
+    ("topk", {"recent": 0}, r"--recent 0: give a number in \[1, inf\)"),
+    ("h2o", {"heavy": 1.5}, r"--heavy 1.5: give a number in \[0, 1\]"),
+    ("doublesparse", {"channels": 2.0}, r"--channels 2.0: give a number in \(0, 1\]"),
     ("hshare", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
     ("hshare", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
     ("kivi", {"residual": 48}, "a multiple of 32"),
@@ -1707,7 +1707,7 @@ def test_loki_attends_floor_of_k_but_at_least_one():
     loki, (q, _, _) = scene("loki", 40, 41, k=0.25)
     for length, count in ((1, 1), (3, 1), (8, 2), (39, 9)):
         index = loki.select(torch.tensor([length - 1]), loki.to_stored_basis(q[40:]))
-        assert compress.token_count(0.25, length) == count and ((index >= 0).sum(-1) == count).all()
+        assert compress.kept_tokens(0.25, length) == count and ((index >= 0).sum(-1) == count).all()
 
 
 @pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
@@ -4682,13 +4682,13 @@ BAD_COMMANDS = {
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
     "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
     "generate --method elitekv --d_ckv 49 --prompt 5": "with r = 2 the latent can have 1 to 48 dims",
-    "generate --method loki --k 0 --prompt 5": "--k must be above 0",
+    "generate --method loki --k 0 --prompt 5": "--k 0.0: give a number in (0, inf)",
     "generate --method lrqk --rank 17 --prompt 5": "r must be 1 to 16",
     "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
     "generate --method lrqk --rank 8 --kv_device cuda --device cpu --prompt 5": "the model runs on the CPU",
-    "generate --method sals --sinks -1 --prompt 5": "--sinks -1: give at least 0",
-    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: the fraction",
-    "generate --method palu --keep 0 --prompt 5": "must lie in (0, 1]",
+    "generate --method sals --sinks -1 --prompt 5": "--sinks -1: give a number in [0, inf)",
+    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: give a number in [-1, 1)",
+    "generate --method palu --keep 0 --prompt 5": "--keep 0.0: give a number in (0, 1]",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
     "generate --device cuda": "--device cpu",
