@@ -339,16 +339,19 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
-    if not x.is_contiguous():
-        return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
-    return x.flatten(0, 2).index_select(0, row_numbers(x, index).flatten()).view(*index.shape, *x.shape[3:])
+    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...]. No copy of x is made where in memory a
+    head's tokens or a token's heads lie side by side."""
+    by_token = not x.is_contiguous()
+    rows = x.transpose(1, 2).contiguous() if by_token else x
+    number = row_numbers(rows.transpose(1, 2) if by_token else rows, index)
+    return rows.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *x.shape[3:])
 
 
 def row_numbers(x: Tensor, index: Tensor) -> Tensor:
-    """Where the rows at index [B, Hkv, n] stand among all rows of x [B, Hkv, S, ...], end to end."""
-    first = torch.arange(0, x.shape[:3].numel(), x.shape[2], device=x.device)
-    return index.long() + first.view(*x.shape[:2], 1)
+    """Where the rows at index [B, Hkv, n] of x [B, Hkv, S, ...] lie in its memory, counted in rows."""
+    batch, head, token = (stride // x.shape[3:].numel() for stride in x.stride()[:3])
+    b, h = (torch.arange(n, device=x.device) for n in x.shape[:2])
+    return index.long() * token + b[:, None, None] * batch + h[:, None] * head
 
 
 # ---- the same operations, compiled for a CPU
@@ -495,21 +498,13 @@ class TokenStore(nn.Module):
                 part[batch, :, tokens] = new.transpose(0, 1) if isinstance(batch, int) else new
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        if index is None:
-            return self.decode(*map(self.view, self.parts()))
-        index = index.expand(-1, self.heads, -1)
-        return self.decode(*(self.gather(part, index) for part in self.parts()))
+        parts = map(self.view, self.parts())
+        if index is not None:
+            parts = (gather_rows(part, index.expand(-1, self.heads, -1)) for part in parts)
+        return self.decode(*parts)
 
     def past(self, batch: int, n: int) -> Tensor:
         return self.decode(*(self.view(part)[batch, :, :n] for part in self.parts())).transpose(0, 1)
-
-    def gather(self, part: Tensor, index: Tensor) -> Tensor:
-        """A buffer's rows of tokens index [B, H, n] -> [B, H, n, ...]."""
-        if not self.by_token:
-            return gather_rows(part, index)
-        tokens = self.context.batch_ids[:, None, None] * self.tokens + index
-        number = tokens * self.heads + torch.arange(self.heads, device=index.device)[:, None]
-        return part.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *part.shape[3:])
 
     def scored(self, pos: Tensor) -> dict[str, Tensor]:
         """All tokens as Context.scores takes them."""
@@ -2702,11 +2697,10 @@ class ShadowKvCache(Cache):
     def keep_outliers(self, batch: int, likeness: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores the chunks of a prompt's k, v that are least like their mean; likeness [chunks, Hkv]."""
         n = min(self.outlier.shape[-1], len(likeness))
-        ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
+        ids, heads = likeness.T.topk(n, largest=False).indices, torch.arange(k.shape[1], device=k.device)
         self.outlier[batch], self.outlier[batch, :, :n] = -1, ids.int()
         for store, x in zip(self.outliers, (k, v), strict=True):
-            chosen = gather_rows(x.transpose(0, 1)[None], self.tokens_of(ids)[None])[0]
-            store.rows[batch, :, : n * self.chunk] = chosen
+            store.rows[batch, :, : n * self.chunk] = x[self.tokens_of(ids), heads[:, None]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         batch = self.context.batch_ids
