@@ -713,6 +713,13 @@ class Cache(nn.Module):
         if context.config.elitekv and not self.elite_rope:
             raise UserError(ONLY_ELITEKV)
         self.context, self.config, self.rope = context, context.config, context.rope
+        self.table_bytes = 0
+
+    def table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
+        """A buffer [B, *shape] beside the stores, such as positions of slots. The formula counts it."""
+        zeros = self.context.zeros(*shape, dtype=dtype)
+        self.register_buffer(name, zeros + fill if fill else zeros)
+        self.table_bytes += self.context.batch_size * math.prod(shape) * dtype.itemsize
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         """An entry's tokens at positions `span` attend one another and what is kept of the past, exactly."""
@@ -745,8 +752,8 @@ class Cache(nn.Module):
         return sum(store.token_bytes for store in self.stores())
 
     def formula(self) -> int:
-        """Bytes that the stores' formulas give for this batch and capacity; tests hold measured() to it."""
-        return round(sum(store.formula() for store in self.stores()))
+        """Bytes that stores and tables say they hold, for the whole batch; tests hold measured() to it."""
+        return round(sum(store.formula() for store in self.stores())) + self.table_bytes
 
     def bytes_read(self, length: int) -> int:
         """Bytes that one decode step must read from this layer's cache for one entry of `length` tokens."""
@@ -1871,20 +1878,19 @@ class LrqkCache(Cache):
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
         most = round(min(settings.slots * self.chosen, context.capacity - self.z))
         self.slots = most if self.reuse else self.chosen
-        heads, i32, width = c.n_kv_heads, torch.int32, 2 * c.head_dim
+        heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
         if settings.kv_device == "cuda":
-            self.register_buffer("kv", context.zeros(heads, context.capacity, width))
+            self.table("kv", heads, capacity, width, dtype=context.dtype)
         else:  # not a buffer: it is not on the device, and host_bytes counts it
-            self.kv = host_rows(context, heads, context.capacity, width)
-        self.register_buffer("a_k", context.zeros(heads, context.capacity, self.rank))
-        # Of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T.
-        for name in ("basis_q", "basis_k"):
-            self.register_buffer(name, context.zeros(heads, self.rank, c.head_dim, dtype=torch.float32))
-        self.register_buffer("hot", context.zeros(heads, self.slots + self.z, width))
-        for name, places in (("slot_of", context.capacity), ("pos_of", self.slots), ("stamp", self.slots)):
-            self.register_buffer(name, context.zeros(heads, places, dtype=i32) - 1)
-        self.register_buffer("step", torch.zeros((), dtype=i32, device=context.device))
-        self.register_buffer("counts", context.zeros(2, dtype=torch.int64))  # tokens selected, tokens missed
+            self.kv = host_rows(context, heads, capacity, width)
+        self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
+        for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
+            self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)
+        self.table("hot", heads, self.slots + self.z, width, dtype=context.dtype)
+        for name, places in (("slot_of", capacity), ("pos_of", self.slots), ("stamp", self.slots)):
+            self.table(name, heads, places, fill=-1)
+        self.table("step", 1, 1)
+        self.table("counts", 2, dtype=torch.int64)  # tokens selected, tokens missed
 
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
         return self.kv[batch, :, self.context.positions[:n]].transpose(0, 1).chunk(2, -1)
@@ -1958,8 +1964,8 @@ class LrqkCache(Cache):
         index, live = self.select(batch, pos, q_hat)
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[batch] = -1
-        tables = (self.slot_of[batch], self.pos_of[batch], self.stamp[batch])
-        place, miss = take_slots(index, live, *tables, self.step)
+        tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
+        place, miss = take_slots(index, live, *tables)
         self.context.fetch(self.kv[batch], index, place, miss, self.hot[batch])
         self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
 
@@ -1977,14 +1983,6 @@ class LrqkCache(Cache):
 
     def host_bytes(self) -> int:
         return dense_bytes(self.context) if self.settings.kv_device == "cpu" else 0
-
-    def formula(self) -> int:
-        """Device bytes: A_K and slot of every token; K, V, position and stamp of every slot; the bases."""
-        c, r, size = self.config, self.rank, self.context.dtype.itemsize
-        tokens = self.context.capacity * (r * size + 4)
-        slots = (self.slots + self.z) * 2 * c.head_dim * size + self.slots * 8
-        total = self.context.batch_size * (c.n_kv_heads * (tokens + slots + 2 * r * c.head_dim * 4) + 16) + 4
-        return total + dense_bytes(self.context) - self.host_bytes()
 
     def bytes_read(self, length: int) -> int:
         """A_K of every token that left the ring, K and V of the selected and the recent ones, stamps of all
@@ -2141,9 +2139,9 @@ class H2oCache(DenseCache):
         shape = heads, sum(budget), context.config.head_dim
         super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
         self.settings, self.recent = settings, budget[1]
-        self.register_buffer("position", context.zeros(heads, self.count, dtype=torch.int32) - 1)
-        self.register_buffer("attention", context.zeros(heads, self.count, dtype=torch.float32))
-        self.register_buffer("prompt", context.zeros(dtype=torch.int32))  # its length
+        self.table("position", heads, self.count, fill=-1)
+        self.table("attention", heads, self.count, dtype=torch.float32)
+        self.table("prompt")  # its length
 
     def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
         """What is accumulated, of logits [..., N]. step: tokens since the prompt; first: where Keyformer's
@@ -2189,11 +2187,6 @@ class H2oCache(DenseCache):
         step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
         self.attention += self.weights(logits, step, first).sum(2)
         return self.context.attend_logits(logits, self.values.rows, every)
-
-    def formula(self) -> int:
-        """K, V, position and attention of each slot, and the length of each prompt."""
-        slots = self.count * self.config.n_kv_heads * 8
-        return super().formula() + self.context.batch_size * (slots + 4)
 
     def bytes_read(self, length: int) -> int:
         return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
@@ -2357,9 +2350,9 @@ class HshareCache(DoubleSparseCache):
             raise UserError(f"--every {every}: give at most {most}, 1 + the tokens selected")
         self.every, self.merged = (every, merged) if selects else (1, 0)
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
-        self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
-        self.register_buffer("head", context.zeros(heads, dtype=torch.int32))
+        self.table("held", heads, self.held_count)  # the selection
+        self.table("since", fill=-self.every)
+        self.table("head", heads)  # whose selection a head uses
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         super().write_chunk(batch, span, q, k, v)
@@ -2387,11 +2380,6 @@ class HshareCache(DoubleSparseCache):
         whole, places = (pos < self.count)[:, None, None], self.context.positions[: self.count]
         index = torch.where(whole, places, torch.cat((self.held, newer), -1))
         return index.where(index <= pos[:, None, None], -1)
-
-    def formula(self) -> int:
-        """Beside Double Sparsity's a selection, since when it is held, and the map of heads."""
-        heads = self.config.n_kv_heads
-        return super().formula() + self.context.batch_size * (heads * (self.held_count + 1) + 1) * 4
 
     def score_bytes(self, length: int) -> int:
         """The labels of the heads that select, in one of `every` steps."""
@@ -2647,11 +2635,10 @@ class ShadowKvCache(Cache):
         self.r = rank_of(settings.rank, c.kv_dim)
         self.chunks = -(-context.capacity // self.chunk)
         heads, d = c.n_kv_heads, c.head_dim
-        self.register_buffer("basis", context.zeros(c.kv_dim, self.r))
-        self.register_buffer("latent", context.zeros(context.capacity, self.r))
-        self.register_buffer("landmark", context.zeros(heads, self.chunks, d))
-        outliers = self.outlier_tokens // self.chunk
-        self.register_buffer("outlier", context.zeros(heads, outliers, dtype=torch.int32) - 1)
+        self.table("basis", c.kv_dim, self.r, dtype=context.dtype)
+        self.table("latent", context.capacity, self.r, dtype=context.dtype)
+        self.table("landmark", heads, self.chunks, d, dtype=context.dtype)
+        self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
         self.outliers = nn.ModuleList(TokenStore(context, heads, self.outlier_tokens, d) for _ in range(2))
         self.rings = nn.ModuleList(Window(context, heads, d, 0, self.z) for _ in range(2))  # K, V
         self.host_v = host_rows(context, heads, context.capacity, d)  # not a buffer: host_bytes() counts it
@@ -2738,13 +2725,6 @@ class ShadowKvCache(Cache):
         latent = self.latent[self.context.batch_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
         return self.context.rope_one(k, index), gather_rows(self.host_v, index)
-
-    def formula(self) -> int:
-        """Beside outliers and ring the basis, latents, landmarks and outliers' ids; V is host_bytes()."""
-        c, context = self.config, self.context
-        elements = (c.kv_dim + context.capacity) * self.r + self.chunks * c.kv_dim
-        ids = self.outlier_tokens // self.chunk * c.n_kv_heads * 4
-        return super().formula() + context.batch_size * (elements * context.dtype.itemsize + ids)
 
     def host_bytes(self) -> int:
         return self.host_v.nbytes
