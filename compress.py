@@ -102,7 +102,9 @@ class Context:
         self.cos, self.sin = rope_tables(model.config, capacity, self.device)  # [capacity, D/2] each
         self.batch_ids = torch.arange(batch_size, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
+        self.scale = model.config.head_dim**-0.5  # of logits
         self.kernels = triton_kernels(model.config, self.device, kernels)
+        self.fetch_rows = self.kernels.fetch_rows if self.kernels else fetch_rows
         if self.kernels:
             self.rope_pairs = self.kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
@@ -138,7 +140,7 @@ class Context:
         fp32, -inf beyond pos. scale: of the logits, 1/sqrt(D) if not given. offset [B, n, Hq]: what is
         added to q . row in each of n runs of `run` tokens."""
         q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
-        scale = self.config.head_dim**-0.5 if scale is None else scale
+        scale = self.scale if scale is None else scale
         if self.kernels and block % 16 == 0:
             stored = rows, row_scale, pos.int()
             scores = self.kernels.scores(q.contiguous(), *stored, scale, rule, block, offset, run)
@@ -192,50 +194,49 @@ class Context:
         q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores. index [B, n], [B, Hkv, n]
         or [B, Hq, n]: the tokens that count, negative for none; without it all up to pos. window: a pair of
         Windows, whose tokens are attended besides (and without an index in the place of the last z)."""
-        scale, heads = self.config.head_dim**-0.5, self.config.n_kv_heads
         if self.kernels and self.config.head_dim % 16 == 0 and (index is None or index.numel()):
             if index is not None:  # of one set an entry, entries may lie apart
                 index = index.int() if index.ndim == 2 else index.int().contiguous()
             stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
             exact = [store.rows for store in window]
-            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
+            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, self.scale)
         if index is None and not window:
             return self.attend_all(q, keys, values, pos)
         if index is None:
             index = self.positions.where(self.positions <= pos[:, None] - window[0].z, -1)  # [B, S]
         index = index[:, None] if index.ndim == 2 else index
-        sets = index.unflatten(1, (min(heads, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
+        heads = min(self.config.n_kv_heads, index.shape[1])
+        sets = index.unflatten(1, (heads, -1))  # [B, 1 or Hkv, 1 or G, n]
         chosen = sets.clamp(min=0).long().flatten(2)
         k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
         if index.shape[1] == q.shape[1] and values.bits == 16 and not window:
-            return attend(q.float(), k.float(), values.view(values.rows), live, scale, chosen)
+            return attend(q.float(), k.float(), values.view(values.rows), live, self.scale, chosen)
         v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
             near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
             k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
             live = torch.cat((live, near.expand(-1, live.shape[1], -1)), -1)
-        return attend(q, k, v, live.expand(-1, k.shape[1], -1), scale)
+        return attend(q, k, v, live.expand(-1, k.shape[1], -1), self.scale)
 
     def attend_all(self, q: Tensor, keys, values, pos: Tensor) -> Tensor:
         """`attend` over all tokens up to pos. Stores in codes multiply these: no key or value is decoded."""
         if keys.kind == "plain" and values.bits == 16:
             k, v = (store.view(store.rows) for store in (keys, values))
             live = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]
-            return attend(q, k, v, live, self.config.head_dim**-0.5)
+            return attend(q, k, v, live, self.scale)
         logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float()  # [B, Hkv, G, S]
         live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None]
-        logits = (logits * self.config.head_dim**-0.5).masked_fill(~live[:, None, None], -torch.inf)
+        logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
         return (values.mix(weights, pos) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
         """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
-        scale = self.config.head_dim**-0.5
         if not (self.kernels and self.config.head_dim % 16 == 0):
-            return attend(q, k, v, live, scale)
+            return attend(q, k, v, live, self.scale)
         index, pos = torch.arange(k.shape[2], device=q.device), torch.full_like(self.batch_ids, k.shape[2])
         index = index.where(live, -1).int()
-        return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], scale)
+        return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], self.scale)
 
     def attend_logits(self, logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attention whose logits [B, Hkv, G, S] fp32 are there, over v [B, Hkv, S, D] -> [B, Hkv G, D]."""
@@ -245,32 +246,22 @@ class Context:
         return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
 
     def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
-        """Attention of one query each over rows that all heads share, as in MLA's absorbed decode.
-
-        q [B, Hq, W], rows [B, S, W]: keys, and in their `width` leading numbers values -> [B, Hq, width]."""
-        scale = self.config.head_dim**-0.5
+        """Attention over rows [B, S, W] that all heads share, as in MLA's absorbed decode: keys, and in their
+        `width` leading numbers values. q [B, Hq, W] -> [B, Hq, width]."""
         if self.kernels:
-            return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, scale)
-        return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], scale)
+            return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, self.scale)
+        return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], self.scale)
 
     def attend_ragged(self, q: Tensor, vectors, pos: Tensor) -> Tensor:
-        """Attention of one query each over heads of unequal rank, in a RaggedStore.
-
-        q [B, Hkv, G, max d_qk] -> [B, sum of G d_v], at the scale of the full head dim."""
-        scale = self.config.head_dim**-0.5
+        """Attention over a RaggedStore: q [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
         if vectors.table is not None:
             stored = vectors.packed, vectors.table, vectors.ranks, pos.int()
-            out = self.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, scale)
+            out = self.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, self.scale)
             return out.flatten(1)[:, vectors.v_columns]
-        views, live, outputs = vectors.views(), self.positions <= pos[:, None], []
-        for h, (k, v) in enumerate(zip(views[: vectors.n], views[vectors.n :], strict=True)):
-            outputs.append(attend(q[:, h, :, : k.shape[-1]], k[:, None], v[:, None], live, scale).flatten(1))
-        return torch.cat(outputs, -1)
-
-    def fetch(self, rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
-        """hot[place] = rows[index] where miss, as fetch_rows says."""
-        fetch = self.kernels.fetch_rows if self.kernels else fetch_rows
-        fetch(rows, index, place, miss, hot)
+        views, live = vectors.views(), self.positions <= pos[:, None]
+        heads = zip(q.unbind(1), views[: vectors.n], views[vectors.n :], strict=True)
+        out = (attend(x[..., : k.shape[-1]], k[:, None], v[:, None], live, self.scale) for x, k, v in heads)
+        return torch.cat([x.flatten(1) for x in out], -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None, index=None) -> Tensor:
@@ -1194,7 +1185,7 @@ class SalsCache(Cache):
         # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
         # rotated lack. cos at position 0 equals the factor.
         factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
-        self.logit_scale = c.head_dim**-0.5 * factor**2
+        self.logit_scale = context.scale * factor**2
 
     def latent(self, k: Tensor, *folded: Tensor) -> Tensor:
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
@@ -1966,7 +1957,7 @@ class LrqkCache(Cache):
             self.slot_of[batch] = -1
         tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
         place, miss = take_slots(index, live, *tables)
-        self.context.fetch(self.kv[batch], index, place, miss, self.hot[batch])
+        self.context.fetch_rows(self.kv[batch], index, place, miss, self.hot[batch])
         self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
 
     def select(self, batch: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
