@@ -53,10 +53,9 @@ Artifact = dict[str, Tensor]
 
 
 def setting(default, text: str, choices: tuple | None = None, sets: str = "", within: str = "[0, inf)"):
-    """A field of a settings dataclass; generate.py makes its command-line option out of it.
-
-    sets: what the field is the knob of, "bytes" (per token), "tokens" (attended, the sum of its `budget`) or
-    "bytes tokens"; calibrate.py eval turns it for equal cost. within: the interval of the numbers allowed."""
+    """A field of a settings dataclass, and so a command-line option. within: the interval of the numbers
+    allowed. sets: what calibrate.py eval turns it for, at equal cost: "bytes" (per token), "tokens"
+    (attended, the sum of the `budget`) or "bytes tokens"."""
     return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "within": within})
 
 
@@ -90,10 +89,8 @@ ONLY_ELITEKV = "this checkpoint was uptrained for EliteKV: run it with --method 
 
 
 class Context:
-    """What all caches of a run share: the model's shape, the batch, RoPE, and a decode step's operations.
-
-    An operation is a Triton kernel where there are kernels that take the shapes, else PyTorch, which is the
-    kernel's truth. No cache knows which of the two runs."""
+    """What all caches of a run share: the model's shape, the batch, RoPE, and a decode step's operations. An
+    operation is a kernel where there are kernels that take the shapes, else PyTorch, the kernel's truth."""
 
     def __init__(self, model: Llama, batch_size: int, capacity: int, kernels: bool | None = None):
         self.config, self.batch_size, self.capacity = model.config, batch_size, capacity
@@ -267,8 +264,8 @@ class Context:
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None, index=None) -> Tensor:
     """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
 
-    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated.
-    index: of each query's own k [B, Hq, n, D] the rows in v, which is then not copied, either."""
+    A group is G queries over one key/value head: K and V are never repeated. index: of each query's own k
+    [B, Hq, n, D] the rows in v, which is then not copied, either."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
     if q.shape[-1] == v.shape[-1] and index is None:
@@ -302,10 +299,8 @@ def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block
 
 
 def group_scores(logits: Tensor, live: Tensor) -> Tensor:
-    """A KV head's scores: the largest attention weight that any of its G query heads gives.
-
-    logits [B, Hkv, G, N] of tokens, pages or chunks, live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live.
-    As logarithms: they rank as the weights do, but small ones do not all become 0."""
+    """The logarithm of the largest attention weight that any of a KV head's G queries gives, which ranks
+    small weights, too: logits [B, Hkv, G, N], live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live."""
     dead = ~live[:, None, None]
     logits = logits.float().masked_fill(dead, -torch.inf)
     return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
@@ -357,8 +352,8 @@ def compiled_for_cpu(x: Tensor) -> bool:
 def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
     """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
 
-    Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
-    multiplied, which stays a matrix product. CPUs take half as long for one whose left side has the rows."""
+    CPUs take half as long for a product whose left side has the rows. Compiled for them, that of one row
+    becomes a loop. Where this is slow, two equal rows are multiplied, which stays a matrix product."""
     floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
     if not compiled_for_cpu(codes) or floats and w.shape[-2] > 1:
         w, codes = (w.to(codes.dtype), codes) if floats else (w, codes.to(w.dtype))
@@ -371,10 +366,8 @@ def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
 
 
 def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
-    """weights [B, H, G, S] fp32 times values in codes of `quantize` [B, H, S, D * bits / 8] -> [B, H, G, D].
-
-    The codes' weights are those of the tokens times a group's scale: a product for each run of channels that
-    one group and one plane of the codes hold. Compiled for the CPU, one loop decodes and multiplies."""
+    """weights [B, H, G, S] fp32 times values in codes of `quantize` [B, H, S, D * bits / 8] -> [B, H, G, D]:
+    a product for each run of channels that one group and one plane of the codes hold."""
     low, scale = low_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n]
     width, n, parts = codes.shape[-1], low_scale.shape[-2], []
     group = width * 8 // bits // n  # channels
@@ -853,11 +846,9 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
 
 
 def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Asymmetric codes of groups along `dim`: of channels within each token, as KIVI's values, or with dim -2
-    of tokens within each channel, as its keys (arXiv 2402.02750).
-
-    x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and (minimum, scale) of each group in fp16,
-    [..., S, D / group, 2] or [..., S / group, D, 2]."""
+    """Asymmetric codes of groups of channels in a token, as KIVI's values, or with dim -2 of tokens in a
+    channel, as its keys (arXiv 2402.02750). x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and
+    (minimum, scale) of each group in fp16, [..., S, D / group, 2] or [..., S / group, D, 2]."""
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
     # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
@@ -895,11 +886,9 @@ LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of rows whose numbers are spread like normal ones, with one scale a row (ours; as in RaBitQ):
-    x = (2 code - top) scale, top = 2**bits - 1.
-
-    x [..., D] -> codes [..., D * bits / 8] uint8 (`pack`) and scales [...] fp16. The scale is such that
-    x . decoded = x . x: decoded rows are not too short on the mean, as by least squares they would be."""
+    """Codes of rows spread like normal numbers, x = (2 code - top) scale, top = 2**bits - 1 (ours; as in
+    RaBitQ): x [..., D] -> codes [..., D * bits / 8] uint8 (`pack`) and scales [...] fp16. x . decoded = x . x,
+    so that decoded rows are not too short on the mean, as by least squares they would be."""
     x, top = x.float(), 2**bits - 1
     step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
     codes = ((x / step + top) / 2).round().clamp(0, top)
@@ -908,10 +897,9 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of rows x [..., D] with one scale a row: int8 of the leading numbers, and of the others the odd
-    multiples of 4 up to 60 in 4 bits (ours): all are int8 numbers again once they are unpacked.
-
-    -> int8 [..., lead], uint8 [..., (D - lead) / 2] (`pack`), scales [...] fp32."""
+    """Codes of rows x [..., D] with one scale a row (ours): int8 [..., lead] of the leading numbers, uint8
+    [..., (D - lead) / 2] (`pack`) of the others in 4 bits, and scales [...] fp32. A code of 4 bits stands for
+    an odd multiple of 4 up to 60: unpacked, all are int8 numbers again."""
     leading, rest = x.float().split((lead, x.shape[-1] - lead), -1)
     spread = rest.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
     scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
@@ -1001,30 +989,25 @@ def sals_step(
 
 
 def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
-    """`down` (keys to latent) and `up` (latent to keys, and queries to latent), both [Hkv*D, r].
-
-    basis [Hkv*D, >= r]: U, orthonormal, best direction first. Without a scale both are U_r, the paper's. With
-    scale S [Hkv*D] (ours) they are S U_r and S^-1 U_r: U is then best for the keys S k, where S is as large
-    as the queries make a dim count; down^T up is still I."""
+    """`down` (keys to latent) and `up` (latent to keys, queries to latent) [Hkv*D, r], of a basis U, its best
+    direction first: U_r twice (paper), or with a scale S [Hkv*D] S U_r and S^-1 U_r (ours). U is then best for
+    the keys S k: S is as large as the queries make a dim count. down^T up is still I."""
     basis = basis[:, :r]
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
 @functools.lru_cache
 def mix_rotation(*sizes: int) -> Tensor:
-    """A fixed random rotation of consecutive parts of so many dims, each part by itself (ours).
-
-    It changes no logit and no score, and spreads each part's energy evenly over its dims: one scale then
-    serves all of them (Palu, arXiv 2407.21118, rotates its latents likewise)."""
+    """A fixed random rotation of consecutive parts of so many dims (ours). It changes no logit or score, and
+    spreads a part's energy evenly over its dims: one scale serves all (so does Palu, arXiv 2407.21118)."""
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in sizes)
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
 
 
 def mix_values(attention: Attention, c: ModelConfig) -> None:
-    """Rotates V of every head by one fixed random rotation R: W_V becomes R^T W_V, W_O becomes W_O R (ours).
-
-    Outputs stay the same. The energy of a head's values lies evenly on its dims: see quantize_spread."""
+    """Rotates V of every head by mix_rotation's R, for quantize_spread: W_V becomes R^T W_V, W_O becomes W_O
+    R (ours). Outputs stay the same."""
     linear, wo = attention.wqkv, attention.wo
     R = mix_rotation(c.head_dim).to(wo.weight.device)
     for name, parameter in list(linear.named_parameters()):
@@ -1036,9 +1019,8 @@ def mix_values(attention: Attention, c: ModelConfig) -> None:
 
 
 def rest_gain(values: Tensor, lead: int, r: int) -> Tensor:
-    """What multiplies a latent's dims from `lead` on, so that quantize_mixed's 4-bit codes fit them (ours).
-
-    values: the dims' mean squares. The largest of n normal numbers is about sqrt(2 ln 2n) deviations."""
+    """What multiplies a latent's dims from `lead` on, of these mean squares, so that quantize_mixed's 4-bit
+    codes fit them (ours). The largest of n normal numbers is about sqrt(2 ln 2n) deviations."""
     leading, rest = values[:lead].mean().sqrt(), values[lead:r].mean().sqrt()
     unit = leading * (math.sqrt(2 * math.log(2 * lead)) / 127)
     return (8 / LEVELS_APART[4] * unit / rest.clamp(min=1e-12)).clamp(1e-2, 1e2)
@@ -1056,9 +1038,7 @@ def sals_layer_maps(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`down` and `up` of sals_maps for layer i at rank r, for codes mixed and scaled, and `up` as int8 codes
     hold it; and the mean key [Hkv*D], which is taken off before the latent and added to rebuilt keys (ours):
-    key biases can be a hundred times as large as the keys' spread. The paper's basis has none.
-
-    Raises UserError where the artifact has too few directions."""
+    key biases can be a hundred times as large as the keys' spread. UserError at too high a rank."""
     basis = artifact[f"{i}.{settings.metric}_basis"].float().to(device)  # [Hkv*D, fitted rank]
     centred = settings.metric == "query"
     scale, mean = (artifact[name][i].to(device) if centred else None for name in ("scale", "mean"))
@@ -1085,10 +1065,8 @@ def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
 def block_queries(
     q: Tensor, rotations: tuple[Tensor, Tensor], basis: Tensor, mean: Tensor | None, rule: str
 ) -> tuple[Tensor, Tensor | None]:
-    """q [B, Hq, D] after RoPE, rotated back to each of n blocks, as latent_queries [B, n, heads, r*] (ours),
-    and the mean key's logits [B, n, heads], if there is one. rotations: cos, sin [n, D/2].
-
-    The paper's scores have no RoPE: they place every key at the query's position."""
+    """q [B, Hq, D] after RoPE, rotated back to each of n blocks by cos, sin [n, D/2] (ours: the paper scores
+    without RoPE), as latent_queries [B, n, heads, r*], and the mean key's logits [B, n, heads] or None."""
     cos, sin = rotations
     queries = latent_queries(apply_rope(q[:, None], cos, -sin), basis, len(basis) // q.shape[-1], rule)
     return queries, None if mean is None else mean_logits(q, mean, torch.cat(rotations, -1), rule)
@@ -1106,9 +1084,8 @@ def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor, rule: str) -> Tensor
 def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
     """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*].
 
-    sum (paper, sec. 4.3): one query for all heads, q~ = U^T sum over each group of q; then q~ . k~ equals
-    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h, whose logits become
-    attention weights before they are summed: no loud head decides for all."""
+    sum (paper, sec. 4.3): one for all heads, U^T sum over each group of q; its logits are the sums of theirs.
+    softmax (ours): one a head, q_h U_h; their weights are summed, so that no loud head decides for all."""
     grouped = q.unflatten(-2, (n_kv_heads, -1))  # [..., Hkv, G, D]
     if rule == "sum":
         return grouped.sum(-2).flatten(-2)[..., None, :] @ basis
@@ -1117,9 +1094,8 @@ def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tens
 
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
     """Layer i's attention with rotated values, and with W_k U_r, and for the sum rule (sum over each group of
-    W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms.
-
-    Exact, since all up to the latent is linear; biases fold the same way, and take off the mean key."""
+    W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms. Biases fold
+    the same way, and take off the mean key."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if skipped and settings.skip_as != "latent":
         return attention
@@ -1147,10 +1123,9 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
 
 
 class SalsCache(Cache):
-    """Joint latents of the pre-RoPE keys, values in codes, and a window of the x first and z last tokens.
+    """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. Of `sparse`
+    layers a step attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
 
-    Every token is written to latents and values at once; the window holds its tokens exactly. `sparse` layers
-    attend x + y + z tokens; the others rebuild and attend every token, and have no sinks in their window.
     maps: of sals_layer_maps; blocks: () or the tokens of a block, their mean_rotations, and, where the mean
     key counts token by token, cos beside sin of each [S, D], else None."""
 
@@ -1206,9 +1181,7 @@ class SalsCache(Cache):
         self.write((batch, span), k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
-        """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made.
-
-        The latents are one head of rows, which serves the queries of all heads."""
+        """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
         rule, offset, run = self.settings.score, None, max(1, self.block)
         if folded:
             queries = folded[0][:, None]
@@ -1241,10 +1214,8 @@ class SalsCache(Cache):
         return self.latents.token_bytes + self.values.token_bytes
 
     def bytes_read(self, length: int) -> int:
-        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once.
-
-        Not counted is what a step computes: the blocks' queries and the mean's logits, which for a model with
-        key biases are one fp32 number a token and head."""
+        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
+        what a step computes: the blocks' queries, and of key biases one fp32 number a token and head."""
         x, y, z = self.budget
         recent, exact_bytes = min(z, length), sum(store.token_bytes for store in self.window)
         if not self.sparse:
@@ -2616,8 +2587,8 @@ def shadowkv_step(
 
 
 class ShadowKvCache(Cache):
-    """The prompt's own SVD of its pre-RoPE keys (joint over heads), a landmark a chunk, the outlier chunks, a
-    ring of recent tokens; V of every token in host memory. New tokens are projected on the prompt's basis."""
+    """Latents of pre-RoPE keys on the basis of the prompt's own SVD, joint over heads; landmarks of chunks;
+    outlier chunks and a ring of recent tokens, K beside V; V of every token in host memory."""
 
     def __init__(self, context: Context, settings: ShadowKvSettings):
         super().__init__(context)
@@ -2630,8 +2601,8 @@ class ShadowKvCache(Cache):
         self.table("latent", context.capacity, self.r, dtype=context.dtype)
         self.table("landmark", heads, self.chunks, d, dtype=context.dtype)
         self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
-        self.outliers = nn.ModuleList(TokenStore(context, heads, self.outlier_tokens, d) for _ in range(2))
-        self.rings = nn.ModuleList(Window(context, heads, d, 0, self.z) for _ in range(2))  # K, V
+        self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
+        self.ring = Window(context, heads, 2 * d, 0, self.z)
         self.host_v = host_rows(context, heads, context.capacity, d)  # not a buffer: host_bytes() counts it
 
     def local(self, pos: Tensor) -> Tensor:
@@ -2645,13 +2616,12 @@ class ShadowKvCache(Cache):
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
         keys = (self.latent[batch, :n] @ self.basis[batch].T).unflatten(1, (self.config.n_kv_heads, -1))
-        keys = self.rope(keys, slice(0, n))
-        index = self.tokens_of(self.outlier[batch]).T.long()  # [m, Hkv], negative for none
-        index = index.where(index >= 0, n)[..., None].expand(-1, -1, keys.shape[-1])
-        outliers = self.outliers[0].rows[batch].transpose(0, 1)
-        keys = F.pad(keys, (0, 0, 0, 0, 0, 1)).scatter(0, index, outliers)[:n]
         values = self.host_v[batch, :, self.context.positions[:n]].transpose(0, 1)
-        return self.rings[0].overlay(batch, keys), values
+        kv = torch.cat((self.rope(keys, slice(0, n)), values), -1)
+        index = self.tokens_of(self.outlier[batch]).T.long()  # [m, Hkv], negative for none
+        index = index.where(index >= 0, n)[..., None].expand(-1, -1, kv.shape[-1])
+        kv = F.pad(kv, (0, 0, 0, 0, 0, 1)).scatter(0, index, self.outliers.rows[batch].transpose(0, 1))[:n]
+        return self.ring.overlay(batch, kv).chunk(2, -1)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         flat, first = rest[0].flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
@@ -2660,47 +2630,43 @@ class ShadowKvCache(Cache):
             self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
         self.latent[batch, span] = flat @ self.basis[batch]
         begun = self.context.positions[first * self.chunk : span.start] % self.z  # its tokens in the ring
-        keys = torch.cat((self.rings[0].rows[batch, :, begun].transpose(0, 1), k))
+        keys = torch.cat((self.ring.rows[batch, :, begun].chunk(2, -1)[0].transpose(0, 1), k))
         chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
         landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
+        kv = torch.cat((k, v), -1)
         if not span.start:
             likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
-            self.keep_outliers(batch, likeness[: max(0, len(k) - self.settings.recent) // self.chunk], k, v)
+            self.keep_outliers(batch, likeness[: max(0, len(k) - self.settings.recent) // self.chunk], kv)
         places = self.context.positions[span]  # an index, not a slice: a kernel writes to host memory
         self.host_v[batch, :, places] = v.transpose(0, 1)
-        for ring, x in zip(self.rings, (k, v), strict=True):
-            ring.write((batch, span), x)
+        self.ring.write((batch, span), kv)
 
-    def keep_outliers(self, batch: int, likeness: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores the chunks of a prompt's k, v that are least like their mean; likeness [chunks, Hkv]."""
-        n = min(self.outlier.shape[-1], len(likeness))
-        ids, heads = likeness.T.topk(n, largest=False).indices, torch.arange(k.shape[1], device=k.device)
+    def keep_outliers(self, batch: int, likeness: Tensor, kv: Tensor) -> None:
+        """Stores the chunks of a prompt's K, V that are least like their mean; likeness [chunks, Hkv]."""
+        n, heads = min(self.outlier.shape[-1], len(likeness)), torch.arange(kv.shape[1], device=kv.device)
+        ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
         self.outlier[batch], self.outlier[batch, :, :n] = -1, ids.int()
-        for store, x in zip(self.outliers, (k, v), strict=True):
-            store.rows[batch, :, : n * self.chunk] = x[self.tokens_of(ids), heads[:, None]]
+        self.outliers.rows[batch, :, : n * self.chunk] = kv[self.tokens_of(ids), heads[:, None]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         batch = self.context.batch_ids
         self.latent[batch, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
         q, k = self.rope(q, pos), self.rope(k, pos)
-        for ring, x in zip(self.rings, (k, v), strict=True):
-            ring.write((batch, pos), x)
+        self.ring.write((batch, pos), torch.cat((k, v), -1))
         self.host_v[batch, :, pos] = v
         # The mean of the last chunk is written at every step and read when the chunk is whole.
         newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
-        mean = self.rings[0].rows[batch[:, None], :, newest].float().mean(1)  # [B, Hkv, D]
+        mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
         self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
-
         index, live = self.select(pos, q)
         near = ring_positions(pos, self.z)[:, None].expand(-1, live.shape[1], -1)  # [B, Hkv, z]
         ring = near >= (self.local(pos) * self.chunk)[:, None, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring), -1)
         self.report_selected(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
-        parts = zip(self.outliers, self.reconstruct(index), self.rings, strict=True)
-        k_all, v_all = (torch.cat((far.rows, chosen, near.rows), 2) for far, chosen, near in parts)
-        return self.context.attend_rows(q, k_all, v_all, lives)
+        kv = torch.cat((self.outliers.rows, self.reconstruct(index), self.ring.rows), 2)
+        return self.context.attend_rows(q, *kv.chunk(2, -1), lives)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
@@ -2711,11 +2677,11 @@ class ShadowKvCache(Cache):
         index = self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
         return index.clamp(min=0), index >= 0
 
-    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
+    def reconstruct(self, index: Tensor) -> Tensor:
+        """K = RoPE(A U^T) beside V, [B, Hkv, n, 2D], of tokens index [B, Hkv, n]."""
         latent = self.latent[self.context.batch_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
-        return self.context.rope_one(k, index), gather_rows(self.host_v, index)
+        return torch.cat((self.context.rope_one(k, index), gather_rows(self.host_v, index)), -1)
 
     def host_bytes(self) -> int:
         return self.host_v.nbytes
