@@ -887,7 +887,7 @@ LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes of rows spread like normal numbers, x = (2 code - top) scale, top = 2**bits - 1 (ours; as in
-    RaBitQ): x [..., D] -> codes [..., D * bits / 8] uint8 (`pack`) and scales [...] fp16. x . decoded = x . x,
+    RaBitQ): x [..., D] -> codes [..., D * bits / 8] uint8 (`pack`), scales [...] fp16. x . decoded = x . x,
     so that decoded rows are not too short on the mean, as by least squares they would be."""
     x, top = x.float(), 2**bits - 1
     step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
@@ -990,7 +990,7 @@ def sals_step(
 
 def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
     """`down` (keys to latent) and `up` (latent to keys, queries to latent) [Hkv*D, r], of a basis U, its best
-    direction first: U_r twice (paper), or with a scale S [Hkv*D] S U_r and S^-1 U_r (ours). U is then best for
+    direction first: U_r twice (paper), or with scale S [Hkv*D] S U_r and S^-1 U_r (ours). U is then best for
     the keys S k: S is as large as the queries make a dim count. down^T up is still I."""
     basis = basis[:, :r]
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])

@@ -777,7 +777,7 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
     options, ids, last, whole = for_one_layer(method, options), random_ids(48), torch.tensor([47]), {}
     # What a prompt alone decides, or where a cache counts what has happened since.
-    of_the_prompt = "basis latent outlier outliers.0.rows outliers.1.rows held since head prompt".split()
+    of_the_prompt = "basis latent outlier outliers.rows held since head prompt".split()
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
     ends = (48, 48), (1, 1), (3, 40), (7, 7), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
     for first, second in ends:
