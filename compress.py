@@ -1033,9 +1033,7 @@ def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
-def sals_layer_maps(
-    c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device) -> tuple:
     """`down` and `up` of sals_maps for layer i at rank r, for codes mixed and scaled, and `up` as int8 codes
     hold it; and the mean key [Hkv*D], which is taken off before the latent and added to rebuilt keys (ours):
     key biases can be a hundred times as large as the keys' spread. UserError at too high a rank."""
@@ -1062,9 +1060,7 @@ def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (context.cos, context.sin))
 
 
-def block_queries(
-    q: Tensor, rotations: tuple[Tensor, Tensor], basis: Tensor, mean: Tensor | None, rule: str
-) -> tuple[Tensor, Tensor | None]:
+def block_queries(q: Tensor, rotations: tuple, basis: Tensor, mean: Tensor | None, rule: str) -> tuple:
     """q [B, Hq, D] after RoPE, rotated back to each of n blocks by cos, sin [n, D/2] (ours: the paper scores
     without RoPE), as latent_queries [B, n, heads, r*], and the mean key's logits [B, n, heads] or None."""
     cos, sin = rotations
@@ -1117,9 +1113,6 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     attention.widths = [*attention.widths, *map(len, rows)]
     linear.out_features = sum(attention.widths)
     return attention
-
-
-# ---- the cache
 
 
 class SalsCache(Cache):
@@ -1412,9 +1405,6 @@ def elite_attention(
     return EliteAttention(c, order, r, linear_of(stacked, biases[0]), linear_of(up, biases[1]), attention.wo)
 
 
-# ---- the cache
-
-
 class EliteCache(Cache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
@@ -1640,10 +1630,8 @@ LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait f
 
 def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> tuple[Tensor, ...]:
     """A prompt's factors as published (Algorithm 1, all lambda = 1): W_Q, W_K [Hkv, D, r] after LRQK_STEPS
-    rounds, and B_Q, B_K [Hkv, r, D].
-
-    Every A_Q is Q W_Q and every A_K is K W_K. So the rounds need only G_Q = Q^T Q and G_K = K^T K
-    [Hkv, D, D], and cost the same for every prompt. columns [Hkv, D]: the sums of |Q| and |K|."""
+    rounds, and B_Q, B_K [Hkv, r, D]. Since A_Q is always Q W_Q, and A_K is K W_K, the rounds need only
+    G_Q = Q^T Q and G_K = K^T K [Hkv, D, D]. columns [Hkv, D]: the sums of |Q| and |K|."""
     # 1. A_Q and A_K start as the r columns of the largest sums ("topcol").
     eye = torch.eye(columns.shape[-1], dtype=columns.dtype, device=columns.device)
     w_q = w_k = eye[columns.topk(r).indices].mT
@@ -1665,8 +1653,7 @@ def lrqk_step(
     """One decode step of LRQK as published (Algorithm 2, whose lines number the steps), for one KV head.
 
     q [G, D], k, v [D]: after RoPE -> [G, D], and at last the new bases. stored: A_K [S - 1, r], K and V
-    [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, the tokens that the last step attended, which are on the
-    GPU. n: tokens to select (the paper's k)."""
+    [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, what the last step attended. n: the paper's k."""
     # 1-7. The new token's proxies q^ and k^, and a step of the bases towards it.
     a_k, keys, values = stored
     q_hat, k_hat, *bases = lrqk_refit(q, k[None], *bases, a_k[near], keys[near])
@@ -1683,14 +1670,11 @@ def lrqk_step(
     return weights @ values[near], near, stored, tuple(bases)
 
 
-def lrqk_refit(
-    q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def lrqk_refit(q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor) -> tuple:
     """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
 
-    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: the rows of
-    A_K and K in Omega, a_near zero where there is no token. The G query heads share B_Q: Eq. 9 sums over them
-    for k^, Eq. 10 and 11 for B_Q."""
+    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: A_K and K of
+    Omega, a_near zero where there is no token. The G queries share B_Q: Eq. 9 to 11 sum over them."""
     s = q @ k.mT  # [..., G, 1]
     gram_b, k_b = b_k @ b_k.mT, k @ b_k.mT
     m_r = b_q @ b_q.mT + a_near.mT @ a_near
@@ -1704,9 +1688,8 @@ def lrqk_refit(
 
 
 def lrqk_gradient_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
-    """B after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11).
-
-    B [..., r, D], x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
+    """B [..., r, D] after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11), of x^
+    [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
     residual = x_hat @ b - x
     gradient = x_hat.mT @ residual
     moved = x_hat @ gradient
@@ -1736,10 +1719,8 @@ def add_ridge(m: Tensor, fraction: float) -> Tensor:
 
 
 def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64.
-
-    A group's queries stand as G times as many rows: the rank-r optimum for all of them shares one W_Q. The
-    ridge (ours) serves prompts shorter than D: where they say nothing, the proxies stay near q . k."""
+    """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64. A group's queries
+    are rows alike: they share W_Q. The ridge keeps proxies near q . k where short prompts say nothing."""
     gram, total = 0.0, 0.0
     if not x.isfinite().all():
         raise UserError("the queries or keys of this prompt are not finite; the weights are damaged")
@@ -1750,10 +1731,9 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least, in closed form (ours; mode optimal).
-
-    Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K (Eckart-Young). The
-    gauge is A_Q^T A_Q = A_K^T A_K, diagonal, which makes low precision safe."""
+    """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least (ours; mode optimal). Q = O_Q L_Q^T with O_Q
+    orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K (Eckart-Young). In this gauge A_Q^T A_Q =
+    A_K^T A_K, diagonal, which makes low precision safe."""
     l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in (gram_q, gram_k))
     u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
     root = s[..., None, :r].sqrt()
@@ -1765,11 +1745,11 @@ def take_slots(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gives each selected token a hot slot: hits keep theirs, misses take the others (ours), with C > k those
-    unused for the longest time.
+    unused for the longest time. Gives the slots [B, Hkv, k] and which miss.
 
-    index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot. The
-    tables: slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1:
-    none); stamp [B, Hkv, C] the last step that used a slot. Gives the slots [B, Hkv, k] and which miss."""
+    index [B, Hkv, k] positions, live which of them count: those are distinct, the others have no slot.
+    Tables: slot_of [B, Hkv, S], of a position, pos_of and stamp [B, Hkv, C], of a slot: the position in it
+    (-1: none) and the last step that used it."""
     slot = slot_of.gather(-1, index).long()
     hit = slot >= 0  # what does not count has no slot
     # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
@@ -1807,9 +1787,8 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
 
 
 def host_rows(context: Context, *shape: int) -> Tensor:
-    """Zeroed host memory [B, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
-
-    So kernels read and write host memory themselves, inside a CUDA graph, as if it lay on the GPU."""
+    """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its address:
+    kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
     if context.device.type != "cuda":
         return context.zeros(*shape)
     pinned = torch.zeros(context.batch_size, *shape, dtype=context.dtype, pin_memory=True)
@@ -1819,16 +1798,12 @@ def host_rows(context: Context, *shape: int) -> Tensor:
     return torch.as_tensor(view, device=context.device).view(context.dtype).view(pinned.shape)
 
 
-# ---- the cache
-
-
 class LrqkCache(Cache):
     """A_K of every token, the K and V in use, and a ring of recent ones; all K and V in host memory.
 
     A token's key and value lie side by side: one read over the bus. `hot` holds C slots for selected tokens,
-    then the ring: slot C + p % z has position p. Every token is written to host memory as it is made, so that
-    a slot is given up by forgetting it. Each KV head selects k of the tokens that left the ring; only those
-    without a slot are fetched."""
+    then the ring: slot C + p % z has position p. Host memory has every token from the start, so that a slot
+    is given up by forgetting it. Of the tokens that a KV head selects those without a slot are fetched."""
 
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
@@ -1947,9 +1922,8 @@ class LrqkCache(Cache):
         return dense_bytes(self.context) if self.settings.kv_device == "cpu" else 0
 
     def bytes_read(self, length: int) -> int:
-        """A_K of every token that left the ring, K and V of the selected and the recent ones, stamps of all
-        slots, slot and position of the selected ones, and the bases, all on the device. What misses is read
-        from host memory besides: miss_rate() of the selected tokens."""
+        """Of the device: A_K of every token that left the ring, K and V of the selected and the recent ones,
+        stamps of all slots, slot and position of the selected ones, and the bases."""
         c, size, recent = self.config, self.context.dtype.itemsize, min(self.z, length)
         old = length - recent
         chosen = min(self.chosen, old)
@@ -2779,9 +2753,6 @@ def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact
     for linear in (attention.wqkv, attention.wo):
         linear.out_features, linear.in_features = linear.weight.shape
     return attention
-
-
-# ---- the cache
 
 
 class RaggedStore(nn.Module):
