@@ -439,9 +439,8 @@ def rank_of(fraction: float, width: int) -> int:
 
 
 class TokenStore(nn.Module):
-    """The numbers as they are, in the model's dtype. The base of the stores that follow.
-
-    by_token: a token's heads lie side by side in memory, [B, S, H, width], and not a head's tokens."""
+    """The numbers as they are, in the model's dtype. The base of the stores that follow. by_token: a token's
+    heads lie side by side in memory, [B, S, H, width], and not a head's tokens."""
 
     kind, bits = "plain", 16
 
@@ -640,10 +639,9 @@ class ScaledStore(CodedStore):
 
 
 class RebuiltKeys(nn.Module):
-    """Keys RoPE(latent basis^T + bias), rebuilt where they are read. A store over another one, `latents`.
-
-    latents [B, 1 or Hkv, S, r]; basis [Hkv, D, r]; bias [Hkv, D] or None. Latents in int8 go with a basis
-    that int8 codes hold (quantize_basis), so that kernels multiply codes."""
+    """Keys RoPE(latent basis^T + bias), rebuilt where they are read: a store over `latents` [B, 1 or Hkv, S,
+    r], with basis [Hkv, D, r], bias [Hkv, D] or None. Latents in int8 go with a basis that int8 codes hold
+    (quantize_basis), so that kernels multiply codes."""
 
     kind = "latents"
 
@@ -716,10 +714,8 @@ class Cache(nn.Module):
         return causal_attention(q, keys, values)
 
     def report_selected(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
-        """Decode says here which tokens it attends if these are not all: one line in a method that selects.
-
-        index [B, n] for all heads, [B, Hkv, n] or [B, Hkv, G, n]; live, alike, which of them count;
-        and the last `recent` tokens up to pos. From this evaluation takes recall and attention mass."""
+        """Decode tells evaluation here which tokens it attends if not all: index [B, n] for all heads,
+        [B, Hkv, n] or [B, Hkv, G, n]; live, alike, which of them count; and the last `recent` up to pos."""
         if self.watch:
             self.watch(pos, index, live, recent)
 
@@ -761,10 +757,9 @@ class DenseSettings:
 
 
 class DenseCache(Cache):
-    """Post-RoPE K and V of every token: the truth that all others are measured against.
-
-    The base of the caches that keep K and V by position, in two stores (plain ones if not given). A step
-    attends `count` tokens, those of a budget, which `select` names, or else all that are stored."""
+    """Post-RoPE K and V of every token: the truth that all others are measured against. The base of the
+    caches that keep K and V by position, in two stores (plain ones if not given). A step attends `count`
+    tokens, those of a budget, which `select` names, or else all that are stored."""
 
     def __init__(self, context: Context, keys=None, values=None, budget: tuple[int, ...] = ()):
         super().__init__(context)
@@ -814,9 +809,8 @@ def dense_bytes(context: Context) -> int:
 
 
 def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Cache]]:
-    """The `build` of a method whose layers are alike, but for those of --skip, which are dense.
-
-    make gets a layer's part of each of these tensors of the artifact."""
+    """The `caches` of a method whose layers are alike, but for those of --skip, which are dense. make gets a
+    layer's part of each of these tensors of the artifact."""
 
     def build(model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
         caches, n = [], len(model.layers)
@@ -929,11 +923,6 @@ class SalsSettings:
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "dense"))
-
-    @property
-    def mixes_values(self) -> bool:
-        """Are V's codes those of rotated values, which wqkv gives and wo takes (mix_values)?"""
-        return self.value_code == "spread" and self.bits < 16
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens for a cache of this capacity."""
@@ -1095,7 +1084,7 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if skipped and settings.skip_as != "latent":
         return attention
-    if settings.mixes_values:
+    if settings.value_code == "spread" and settings.bits < 16:
         mix_values(attention, c)
     if c.qk_norm:
         return attention
@@ -1145,7 +1134,7 @@ class SalsCache(Cache):
         if settings.bits == 16:
             self.values = TokenStore(*shape, by_token=True)
         else:
-            store = ScaledStore if settings.mixes_values else CodedStore
+            store = {"spread": ScaledStore, "grouped": CodedStore}[settings.value_code]
             self.values = store(*shape, settings.bits, by_token=True)
         x, _, z = self.budget
         exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
@@ -1556,10 +1545,8 @@ class LokiCache(DenseCache):
         return torch.einsum("nhc,hdc->nhd", keys, self.basis[..., : self.width]), values
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
-
-        q [B, Hq, D] -> indices [B, Hkv, G, k], negative for none, where there are fewer. A group that
-        chooses together ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
+        """Algorithm 1, lines 5-7: the k best tokens of each query head, by their leading d components,
+        [B, Hkv, G, k], or of a group by the largest weight of its heads (group_scores), [B, Hkv, k]."""
         rule = {"query": "each", "group": "largest"}[self.settings.share]
         scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
         wanted = None
@@ -2259,9 +2246,8 @@ class HshareSettings(DoubleSparseSettings):
 
 
 def share_map(overlap: Tensor, merged: int) -> Tensor:
-    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i.
-
-    overlap [n, n]: |C_i and C_j|. The most similar pair i > j is merged, i to j, again and again."""
+    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i. Of
+    overlap [n, n], |C_i and C_j|, the most similar pair i > j is merged, i to j, again and again."""
     n = len(overlap)
     f = torch.arange(n, device=overlap.device)
     pairs = overlap.float().masked_fill(~torch.ones_like(overlap, dtype=torch.bool).tril(-1), -torch.inf)
@@ -2705,18 +2691,15 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
 
 
 def fdc_tails(values: Tensor) -> Tensor:
-    """Fraction of the singular values that is lost when the first m columns stay, m = 1 .. D.
-
-    values theta [..., D], largest first -> [..., D] fp64, falling to 0."""
+    """Fraction of the singular values theta [..., D], largest first, that is lost when the first m columns
+    stay, m = 1 .. D -> [..., D] fp64, falling to 0."""
     tails = values.double().flip(-1).cumsum(-1).flip(-1)
     return F.pad(tails[..., 1:], (0, 1)) / tails[..., :1]
 
 
 def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
-    """Columns that each head keeps (Eq. 1): the least m that loses at most `rate`, rounded up to 16.
-
-    values [L, Hkv, D] -> ranks [L, Hkv]. The columns that rounding adds are real ones, not zeros. Not
-    adaptive: the mean of all ranks, which may be no multiple of 16."""
+    """Columns that each head keeps (Eq. 1): the least m that loses at most `rate`, rounded up to 16 (by real
+    columns, not zeros): values [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: the mean of them all."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
     ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
     return ranks if adaptive else ranks.double().mean().long().expand(ranks.shape)
@@ -2795,9 +2778,8 @@ class RaggedStore(nn.Module):
 
 
 class FdcCache(Cache):
-    """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
-
-    k_bases: R [D, d_qk] of each KV head; v_bases: R [D, d_v], which the weights have."""
+    """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K. Bases
+    of each KV head: k_bases R [D, d_qk]; v_bases R [D, d_v], which the weights have."""
 
     def __init__(self, context: Context, k_bases: list[Tensor], v_bases: list[Tensor]):
         super().__init__(context)
@@ -2882,10 +2864,9 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
 
 
 class PaluCache(Cache):
-    """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
-
-    K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. basis:
-    R [Hkv, D, r] of each head, whose V has rank r, too; bias: of its keys, [Hkv, D], not in the latent."""
+    """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC). basis:
+    R [Hkv, D, r] of a whitened SVD of each head, whose V has rank r, too; bias [Hkv, D]: of the keys, not in
+    the latent."""
 
     def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
@@ -3004,14 +2985,11 @@ def random_basis(*shape: int) -> Tensor:
 
 @dataclass
 class Method:
-    """A row of METHODS: its settings, whose docstring `--help` shows, its caches, and for one that
-    `calibrate.py fit` must fit first, the tensors of its artifact (and those of random_artifact that ones
-    would not do for).
-
-    caches(model, settings, context, artifact): one a layer. fold(attention, config, settings, artifact, i):
-    layer i's attention with what the method folds into its weights; it may run on the meta device. paper: the
-    values of the settings under --variant paper, where the defaults (ours) are others. artifact: the method
-    whose artifact serves this one."""
+    """A row of METHODS: its settings, whose docstring `--help` shows; caches(model, settings, context,
+    artifact), one a layer; what must be fitted first, the tensors of its artifact, or the method whose
+    `artifact` serves it; random: those of random_artifact that are not any numbers near 1. fold(attention,
+    config, settings, artifact, i): layer i's attention with what the method folds into its weights, maybe on
+    the meta device. paper: the settings of --variant paper that are not the defaults (ours)."""
 
     settings: type
     caches: Callable[..., list[Cache]]
@@ -3073,9 +3051,8 @@ def method_named(name: str) -> Method:
 
 
 def settings_from(method: str, options: dict) -> object:
-    """The method's settings with `options` (name -> value) over its defaults. Raises UserError for others.
-
-    The option `variant` is "paper" or "ours": whose values the other options go over."""
+    """The method's settings with `options` (name -> value) over its defaults, or the paper's, as the option
+    `variant` says. Raises UserError for others."""
     row, options = method_named(method), dict(options)
     known = {f.name: f for f in dataclasses.fields(row.settings)}
     if row.paper and (variant := options.pop("variant", "ours")) != "ours":
