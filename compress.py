@@ -186,11 +186,12 @@ class Context:
         return torch.cat((index, last.expand(*index.shape[:-1], -1)), -1)
 
     def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, window=()) -> Tensor:
-        """Attention of one query each over stored tokens: the one way in which methods attend.
+        """Attention of one query each over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, width of a
+        value].
 
-        q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores. index [B, n], [B, Hkv, n]
-        or [B, Hq, n]: the tokens that count, negative for none; without it all up to pos. window: a pair of
-        Windows, whose tokens are attended besides (and without an index in the place of the last z)."""
+        keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for
+        none; without it all up to pos. window: a pair of Windows, whose tokens are attended besides (and
+        without an index in the place of the last z)."""
         if self.kernels and self.config.head_dim % 16 == 0 and (index is None or index.numel()):
             if index is not None:  # of one set an entry, entries may lie apart
                 index = index.int() if index.ndim == 2 else index.int().contiguous()
@@ -1507,9 +1508,8 @@ class LokiSettings:
 
 
 def loki_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int, n: int) -> tuple:
-    """One decode step of Loki as published (Algorithm 1, whose lines number the steps), for one KV head.
-
-    q [G, D], k, v [D]: after RoPE -> [G, D], and each query's n tokens [G, n]. stored: K P and V [S - 1, D].
+    """One decode step of Loki as published (Algorithm 1, whose lines number the steps), for one KV head:
+    q [G, D], k, v [D] after RoPE -> [G, D], and each query's n tokens [G, n]. stored: K P and V [S - 1, D].
     P [D, D]: principal components of the keys, the largest first."""
     # 2-4. Into the basis, which leaves full logits as they are (Lemma 4.1); append.
     q, k = q @ P, k @ P
@@ -2037,10 +2037,8 @@ class KeyformerSettings(H2oSettings):
 
 
 def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
-    """One decode step of H2O as published (Algorithm 1), for one KV head.
-
-    q [G, D], k, v [D]: after RoPE -> [G, D]. stored, of n <= slots tokens: K and V [n, D], positions [n] in
-    order, and the attention that each has got [n]."""
+    """One decode step of H2O as published (Algorithm 1), for one KV head: q [G, D], k, v [D] after RoPE ->
+    [G, D]. stored, of n <= slots tokens: K and V [n, D], positions in order and attention so far [n]."""
     keys, values, positions, attention = stored
     # 1. Where all slots are taken, forget the token with the least attention that is not recent.
     now = int(positions[-1]) + 1
@@ -2066,8 +2064,8 @@ class H2oCache(DenseCache):
         self.table("attention", heads, self.count, dtype=torch.float32)
         self.table("prompt")  # its length
 
-    def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
-        """What is accumulated, of logits [..., N]. step: tokens since the prompt; first: where Keyformer's
+    def weights(self, logits: Tensor, step: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
+        """What is accumulated, of logits [..., N], so many tokens after the prompt; first: where Keyformer's
         noise begins, another number at each step."""
         return logits.softmax(-1)
 
@@ -2080,8 +2078,7 @@ class H2oCache(DenseCache):
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ keys[:, None].mT).float() * c.head_dim**-0.5  # [Hkv, G, W, N]
         later = position[:, None, None] > places[-last.shape[2] :, None]
-        zero = torch.zeros((), dtype=torch.int64, device=q.device)
-        attention = self.weights(logits.masked_fill(later, -torch.inf)[None], zero, zero)[0].sum((1, 2))
+        attention = self.weights(logits.masked_fill(later, -torch.inf)[None])[0].sum((1, 2))
         attention[:, :held] += self.attention[batch, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
@@ -2124,7 +2121,7 @@ class KeyformerCache(H2oCache):
         tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
         self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
 
-    def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
+    def weights(self, logits: Tensor, step: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
         draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
         logits = (logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)
         return logits.softmax(-1)
@@ -2148,9 +2145,8 @@ class QuestSettings:
 
 
 def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
-    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n pages.
-
-    q [G, D], k, v [D]: after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
+    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n pages:
+    q [G, D], k, v [D] after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
     keys, values = stored = appended(stored, k, v)
     # 1. The least and the largest key of each page bound a query's logits there.
     bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
@@ -2321,9 +2317,8 @@ class KiviSettings:
 
 
 def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int) -> tuple[Tensor, tuple]:
-    """One decode step of KIVI as published (sec. 3.2), for one KV head.
-
-    q [G, D], k, v [D]: after RoPE -> [G, D]. stored: K and V [S - 1, D], of which each step makes codes."""
+    """One decode step of KIVI as published (sec. 3.2), for one KV head: q [G, D], k, v [D] after RoPE ->
+    [G, D]. stored: K and V [S - 1, D], of which each step makes codes."""
     keys, values = stored = appended(stored, k, v)
     # 1. Keys in codes per channel, 32 tokens a group; those of an unfinished block of R are exact.
     full, group = len(keys) // R * R, min(32, len(k))
@@ -2520,10 +2515,9 @@ def shadowkv_step(
 ) -> tuple:
     """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
 
-    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and the tokens of each KV head. stored: latents
-    [S - 1, r], K after RoPE (for landmarks, outliers and recent tokens only) and V [S - 1, Hkv, D]. U
-    [Hkv*D, r]: of the prompt's SVD. outliers [Hkv, .]: chunks that are kept exactly. budget: chunks to
-    select, tokens of a chunk, recent tokens."""
+    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and each KV head's tokens. stored: latents [S - 1, r], K
+    after RoPE (for landmarks, outliers, recent tokens) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's
+    SVD. outliers [Hkv, .]: exact chunks. budget: chunks to select, tokens of a chunk, recent tokens."""
     (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
     q, rotated = (rope(x[None], torch.tensor([S - 1]))[0] for x in (q, k))
     latents, keys, values = stored = appended(stored, k.flatten() @ U, rotated, v)
@@ -2675,11 +2669,9 @@ class FdcSettings:
 
 
 def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
-    """One decode step of FDC as published (sec. 5.1), for one KV head. Prefill attends the same vectors.
-
-    q [G, D], k [D]: after RoPE -> [G, d_v]. v [d_v]: x W_V R_V, since the values' basis is folded into the
-    weights, as is R_V^T into W_O. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading
-    columns of the head's rotation."""
+    """One decode step of FDC as published (sec. 5.1), for one KV head; so is prefill. q [G, D], k [D] after
+    RoPE -> [G, d_v]. v [d_v]: x W_V R_V, whose basis is folded into the weights, as is R_V^T into W_O.
+    stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading columns of the head's rotation."""
     # 1. Compress the query and the key after RoPE; append.
     q, k = q @ R, k @ R
     keys, values = stored = appended(stored, k, v)
@@ -2853,11 +2845,9 @@ class PaluSettings:
 
 
 def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
-    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group.
-
-    q [G, D] after RoPE, k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of
-    the values [S - 1, d_v], whose basis is folded into W_V and W_O. R [D, r] is orthonormal;
-    rope(x, positions) rotates x [n, D]."""
+    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group: q [G, D] after RoPE,
+    k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of the values [S - 1,
+    d_v], whose basis W_V and W_O have. R [D, r] is orthonormal; rope(x, positions) rotates x [n, D]."""
     latents, values = stored = appended(stored, k @ R, v)
     keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
