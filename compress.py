@@ -639,6 +639,24 @@ class ScaledStore(CodedStore):
         return torch.stack(((1 - 2**self.bits) * scale, 2 * scale), -1)[..., None, :]
 
 
+class HostStore(TokenStore):
+    """The numbers as they are, in host memory, which kernels read and write (host_rows)."""
+
+    def __init__(self, context: Context, heads: int, tokens: int, width: int):
+        super().__init__(context, heads, 0, width)  # of no tokens on the device
+        del self.rows
+        self.rows = host_rows(context, heads, tokens, width)
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        batch, tokens = where
+        if isinstance(tokens, slice):  # a copy to it would be no kernel's
+            tokens = self.context.positions[tokens]
+        super().write((batch, tokens), x)
+
+    def past(self, batch: int, n: int) -> Tensor:
+        return self.rows[batch, :, self.context.positions[:n]].transpose(0, 1)
+
+
 class RebuiltKeys(nn.Module):
     """Keys RoPE(latent basis^T + bias), rebuilt where they are read: a store over `latents` [B, 1 or Hkv, S,
     r], with basis [Hkv, D, r], bias [Hkv, D] or None. Latents in int8 go with a basis that int8 codes hold
@@ -742,7 +760,7 @@ class Cache(nn.Module):
 
     def host_bytes(self) -> int:
         """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
-        return 0
+        return sum(store.rows.nbytes for store in self.stores() if isinstance(store, HostStore))
 
     def miss_rate(self) -> float | None:
         """Rows that a mixed cache had to fetch from host memory, as a fraction of those selected."""
@@ -1803,10 +1821,8 @@ class LrqkCache(Cache):
         most = round(min(settings.slots * self.chosen, context.capacity - self.z))
         self.slots = most if self.reuse else self.chosen
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
-        if settings.kv_device == "cuda":
-            self.table("kv", heads, capacity, width, dtype=context.dtype)
-        else:  # not a buffer: it is not on the device, and host_bytes counts it
-            self.kv = host_rows(context, heads, capacity, width)
+        store = {"cpu": HostStore, "cuda": TokenStore}[settings.kv_device]
+        self.kv = store(context, heads, capacity, width)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
         for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
             self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)
@@ -1817,15 +1833,14 @@ class LrqkCache(Cache):
         self.table("counts", 2, dtype=torch.int64)  # tokens selected, tokens missed
 
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
-        return self.kv[batch, :, self.context.positions[:n]].transpose(0, 1).chunk(2, -1)
+        return self.kv.past(batch, n).chunk(2, -1)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         w_q, w_k = self.prompt_bases(batch) if span.start else self.factorise(batch, q, k)
-        places = self.context.positions[span]  # an index, not a slice: a kernel writes to host memory
-        kv = torch.cat((k, v), -1).transpose(0, 1)  # [Hkv, n, 2D]
-        self.kv[batch, :, places] = kv
+        kv, recent = torch.cat((k, v), -1), self.context.positions[span][-self.z :]
+        self.kv.write((batch, span), kv)
         self.a_k[batch, :, span] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        self.hot[batch, :, self.slots + places[-self.z :] % self.z] = kv[:, -self.z :]
+        self.hot[batch, :, self.slots + recent % self.z] = kv[-self.z :].transpose(0, 1)
         # The hot slots start with what the last token selects.
         self.slot_of[batch], self.pos_of[batch], self.stamp[batch] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
@@ -1859,7 +1874,8 @@ class LrqkCache(Cache):
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
         batch, kv = self.context.batch_ids, torch.cat((k, v), -1)
         self.a_k[batch, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
-        self.kv[batch, :, pos], self.hot[batch, :, self.slots + pos % self.z] = kv, kv
+        self.kv.write((batch, pos), kv)
+        self.hot[batch, :, self.slots + pos % self.z] = kv
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
@@ -1890,7 +1906,7 @@ class LrqkCache(Cache):
             self.slot_of[batch] = -1
         tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
         place, miss = take_slots(index, live, *tables)
-        self.context.fetch_rows(self.kv[batch], index, place, miss, self.hot[batch])
+        self.context.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch])
         self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
 
     def select(self, batch: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
@@ -1904,9 +1920,6 @@ class LrqkCache(Cache):
         """Tokens fetched over tokens selected since the prompt; None where all are on the device."""
         selected, missed = self.counts.sum(0).tolist()
         return missed / max(1, selected) if self.settings.kv_device == "cpu" else None
-
-    def host_bytes(self) -> int:
-        return dense_bytes(self.context) if self.settings.kv_device == "cpu" else 0
 
     def bytes_read(self, length: int) -> int:
         """Of the device: A_K of every token that left the ring, K and V of the selected and the recent ones,
@@ -2557,7 +2570,7 @@ class ShadowKvCache(Cache):
         self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
         self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
         self.ring = Window(context, heads, 2 * d, 0, self.z)
-        self.host_v = host_rows(context, heads, context.capacity, d)  # not a buffer: host_bytes() counts it
+        self.values = HostStore(context, heads, context.capacity, d)
 
     def local(self, pos: Tensor) -> Tensor:
         """The chunk with which the recent tokens begin: `recent` of them and up to a chunk more."""
@@ -2570,8 +2583,7 @@ class ShadowKvCache(Cache):
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
         keys = (self.latent[batch, :n] @ self.basis[batch].T).unflatten(1, (self.config.n_kv_heads, -1))
-        values = self.host_v[batch, :, self.context.positions[:n]].transpose(0, 1)
-        kv = torch.cat((self.rope(keys, slice(0, n)), values), -1)
+        kv = torch.cat((self.rope(keys, slice(0, n)), self.values.past(batch, n)), -1)
         index = self.tokens_of(self.outlier[batch]).T.long()  # [m, Hkv], negative for none
         index = index.where(index >= 0, n)[..., None].expand(-1, -1, kv.shape[-1])
         kv = F.pad(kv, (0, 0, 0, 0, 0, 1)).scatter(0, index, self.outliers.rows[batch].transpose(0, 1))[:n]
@@ -2592,8 +2604,7 @@ class ShadowKvCache(Cache):
         if not span.start:
             likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
             self.keep_outliers(batch, likeness[: max(0, len(k) - self.settings.recent) // self.chunk], kv)
-        places = self.context.positions[span]  # an index, not a slice: a kernel writes to host memory
-        self.host_v[batch, :, places] = v.transpose(0, 1)
+        self.values.write((batch, span), v)
         self.ring.write((batch, span), kv)
 
     def keep_outliers(self, batch: int, likeness: Tensor, kv: Tensor) -> None:
@@ -2608,7 +2619,7 @@ class ShadowKvCache(Cache):
         self.latent[batch, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
         q, k = self.rope(q, pos), self.rope(k, pos)
         self.ring.write((batch, pos), torch.cat((k, v), -1))
-        self.host_v[batch, :, pos] = v
+        self.values.write((batch, pos), v)
         # The mean of the last chunk is written at every step and read when the chunk is whole.
         newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
         mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
@@ -2635,10 +2646,7 @@ class ShadowKvCache(Cache):
         """K = RoPE(A U^T) beside V, [B, Hkv, n, 2D], of tokens index [B, Hkv, n]."""
         latent = self.latent[self.context.batch_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
-        return torch.cat((self.context.rope_one(k, index), gather_rows(self.host_v, index)), -1)
-
-    def host_bytes(self) -> int:
-        return self.host_v.nbytes
+        return torch.cat((self.context.rope_one(k, index), self.values.read(None, index)), -1)
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""

@@ -1457,7 +1457,7 @@ def test_group_scores_rank_weights_that_underflow():
 def test_keyformers_weights_have_gumbel_noise_and_a_temperature_that_grows_since_the_prompt():
     qkv, cache = stream(20), row_cache("keyformer", tiny_model(), 1, 60, keep=60, window=12)
     steps, weights = [], cache.weights
-    cache.weights = lambda logits, step, first: steps.append(int(step)) or weights(logits, step, first)
+    cache.weights = lambda logits, step=0, first=0: steps.append(int(step)) or weights(logits, step, first)
     reads(cache, 16, *qkv)
     for n in range(16, 20):
         step(cache, n, *qkv)
@@ -1857,13 +1857,13 @@ def test_lrqk_writes_a_follow_up_as_decode_does(mode):
     once.extend(0, slice(40, 60), *(x[40:] for x in qkv))
     for n in range(40, 60):
         step(steps, n, *qkv)
-    assert torch.allclose(once.kv, steps.kv, atol=1e-5)
+    assert torch.allclose(once.kv.rows, steps.kv.rows, atol=1e-5)
     assert torch.allclose(*(cache.hot[:, :, cache.slots :] for cache in (once, steps)), atol=1e-5)
     if mode == "optimal":
         assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
         stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
         assert torch.equal(*(places.sort(-1).values for places in stamped))
-    residual = once.kv[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
+    residual = once.kv.rows[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
     across = residual @ once.basis_k.mT
     assert mode == "optimal" or across.abs().max() < 1e-3 * residual.abs().max()
 
