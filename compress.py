@@ -147,13 +147,10 @@ class Context:
         if offset is not None:
             each = offset.mT.repeat_interleave(run, -1)[..., : rows.shape[2]]  # [B, Hq, S]
             logits = logits + each.unflatten(1, logits.shape[1:3])
-        logits = logits * scale
-        if rule == "largest":
-            return group_scores(logits, live)
-        logits = logits.masked_fill(~live[:, None, None], -torch.inf)
-        if rule == "each":
-            return logits
-        return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
+        logits = (logits * scale).masked_fill(~live[:, None, None], -torch.inf)
+        if rule == "softmax":
+            return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
+        return logits if rule == "each" else group_scores(logits, live)
 
     def append(self, pos: Tensor, latents, latent: Tensor, values, v: Tensor) -> None:
         """Writes a token's latent [B, r] and values v [B, Hkv, D] to their stores."""
@@ -186,8 +183,7 @@ class Context:
         return torch.cat((index, last.expand(*index.shape[:-1], -1)), -1)
 
     def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, window=()) -> Tensor:
-        """Attention of one query each over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, width of a
-        value].
+        """Attention of one query each over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, D of a value].
 
         keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for
         none; without it all up to pos. window: a pair of Windows, whose tokens are attended besides (and
@@ -341,12 +337,9 @@ def row_numbers(x: Tensor, index: Tensor) -> Tensor:
     return index.long() * token + b[:, None, None] * batch + h[:, None] * head
 
 
-# ---- the same operations, compiled for a CPU
-
-
 def compiled_for_cpu(x: Tensor) -> bool:
-    """Whether products with x become one loop that never holds codes in floating point, as where a step is
-    compiled for the CPU: a matrix product would first write them to memory, four bytes or more for each."""
+    """Do products with x become one loop that never holds codes in floating point? A matrix product would
+    first write them to memory, four bytes or more for each."""
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
@@ -2685,9 +2678,6 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
     keys, values = stored = appended(stored, k, v)
     # 2. Attend the compressed vectors, at the scale of the full head dim.
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
-
-
-# ---- ranks and folded values
 
 
 def fdc_tails(values: Tensor) -> Tensor:
