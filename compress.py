@@ -155,7 +155,8 @@ class Context:
     def append(self, pos: Tensor, latents, latent: Tensor, values, v: Tensor) -> None:
         """Writes a token's latent [B, r] and values v [B, Hkv, D] to their stores."""
         if self.kernels and isinstance(latents, MixedStore) and isinstance(values, ScaledStore):
-            stored = *latents.parts(), *values.parts(), LEVELS_APART[values.bits], LEVELS_APART[4]
+            codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
+            stored = *latents.parts(), *codes, LEVELS_APART[values.bits], LEVELS_APART[4]
             self.kernels.append(latent, v, pos.int(), *stored)
         else:
             latents.write((self.batch_ids, pos), latent[:, None])
@@ -192,7 +193,7 @@ class Context:
             if index is not None:  # of one set an entry, entries may lie apart
                 index = index.int() if index.ndim == 2 else index.int().contiguous()
             stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
-            exact = [store.rows for store in window]
+            exact = [store.rows.transpose(1, 2) for store in window]
             return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, self.scale)
         if index is None and not window:
             return self.attend_all(q, keys, values, pos)
@@ -204,7 +205,7 @@ class Context:
         chosen = sets.clamp(min=0).long().flatten(2)
         k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
         if index.shape[1] == q.shape[1] and values.bits == 16 and not window:
-            return attend(q.float(), k.float(), values.view(values.rows), live, self.scale, chosen)
+            return attend(q.float(), k.float(), values.rows, live, self.scale, chosen)
         v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
             near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
@@ -215,9 +216,8 @@ class Context:
     def attend_all(self, q: Tensor, keys, values, pos: Tensor) -> Tensor:
         """`attend` over all tokens up to pos. Stores in codes multiply these: no key or value is decoded."""
         if keys.kind == "plain" and values.bits == 16:
-            k, v = (store.view(store.rows) for store in (keys, values))
-            live = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]
-            return attend(q, k, v, live, self.scale)
+            live = torch.arange(keys.rows.shape[2], device=pos.device) <= pos[:, None]
+            return attend(q, keys.rows, values.rows, live, self.scale)
         logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float()  # [B, Hkv, G, S]
         live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None]
         logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
@@ -433,22 +433,22 @@ def rank_of(fraction: float, width: int) -> int:
 
 
 class TokenStore(nn.Module):
-    """The numbers as they are, in the model's dtype. The base of the stores that follow. by_token: a token's
-    heads lie side by side in memory, [B, S, H, width], and not a head's tokens."""
+    """The numbers as they are, in the model's dtype. The base of the stores that follow. by_token: in memory
+    a token's heads lie side by side, and not a head's tokens."""
 
     kind, bits = "plain", 16
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, by_token: bool = False):
         super().__init__()
         self.context, self.heads, self.tokens, self.width = context, heads, tokens, width
-        self.by_token, places = by_token, (tokens, heads) if by_token else (heads, tokens)
-        self.token_bytes = 0
+        self.token_bytes, places = 0, (tokens, heads) if by_token else (heads, tokens)
         for name, (shape, dtype) in self.layout().items():
-            self.register_buffer(name, context.zeros(*places, *shape, dtype=dtype))
+            part = context.zeros(*places, *shape, dtype=dtype)
+            self.register_buffer(name, part.transpose(1, 2) if by_token else part)
             self.token_bytes += heads * math.prod(shape) * dtype.itemsize
 
     def layout(self) -> dict[str, tuple]:
-        """The buffers: name -> shape and dtype of what one head of one token has there."""
+        """The buffers [B, H, S, ...]: name -> shape and dtype of what one head of one token has there."""
         return {"rows": ((self.width,), self.context.dtype)}
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -462,39 +462,32 @@ class TokenStore(nn.Module):
     def parts(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.layout()]
 
-    def view(self, part: Tensor) -> Tensor:
-        """A buffer as [B, H, S, ...]."""
-        return part.transpose(1, 2) if self.by_token else part
-
     def write(self, where: tuple, x: Tensor) -> None:
         batch, tokens = where
         for part, new in zip(self.parts(), self.encode(x), strict=True):
-            if self.by_token:
-                part[batch, tokens] = new
-            else:
-                part[batch, :, tokens] = new.transpose(0, 1) if isinstance(batch, int) else new
+            part[batch, :, tokens] = new.transpose(0, 1) if isinstance(batch, int) else new
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        parts = map(self.view, self.parts())
+        parts = self.parts()
         if index is not None:
             parts = (gather_rows(part, index.expand(-1, self.heads, -1)) for part in parts)
         return self.decode(*parts)
 
     def past(self, batch: int, n: int) -> Tensor:
-        return self.decode(*(self.view(part)[batch, :, :n] for part in self.parts())).transpose(0, 1)
+        return self.decode(*(part[batch, :, :n] for part in self.parts())).transpose(0, 1)
 
     def scored(self, pos: Tensor) -> dict[str, Tensor]:
         """All tokens as Context.scores takes them."""
-        return {"rows": self.view(self.rows)}
+        return {"rows": self.rows}
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return token_logits(q, **self.scored(pos))
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return matmul_codes(weights, self.view(self.rows))
+        return matmul_codes(weights, self.rows)
 
     def kernel_form(self) -> list[Tensor]:
-        return [self.view(part) for part in self.parts()]
+        return self.parts()
 
     def formula(self) -> int:
         return self.context.batch_size * self.tokens * self.token_bytes
@@ -535,7 +528,7 @@ class Window(TokenStore):
     def overlay(self, batch: int, x: Tensor) -> Tensor:
         """x [n, H, width], an entry's tokens so far, with the exact ones that the window holds."""
         places = self.kept(slice(0, len(x)))
-        return x.index_copy(0, places, self.view(self.rows)[batch, :, self.slot(places)].transpose(0, 1))
+        return x.index_copy(0, places, self.rows[batch, :, self.slot(places)].transpose(0, 1))
 
 
 def ring_positions(pos: Tensor, z: int) -> Tensor:
@@ -560,10 +553,10 @@ class Int8Store(TokenStore):
         return (rows.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
 
     def scored(self, pos: Tensor) -> dict[str, Tensor]:
-        return {"rows": self.view(self.rows), "row_scale": self.view(self.scale)}
+        return {"rows": self.rows, "row_scale": self.scale}
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return matmul_codes(weights * self.view(self.scale)[:, :, None], self.view(self.rows))
+        return matmul_codes(weights * self.scale[:, :, None], self.rows)
 
 
 class MixedStore(Int8Store):
@@ -615,7 +608,7 @@ class CodedStore(TokenStore):
         return dequantize(rows, low_scale, self.bits, group, self.context.dtype)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return mix_codes(weights, self.view(self.rows), self.low_scale(self.view(self.scale)), self.bits)
+        return mix_codes(weights, self.rows, self.low_scale(self.scale), self.bits)
 
 
 class ScaledStore(CodedStore):
@@ -2351,7 +2344,7 @@ class RingStore(nn.Module):
         return self.context.positions > pos[:, None] - self.R
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        ring = self.ring.rows[:, self.context.positions % self.R].transpose(1, 2)  # [B, Hkv, S, width]
+        ring = self.ring.rows[:, :, self.context.positions % self.R]  # [B, Hkv, S, width]
         x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
         return x if index is None else gather_rows(x, index)
 
@@ -2392,23 +2385,23 @@ class ChannelKeys(RingStore):
 
     def write_chunk(self, batch: int, span: slice, x: Tensor) -> None:
         first = span.start // self.R * self.R  # of the unfinished block, which the ring has from slot 0 on
-        x = torch.cat((self.ring.rows[batch, : span.start - first], x))
+        x = torch.cat((self.ring.rows[batch, :, : span.start - first].transpose(0, 1), x))
         self.ring.write((batch, slice(first, span.stop)), x)
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
         self.codes[batch, :, first : first + full] = codes
         self.low_scale[batch, :, first // 32 : (first + full) // 32] = low_scale
         if full:  # the last full block fills the ring from slot 0 on; the keys after it lie there now
-            block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :]).transpose(0, 1)
-            self.ring.rows[batch, len(x) - full :] = block[len(x) - full :]
+            block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :])  # [Hkv, R, width]
+            self.ring.rows[batch, :, len(x) - full :] = block[:, len(x) - full :]
 
     def write_token(self, batch: Tensor, pos: Tensor, x: Tensor) -> None:
         self.ring.write((batch, pos), x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
         ring = self.ring.rows
-        codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        codes, low_scale = quantize(ring, self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
         full = (pos % self.R == self.R - 1)[:, None, None, None]
-        ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), ring))
+        ring.copy_(torch.where(full, self.decode(codes, low_scale), ring))
         batch, first = batch[:, None], (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
@@ -2439,11 +2432,11 @@ class ChannelKeys(RingStore):
         # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor
         # loops over whole groups, and the tokens of the last one get no value.
         coded = coded + (q.float() @ low.mT)[..., places // 32]  # [B, Hkv, G, S]
-        recent = q @ self.ring.rows.transpose(1, 2).mT  # [B, Hkv, G, R]
+        recent = q @ self.ring.rows.mT  # [B, Hkv, G, R]
         return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
 
     def kernel_form(self) -> list[Tensor]:
-        return [self.codes, self.low_scale, self.ring.rows]
+        return [self.codes, self.low_scale, self.ring.rows.transpose(1, 2)]
 
 
 class TokenValues(RingStore):
@@ -2472,7 +2465,7 @@ class TokenValues(RingStore):
         return self.coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
 
     def kernel_form(self) -> list[Tensor]:
-        return [*self.coded.kernel_form(), self.ring.rows]
+        return [*self.coded.kernel_form(), self.ring.rows.transpose(1, 2)]
 
 
 def kivi_stores(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
