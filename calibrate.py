@@ -653,7 +653,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
         print(f"           after  RoPE {post:5} {'=' * max(1, 40 * post // width)}")
     print("mean       before {:.1f}, after {:.1f}".format(*(sum(r) / len(r) for r in ranks.values())))
     if args.png:
-        with picture(args.png, 1, 1) as ((axis,),):
+        with picture(args.png, 1, 1, 6.5, 4.5) as ((axis,),):
             for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
                 axis.plot(ranks[name], marker="o", label=label)
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
@@ -2118,110 +2118,96 @@ def run_convert(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Axes [rows, columns] to draw on; the PNG file is written, with one legend, when the block ends."""
+def picture(path: Path, rows: int, columns: int, width: float, height: float) -> Iterator[np.ndarray]:
+    """Axes [rows, columns] to draw on, each of so many inches; writes the PNG file when the block ends."""
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
-    figure = Figure(figsize=(6.5 * columns, 4.5 * rows), layout="constrained")
+    figure = Figure((width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-        axis.tick_params(which="minor", labelsize=6)
     yield axes
-    legend = {}
     for axis in axes.flat:
-        legend |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         axis.set_visible(axis.has_data())
-    figure.legend(legend.values(), legend.keys(), loc="outside right center", fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(path)
 
 
-def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) -> np.ndarray:
-    """One column of a CSV file, "nan" for an empty cell. UserError where it is missing or no `kind`."""
-    try:
-        return np.array([kind(row[name] or "nan") for row in rows])
-    except KeyError:
-        raise UserError(f"{path}: it has no column {name!r}") from None
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise UserError(f"{path}: the column {name!r}: {error}") from None
+def plot_quality(rows: list[dict], png: Path) -> None:
+    """Retrieval as a fraction of dense's, and KL, each against bytes per token and bytes read a step. One row
+    a method is named, its default or its first; the others are pale. A line joins the best up to a cost."""
+    from adjustText import adjust_text
+    from matplotlib import colormaps
+
+    def columns(*starts: str) -> np.ndarray:
+        return np.array([[float(row[c] or "nan") for c in row if c.startswith(starts)] for row in rows])
+
+    kinds = [re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0] for row in rows]
+    by_rank = sorted(range(len(rows)), key=lambda i: ("default" in rows[i]["method"], -i))
+    named = {kinds[i]: i for i in by_rank}  # the last of a method counts
+    colors = colormaps["turbo"]([kinds.index(kind) / len(kinds) for kind in kinds])
+    colors[:, 3] = [1 if i in named.values() else 0.2 for i in range(len(rows))]
+    scores, losses = columns(*TASKS), columns("kl ")
+    dense = scores[named["dense"]]
+    figures = {
+        "retrieval, % of dense": (100 * scores[:, dense > 0] / dense[dense > 0], "linear", np.fmax),
+        "KL to dense, nats": (np.where(losses > 0, losses, np.nan), "log", np.fmin),  # dense's 0 has no log
+    }
+    figures = {label: each for label, each in figures.items() if np.isfinite(each[0]).any()}
+    with picture(png, len(figures), 2, 7.5, 5.5) as axes:
+        for line, (label, (each, scale, best)) in zip(axes, figures.items(), strict=True):
+            y = np.ma.masked_invalid(each).mean(1).filled(np.nan)
+            shown = np.isfinite(y)
+            for axis, cost in zip(line, ("bytes/token", "read/step"), strict=True):
+                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale=scale)
+                axis.margins(0.12)
+                x = columns(cost)[:, 0]
+                axis.scatter(x, y, c=colors)
+                rising = x.argsort(kind="stable")
+                style = {"where": "post", "color": "0.8", "zorder": 0, "label": "best up to this cost"}
+                axis.step(x[rising], best.accumulate(y[rising]), **style)
+                axis.figure.draw_without_rendering()  # labels must know where the points are
+                texts = [axis.text(x[i], y[i], kind) for kind, i in named.items() if shown[i]]
+                lines = {"arrowstyle": "-", "color": "0.6"}
+                adjust_text(texts, x[shown], y[shown], ax=axis, expand=(1.15, 1.3), arrowprops=lines)
 
 
-def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
-    """Retrieval as a fraction of dense's, and KL, each against bytes per token and bytes read a step."""
-    names = csv_column(path, rows, "method", str).tolist()
-    costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
-    if "dense" not in names:
-        raise UserError(f"{path}: it has no row of dense")
-    scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (TASKS, "kl "))
-    shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
-    losses = [np.where(each > 0, each, np.nan) for each in losses]  # dense's 0 has no logarithm
-    figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
-    figures = {y: np.ma.masked_invalid(each) for y, each in figures.items() if np.isfinite(each).any()}
-    if not figures:
-        raise UserError(f"{path}: no task and no KL in it is above 0")
-    kinds = [re.split(r"\W", name)[0] for name in names]  # a colour each; its rows differ in their markers
-    order = [*dict.fromkeys(kinds)]
-    with picture(png, len(figures), 2) as axes:
-        for line, (label, each) in zip(axes, figures.items(), strict=True):
-            for axis, (cost, x) in zip(line, costs.items(), strict=True):
-                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
-                points = zip(names, kinds, x, each.mean(0).filled(np.nan), strict=True)
-                for n, (name, kind, *point) in enumerate(points):
-                    i, marker = order.index(kind), "os^DvPX*<>hp"[kinds[:n].count(kind) % 12]
-                    color = "black" if kind == "dense" else f"C{i}"  # there are ten
-                    axis.plot(*point, marker, color=color, alpha=0.5 ** (i // 10), label=name)
-
-
-def plot_times(path: Path, rows: list[dict], png: Path) -> None:
-    """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
-    where a method falls below dense: PyTorch's attention (dense_us), or the method of that name beside ms."""
-    unit, of, dense = ("us", "layer", "dense (PyTorch)") if "us" in rows[0] else ("ms", "step", "dense")
-    if unit == "us":
-        csv_column(path, rows, "dense_us")  # refuses a table that lacks it
-        rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
-    kinds = {"model": str, "batch": str, "length": positive, "method": str, unit: positive}
-    columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
-    panels = {}
-    for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
-        panels.setdefault(f"{model}, batch {batch}", {}).setdefault(method, {})[length] = each
-    order = [*dict.fromkeys(method for times in panels.values() for method in times)]
-    with picture(png, -(-len(panels) // 2), min(2, len(panels))) as axes:
-        for axis, (title, times) in zip(axes.flat, panels.items(), strict=False):
-            axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
-            logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
-            for method, (x, y) in logs.items():
-                n, style = order.index(method), {"color": "black", "linewidth": 3} if method == dense else {}
-                style = {"color": f"C{n}", "marker": ".^s"[n // 10 % 3], "label": method} | style
-                axis.plot(np.exp(x), np.exp(y), **style)
-                above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
-                (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
-                part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
-                where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
-                axis.plot(*where, "o", color=style["color"], markersize=10, markeredgecolor="white", zorder=3)
+def plot_times(rows: list[dict], png: Path) -> None:
+    """Time against length: a panel a method, a colour a model and batch, PyTorch's dense attention dashed."""
+    panels, colors = {}, {}
+    for row in sorted(rows, key=lambda row: int(row["length"])):
+        cases = panels.setdefault(row["method"], {})
+        line = cases.setdefault(f"{row['model']}, batch {row['batch']}", [])
+        line.append([float(row[name]) for name in ("length", "us", "dense_us")])
+    with picture(png, -(-len(panels) // 4), 4, 3.2, 3) as axes:
+        for axis, (method, cases) in zip(axes.flat, panels.items(), strict=False):
+            axis.set(title=method, xlabel="tokens a row", ylabel="us a layer", xscale="log", yscale="log")
+            for case, line in cases.items():
+                lengths, times, dense = zip(*line, strict=True)
+                color = colors.setdefault(case, f"C{len(colors)}")
+                axis.plot(lengths, times, ".-", color=color, label=case)
+                axis.plot(lengths, dense, "--", color=color, label=f"{case}, dense (PyTorch)")
 
 
 def run_plot(args: argparse.Namespace) -> None:
-    """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
+    """Draw the CSV files of eval --csv and speed --csv; each becomes NAME.png (needs adjustText).
 
     An evaluation becomes quality against bytes: retrieval as a part of dense's, and KL, against bytes/token
-    and read/step. Times are those of speed --table breakeven --csv, or the columns model, batch, length,
-    method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
+    and read/step. Times of speed --table breakeven become a panel for each method, with dense dashed.
 
         python calibrate.py plot docs/eval-nano.csv docs/speed.csv --out docs"""
-    require("matplotlib", "pictures need matplotlib")
+    require("adjustText", "pictures need matplotlib and adjustText")
     check_folder("--out", args.out)
     for path in args.csv:
         try:
             text = generate.read_text(path).replace("$", r"\$")  # matplotlib would read it as mathematics
             rows = list(csv.DictReader(text.splitlines()))
-        except csv.Error as error:
-            raise UserError(f"{path}: {error}") from None
-        if not rows or None in set().union(*rows):
-            raise UserError(f"{path}: it has no rows, or one that is longer than the first line")
-        plot = plot_times if rows[0].keys() & {"ms", "us"} else plot_quality
-        plot(path, rows, args.out / f"{path.stem}.png")
+            plot = plot_times if "us" in rows[0] else plot_quality
+            plot(rows, args.out / f"{path.stem}.png")
+        except (csv.Error, AttributeError, LookupError, ValueError) as error:
+            raise UserError(f"{path}: no table of eval or speed that can be drawn ({error!r})") from None
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -2278,7 +2264,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
     p = command(run_plot)
-    p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv, or of step times")
+    p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv or speed --csv")
     p.option("--out", Path, Path("."), "folder of the pictures", metavar="FOLDER")
 
     p = command(run_ranks, model, json_option, text_options)

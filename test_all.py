@@ -5400,40 +5400,47 @@ def test_ranks_prints_what_its_json_has(cli):
         assert [int(line.split()[0]) for line in told] == figures[name]
 
 
-def test_plot_draws_time_against_length_and_where_a_method_becomes_faster(cli, tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    table = "model,batch,length,method,us,dense_us,limit_us\n7b,1,1024,sals,16,4,1\n7b,1,4096,sals,16,64,1\n"
-    (tmp_path / "t.csv").write_text(table + "7b,1,4096,loki,80,64,1\n7b,8,1024,sals,9,30,1\n")
-    drawn, save = [], figure.savefig
-    monkeypatch.setattr(figure, "savefig", lambda f, *at, **how: drawn.extend(f.axes) or save(f, *at, **how))
-    code, out, err = cli(f"plot {tmp_path}/t.csv --out {tmp_path}")
-    assert (code, out) == (0, f"{tmp_path}/t.png\n"), err
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    assert [axis.get_title() for axis in drawn] == ["7b, batch 1", "7b, batch 8"]
-    lines = {line.get_label(): line for line in drawn[0].lines if line.get_linestyle() != "None"}
-    assert lines.keys() == {"sals", "loki", "dense (PyTorch)"}
-    assert lines["dense (PyTorch)"].get_ydata() == pytest.approx([4, 64])
-    dots = [line.get_xydata() for line in drawn[0].lines if line.get_linestyle() == "None"]
-    assert np.concatenate(dots) == pytest.approx(np.array([[2048.0, 16.0]]))  # halfway in both logarithms
+PLOT_HEAD, TIMES_HEAD = "method,bytes/token,read/step,kl python,single 64", "model,batch,length,method,us"
 
 
-PLOT_HEAD, TIMES_HEAD = "method,bytes/token,read/step,kl python,single 64", "model,batch,length,method,ms"
+def test_plot_names_each_method_once_and_draws_its_times_beside_dense(cli, tmp_path, monkeypatch):
+    pytest.importorskip("adjustText")
+    figure, drawn = importlib.import_module("matplotlib.figure").Figure, []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda f, *at, **how: drawn.append(f.axes) or save(f, *at, **how))
+    table = f"{PLOT_HEAD}\ndense,8,8,0,80\nloki k 1/4,6,6,1,20\nsals:rank=0.1,1,1,2,8\n"
+    (tmp_path / "q.csv").write_text(f'{table}"sals, default",2,2,0.1,40\nloki k 1/8,3,3,1,60\n')
+    table = f"{TIMES_HEAD},dense_us\n7b,1,1024,sals,16,4\n7b,1,4096,sals,16,64\n"
+    (tmp_path / "t.csv").write_text(f"{table}7b,1,4096,loki,80,64\n7b,8,1024,sals,9,30\n")
+    assert cli(f"plot {tmp_path}/q.csv {tmp_path}/t.csv --out {tmp_path}")[0] == 0, cli.err
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in "qt")
+    (retrieval, *_, loss), (sals, loki, *empty) = drawn
+    assert sorted(text.get_text() for text in retrieval.texts) == ["dense", "loki", "sals"]
+    (points,), (best,) = retrieval.collections, retrieval.lines
+    assert [tuple(xy) for xy in points.get_offsets()] == [(8, 100), (6, 25), (1, 10), (2, 50), (3, 75)]
+    assert points.get_facecolors()[:, 3].tolist() == [1, 1, 0.2, 1, 0.2]  # the first, or the default
+    assert best.get_xydata().tolist() == [[1, 10], [2, 50], [3, 75], [6, 75], [8, 100]]
+    assert loss.lines[0].get_ydata().tolist() == [2, 0.1, 0.1, 0.1, 0.1]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in sals.lines}
+    assert lines["7b, batch 1"] == [[1024, 16], [4096, 16]] and lines["7b, batch 8"] == [[1024, 9]]
+    assert lines["7b, batch 1, dense (PyTorch)"] == [[1024, 4], [4096, 64]]
+    assert loki.get_title() == "loki" and not any(axis.get_visible() for axis in empty)
+
+
 BAD_CSV = {  # a table, and what the error says; None: it can be drawn
-    PLOT_HEAD: "no rows",
-    f"{PLOT_HEAD}\nsals,1,2,3,4": "no row of dense",
+    PLOT_HEAD: "IndexError",
+    f"{PLOT_HEAD}\nsals,1,2,3,4": "KeyError('dense')",
     f"{PLOT_HEAD}\ndense,1,2,0,9\nsals,1,2": None,  # no KL to draw, and cells that are missing
     f"\ufeff{PLOT_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4": None,  # a byte-order mark, and what TeX refuses
-    f"{PLOT_HEAD}\ndense,1,2,0,0": "above 0",
-    f"{PLOT_HEAD}\ndense,1,2,0,9,9": "longer than the first",
-    f"{PLOT_HEAD}\ndense,x,2,0,9": "'bytes/token': could not convert",
-    f"{TIMES_HEAD}\na,1,64,sals,": "'ms'",
-    "model,batch,length,method,us\na,1,64,sals,2": "no column 'dense_us'",
+    f"{PLOT_HEAD}\ndense,1,2,0,0": "must be a positive integer, not 0",
+    f"{PLOT_HEAD}\ndense,x,2,0,9": "could not convert string to float: 'x'",
+    f"{TIMES_HEAD}\na,1,64,sals,2": "KeyError('dense_us')",
 }
 
 
 @pytest.mark.parametrize("text", BAD_CSV, ids=range(len(BAD_CSV)))
 def test_plot_refuses_what_it_cannot_draw(cli, tmp_path, text):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("adjustText")
     (tmp_path / "t.csv").write_text(text)
     line = f"plot {tmp_path}/t.csv --out {tmp_path}"
     assert cli(line)[0] == 0 if BAD_CSV[text] is None else BAD_CSV[text] in cli.refusal(line)
