@@ -1417,7 +1417,8 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
 
 
 def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
-    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`."""
+    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`. In the
+    JSON only, "mass TEXT": of each layer of this rank (SALS's overlap score), null where it attends all."""
     row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
@@ -1426,8 +1427,9 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
         ppl = math.exp(loss.mean())
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
-        own = [result for cache in engine.caches if (result := cache.result())]
-        seen += itertools.chain(*model_file.gathered(own))
+        own = [cache.result() for cache in engine.caches]
+        row[f"mass {name}"] = [figures.get("mass") for figures in own]
+        seen += filter(None, itertools.chain(*model_file.gathered(own)))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
 
@@ -1447,8 +1449,7 @@ def ledger(engine: Engine, length: int) -> dict:
 
 
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
-    """The ledger (of the last length), and per cent right for each length and task. In the JSON only: the
-    score of `single` for each fifth of the depth ("depth LENGTH"), and standard errors ("errors")."""
+    """The ledger (of the last length), and per cent right for each length and task; with standard errors."""
     row = {"errors": {}}
     for length in args.lengths:
         engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM, least=1)
@@ -1464,9 +1465,6 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
             scores = np.array(scores[: args.samples])
             row[f"{kind} {length}"] = 100 * float(scores.mean())
             row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
-            if kind == "single":
-                fifths = (part for part in np.array_split(scores, 5) if len(part))
-                row[f"depth {length}"] = [100 * float(part.mean()) for part in fifths]
     return row
 
 
@@ -1585,45 +1583,6 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
             cells = (f"{row[c]:15.4g}" if c in row else f"{'-':>15}" for c in part)
             print(f"{name:{width}}  " + "  ".join(cells))
         print()
-
-
-# ------------------------------------------------------------------------------------- where the mass is lost
-
-
-@torch.inference_mode()
-def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | None]:
-    """OS of every layer (SALS sec. 3.2): the part of the last token's true attention mass that it attends, a
-    mean over heads and prompts (of one length). None for a layer that attends all its tokens."""
-    engine.prefill([prompt[:-1] for prompt in prompts])
-    engine.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
-    engine.step()
-    return [cache.result().get("mass") for cache in engine.caches]
-
-
-def run_overlap(args: argparse.Namespace) -> dict:
-    """Share of the attention mass that a method selects, a layer a number (SALS's overlap score).
-
-    Each prompt is a retrieval task. Its last token is decoded through the method's cache: of its true
-    attention, how much lies on the tokens that the cache attends?
-
-        python calibrate.py overlap --method sals --method loki --length 4096"""
-    config = ModelConfig.from_folder(args.checkpoint)
-    generate.check_capacity(args.length, config, "--length")
-    tokenizer = load_tokenizer(args.checkpoint)
-    hay = Haystack(
-        tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19, config.vocab_size)]
-    )
-    results, prompts = {}, []
-    for candidate in map(Candidate.parse, args.method or ["sals"]):
-        engine = candidate.engine(args, args.samples, args.length, watched=True)
-        prompts = prompts or [eval_sample(hay, args.task, i, args.length)[0] for i in range(args.samples)]
-        results[candidate.label] = overlap_scores(engine, prompts)
-        if not any(results[candidate.label]):
-            raise UserError(f"--method {candidate.label}: it attends all {args.length} tokens; give another")
-    print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
-    for text, scores in results.items():
-        print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
-    return {"scores": results}
 
 
 # ------------------------------------------------------------------------------------------------------ speed
@@ -2270,14 +2229,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command(run_ranks, model, json_option, text_options)
     p.option("--energy", fraction, 0.9, "share of the energy to keep")
     p.option("--png", Path, None, "also draw it (needs matplotlib)")
-
-    p = command(run_overlap, model, json_option)
-    about = "a line of the table, such as sals:rank=0.125; repeat it (default: sals)"
-    p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...]")
-    p.set_defaults(equal_bytes=None, equal_tokens=None)
-    p.option("--task", str, "multikey", "retrieval task", choices=TASKS)
-    p.option("--length", whole(1), 2048, "tokens of a prompt")
-    p.option("--samples", whole(1), 8, "prompts")
 
     p = command(run_speed, json_option)
     lists = {"table": ("operation", "method", "breakeven"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}

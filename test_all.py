@@ -4430,7 +4430,7 @@ def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
     candidate = SimpleNamespace(engine=lambda _, *size, least: make_engine(tiny_model(), "dense", *size))
     args = argparse.Namespace(lengths=[50], rows=2, samples=5, tasks=["single"], facts=4)
     row = calibrate.retrieval_row(candidate, args, None, generate.Progress("test", 5))
-    assert row["single 50"] == 20 and row["depth 50"] == [0, 0, 0, 0, 100]
+    assert row["single 50"] == 20
 
 
 def test_candidates_read_yes_and_no():
@@ -4705,9 +4705,8 @@ BAD_COMMANDS = {
     "eval --text few.txt --text few.txt": "a text named few already",
     "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
+    "eval --lengths 200 --prefix 9": "ask for longer prompts",
     "eval --haystack few.txt": "no text of at least 200 characters",
-    "overlap --length 200": "ask for longer prompts",
-    "overlap --length 400 --samples 2147483647": "not enough memory",
     "fit --checkpoint nano-elitekv --method sals": "calibrated already",
     "fit --method sals --text none": "there is no such file or folder",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
@@ -4951,7 +4950,6 @@ def test_a_tokenizer_of_more_ids_than_the_model_is_named(cli, tmp_path, monkeypa
     for line in (
         "fit --method loki --windows 2 --window 32",
         "eval --method dense --samples 0 --prefix 20 --continuation 4",
-        "overlap --method topk --length 400",
         f"train --out {tmp_path} --text {tmp_path}/a.txt --stages 1x64x1",
     ):
         told = cli.refusal(line)
@@ -4990,7 +4988,6 @@ def test_eval_prints_dense_first_and_json(cli, tmp_path):
     assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
     assert rows[0]["uuid 200"] == 0  # of a model with random weights
-    assert len(rows[0]["depth 200"]) == 2  # two samples fill two of the five fifths
 
 
 def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
@@ -5000,6 +4997,7 @@ def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
     dense, sals, streaming = cli.json(line)["rows"]
     assert "dense *" in cli.out and f"{sals_}, 64 tokens: keep=0.25, rank=" in cli.out
     assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
+    assert dense["mass python"] == [None] * 4 and sals["mass"] in sals["mass python"]
     for row in (sals, streaming):
         assert row["over"] == [] and row["bytes/token"] <= dense["bytes/token"] / 2
         assert row["attended"] < 0.3 and 0 < row["jaccard"] <= row["recall"] < 1 and 0 < row["mass"] < 1
@@ -5444,16 +5442,6 @@ def test_plot_refuses_what_it_cannot_draw(cli, tmp_path, text):
     (tmp_path / "t.csv").write_text(text)
     line = f"plot {tmp_path}/t.csv --out {tmp_path}"
     assert cli(line)[0] == 0 if BAD_CSV[text] is None else BAD_CSV[text] in cli.refusal(line)
-
-
-def test_overlap_prints_and_gives_json(cli):
-    line = "overlap --length 200 --task single --samples 2 --method"
-    (scores,) = cli.json(f"{line} loki:k=0.25")["scores"].values()
-    assert len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
-    assert " ".join(f"{s:.3f}" for s in scores) in cli.out
-    (scores,) = cli.json(f"{line} sals:skip=0,critical=200")["scores"].values()
-    assert scores == [None, *[pytest.approx(1, abs=1e-5)] * 3]  # layer 0 attends every token
-    assert "it attends all 200" in cli.refusal(f"{line} dense")
 
 
 # ---------------------------------------------------------------------------------------------- several ranks
