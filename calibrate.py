@@ -7,6 +7,7 @@ Evaluation always decodes token by token through the method's own cache, with th
 """
 
 import argparse
+import bisect
 import copy
 import csv
 import dataclasses
@@ -519,20 +520,18 @@ def fdc_rates(*values: Tensor) -> list[float]:
 def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float) -> tuple:
     """F_p (FDC sec. 5.2): the largest rate that keeps `accuracy` of the dense model's on tokens [N, S].
     -> the rate, its accuracy and perplexity over the dense ones, by bisection of the rates that matter."""
-    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
+    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])  # of them 0 holds the floor
     bar = Progress("rate", len(rates).bit_length() + 1)
-    dense = fdc_accuracy(model, tokens, tensors, 0.0)
-    low, high, best = 0, len(rates), dense  # rates[low] holds the floor, rates[high] does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = fdc_accuracy(model, tokens, tensors, rates[middle])
+
+    @lru_cache(None)
+    def found(rate: float) -> Tensor:
         bar.tick()
-        if found[0] >= accuracy * dense[0]:
-            low, best = middle, found
-        else:
-            high = middle
+        return fdc_accuracy(model, tokens, tensors, rate)
+
+    dense = found(0.0)
+    held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
     bar.close()
-    return rates[low], *(best / dense).tolist()
+    return rates[held - 1], *(found(rates[held - 1]) / dense).tolist()
 
 
 def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float) -> Tensor:
