@@ -264,13 +264,8 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             product += (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
             pairs += grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
 
-    held = sum(total.nbytes for totals in sums.values() for total in totals)
-    for i, window in enumerate(tracked(label, tokens)):
-        started = time.time()
+    for window in tracked(label, tokens):
         observe(model, window[None].to(device), see)
-        if i == 0:
-            generate.synchronize(device)
-            generate.announce(label, time.time() - started, len(tokens) - 1, held, device)
     n = tokens.numel()
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
 
@@ -1550,13 +1545,11 @@ def eval_columns(rows: list[dict]) -> list[str]:
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """The table so far, in the place of an older one."""
-    table = io.StringIO(newline="")
-    writer = csv.DictWriter(table, columns, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
     path = path.resolve()  # what a link points to
-    with replacing(path.parent, path.name) as partial:
-        (partial / path.name).write_text(table.getvalue(), newline="")
+    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:

@@ -4397,14 +4397,6 @@ def test_equal_cost_by_method():
     assert equalised(model, "sals", {"tokens": 0.25}, 200) == {}  # 16 sinks and 64 recent are more
 
 
-def test_a_long_fit_says_what_it_will_take(capsys):
-    generate.announce("fit", 1.2, 100, 536_870_912, CPU)
-    line = capsys.readouterr().err
-    assert "100 more windows at 1.20 s, about 2.0 min; the sums take 536.9 MB" in line
-    generate.announce("fit", 0.01, 100, 100, CPU)
-    assert capsys.readouterr().err == ""
-
-
 def test_perplexity_and_kl_through_the_cache():
     model, tokens = tiny_model(vocab_size=4096), torch.tensor([random_ids(50, i, 4096) for i in range(2)])
 
