@@ -346,19 +346,17 @@ def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) 
     return deltas * (torch.arange(k.shape[1], device=q.device) <= places[:, None])
 
 
-def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
+def ropelite(deltas: Tensor) -> Tensor:
+    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> the pairs in order [D/2].
 
     Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
-    first r picks are the elite set of any r; distance is J after each (it may rise)."""
-    rest, left, order, distance = deltas.sum(0), list(range(len(deltas))), [], []
+    first r picks are the elite set of any r."""
+    rest, left, order = deltas.sum(0), list(range(len(deltas))), []
     while left:
-        j = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
-        best = left.pop(int(j.argmin()))
-        rest = rest - deltas[best]
-        order.append(best)
-        distance.append(j.min())
-    return torch.tensor(order), torch.stack(distance).cpu()
+        losses = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
+        order.append(left.pop(int(losses.argmin())))
+        rest = rest - deltas[order[-1]]
+    return torch.tensor(order)
 
 
 def contribution(q: Tensor, k: Tensor) -> Tensor:
@@ -373,9 +371,8 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 
 @torch.inference_mode()
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and
-    by Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S], of each window ELITE_ROWS random
-    queries; the search itself is exact."""
+    """The pairs of every KV head, best first, by RoPElite ("elite") and by Contribution: [L, Hkv, D/2] each.
+    One forward pass over tokens [N, S], of each window ELITE_ROWS random queries; the search is exact."""
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
@@ -384,15 +381,14 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
         for h in range(c.n_kv_heads):
-            elite = ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin))
             order = contribution(q[:, :, h], k[:, :, h]).argsort(descending=True)
-            found.append((*elite, order.cpu()))
+            found.append((ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)), order.cpu()))
             bar.tick()
 
     observe(model, tokens.to(device), see)
     bar.close()
     heads = (torch.stack(each).unflatten(0, (c.n_layers, -1)) for each in zip(*found, strict=True))
-    return dict(zip(("elite", "distance", "contribution"), heads, strict=True))
+    return dict(zip(("elite", "contribution"), heads, strict=True))
 
 
 @torch.inference_mode()

@@ -1309,8 +1309,8 @@ def test_ropelite_takes_the_best_pair_in_each_round():
     q, k, rows = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16), torch.randperm(24)[:15]
     deltas = calibrate.rope_deltas(q[:, rows], k[:, :, 0], rows, *rope_tables(tiny_config(), 24, CPU))
     assert deltas.shape == (8, 2, 2, 15, 24)  # [D / 2, N, G, I, S]
-    order, distance = calibrate.ropelite(deltas)
-    assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
+    order = calibrate.ropelite(deltas)
+    assert sorted(order.tolist()) == list(range(8))
 
     def logits(*pairs):  # causal ones, if only these pairs turn
         tables = elite_tables(torch.tensor([pairs]), 24, tiny_config())
@@ -1324,7 +1324,6 @@ def test_ropelite_takes_the_best_pair_in_each_round():
         *best, taken = order[: n + 1].tolist()
         found = {x: lost(*best, x) for x in set(range(8)) - set(best)}
         assert min(found, key=found.get) == taken or n == 7
-        assert abs(found[taken] - distance[n]) < 1e-6
 
 
 def test_elite_orders_are_those_of_each_head_alone():
@@ -1335,8 +1334,8 @@ def test_elite_orders_are_those_of_each_head_alone():
     q, k, _ = observed(model, tokens)[2]
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: calibrate.ELITE_ROWS]
     tables = rope_tables(model.config, 40, CPU)
-    order, distance = calibrate.ropelite(calibrate.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
-    assert torch.equal(order, found["elite"][2, 1]) and torch.equal(distance, found["distance"][2, 1])
+    order = calibrate.ropelite(calibrate.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
+    assert torch.equal(order, found["elite"][2, 1])
     norms = calibrate.contribution(q[:, :, 4:], k[:, :, 1])
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
