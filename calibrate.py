@@ -1776,8 +1776,8 @@ def run_speed(args: argparse.Namespace) -> dict:
     Tables, in microseconds:
         operation  each operator of the kernels alone, with arguments that a method gives it in a decode step
         method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
-                   heads' results. dense_us is PyTorch's attention (on CUDA cuDNN's) over plain K and V
-        breakeven  the same at many lengths, and the length from which on a method is faster than dense
+                   heads' results. dense_us is PyTorch's attention (on CUDA cuDNN's) over plain K and V. Then
+                   the length, of those timed, from which on a method is faster than that
     limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates. Default: of
     each model, on a GPU the first two tables at two shapes, on a CPU the second at 1x4096.
 
@@ -1793,8 +1793,6 @@ def run_speed(args: argparse.Namespace) -> dict:
     for table, model in itertools.product(tables, args.model or SPEED_MODELS):
         shape, usual = SPEED_MODELS[model]
         c = dataclasses.replace(model_file.SHAPES[shape], n_layers=4, vocab_size=256, max_positions=1 << 20)
-        if table == "breakeven":  # shapes at which K and V of a layer take 4 GB at most
-            usual = [x for x, (B, S) in SPEED_SHAPES.items() if B in (1, 8) and B * S * c.kv_dim <= 1 << 30]
         rows_of = bench.operation if table == "operation" else bench.method
         shapes = [SPEED_SHAPES[x] for x in args.shape or (["1x4096"] if device.type == "cpu" else usual)]
         for (B, S), case in itertools.product(shapes, args.method or speed_cases(1, 1)):
@@ -1811,9 +1809,8 @@ def run_speed(args: argparse.Namespace) -> dict:
                 save_csv(args.csv, list(dict.fromkeys(key for row in rows for key in row)), rows)
             gc.collect()
             torch.cuda.empty_cache()
-    if "breakeven" in tables:
-        for (model, batch, method), length in breakeven(rows).items():
-            print_times(model, batch, length or "never", f"from here on {method} is faster")
+    for (model, batch, method), length in breakeven(rows).items():
+        print_times(model, batch, length or "never", f"from here on {method} is faster")
     return {"device": generate.device_name(device), "rows": rows}
 
 
@@ -2142,7 +2139,7 @@ def run_plot(args: argparse.Namespace) -> None:
     """Draw the CSV files of eval --csv and speed --csv; each becomes NAME.png (needs adjustText).
 
     An evaluation becomes quality against bytes: retrieval as a part of dense's, and KL, against bytes/token
-    and read/step. Times of speed --table breakeven become a panel for each method, with dense dashed.
+    and read/step. Times of speed --table method become a panel for each method, with dense dashed.
 
         python calibrate.py plot docs/eval-nano.csv docs/speed.csv --out docs"""
     require("adjustText", "pictures need matplotlib and adjustText")
@@ -2219,7 +2216,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--png", Path, None, "also draw it (needs matplotlib)")
 
     p = command(run_speed, json_option)
-    lists = {"table": ("operation", "method", "breakeven"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
+    lists = {"table": ("operation", "method"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
     for name, choices in (lists | {"method": speed_cases(1, 1)}).items():
         p.option(f"--{name}", str, None, ", ".join(choices), nargs="+", choices=[*choices], metavar="NAME")
     p.option("--csv", Path, None, "also write the rows to this file")

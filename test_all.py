@@ -5107,7 +5107,7 @@ def test_speed_times_a_methods_operators_and_its_attention(cli, tmp_path, monkey
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", lambda step, **how: step)
         monkeypatch.setitem(SHAPES, "llama-3.1-8b", tiny_config())
-    table = "operation breakeven" if device == "cuda" else "breakeven"
+    table = "operation method" if device == "cuda" else "method"
     line = f"speed --table {table} --model 8b --shape 1x1024 --method dense h2o --csv {tmp_path}/t.csv"
     rows = cli.json(f"{line} --device {device}")["rows"]
     methods = [row for row in rows if "method" in row]
