@@ -574,10 +574,10 @@ MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_mom
 
 def note_smaller_fit(path: Path, metadata: dict[str, str]) -> None:
     """Says that the artifact there was fitted to this model on more of the same text than is read now."""
-    with suppress(OSError, SafetensorError, ValueError):  # there is none, or it is damaged
-        with safe_open(path, "pt") as file:
-            old = {"tokens": "0"} | (file.metadata() or {})
-        is_same = all(old.get(key) == metadata[key] for key in ("shape", "fingerprint", "text"))
+    missing = (OSError, SafetensorError, LookupError, TypeError, ValueError)  # the file, or what it says
+    with suppress(*missing), safe_open(path, "pt") as file:
+        old = file.metadata()
+        is_same = all(old[key] == metadata[key] for key in ("shape", "fingerprint", "text"))
         if is_same and int(old["tokens"]) > int(metadata["tokens"]):
             said = f"was fitted on {old['tokens']} tokens of the same text, would be on {metadata['tokens']}"
             print(f"note: {path}: {said}", file=sys.stderr)
@@ -623,7 +623,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
-    """Rank of the keys before and after RoPE, a layer a line.
+    """Rank of the keys of each layer, before and after RoPE.
 
     It is the number of joint dims of all heads that hold --energy of the keys' energy: what SALS and the
     methods like it compress. RoPE raises it.
@@ -638,15 +638,13 @@ def run_ranks(args: argparse.Namespace) -> dict:
     ranks = {name: compress.rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
     width = model.config.kv_dim
     print(f"Rank@{args.energy:.0%} of the joint keys (of {width} dims), {tokens.numel()} tokens")
-    for i, (pre, post) in enumerate(zip(ranks["pre"], ranks["post"], strict=True)):
-        print(f"layer {i:3}  before RoPE {pre:5} {'#' * max(1, 40 * pre // width)}")
-        print(f"           after  RoPE {post:5} {'=' * max(1, 40 * post // width)}")
-    print("mean       before {:.1f}, after {:.1f}".format(*(sum(r) / len(r) for r in ranks.values())))
+    for name, each in ranks.items():
+        print(f"{name}-RoPE, mean {np.mean(each):.1f}, by layer:", *each)
     if args.png:
         with picture(args.png, 1, 1, 6.5, 4.5) as ((axis,),):
-            for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
-                axis.plot(ranks[name], marker="o", label=label)
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
+            for name, each in ranks.items():
+                axis.plot(each, "o-", label=f"{name}-RoPE")
     return {"energy": args.energy, "width": width, **ranks}
 
 
