@@ -161,10 +161,8 @@ def check_folder(option: str, folder: Path) -> Path:
 
 def check_file(option: str, path: Path | None) -> None:
     """The same for one file, if there is to be one."""
-    if path and path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+    if path and check_folder(option, path.parent) and path.is_dir():
         raise UserError(f"{option} {path}: no file can be written there")
-    if path and not path.exists():
-        check_folder(option, path.parent)
 
 
 @contextmanager
@@ -173,8 +171,6 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
     It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
     partial, is_new = folder / f"{name}.partial", not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if partial.is_file():
-        partial.unlink()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
@@ -1553,9 +1549,7 @@ def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
     for candidate in candidates:
         for capacity, options in candidate.used.items():
             chosen = ", ".join(f"{k}={v}" for k, v in options.items() if candidate.options.get(k) != v)
-            above = f" (above it in {' and '.join(sorted(candidate.over))})" if candidate.over else ""
-            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}{above}")
-    print()
+            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}")
 
 
 def print_table(rows: list[dict], columns: list[str]) -> None:
@@ -1763,10 +1757,6 @@ def breakeven(rows: list[dict]) -> dict[tuple, int | None]:
     return found
 
 
-def print_times(model, batch, length, name, *times) -> None:
-    print(f"{model:>5} {batch:>5} {length:>7}  {name:<26}" + "".join(f"{x:>11}" for x in times), flush=True)
-
-
 @torch.no_grad()
 def run_speed(args: argparse.Namespace) -> dict:
     """Time kernels, and each method's attention beside dense.
@@ -1798,17 +1788,15 @@ def run_speed(args: argparse.Namespace) -> dict:
                 for row in rows_of(c, B, S, case):
                     row = {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
                     rows.append({"model": model, "batch": B, "length": S} | row)
-                    if len(rows) < 2 or rows[-1].keys() != rows[-2].keys():
-                        print_times(*rows[-1])
-                    print_times(*rows[-1].values())
+                    print("".join(f"{name} {x:<10}" for name, x in rows[-1].items()), flush=True)
             except Exception as error:  # most often for lack of memory
-                print_times(model, B, S, case, f" {type(error).__name__}: {error}".partition("\n")[0])
+                print(f"{model} {B}x{S} {case}: {type(error).__name__}: {error}".partition("\n")[0])
             if args.csv:
                 save_csv(args.csv, list(dict.fromkeys(key for row in rows for key in row)), rows)
             gc.collect()
             torch.cuda.empty_cache()
     for (model, batch, method), length in breakeven(rows).items():
-        print_times(model, batch, length or "never", f"from here on {method} is faster")
+        print(f"{model}, batch {batch}: {method} beats PyTorch's attention from {length or 'no'} tokens on")
     return {"device": generate.device_name(device), "rows": rows}
 
 
