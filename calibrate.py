@@ -239,6 +239,10 @@ class KeyMoments:
     product: Tensor  # [L, Hkv, D]: |q_c k_c|, q and k of the same token, summed over the group
     queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair of dims that RoPE rotates, summed over the group
 
+    def covariance(self) -> Tensor:
+        """[L, Hkv*D, Hkv*D]"""
+        return self.second - self.mean[:, :, None] * self.mean[:, None]
+
 
 @torch.inference_mode()
 def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
@@ -267,7 +271,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
 
 
 Moments = dict[str, KeyMoments]
-Fitted = tuple[dict[str, Tensor], dict[str, str]]  # an artifact's tensors, and what its metadata says
+Fitted = tuple[dict[str, Tensor], dict[str, float]]  # an artifact's tensors, and figures for its metadata
 
 
 def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,52 +285,51 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     of S (k - mean) (ours). An error e of a key changes a logit by q^T R e, where R rotates each pair p. Over
     all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2, U of S k keeps logits best.
     The mean key is stored beside U."""
-    c, second, mean = model.config, moments["pre"].second, moments["pre"].mean
-    scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
+    c, keys = model.config, moments["pre"]
+    scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
     r = max(1, round(max_rank * c.kv_dim))
-    centred = second - mean[:, :, None] * mean[:, None]
-    tensors, energy = {"scale": scale.float(), "mean": mean.float()}, []
-    for metric, covariance in (("query", scale[:, :, None] * centred * scale[:, None]), ("key", second)):
+    tensors, facts = {"scale": scale.float(), "mean": keys.mean.float()}, {"max_rank": max_rank}
+    spread = scale[:, :, None] * keys.covariance() * scale[:, None]
+    for metric, covariance in (("query", spread), ("key", keys.second)):
         values, vectors = eigen(covariance)
         tensors[f"{metric}_eigenvalues"] = values.float()
         for i in range(c.n_layers):
             tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float()
         for share in (0.25, 0.125):
             kept = values[:, : round(share * c.kv_dim)].sum(1) / values.sum(1)
-            energy.append(f"{share:.1%}, {metric}: {kept.mean():.4f}")
-    return tensors, {"max_rank": str(max_rank), "energy": "; ".join(energy)}
+            facts[f"energy of {share:.1%}, {metric}"] = kept.mean().item()
+    return tensors, facts
 
 
 def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
-    tensors, perplexity, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
+    tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
     bar = Progress("trial", 2 * (trial.shape[1] - prefix))
     for name in ("pre", "post"):
-        mean = moments[name].mean
-        joint = moments[name].second - mean[:, :, None] * mean[:, None]  # covariance [L, Hkv*D, Hkv*D]
+        joint = moments[name].covariance()
         own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
         values, vectors = eigen(own.movedim(-1, 1))
         tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
         context = Context(model, *trial.shape)
         caches = compress.loki_caches(model, compress.LokiSettings(basis=name), context, tensors)
         engine = Engine(model, caches, context, Sampling())
-        perplexity[name] = math.exp(eval_perplexity(engine, trial, prefix, None, bar)[0].mean())
+        loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
+        facts[f"perplexity_{name}"] = math.exp(loss.mean())
     bar.close()
-    tensors["better"] = torch.tensor(int(perplexity["post"] <= perplexity["pre"]))
-    kept = (values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)).mean()
-    facts = {"energy": f"25.0%: {kept:.4f}"}
-    return tensors, facts | {f"perplexity_{name}": f"{p:.4f}" for name, p in perplexity.items()}
+    tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
+    kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
+    return tensors, facts | {"energy of 25%": kept.mean().item()}
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
     importance = moments["post"].product
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
-    return {"importance": importance.float()}, {"energy": f"12.5%: {eighth.mean():.4f}"}
+    return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
 
 
 def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -434,8 +437,8 @@ def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float)
         trials[r, d_ckv] = elite_trial(model, tokens[-4:], EliteSettings(r, d_ckv), tensors)
     r, d_ckv = min(trials, key=trials.get)
     tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
-    facts = {"energy": f"r {r}, d_ckv {d_ckv}: {trials[r, d_ckv][1]:.4f}"}
-    return tensors, facts | {f"perplexity_{r}_{d}": f"{p:.4f}" for (r, d), (p, _) in trials.items()}
+    facts = {"r": r, "d_ckv": d_ckv, "energy": trials[r, d_ckv][1]}
+    return tensors, facts | {f"perplexity_{r}_{d}": p for (r, d), (p, _) in trials.items()}
 
 
 @torch.inference_mode()
@@ -477,13 +480,10 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     tensors = {"qk.values": qk_values, "qk.basis": qk_basis, "v.values": v_squares.sqrt(), "v.basis": v_basis}
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
     rate, reached, perplexity = fdc_search(model, tokens[-FLOOR_WINDOWS:], tensors, accuracy)
-    kept, energy = fdc_kept(tensors, rate), tensors["qk.values"].square()
-    share = (energy * kept["qk"]).sum() / energy.sum()
-    means = "mean ranks {:.1f} and {:.1f}".format(*(each.sum(-1).double().mean() for each in kept.values()))
-    lost = f"{reached:.2%} of dense accuracy, {perplexity:.4f} of dense perplexity"
-    facts = {"floor": f"{accuracy}", "positions": f"{positions}", "accuracy": f"{reached:.4f}"}
-    facts |= {"rate": f"{rate:.6f}", "perplexity": f"{perplexity:.4f}"}
-    facts["energy"] = f"rate {rate:.4f} ({means} of {c.head_dim}, {lost}): {share:.4f}"
+    facts = {"floor": accuracy, "positions": positions, "rate": rate}
+    facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
+    ranks = {kind: kept.sum(-1).double().mean().item() for kind, kept in fdc_kept(tensors, rate).items()}
+    facts |= {"mean rank of q and k": ranks["qk"], "mean rank of v": ranks["v"]}
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
 
 
@@ -552,9 +552,9 @@ def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
 
     values, basis = head_bases(model, tokens, "palu", keys_and_values)
     energy = values.square()
-    kept = energy[..., : model.config.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
+    kept = energy[..., : model.config.head_dim // 2].sum() / energy.sum()
     k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
-    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy": f"50.0%: {kept:.4f}"}
+    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item()}
 
 
 FITS = {
@@ -613,9 +613,9 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
                 raise
             print(f"{method}: not fitted: {error}", file=sys.stderr)
             continue
+        facts = {name: f"{x:.6g}" for name, x in facts.items()}
         save_artifact(tensors, path, {"method": method} | source | facts)
-        size = human(path.stat().st_size)
-        print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
+        print(f"{path}:", ", ".join(f"{name} {x}" for name, x in facts.items()))
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
