@@ -49,7 +49,7 @@ import generate
 import model as model_file
 from compress import METHODS, Cache, Context, EliteSettings, artifact_path, load_artifact, settings_from
 from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, whole
-from model import Llama, ModelConfig, UserError, apply_rope, human, load_tokenizer, ranks, rope_tables
+from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
 
@@ -407,21 +407,17 @@ def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact:
     return perplexity, torch.stack(kept).mean().item()
 
 
-def elite_limit(c: ModelConfig, r: int) -> int:
-    """The largest d_ckv that adds no parameters (App. C): d_ckv (dim + n) <= dim n, n = Hkv (2D - 2r)."""
-    n = c.n_kv_heads * (2 * c.head_dim - 2 * r)
-    return c.dim * n // (c.dim + n)
-
-
 def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
-    """(r, d_ckv) that fill this fraction of the dense cache without extra parameters (App. C).
+    """(r, d_ckv) that fill this fraction of the dense cache and add no parameters (App. C), so that
+    d_ckv (dim + n) <= dim n with n = Hkv (2D - 2r).
 
     d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves four."""
     total, step, found = round(fraction * 2 * c.kv_dim), 256, []
     while len(found) < 4 and step > 1:
         step //= 2
-        pairs = ((r, total - 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
-        found = [(r, d) for r, d in pairs if d > 0 and d % step == 0 and d <= elite_limit(c, r)]
+        sizes = ((r, 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
+        sizes = ((r, total - rotated, 2 * c.kv_dim - rotated) for r, rotated in sizes)
+        found = [(r, d) for r, d, n in sizes if d > 0 and d % step == 0 and d * (c.dim + n) <= c.dim * n]
     return found
 
 
@@ -2016,7 +2012,7 @@ def run_convert(args: argparse.Namespace) -> None:
 
         python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
-    free = shutil.disk_usage(check_folder("--out", out)).free
+    check_folder("--out", out)
     meta, tensors = read_gguf(path)
     with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
@@ -2025,11 +2021,6 @@ def run_convert(args: argparse.Namespace) -> None:
     ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
     if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
-    size = sum(math.prod(shape) for shape, _, _ in plan.values()) * dtype.itemsize
-    need = f"{path} in {args.dtype}: needs {human(size)} of disk ({human(free)} are free)"
-    if size > free:
-        raise UserError(need)
-    print(f"{need} and less than 1 GB of memory", file=sys.stderr)
     with replacing(out, "model") as made:
         for name, data in files.items():
             data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
@@ -2168,8 +2159,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     model = generate.add_model_options
     p = command(run_fit, model, text_options)
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
-    about = "directions stored, as a fraction of Hkv*D; any rank up to it can be chosen later"
-    p.option("--max_rank", fraction, 0.5, about)
+    p.option("--max_rank", fraction, 0.5, "sals: the highest rank that can be chosen later, of Hkv*D")
     p.option("--out", Path, None, "a folder for the fits, with links to the checkpoint", metavar="FOLDER")
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
@@ -2188,9 +2178,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--rows", whole(1), 10, "prompts decoded as one batch, fewer where the memory holds no more")
     p.option("--haystack", Path, None, "text to hide facts in (default: held-out Python sources)")
     p.option("--csv", Path, None, "also write the table to this file")
-    about = "give each method the settings with which its {} are at most this share of dense"
-    p.option("--equal_bytes", fraction, None, about.format("bytes per token"), metavar="SHARE")
-    about = about.format("tokens attended, in the layers that select,")
+    about = "settings with which a cache has at most this share of dense's bytes per token"
+    p.option("--equal_bytes", fraction, None, about, metavar="SHARE")
+    about = "settings with which layers that select attend at most this share of the tokens"
     p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
     p = command(run_plot)

@@ -1388,11 +1388,10 @@ def test_elitekv_numbers_of_cache_and_parameters():
         found = calibrate.elite_allocations(llama, share)
         assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)
     assert (8, 64) in calibrate.elite_allocations(calibrate.NANO, 0.25)
-    for c, r in itertools.product((llama, llama3, calibrate.NANO), (1, 8, llama.head_dim // 2)):
-        r = min(r, c.head_dim // 2)
-        n, most = c.n_kv_heads * (2 * c.head_dim - 2 * r), calibrate.elite_limit(c, r)
-        dense, rotated = 2 * c.dim * c.kv_dim, 2 * r * c.n_kv_heads * c.dim
-        assert rotated + most * (c.dim + n) <= dense < rotated + (most + 1) * (c.dim + n)
+    for c, share in itertools.product((llama, llama3, calibrate.NANO), (0.25, 0.5, 0.9)):
+        for r, d in calibrate.elite_allocations(c, share):
+            rotated = 2 * r * c.n_kv_heads
+            assert rotated * c.dim + d * (c.dim + 2 * c.kv_dim - rotated) <= 2 * c.dim * c.kv_dim
 
 
 def test_the_trial_of_fit_leaves_the_model_as_it_was():
@@ -2940,12 +2939,11 @@ def test_bad_gguf_ends_in_one_line(message, damage, tmp_path, cli):
     if callable(damage):
         damage(path)
     code, out, err = cli(f"convert {path} --out {tmp_path / 'out'} --dtype fp16")
-    lines = [line for line in err.splitlines() if "needs" not in line]
-    assert code == 2 and out == "" and len(lines) == 1 and lines[0].startswith("error: ") and message in err
+    assert code == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
     assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
+def test_convert_refuses_packages_and_folders(tmp_path, monkeypatch):
     path, out = tiny_gguf(tmp_path / "m.gguf"), tmp_path / "out"
 
     def check_refusal(message, file=path, *words):
@@ -2964,8 +2962,6 @@ def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
     check_refusal("at least 200", path, "--fit", "sals", "--text", str(ROOT / "ruff.toml"))
     check_refusal("0 .gguf", "no-model")
     check_refusal("2 .gguf", "two_models")
-    with mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=1000)):
-        check_refusal("of disk")
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
         check_refusal("pip install gguf")
     convert(path, out)
