@@ -48,19 +48,10 @@ import compress
 import generate
 import model as model_file
 from compress import METHODS, Cache, Context, EliteSettings, artifact_path, load_artifact, settings_from
-from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, whole
+from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
 from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
-
-
-def tracked(label: str, items: Collection) -> Iterator:
-    """The items, one by one, with a progress bar."""
-    bar = Progress(label, len(items))
-    for item in items:
-        yield item
-        bar.tick()
-    bar.close()
 
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")

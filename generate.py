@@ -19,7 +19,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -84,6 +84,15 @@ class Progress:
         if self is Progress.outer:
             Progress.outer = None
         self.clear()
+
+
+def tracked(label: str, items: Collection) -> Iterator:
+    """The items, one by one, with a progress bar."""
+    bar = Progress(label, len(items))
+    for item in items:
+        yield item
+        bar.tick()
+    bar.close()
 
 
 # --------------------------------------------------------------------------------------------------- sampling
