@@ -1751,10 +1751,9 @@ def run_speed(args: argparse.Namespace) -> dict:
     Tables, in microseconds:
         operation  each operator of the kernels alone, with arguments that a method gives it in a decode step
         method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
-                   heads' results. dense_us is PyTorch's attention (on CUDA cuDNN's) over plain K and V. Then
-                   the length, of those timed, from which on a method is faster than that
-    limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates. Default: of
-    each model, on a GPU the first two tables at two shapes, on a CPU the second at 1x4096.
+                   heads' results; beside it PyTorch's (on CUDA cuDNN's) over plain K and V, dense_us
+    limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates. Default: both
+    at two shapes of each model; on a CPU the second at 1x4096.
 
         python calibrate.py speed --table method --model 8b --shape 8x32768 --method dense sals"""
     device, dtype = generate.device_and_dtype(args)
