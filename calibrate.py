@@ -94,21 +94,18 @@ def text_ids(
 ) -> np.ndarray:
     """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
     Raises UserError for an id outside the model's vocabulary."""
-    arrays, total = [], 0
     bar = Progress("tokens", most)
-    for text in read_texts(files):
-        size = 16 * (most - total)  # characters of so many tokens, but where blanks make long ones
-        while len(ids := tokenizer.encode(text[:size], bos=bos)) < most - total and size < len(text):
-            size *= 4
-        arrays.append(np.array(ids[: most - total], np.int32))
-        total += len(arrays[-1])
-        bar.tick(len(arrays[-1]))
-        if total >= most:
-            break
+
+    def stream() -> Iterator[int]:
+        for text in read_texts(files):
+            ids = tokenizer.encode(text[: 64 * most], bos=bos)  # even a token of blanks is hardly longer
+            bar.tick(len(ids))
+            yield from ids
+
+    ids = np.fromiter(itertools.islice(stream(), most), np.int32)
     bar.close()
-    if not total:
+    if not len(ids):
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
-    ids = np.concatenate(arrays)
     if vocabulary and ids.max() >= vocabulary:
         counts = f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {vocabulary}"
         raise UserError(f"{counts}; the tokenizer belongs to another model")

@@ -4257,7 +4257,7 @@ def test_windows_and_texts_of_training_begin_with_bos(tmp_path):
     assert (calibrate.text_ids(tokenizer, files, len(ids) - 9, bos=True) == ids[:-9]).all()
     with mock.patch.object(tokenizer, "encode", wraps=tokenizer.encode) as encode:
         assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
-    assert len(encode.call_args.args[0]) == 16 * 9  # no more of a long text than it may need
+    assert len(encode.call_args.args[0]) == 64 * 9  # no more of a long text than it may need
     (tmp_path / "c.txt").write_text(" " * 9000)
     blanks = SimpleNamespace(encode=lambda text, bos: [7] * (len(text) // 64))  # tokens of 64, as many have
     assert len(calibrate.text_ids(blanks, [tmp_path / "c.txt"], 100)) == 100
