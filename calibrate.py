@@ -2078,8 +2078,8 @@ def plot_quality(rows: list[dict], png: Path) -> None:
                 axis.step(x[rising], best.accumulate(y[rising]), **style)
                 axis.figure.draw_without_rendering()  # labels must know where the points are
                 texts = [axis.text(x[i], y[i], kind) for kind, i in named.items() if shown[i]]
-                lines = {"arrowstyle": "-", "color": "0.6"}
-                adjust_text(texts, x[shown], y[shown], ax=axis, expand=(1.15, 1.3), arrowprops=lines)
+                lines, how = {"arrowstyle": "-", "color": "0.6"}, {"expand": (1.15, 1.3), "iter_lim": 500}
+                adjust_text(texts, x[shown], y[shown], ax=axis, arrowprops=lines, **how)
 
 
 def plot_times(rows: list[dict], png: Path) -> None:
