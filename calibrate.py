@@ -541,14 +541,8 @@ def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item()}
 
 
-FITS = {
-    "sals": fit_sals,
-    "elitekv": fit_elitekv,
-    "loki": fit_loki,
-    "fdc": fit_fdc,
-    "palu": fit_palu,
-    "doublesparse": fit_doublesparse,
-}
+FITS = (fit_sals, fit_elitekv, fit_loki, fit_fdc, fit_palu, fit_doublesparse)
+FITS = {fit.__name__.removeprefix("fit_"): fit for fit in FITS}
 MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
 
 
@@ -1556,15 +1550,13 @@ SPEED_MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8
 SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
 
-def speed_cases(B: int, S: int, device: str = "cuda") -> dict[str, tuple[str, dict]]:
-    """Name -> method and settings beside the defaults. Most that select attend 1/8 of the tokens."""
-    made = {"dense": ("dense", {}), "sals": ("sals", {}), "sals-sum": ("sals", {"score": "sum"})}
-    made |= {"sals-bf16": ("sals", {"latent_bits": 16}), "loki": ("loki", {"k": 0.125, "d": 0.5})}
-    made |= {name: (name, {}) for name in ("elitekv", "fdc", "palu", "kivi", "shadowkv")}
-    made |= {name: (name, {"keep": 0.125}) for name in ("topk", "quest", "doublesparse", "h2o")}
-    made |= {"topk-4bit": ("topk", {"keep": 0.125, "kv_bits": 4})}
-    made |= {"lrqk": ("lrqk", {"kv_device": "cpu" if B == 1 else device})}
-    return made | {"streaming": ("streaming", {"recent": S // 8})}
+def speed_cases(B: int, S: int, device: str = "cuda") -> dict[str, str]:
+    """Name -> method and settings, as a Candidate is written. Most that select attend 1/8 of the tokens."""
+    cases = {name: name for name in ("dense", "sals", "elitekv", "fdc", "palu", "kivi", "shadowkv")}
+    cases |= {"sals-sum": "sals:score=sum", "sals-bf16": "sals:latent_bits=16", "loki": "loki:k=0.125,d=0.5"}
+    cases |= {name: f"{name}:keep=0.125" for name in ("topk", "quest", "doublesparse", "h2o")}
+    cases |= {"topk-4bit": "topk:keep=0.125,kv_bits=4", "streaming": f"streaming:recent={S // 8}"}
+    return cases | {"lrqk": f"lrqk:kv_device={'cpu' if B == 1 else device}"}
 
 
 def call_time(calls: list[Callable], device: torch.device, between=lambda: None, runs: int = 15) -> float:
@@ -1614,14 +1606,14 @@ def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
 def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool | None = None) -> tuple:
     """A layer of random weights; its cache, which holds S - 1 tokens a row; the next token's position; and
     an output of wqkv for it."""
-    name, settings = speed_cases(B, S, device.type)[case]
-    llama, method = model_file.outline(config, device, dtype), METHODS[name]
+    candidate = Candidate.parse(speed_cases(B, S, device.type)[case])
+    llama, method = model_file.outline(config, device, dtype), METHODS[candidate.method]
     for part in model_file.allocated(llama, device):
         for weight in part.parameters():
             weight.normal_(0, 0.02)
     context = Context(llama, B, S, kernels)
-    artifact = compress.random_artifact(name, config) if method.fitted else {}
-    caches = method.build(llama, settings_from(name, settings), context, artifact)
+    artifact = compress.random_artifact(candidate.method, config) if method.fitted else {}
+    caches = method.build(llama, settings_from(candidate.method, candidate.options), context, artifact)
     layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
     prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=dtype, device=device))
     layer.attention.attended(prompt, partial(cache.extend, 0, slice(0, S - 1)))
