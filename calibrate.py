@@ -7,6 +7,7 @@ Evaluation always decodes token by token through the method's own cache, with th
 """
 
 import argparse
+import bisect
 import copy
 import csv
 import dataclasses
@@ -47,19 +48,10 @@ import compress
 import generate
 import model as model_file
 from compress import METHODS, Cache, Context, EliteSettings, artifact_path, load_artifact, settings_from
-from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, whole
-from model import Llama, ModelConfig, UserError, apply_rope, human, load_tokenizer, ranks, rope_tables
+from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
+from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
-
-
-def tracked(label: str, items: Collection) -> Iterator:
-    """The items, one by one, with a progress bar."""
-    bar = Progress(label, len(items))
-    for item in items:
-        yield item
-        bar.tick()
-    bar.close()
 
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
@@ -102,21 +94,18 @@ def text_ids(
 ) -> np.ndarray:
     """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
     Raises UserError for an id outside the model's vocabulary."""
-    arrays, total = [], 0
     bar = Progress("tokens", most)
-    for text in read_texts(files):
-        size = 16 * (most - total)  # characters of so many tokens, but where blanks make long ones
-        while len(ids := tokenizer.encode(text[:size], bos=bos)) < most - total and size < len(text):
-            size *= 4
-        arrays.append(np.array(ids[: most - total], np.int32))
-        total += len(arrays[-1])
-        bar.tick(len(arrays[-1]))
-        if total >= most:
-            break
+
+    def stream() -> Iterator[int]:
+        for text in read_texts(files):
+            ids = tokenizer.encode(text[: 64 * most], bos=bos)  # even a token of blanks is hardly longer
+            bar.tick(len(ids))
+            yield from ids
+
+    ids = np.fromiter(itertools.islice(stream(), most), np.int32)
     bar.close()
-    if not total:
+    if not len(ids):
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
-    ids = np.concatenate(arrays)
     if vocabulary and ids.max() >= vocabulary:
         counts = f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {vocabulary}"
         raise UserError(f"{counts}; the tokenizer belongs to another model")
@@ -160,10 +149,8 @@ def check_folder(option: str, folder: Path) -> Path:
 
 def check_file(option: str, path: Path | None) -> None:
     """The same for one file, if there is to be one."""
-    if path and path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+    if path and check_folder(option, path.parent) and path.is_dir():
         raise UserError(f"{option} {path}: no file can be written there")
-    if path and not path.exists():
-        check_folder(option, path.parent)
 
 
 @contextmanager
@@ -172,8 +159,6 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
     It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
     partial, is_new = folder / f"{name}.partial", not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if partial.is_file():
-        partial.unlink()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
@@ -242,6 +227,10 @@ class KeyMoments:
     product: Tensor  # [L, Hkv, D]: |q_c k_c|, q and k of the same token, summed over the group
     queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair of dims that RoPE rotates, summed over the group
 
+    def covariance(self) -> Tensor:
+        """[L, Hkv*D, Hkv*D]"""
+        return self.second - self.mean[:, :, None] * self.mean[:, None]
+
 
 @torch.inference_mode()
 def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
@@ -263,19 +252,14 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             product += (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
             pairs += grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
 
-    held = sum(total.nbytes for totals in sums.values() for total in totals)
-    for i, window in enumerate(tracked(label, tokens)):
-        started = time.time()
+    for window in tracked(label, tokens):
         observe(model, window[None].to(device), see)
-        if i == 0:
-            generate.synchronize(device)
-            generate.announce(label, time.time() - started, len(tokens) - 1, held, device)
     n = tokens.numel()
     return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
 
 
 Moments = dict[str, KeyMoments]
-Fitted = tuple[dict[str, Tensor], dict[str, str]]  # an artifact's tensors, and what its metadata says
+Fitted = tuple[dict[str, Tensor], dict[str, float]]  # an artifact's tensors, and figures for its metadata
 
 
 def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,52 +273,51 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     of S (k - mean) (ours). An error e of a key changes a logit by q^T R e, where R rotates each pair p. Over
     all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2, U of S k keeps logits best.
     The mean key is stored beside U."""
-    c, second, mean = model.config, moments["pre"].second, moments["pre"].mean
-    scale = moments["pre"].queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
+    c, keys = model.config, moments["pre"]
+    scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
     r = max(1, round(max_rank * c.kv_dim))
-    centred = second - mean[:, :, None] * mean[:, None]
-    tensors, energy = {"scale": scale.float(), "mean": mean.float()}, []
-    for metric, covariance in (("query", scale[:, :, None] * centred * scale[:, None]), ("key", second)):
+    tensors, facts = {"scale": scale.float(), "mean": keys.mean.float()}, {"max_rank": max_rank}
+    spread = scale[:, :, None] * keys.covariance() * scale[:, None]
+    for metric, covariance in (("query", spread), ("key", keys.second)):
         values, vectors = eigen(covariance)
         tensors[f"{metric}_eigenvalues"] = values.float()
         for i in range(c.n_layers):
             tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float()
         for share in (0.25, 0.125):
             kept = values[:, : round(share * c.kv_dim)].sum(1) / values.sum(1)
-            energy.append(f"{share:.1%}, {metric}: {kept.mean():.4f}")
-    return tensors, {"max_rank": str(max_rank), "energy": "; ".join(energy)}
+            facts[f"energy of {share:.1%}, {metric}"] = kept.mean().item()
+    return tensors, facts
 
 
 def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
-    tensors, perplexity, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
+    tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
     bar = Progress("trial", 2 * (trial.shape[1] - prefix))
     for name in ("pre", "post"):
-        mean = moments[name].mean
-        joint = moments[name].second - mean[:, :, None] * mean[:, None]  # covariance [L, Hkv*D, Hkv*D]
+        joint = moments[name].covariance()
         own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
         values, vectors = eigen(own.movedim(-1, 1))
         tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
         context = Context(model, *trial.shape)
         caches = compress.loki_caches(model, compress.LokiSettings(basis=name), context, tensors)
         engine = Engine(model, caches, context, Sampling())
-        perplexity[name] = math.exp(eval_perplexity(engine, trial, prefix, None, bar)[0].mean())
+        loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
+        facts[f"perplexity_{name}"] = math.exp(loss.mean())
     bar.close()
-    tensors["better"] = torch.tensor(int(perplexity["post"] <= perplexity["pre"]))
-    kept = (values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)).mean()
-    facts = {"energy": f"25.0%: {kept:.4f}"}
-    return tensors, facts | {f"perplexity_{name}": f"{p:.4f}" for name, p in perplexity.items()}
+    tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
+    kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
+    return tensors, facts | {"energy of 25%": kept.mean().item()}
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
     importance = moments["post"].product
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
-    return {"importance": importance.float()}, {"energy": f"12.5%: {eighth.mean():.4f}"}
+    return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
 
 
 def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -350,19 +333,17 @@ def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) 
     return deltas * (torch.arange(k.shape[1], device=q.device) <= places[:, None])
 
 
-def ropelite(deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> order, distance [D/2] each.
+def ropelite(deltas: Tensor) -> Tensor:
+    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> the pairs in order [D/2].
 
     Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
-    first r picks are the elite set of any r; distance is J after each (it may rise)."""
-    rest, left, order, distance = deltas.sum(0), list(range(len(deltas))), [], []
+    first r picks are the elite set of any r."""
+    rest, left, order = deltas.sum(0), list(range(len(deltas))), []
     while left:
-        j = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
-        best = left.pop(int(j.argmin()))
-        rest = rest - deltas[best]
-        order.append(best)
-        distance.append(j.min())
-    return torch.tensor(order), torch.stack(distance).cpu()
+        losses = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
+        order.append(left.pop(int(losses.argmin())))
+        rest = rest - deltas[order[-1]]
+    return torch.tensor(order)
 
 
 def contribution(q: Tensor, k: Tensor) -> Tensor:
@@ -377,9 +358,8 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 
 @torch.inference_mode()
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The pairs of every KV head, best first, by RoPElite ("elite", with its "distance" after each pick) and
-    by Contribution: [L, Hkv, D/2] each. One forward pass over tokens [N, S], of each window ELITE_ROWS random
-    queries; the search itself is exact."""
+    """The pairs of every KV head, best first, by RoPElite ("elite") and by Contribution: [L, Hkv, D/2] each.
+    One forward pass over tokens [N, S], of each window ELITE_ROWS random queries; the search is exact."""
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
@@ -388,15 +368,14 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
         for h in range(c.n_kv_heads):
-            elite = ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin))
             order = contribution(q[:, :, h], k[:, :, h]).argsort(descending=True)
-            found.append((*elite, order.cpu()))
+            found.append((ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)), order.cpu()))
             bar.tick()
 
     observe(model, tokens.to(device), see)
     bar.close()
     heads = (torch.stack(each).unflatten(0, (c.n_layers, -1)) for each in zip(*found, strict=True))
-    return dict(zip(("elite", "distance", "contribution"), heads, strict=True))
+    return dict(zip(("elite", "contribution"), heads, strict=True))
 
 
 @torch.inference_mode()
@@ -416,21 +395,17 @@ def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact:
     return perplexity, torch.stack(kept).mean().item()
 
 
-def elite_limit(c: ModelConfig, r: int) -> int:
-    """The largest d_ckv that adds no parameters (App. C): d_ckv (dim + n) <= dim n, n = Hkv (2D - 2r)."""
-    n = c.n_kv_heads * (2 * c.head_dim - 2 * r)
-    return c.dim * n // (c.dim + n)
-
-
 def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
-    """(r, d_ckv) that fill this fraction of the dense cache without extra parameters (App. C).
+    """(r, d_ckv) that fill this fraction of the dense cache and add no parameters (App. C), so that
+    d_ckv (dim + n) <= dim n with n = Hkv (2D - 2r).
 
     d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves four."""
     total, step, found = round(fraction * 2 * c.kv_dim), 256, []
     while len(found) < 4 and step > 1:
         step //= 2
-        pairs = ((r, total - 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
-        found = [(r, d) for r, d in pairs if d > 0 and d % step == 0 and d <= elite_limit(c, r)]
+        sizes = ((r, 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
+        sizes = ((r, total - rotated, 2 * c.kv_dim - rotated) for r, rotated in sizes)
+        found = [(r, d) for r, d, n in sizes if d > 0 and d % step == 0 and d * (c.dim + n) <= c.dim * n]
     return found
 
 
@@ -446,8 +421,8 @@ def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float)
         trials[r, d_ckv] = elite_trial(model, tokens[-4:], EliteSettings(r, d_ckv), tensors)
     r, d_ckv = min(trials, key=trials.get)
     tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
-    facts = {"energy": f"r {r}, d_ckv {d_ckv}: {trials[r, d_ckv][1]:.4f}"}
-    return tensors, facts | {f"perplexity_{r}_{d}": f"{p:.4f}" for (r, d), (p, _) in trials.items()}
+    facts = {"r": r, "d_ckv": d_ckv, "energy": trials[r, d_ckv][1]}
+    return tensors, facts | {f"perplexity_{r}_{d}": p for (r, d), (p, _) in trials.items()}
 
 
 @torch.inference_mode()
@@ -489,13 +464,10 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     tensors = {"qk.values": qk_values, "qk.basis": qk_basis, "v.values": v_squares.sqrt(), "v.basis": v_basis}
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
     rate, reached, perplexity = fdc_search(model, tokens[-FLOOR_WINDOWS:], tensors, accuracy)
-    kept, energy = fdc_kept(tensors, rate), tensors["qk.values"].square()
-    share = (energy * kept["qk"]).sum() / energy.sum()
-    means = "mean ranks {:.1f} and {:.1f}".format(*(each.sum(-1).double().mean() for each in kept.values()))
-    lost = f"{reached:.2%} of dense accuracy, {perplexity:.4f} of dense perplexity"
-    facts = {"floor": f"{accuracy}", "positions": f"{positions}", "accuracy": f"{reached:.4f}"}
-    facts |= {"rate": f"{rate:.6f}", "perplexity": f"{perplexity:.4f}"}
-    facts["energy"] = f"rate {rate:.4f} ({means} of {c.head_dim}, {lost}): {share:.4f}"
+    facts = {"floor": accuracy, "positions": positions, "rate": rate}
+    facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
+    ranks = {kind: kept.sum(-1).double().mean().item() for kind, kept in fdc_kept(tensors, rate).items()}
+    facts |= {"mean rank of q and k": ranks["qk"], "mean rank of v": ranks["v"]}
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
 
 
@@ -519,20 +491,18 @@ def fdc_rates(*values: Tensor) -> list[float]:
 def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float) -> tuple:
     """F_p (FDC sec. 5.2): the largest rate that keeps `accuracy` of the dense model's on tokens [N, S].
     -> the rate, its accuracy and perplexity over the dense ones, by bisection of the rates that matter."""
-    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
+    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])  # of them 0 holds the floor
     bar = Progress("rate", len(rates).bit_length() + 1)
-    dense = fdc_accuracy(model, tokens, tensors, 0.0)
-    low, high, best = 0, len(rates), dense  # rates[low] holds the floor, rates[high] does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = fdc_accuracy(model, tokens, tensors, rates[middle])
+
+    @lru_cache(None)
+    def found(rate: float) -> Tensor:
         bar.tick()
-        if found[0] >= accuracy * dense[0]:
-            low, best = middle, found
-        else:
-            high = middle
+        return fdc_accuracy(model, tokens, tensors, rate)
+
+    dense = found(0.0)
+    held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
     bar.close()
-    return rates[low], *(best / dense).tolist()
+    return rates[held - 1], *(found(rates[held - 1]) / dense).tolist()
 
 
 def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float) -> Tensor:
@@ -566,28 +536,22 @@ def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
 
     values, basis = head_bases(model, tokens, "palu", keys_and_values)
     energy = values.square()
-    kept = energy[..., : model.config.head_dim // 2].sum((1, 2)).mean() / energy.sum((1, 2)).mean()
+    kept = energy[..., : model.config.head_dim // 2].sum() / energy.sum()
     k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
-    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy": f"50.0%: {kept:.4f}"}
+    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item()}
 
 
-FITS = {
-    "sals": fit_sals,
-    "elitekv": fit_elitekv,
-    "loki": fit_loki,
-    "fdc": fit_fdc,
-    "palu": fit_palu,
-    "doublesparse": fit_doublesparse,
-}
+FITS = (fit_sals, fit_elitekv, fit_loki, fit_fdc, fit_palu, fit_doublesparse)
+FITS = {fit.__name__.removeprefix("fit_"): fit for fit in FITS}
 MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
 
 
 def note_smaller_fit(path: Path, metadata: dict[str, str]) -> None:
     """Says that the artifact there was fitted to this model on more of the same text than is read now."""
-    with suppress(OSError, SafetensorError, ValueError):  # there is none, or it is damaged
-        with safe_open(path, "pt") as file:
-            old = {"tokens": "0"} | (file.metadata() or {})
-        is_same = all(old.get(key) == metadata[key] for key in ("shape", "fingerprint", "text"))
+    missing = (OSError, SafetensorError, LookupError, TypeError, ValueError)  # the file, or what it says
+    with suppress(*missing), safe_open(path, "pt") as file:
+        old = file.metadata()
+        is_same = all(old[key] == metadata[key] for key in ("shape", "fingerprint", "text"))
         if is_same and int(old["tokens"]) > int(metadata["tokens"]):
             said = f"was fitted on {old['tokens']} tokens of the same text, would be on {metadata['tokens']}"
             print(f"note: {path}: {said}", file=sys.stderr)
@@ -627,13 +591,13 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
                 raise
             print(f"{method}: not fitted: {error}", file=sys.stderr)
             continue
+        facts = {name: f"{x:.6g}" for name, x in facts.items()}
         save_artifact(tensors, path, {"method": method} | source | facts)
-        size = human(path.stat().st_size)
-        print(f"{path}: {size}, {tokens.numel()} tokens; energy kept at {facts['energy']}")
+        print(f"{path}:", ", ".join(f"{name} {x}" for name, x in facts.items()))
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
-    """Rank of the keys before and after RoPE, a layer a line.
+    """Rank of the keys of each layer, before and after RoPE.
 
     It is the number of joint dims of all heads that hold --energy of the keys' energy: what SALS and the
     methods like it compress. RoPE raises it.
@@ -648,15 +612,13 @@ def run_ranks(args: argparse.Namespace) -> dict:
     ranks = {name: compress.rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
     width = model.config.kv_dim
     print(f"Rank@{args.energy:.0%} of the joint keys (of {width} dims), {tokens.numel()} tokens")
-    for i, (pre, post) in enumerate(zip(ranks["pre"], ranks["post"], strict=True)):
-        print(f"layer {i:3}  before RoPE {pre:5} {'#' * max(1, 40 * pre // width)}")
-        print(f"           after  RoPE {post:5} {'=' * max(1, 40 * post // width)}")
-    print("mean       before {:.1f}, after {:.1f}".format(*(sum(r) / len(r) for r in ranks.values())))
+    for name, each in ranks.items():
+        print(f"{name}-RoPE, mean {np.mean(each):.1f}, by layer:", *each)
     if args.png:
-        with picture(args.png, 1, 1) as ((axis,),):
-            for name, label in (("pre", "before RoPE"), ("post", "after RoPE")):
-                axis.plot(ranks[name], marker="o", label=label)
+        with picture(args.png, 1, 1, 6.5, 4.5) as ((axis,),):
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
+            for name, each in ranks.items():
+                axis.plot(each, "o-", label=f"{name}-RoPE")
     return {"energy": args.energy, "width": width, **ranks}
 
 
@@ -1417,7 +1379,8 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
 
 
 def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
-    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`."""
+    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`. In the
+    JSON only, "mass TEXT": of each layer of this rank (SALS's overlap score), null where it attends all."""
     row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
@@ -1426,8 +1389,9 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
         ppl = math.exp(loss.mean())
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
-        own = [result for cache in engine.caches if (result := cache.result())]
-        seen += itertools.chain(*model_file.gathered(own))
+        own = [cache.result() for cache in engine.caches]
+        row[f"mass {name}"] = [figures.get("mass") for figures in own]
+        seen += filter(None, itertools.chain(*model_file.gathered(own)))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
 
@@ -1447,8 +1411,7 @@ def ledger(engine: Engine, length: int) -> dict:
 
 
 def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
-    """The ledger (of the last length), and per cent right for each length and task. In the JSON only: the
-    score of `single` for each fifth of the depth ("depth LENGTH"), and standard errors ("errors")."""
+    """The ledger (of the last length), and per cent right for each length and task; with standard errors."""
     row = {"errors": {}}
     for length in args.lengths:
         engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM, least=1)
@@ -1464,9 +1427,6 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
             scores = np.array(scores[: args.samples])
             row[f"{kind} {length}"] = 100 * float(scores.mean())
             row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
-            if kind == "single":
-                fifths = (part for part in np.array_split(scores, 5) if len(part))
-                row[f"depth {length}"] = [100 * float(part.mean()) for part in fifths]
     return row
 
 
@@ -1557,13 +1517,11 @@ def eval_columns(rows: list[dict]) -> list[str]:
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """The table so far, in the place of an older one."""
-    table = io.StringIO(newline="")
-    writer = csv.DictWriter(table, columns, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
     path = path.resolve()  # what a link points to
-    with replacing(path.parent, path.name) as partial:
-        (partial / path.name).write_text(table.getvalue(), newline="")
+    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
@@ -1573,9 +1531,7 @@ def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
     for candidate in candidates:
         for capacity, options in candidate.used.items():
             chosen = ", ".join(f"{k}={v}" for k, v in options.items() if candidate.options.get(k) != v)
-            above = f" (above it in {' and '.join(sorted(candidate.over))})" if candidate.over else ""
-            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}{above}")
-    print()
+            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}")
 
 
 def print_table(rows: list[dict], columns: list[str]) -> None:
@@ -1741,45 +1697,6 @@ def run_lm_eval(args: argparse.Namespace) -> dict:
     return {"rows": rows}
 
 
-# ------------------------------------------------------------------------------------- where the mass is lost
-
-
-@torch.inference_mode()
-def overlap_scores(engine: Engine, prompts: list[list[int]]) -> list[float | None]:
-    """OS of every layer (SALS sec. 3.2): the part of the last token's true attention mass that it attends, a
-    mean over heads and prompts (of one length). None for a layer that attends all its tokens."""
-    engine.prefill([prompt[:-1] for prompt in prompts])
-    engine.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
-    engine.step()
-    return [cache.result().get("mass") for cache in engine.caches]
-
-
-def run_overlap(args: argparse.Namespace) -> dict:
-    """Share of the attention mass that a method selects, a layer a number (SALS's overlap score).
-
-    Each prompt is a retrieval task. Its last token is decoded through the method's cache: of its true
-    attention, how much lies on the tokens that the cache attends?
-
-        python calibrate.py overlap --method sals --method loki --length 4096"""
-    config = ModelConfig.from_folder(args.checkpoint)
-    generate.check_capacity(args.length, config, "--length")
-    tokenizer = load_tokenizer(args.checkpoint)
-    hay = Haystack(
-        tokenizer, [text_ids(tokenizer, text_files(STDLIB, held=True), 1 << 19, config.vocab_size)]
-    )
-    results, prompts = {}, []
-    for candidate in map(Candidate.parse, args.method or ["sals"]):
-        engine = candidate.engine(args, args.samples, args.length, watched=True)
-        prompts = prompts or [eval_sample(hay, args.task, i, args.length)[0] for i in range(args.samples)]
-        results[candidate.label] = overlap_scores(engine, prompts)
-        if not any(results[candidate.label]):
-            raise UserError(f"--method {candidate.label}: it attends all {args.length} tokens; give another")
-    print(f"overlap score a layer: {args.task}, {args.length} tokens, last token of {args.samples} prompts")
-    for text, scores in results.items():
-        print(f"{text:40}", " ".join("    -" if s is None else f"{s:.3f}" for s in scores))
-    return {"scores": results}
-
-
 # ------------------------------------------------------------------------------------------------------ speed
 # Weights are random, and all rows are full. Sets of inputs take turns, so that they come from memory, as in a
 # model, where other layers' weights push them out of the chip's caches.
@@ -1787,15 +1704,13 @@ SPEED_MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8
 SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
 
-def speed_cases(B: int, S: int, device: str = "cuda") -> dict[str, tuple[str, dict]]:
-    """Name -> method and settings beside the defaults. Most that select attend 1/8 of the tokens."""
-    made = {"dense": ("dense", {}), "sals": ("sals", {}), "sals-sum": ("sals", {"score": "sum"})}
-    made |= {"sals-bf16": ("sals", {"latent_bits": 16}), "loki": ("loki", {"k": 0.125, "d": 0.5})}
-    made |= {name: (name, {}) for name in ("elitekv", "fdc", "palu", "kivi", "shadowkv")}
-    made |= {name: (name, {"keep": 0.125}) for name in ("topk", "quest", "doublesparse", "h2o")}
-    made |= {"topk-4bit": ("topk", {"keep": 0.125, "kv_bits": 4})}
-    made |= {"lrqk": ("lrqk", {"kv_device": "cpu" if B == 1 else device})}
-    return made | {"streaming": ("streaming", {"recent": S // 8})}
+def speed_cases(B: int, S: int, device: str = "cuda") -> dict[str, str]:
+    """Name -> method and settings, as a Candidate is written. Most that select attend 1/8 of the tokens."""
+    cases = {name: name for name in ("dense", "sals", "elitekv", "fdc", "palu", "kivi", "shadowkv")}
+    cases |= {"sals-sum": "sals:score=sum", "sals-bf16": "sals:latent_bits=16", "loki": "loki:k=0.125,d=0.5"}
+    cases |= {name: f"{name}:keep=0.125" for name in ("topk", "quest", "doublesparse", "h2o")}
+    cases |= {"topk-4bit": "topk:keep=0.125,kv_bits=4", "streaming": f"streaming:recent={S // 8}"}
+    return cases | {"lrqk": f"lrqk:kv_device={'cpu' if B == 1 else device}"}
 
 
 def call_time(calls: list[Callable], device: torch.device, between=lambda: None, runs: int = 15) -> float:
@@ -1845,14 +1760,14 @@ def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
 def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool | None = None) -> tuple:
     """A layer of random weights; its cache, which holds S - 1 tokens a row; the next token's position; and
     an output of wqkv for it."""
-    name, settings = speed_cases(B, S, device.type)[case]
-    llama, method = model_file.outline(config, device, dtype), METHODS[name]
+    candidate = Candidate.parse(speed_cases(B, S, device.type)[case])
+    llama, method = model_file.outline(config, device, dtype), METHODS[candidate.method]
     for part in model_file.allocated(llama, device):
         for weight in part.parameters():
             weight.normal_(0, 0.02)
     context = Context(llama, B, S, kernels)
-    artifact = compress.random_artifact(name, config) if method.fitted else {}
-    caches = method.build(llama, settings_from(name, settings), context, artifact)
+    artifact = compress.random_artifact(candidate.method, config) if method.fitted else {}
+    caches = method.build(llama, settings_from(candidate.method, candidate.options), context, artifact)
     layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
     prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=dtype, device=device))
     layer.attention.attended(prompt, partial(cache.extend, 0, slice(0, S - 1)))
@@ -1972,10 +1887,6 @@ def breakeven(rows: list[dict]) -> dict[tuple, int | None]:
     return found
 
 
-def print_times(model, batch, length, name, *times) -> None:
-    print(f"{model:>5} {batch:>5} {length:>7}  {name:<26}" + "".join(f"{x:>11}" for x in times), flush=True)
-
-
 @torch.no_grad()
 def run_speed(args: argparse.Namespace) -> dict:
     """Time kernels, and each method's attention beside dense.
@@ -1983,10 +1894,9 @@ def run_speed(args: argparse.Namespace) -> dict:
     Tables, in microseconds:
         operation  each operator of the kernels alone, with arguments that a method gives it in a decode step
         method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
-                   heads' results. dense_us is PyTorch's attention (on CUDA cuDNN's) over plain K and V
-        breakeven  the same at many lengths, and the length from which on a method is faster than dense
-    limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates. Default: of
-    each model, on a GPU the first two tables at two shapes, on a CPU the second at 1x4096.
+                   heads' results; beside it PyTorch's (on CUDA cuDNN's) over plain K and V, dense_us
+    limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates. Default: both
+    at two shapes of each model; on a CPU the second at 1x4096.
 
         python calibrate.py speed --table method --model 8b --shape 8x32768 --method dense sals"""
     device, dtype = generate.device_and_dtype(args)
@@ -2000,8 +1910,6 @@ def run_speed(args: argparse.Namespace) -> dict:
     for table, model in itertools.product(tables, args.model or SPEED_MODELS):
         shape, usual = SPEED_MODELS[model]
         c = dataclasses.replace(model_file.SHAPES[shape], n_layers=4, vocab_size=256, max_positions=1 << 20)
-        if table == "breakeven":  # shapes at which K and V of a layer take 4 GB at most
-            usual = [x for x, (B, S) in SPEED_SHAPES.items() if B in (1, 8) and B * S * c.kv_dim <= 1 << 30]
         rows_of = bench.operation if table == "operation" else bench.method
         shapes = [SPEED_SHAPES[x] for x in args.shape or (["1x4096"] if device.type == "cpu" else usual)]
         for (B, S), case in itertools.product(shapes, args.method or speed_cases(1, 1)):
@@ -2009,18 +1917,15 @@ def run_speed(args: argparse.Namespace) -> dict:
                 for row in rows_of(c, B, S, case):
                     row = {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
                     rows.append({"model": model, "batch": B, "length": S} | row)
-                    if len(rows) < 2 or rows[-1].keys() != rows[-2].keys():
-                        print_times(*rows[-1])
-                    print_times(*rows[-1].values())
+                    print("".join(f"{name} {x:<10}" for name, x in rows[-1].items()), flush=True)
             except Exception as error:  # most often for lack of memory
-                print_times(model, B, S, case, f" {type(error).__name__}: {error}".partition("\n")[0])
+                print(f"{model} {B}x{S} {case}: {type(error).__name__}: {error}".partition("\n")[0])
             if args.csv:
                 save_csv(args.csv, list(dict.fromkeys(key for row in rows for key in row)), rows)
             gc.collect()
             torch.cuda.empty_cache()
-    if "breakeven" in tables:
-        for (model, batch, method), length in breakeven(rows).items():
-            print_times(model, batch, length or "never", f"from here on {method} is faster")
+    for (model, batch, method), length in breakeven(rows).items():
+        print(f"{model}, batch {batch}: {method} beats PyTorch's attention from {length or 'no'} tokens on")
     return {"device": generate.device_name(device), "rows": rows}
 
 
@@ -2240,7 +2145,7 @@ def run_convert(args: argparse.Namespace) -> None:
 
         python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
-    free = shutil.disk_usage(check_folder("--out", out)).free
+    check_folder("--out", out)
     meta, tensors = read_gguf(path)
     with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
@@ -2249,11 +2154,6 @@ def run_convert(args: argparse.Namespace) -> None:
     ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
     if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
-    size = sum(math.prod(shape) for shape, _, _ in plan.values()) * dtype.itemsize
-    need = f"{path} in {args.dtype}: needs {human(size)} of disk ({human(free)} are free)"
-    if size > free:
-        raise UserError(need)
-    print(f"{need} and less than 1 GB of memory", file=sys.stderr)
     with replacing(out, "model") as made:
         for name, data in files.items():
             data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
@@ -2272,110 +2172,96 @@ def run_convert(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def picture(path: Path, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Axes [rows, columns] to draw on; the PNG file is written, with one legend, when the block ends."""
+def picture(path: Path, rows: int, columns: int, width: float, height: float) -> Iterator[np.ndarray]:
+    """Axes [rows, columns] to draw on, each of so many inches; writes the PNG file when the block ends."""
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
-    figure = Figure(figsize=(6.5 * columns, 4.5 * rows), layout="constrained")
+    figure = Figure((width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-        axis.tick_params(which="minor", labelsize=6)
     yield axes
-    legend = {}
     for axis in axes.flat:
-        legend |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         axis.set_visible(axis.has_data())
-    figure.legend(legend.values(), legend.keys(), loc="outside right center", fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(path)
 
 
-def csv_column(path: Path, rows: list[dict], name: str, kind: Callable = float) -> np.ndarray:
-    """One column of a CSV file, "nan" for an empty cell. UserError where it is missing or no `kind`."""
-    try:
-        return np.array([kind(row[name] or "nan") for row in rows])
-    except KeyError:
-        raise UserError(f"{path}: it has no column {name!r}") from None
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise UserError(f"{path}: the column {name!r}: {error}") from None
+def plot_quality(rows: list[dict], png: Path) -> None:
+    """Retrieval as a fraction of dense's, and KL, each against bytes per token and bytes read a step. One row
+    a method is named, its default or its first; the others are pale. A line joins the best up to a cost."""
+    from adjustText import adjust_text
+    from matplotlib import colormaps
+
+    def columns(*starts: str) -> np.ndarray:
+        return np.array([[float(row[c] or "nan") for c in row if c.startswith(starts)] for row in rows])
+
+    kinds = [re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0] for row in rows]
+    by_rank = sorted(range(len(rows)), key=lambda i: ("default" in rows[i]["method"], -i))
+    named = {kinds[i]: i for i in by_rank}  # the last of a method counts
+    colors = colormaps["turbo"]([kinds.index(kind) / len(kinds) for kind in kinds])
+    colors[:, 3] = [1 if i in named.values() else 0.2 for i in range(len(rows))]
+    scores, losses = columns(*TASKS), columns("kl ")
+    dense = scores[named["dense"]]
+    figures = {
+        "retrieval, % of dense": (100 * scores[:, dense > 0] / dense[dense > 0], "linear", np.fmax),
+        "KL to dense, nats": (np.where(losses > 0, losses, np.nan), "log", np.fmin),  # dense's 0 has no log
+    }
+    figures = {label: each for label, each in figures.items() if np.isfinite(each[0]).any()}
+    with picture(png, len(figures), 2, 7.5, 5.5) as axes:
+        for line, (label, (each, scale, best)) in zip(axes, figures.items(), strict=True):
+            y = np.ma.masked_invalid(each).mean(1).filled(np.nan)
+            shown = np.isfinite(y)
+            for axis, cost in zip(line, ("bytes/token", "read/step"), strict=True):
+                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale=scale)
+                axis.margins(0.12)
+                x = columns(cost)[:, 0]
+                axis.scatter(x, y, c=colors)
+                rising = x.argsort(kind="stable")
+                style = {"where": "post", "color": "0.8", "zorder": 0, "label": "best up to this cost"}
+                axis.step(x[rising], best.accumulate(y[rising]), **style)
+                axis.figure.draw_without_rendering()  # labels must know where the points are
+                texts = [axis.text(x[i], y[i], kind) for kind, i in named.items() if shown[i]]
+                lines, how = {"arrowstyle": "-", "color": "0.6"}, {"expand": (1.15, 1.3), "iter_lim": 500}
+                adjust_text(texts, x[shown], y[shown], ax=axis, arrowprops=lines, **how)
 
 
-def plot_quality(path: Path, rows: list[dict], png: Path) -> None:
-    """Retrieval as a fraction of dense's, and KL, each against bytes per token and bytes read a step."""
-    names = csv_column(path, rows, "method", str).tolist()
-    costs = {name: csv_column(path, rows, name) for name in ("bytes/token", "read/step")}
-    if "dense" not in names:
-        raise UserError(f"{path}: it has no row of dense")
-    scores, losses = ([csv_column(path, rows, c) for c in rows[0] if c.startswith(k)] for k in (TASKS, "kl "))
-    shares = [100 * np.ma.divide(score, score[names.index("dense")]).filled(np.nan) for score in scores]
-    losses = [np.where(each > 0, each, np.nan) for each in losses]  # dense's 0 has no logarithm
-    figures = {"retrieval, % of dense": shares, "KL to dense, nats": losses}
-    figures = {y: np.ma.masked_invalid(each) for y, each in figures.items() if np.isfinite(each).any()}
-    if not figures:
-        raise UserError(f"{path}: no task and no KL in it is above 0")
-    kinds = [re.split(r"\W", name)[0] for name in names]  # a colour each; its rows differ in their markers
-    order = [*dict.fromkeys(kinds)]
-    with picture(png, len(figures), 2) as axes:
-        for line, (label, each) in zip(axes, figures.items(), strict=True):
-            for axis, (cost, x) in zip(line, costs.items(), strict=True):
-                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale="log" if "KL" in label else "linear")
-                points = zip(names, kinds, x, each.mean(0).filled(np.nan), strict=True)
-                for n, (name, kind, *point) in enumerate(points):
-                    i, marker = order.index(kind), "os^DvPX*<>hp"[kinds[:n].count(kind) % 12]
-                    color = "black" if kind == "dense" else f"C{i}"  # there are ten
-                    axis.plot(*point, marker, color=color, alpha=0.5 ** (i // 10), label=name)
-
-
-def plot_times(path: Path, rows: list[dict], png: Path) -> None:
-    """Time against length, a panel for each model and batch: a line for each method, dense's bold, and a dot
-    where a method falls below dense: PyTorch's attention (dense_us), or the method of that name beside ms."""
-    unit, of, dense = ("us", "layer", "dense (PyTorch)") if "us" in rows[0] else ("ms", "step", "dense")
-    if unit == "us":
-        csv_column(path, rows, "dense_us")  # refuses a table that lacks it
-        rows = rows + [row | {"method": dense, "us": row["dense_us"]} for row in rows]
-    kinds = {"model": str, "batch": str, "length": positive, "method": str, unit: positive}
-    columns = (csv_column(path, rows, name, kind).tolist() for name, kind in kinds.items())
-    panels = {}
-    for model, batch, length, method, each in sorted(zip(*columns, strict=True), key=lambda row: row[2]):
-        panels.setdefault(f"{model}, batch {batch}", {}).setdefault(method, {})[length] = each
-    order = [*dict.fromkeys(method for times in panels.values() for method in times)]
-    with picture(png, -(-len(panels) // 2), min(2, len(panels))) as axes:
-        for axis, (title, times) in zip(axes.flat, panels.items(), strict=False):
-            axis.set(title=title, xlabel="tokens a row", ylabel=f"{unit} a {of}", xscale="log", yscale="log")
-            logs = {method: np.log([*line.items()]).T for method, line in times.items()}  # [2, lengths]
-            for method, (x, y) in logs.items():
-                n, style = order.index(method), {"color": "black", "linewidth": 3} if method == dense else {}
-                style = {"color": f"C{n}", "marker": ".^s"[n // 10 % 3], "label": method} | style
-                axis.plot(np.exp(x), np.exp(y), **style)
-                above = y - np.interp(x, *logs.get(dense, ([0], [np.nan])), np.nan, np.nan)
-                (i,) = np.nonzero((above[:-1] >= 0) & (above[1:] < 0))
-                part = above[i] / (above[i] - above[i + 1])  # of the way from point i to the next
-                where = (np.exp(z[i] + part * (z[i + 1] - z[i])) for z in (x, y))
-                axis.plot(*where, "o", color=style["color"], markersize=10, markeredgecolor="white", zorder=3)
+def plot_times(rows: list[dict], png: Path) -> None:
+    """Time against length: a panel a method, a colour a model and batch, PyTorch's dense attention dashed."""
+    panels, colors = {}, {}
+    for row in sorted(rows, key=lambda row: int(row["length"])):
+        cases = panels.setdefault(row["method"], {})
+        line = cases.setdefault(f"{row['model']}, batch {row['batch']}", [])
+        line.append([float(row[name]) for name in ("length", "us", "dense_us")])
+    with picture(png, -(-len(panels) // 4), 4, 3.2, 3) as axes:
+        for axis, (method, cases) in zip(axes.flat, panels.items(), strict=False):
+            axis.set(title=method, xlabel="tokens a row", ylabel="us a layer", xscale="log", yscale="log")
+            for case, line in cases.items():
+                lengths, times, dense = zip(*line, strict=True)
+                color = colors.setdefault(case, f"C{len(colors)}")
+                axis.plot(lengths, times, ".-", color=color, label=case)
+                axis.plot(lengths, dense, "--", color=color, label=f"{case}, dense (PyTorch)")
 
 
 def run_plot(args: argparse.Namespace) -> None:
-    """Draw the CSV files of eval --csv and of step times; each becomes NAME.png (needs matplotlib).
+    """Draw the CSV files of eval --csv and speed --csv; each becomes NAME.png (needs adjustText).
 
     An evaluation becomes quality against bytes: retrieval as a part of dense's, and KL, against bytes/token
-    and read/step. Times are those of speed --table breakeven --csv, or the columns model, batch, length,
-    method and ms. They become a line for each method, dense in bold. A dot: from there on it is faster.
+    and read/step. Times of speed --table method become a panel for each method, with dense dashed.
 
         python calibrate.py plot docs/eval-nano.csv docs/speed.csv --out docs"""
-    require("matplotlib", "pictures need matplotlib")
+    require("adjustText", "pictures need matplotlib and adjustText")
     check_folder("--out", args.out)
     for path in args.csv:
         try:
             text = generate.read_text(path).replace("$", r"\$")  # matplotlib would read it as mathematics
             rows = list(csv.DictReader(text.splitlines()))
-        except csv.Error as error:
-            raise UserError(f"{path}: {error}") from None
-        if not rows or None in set().union(*rows):
-            raise UserError(f"{path}: it has no rows, or one that is longer than the first line")
-        plot = plot_times if rows[0].keys() & {"ms", "us"} else plot_quality
-        plot(path, rows, args.out / f"{path.stem}.png")
+            plot = plot_times if "us" in rows[0] else plot_quality
+            plot(rows, args.out / f"{path.stem}.png")
+        except (csv.Error, AttributeError, LookupError, ValueError) as error:
+            raise UserError(f"{path}: no table of eval or speed that can be drawn ({error!r})") from None
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -2410,8 +2296,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     model = generate.add_model_options
     p = command(run_fit, model, text_options)
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
-    about = "directions stored, as a fraction of Hkv*D; any rank up to it can be chosen later"
-    p.option("--max_rank", fraction, 0.5, about)
+    p.option("--max_rank", fraction, 0.5, "sals: the highest rank that can be chosen later, of Hkv*D")
     p.option("--out", Path, None, "a folder for the fits, with links to the checkpoint", metavar="FOLDER")
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
@@ -2428,9 +2313,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--rows", whole(1), 10, "prompts decoded as one batch, fewer where the memory holds no more")
     p.option("--haystack", Path, None, "text to hide facts in (default: held-out Python sources)")
     p.option("--csv", Path, None, "also write the table to this file")
-    about = "give each method the settings with which its {} are at most this share of dense"
-    p.option("--equal_bytes", fraction, None, about.format("bytes per token"), metavar="SHARE")
-    about = about.format("tokens attended, in the layers that select,")
+    about = "settings with which a cache has at most this share of dense's bytes per token"
+    p.option("--equal_bytes", fraction, None, about, metavar="SHARE")
+    about = "settings with which layers that select attend at most this share of the tokens"
     p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
     p = command(run_lm_eval, model, generate.add_weights_option, method_option, json_option)
@@ -2445,23 +2330,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.set_defaults(equal_bytes=None, equal_tokens=None)
 
     p = command(run_plot)
-    p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv, or of step times")
+    p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv or speed --csv")
     p.option("--out", Path, Path("."), "folder of the pictures", metavar="FOLDER")
 
     p = command(run_ranks, model, json_option, text_options)
     p.option("--energy", fraction, 0.9, "share of the energy to keep")
     p.option("--png", Path, None, "also draw it (needs matplotlib)")
 
-    p = command(run_overlap, model, json_option)
-    about = "a line of the table, such as sals:rank=0.125; repeat it (default: sals)"
-    p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...]")
-    p.set_defaults(equal_bytes=None, equal_tokens=None)
-    p.option("--task", str, "multikey", "retrieval task", choices=TASKS)
-    p.option("--length", whole(1), 2048, "tokens of a prompt")
-    p.option("--samples", whole(1), 8, "prompts")
-
     p = command(run_speed, json_option)
-    lists = {"table": ("operation", "method", "breakeven"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
+    lists = {"table": ("operation", "method"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
     for name, choices in (lists | {"method": speed_cases(1, 1)}).items():
         p.option(f"--{name}", str, None, ", ".join(choices), nargs="+", choices=[*choices], metavar="NAME")
     p.option("--csv", Path, None, "also write the rows to this file")

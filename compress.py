@@ -52,12 +52,11 @@ Stored = dict[str, tuple]
 Artifact = dict[str, Tensor]
 
 
-def setting(default, text: str, choices: tuple | None = None, sets: str = "", least: float = 0):
-    """A field of a settings dataclass; generate.py makes its command-line option out of it.
-
-    sets: what the field is the knob of, "bytes" (per token), "tokens" (attended, the sum of its `budget`) or
-    "bytes tokens"; calibrate.py eval turns it for equal cost. least: the smallest number allowed."""
-    return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "least": least})
+def setting(default, text: str, choices: tuple | None = None, sets: str = "", within: str = "[0, inf)"):
+    """A field of a settings dataclass, and so a command-line option. within: the interval of the numbers
+    allowed. sets: what calibrate.py eval turns it for, at equal cost: "bytes" (per token), "tokens"
+    (attended, the sum of the `budget`) or "bytes tokens"."""
+    return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "within": within})
 
 
 def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
@@ -77,16 +76,21 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
     return kernels
 
 
+def inside(value: float, interval: str) -> bool:
+    """Does the value lie in an interval such as "(0, 1]"?"""
+    low, high = map(float, interval[1:-1].split(","))
+    above = low < value if interval[0] == "(" else low <= value
+    return above and (value < high if interval[-1] == ")" else value <= high)
+
+
 ONLY_ELITEKV = "this checkpoint was uptrained for EliteKV: run it with --method elitekv"
 
 # ---------------------------------------------------------------------------- the operations of a decode step
 
 
 class Context:
-    """What all caches of a run share: the model's shape, the batch, RoPE, and a decode step's operations.
-
-    An operation is a Triton kernel where there are kernels that take the shapes, else PyTorch, which is the
-    kernel's truth. No cache knows which of the two runs."""
+    """What all caches of a run share: the model's shape, the batch, RoPE, and a decode step's operations. An
+    operation is a kernel where there are kernels that take the shapes, else PyTorch, the kernel's truth."""
 
     def __init__(self, model: Llama, batch_size: int, capacity: int, kernels: bool | None = None):
         self.config, self.batch_size, self.capacity = model.config, batch_size, capacity
@@ -95,7 +99,9 @@ class Context:
         self.cos, self.sin = rope_tables(model.config, capacity, self.device)  # [capacity, D/2] each
         self.batch_ids = torch.arange(batch_size, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
+        self.scale = model.config.head_dim**-0.5  # of logits
         self.kernels = triton_kernels(model.config, self.device, kernels)
+        self.fetch_rows = self.kernels.fetch_rows if self.kernels else fetch_rows
         if self.kernels:
             self.rope_pairs = self.kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
@@ -131,7 +137,7 @@ class Context:
         fp32, -inf beyond pos. scale: of the logits, 1/sqrt(D) if not given. offset [B, n, Hq]: what is
         added to q . row in each of n runs of `run` tokens."""
         q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
-        scale = self.config.head_dim**-0.5 if scale is None else scale
+        scale = self.scale if scale is None else scale
         if self.kernels and block % 16 == 0:
             stored = rows, row_scale, pos.int()
             scores = self.kernels.scores(q.contiguous(), *stored, scale, rule, block, offset, run)
@@ -141,18 +147,16 @@ class Context:
         if offset is not None:
             each = offset.mT.repeat_interleave(run, -1)[..., : rows.shape[2]]  # [B, Hq, S]
             logits = logits + each.unflatten(1, logits.shape[1:3])
-        logits = logits * scale
-        if rule == "largest":
-            return group_scores(logits, live)
-        logits = logits.masked_fill(~live[:, None, None], -torch.inf)
-        if rule == "each":
-            return logits
-        return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
+        logits = (logits * scale).masked_fill(~live[:, None, None], -torch.inf)
+        if rule == "softmax":
+            return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
+        return logits if rule == "each" else group_scores(logits, live)
 
     def append(self, pos: Tensor, latents, latent: Tensor, values, v: Tensor) -> None:
         """Writes a token's latent [B, r] and values v [B, Hkv, D] to their stores."""
         if self.kernels and isinstance(latents, MixedStore) and isinstance(values, ScaledStore):
-            stored = *latents.parts(), *values.parts(), LEVELS_APART[values.bits], LEVELS_APART[4]
+            codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
+            stored = *latents.parts(), *codes, LEVELS_APART[values.bits], LEVELS_APART[4]
             self.kernels.append(latent, v, pos.int(), *stored)
         else:
             latents.write((self.batch_ids, pos), latent[:, None])
@@ -180,55 +184,53 @@ class Context:
         return torch.cat((index, last.expand(*index.shape[:-1], -1)), -1)
 
     def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, window=()) -> Tensor:
-        """Attention of one query each over stored tokens: the one way in which methods attend.
+        """Attention of one query each over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, D of a value].
 
-        q [B, Hq, D] after RoPE -> [B, Hq, width of a value]. keys, values: stores. index [B, n], [B, Hkv, n]
-        or [B, Hq, n]: the tokens that count, negative for none; without it all up to pos. window: a pair of
-        Windows, whose tokens are attended besides (and without an index in the place of the last z)."""
-        scale, heads = self.config.head_dim**-0.5, self.config.n_kv_heads
+        keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for
+        none; without it all up to pos. window: a pair of Windows, whose tokens are attended besides (and
+        without an index in the place of the last z)."""
         if self.kernels and self.config.head_dim % 16 == 0 and (index is None or index.numel()):
             if index is not None:  # of one set an entry, entries may lie apart
                 index = index.int() if index.ndim == 2 else index.int().contiguous()
             stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
-            exact = [store.rows for store in window]
-            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
+            exact = [store.rows.transpose(1, 2) for store in window]
+            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, self.scale)
         if index is None and not window:
             return self.attend_all(q, keys, values, pos)
         if index is None:
             index = self.positions.where(self.positions <= pos[:, None] - window[0].z, -1)  # [B, S]
         index = index[:, None] if index.ndim == 2 else index
-        sets = index.unflatten(1, (min(heads, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
+        heads = min(self.config.n_kv_heads, index.shape[1])
+        sets = index.unflatten(1, (heads, -1))  # [B, 1 or Hkv, 1 or G, n]
         chosen = sets.clamp(min=0).long().flatten(2)
         k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
         if index.shape[1] == q.shape[1] and values.bits == 16 and not window:
-            return attend(q.float(), k.float(), values.view(values.rows), live, scale, chosen)
+            return attend(q.float(), k.float(), values.rows, live, self.scale, chosen)
         v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
             near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
             k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
             live = torch.cat((live, near.expand(-1, live.shape[1], -1)), -1)
-        return attend(q, k, v, live.expand(-1, k.shape[1], -1), scale)
+        return attend(q, k, v, live.expand(-1, k.shape[1], -1), self.scale)
 
     def attend_all(self, q: Tensor, keys, values, pos: Tensor) -> Tensor:
         """`attend` over all tokens up to pos. Stores in codes multiply these: no key or value is decoded."""
         if keys.kind == "plain" and values.bits == 16:
-            k, v = (store.view(store.rows) for store in (keys, values))
-            live = torch.arange(k.shape[2], device=pos.device) <= pos[:, None]
-            return attend(q, k, v, live, self.config.head_dim**-0.5)
+            live = torch.arange(keys.rows.shape[2], device=pos.device) <= pos[:, None]
+            return attend(q, keys.rows, values.rows, live, self.scale)
         logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float()  # [B, Hkv, G, S]
         live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None]
-        logits = (logits * self.config.head_dim**-0.5).masked_fill(~live[:, None, None], -torch.inf)
+        logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
         return (values.mix(weights, pos) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
         """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
-        scale = self.config.head_dim**-0.5
         if not (self.kernels and self.config.head_dim % 16 == 0):
-            return attend(q, k, v, live, scale)
+            return attend(q, k, v, live, self.scale)
         index, pos = torch.arange(k.shape[2], device=q.device), torch.full_like(self.batch_ids, k.shape[2])
         index = index.where(live, -1).int()
-        return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], scale)
+        return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], self.scale)
 
     def attend_logits(self, logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attention whose logits [B, Hkv, G, S] fp32 are there, over v [B, Hkv, S, D] -> [B, Hkv G, D]."""
@@ -238,39 +240,29 @@ class Context:
         return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
 
     def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
-        """Attention of one query each over rows that all heads share, as in MLA's absorbed decode.
-
-        q [B, Hq, W], rows [B, S, W]: keys, and in their `width` leading numbers values -> [B, Hq, width]."""
-        scale = self.config.head_dim**-0.5
+        """Attention over rows [B, S, W] that all heads share, as in MLA's absorbed decode: keys, and in their
+        `width` leading numbers values. q [B, Hq, W] -> [B, Hq, width]."""
         if self.kernels:
-            return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, scale)
-        return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], scale)
+            return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, self.scale)
+        return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], self.scale)
 
     def attend_ragged(self, q: Tensor, vectors, pos: Tensor) -> Tensor:
-        """Attention of one query each over heads of unequal rank, in a RaggedStore.
-
-        q [B, Hkv, G, max d_qk] -> [B, sum of G d_v], at the scale of the full head dim."""
-        scale = self.config.head_dim**-0.5
+        """Attention over a RaggedStore: q [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
         if vectors.table is not None:
             stored = vectors.packed, vectors.table, vectors.ranks, pos.int()
-            out = self.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, scale)
+            out = self.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, self.scale)
             return out.flatten(1)[:, vectors.v_columns]
-        views, live, outputs = vectors.views(), self.positions <= pos[:, None], []
-        for h, (k, v) in enumerate(zip(views[: vectors.n], views[vectors.n :], strict=True)):
-            outputs.append(attend(q[:, h, :, : k.shape[-1]], k[:, None], v[:, None], live, scale).flatten(1))
-        return torch.cat(outputs, -1)
-
-    def fetch(self, rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
-        """hot[place] = rows[index] where miss, as fetch_rows says."""
-        fetch = self.kernels.fetch_rows if self.kernels else fetch_rows
-        fetch(rows, index, place, miss, hot)
+        views, live = vectors.views(), self.positions <= pos[:, None]
+        heads = zip(q.unbind(1), views[: vectors.n], views[vectors.n :], strict=True)
+        out = (attend(x[..., : k.shape[-1]], k[:, None], v[:, None], live, self.scale) for x, k, v in heads)
+        return torch.cat([x.flatten(1) for x in out], -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None, index=None) -> Tensor:
     """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
 
-    The G query heads of a group stand as G queries over one key/value head: K and V are never repeated.
-    index: of each query's own k [B, Hq, n, D] the rows in v, which is then not copied, either."""
+    A group is G queries over one key/value head: K and V are never repeated. index: of each query's own k
+    [B, Hq, n, D] the rows in v, which is then not copied, either."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
     if q.shape[-1] == v.shape[-1] and index is None:
@@ -304,10 +296,8 @@ def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block
 
 
 def group_scores(logits: Tensor, live: Tensor) -> Tensor:
-    """A KV head's scores: the largest attention weight that any of its G query heads gives.
-
-    logits [B, Hkv, G, N] of tokens, pages or chunks, live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live.
-    As logarithms: they rank as the weights do, but small ones do not all become 0."""
+    """The logarithm of the largest attention weight that any of a KV head's G queries gives, which ranks
+    small weights, too: logits [B, Hkv, G, N], live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live."""
     dead = ~live[:, None, None]
     logits = logits.float().masked_fill(dead, -torch.inf)
     return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
@@ -332,32 +322,32 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, Hkv, S, D] at index [B, Hkv, n] -> [B, Hkv, n, D]."""
-    if not x.is_contiguous():
-        return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
-    return x.flatten(0, 2).index_select(0, row_numbers(x, index).flatten()).view(*index.shape, *x.shape[3:])
+    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...]. No copy of x is made where in memory a
+    head's tokens or a token's heads lie side by side."""
+    by_token = not x.is_contiguous()
+    rows = x.transpose(1, 2).contiguous() if by_token else x
+    number = row_numbers(rows.transpose(1, 2) if by_token else rows, index)
+    return rows.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *x.shape[3:])
 
 
 def row_numbers(x: Tensor, index: Tensor) -> Tensor:
-    """Where the rows at index [B, Hkv, n] stand among all rows of x [B, Hkv, S, ...], end to end."""
-    first = torch.arange(0, x.shape[:3].numel(), x.shape[2], device=x.device)
-    return index.long() + first.view(*x.shape[:2], 1)
-
-
-# ---- the same operations, compiled for a CPU
+    """Where the rows at index [B, Hkv, n] of x [B, Hkv, S, ...] lie in its memory, counted in rows."""
+    batch, head, token = (stride // x.shape[3:].numel() for stride in x.stride()[:3])
+    b, h = (torch.arange(n, device=x.device) for n in x.shape[:2])
+    return index.long() * token + b[:, None, None] * batch + h[:, None] * head
 
 
 def compiled_for_cpu(x: Tensor) -> bool:
-    """Whether products with x become one loop that never holds codes in floating point, as where a step is
-    compiled for the CPU: a matrix product would first write them to memory, four bytes or more for each."""
+    """Do products with x become one loop that never holds codes in floating point? A matrix product would
+    first write them to memory, four bytes or more for each."""
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
 def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
     """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
 
-    Compiled for the CPU, a product of one row becomes a loop. Where that is slow, two equal rows are
-    multiplied, which stays a matrix product. CPUs take half as long for one whose left side has the rows."""
+    CPUs take half as long for a product whose left side has the rows. Compiled for them, that of one row
+    becomes a loop. Where this is slow, two equal rows are multiplied, which stays a matrix product."""
     floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
     if not compiled_for_cpu(codes) or floats and w.shape[-2] > 1:
         w, codes = (w.to(codes.dtype), codes) if floats else (w, codes.to(w.dtype))
@@ -370,10 +360,8 @@ def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
 
 
 def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
-    """weights [B, H, G, S] fp32 times values in codes of `quantize` [B, H, S, D * bits / 8] -> [B, H, G, D].
-
-    The codes' weights are those of the tokens times a group's scale: a product for each run of channels that
-    one group and one plane of the codes hold. Compiled for the CPU, one loop decodes and multiplies."""
+    """weights [B, H, G, S] fp32 times values in codes of `quantize` [B, H, S, D * bits / 8] -> [B, H, G, D]:
+    a product for each run of channels that one group and one plane of the codes hold."""
     low, scale = low_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n]
     width, n, parts = codes.shape[-1], low_scale.shape[-2], []
     group = width * 8 // bits // n  # channels
@@ -403,16 +391,9 @@ def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
 # ------------------------------------------------------------------------------------------------- budgets
 
 
-def token_count(k: float, length: int) -> int:
-    """Tokens attended out of `length`: floor(k * length) but at least 1, or the count k."""
-    return max(1, min(length, int(k * length) if k <= 1 else int(k)))
-
-
-def kept_tokens(keep: float, capacity: int) -> int:
-    """Tokens out of `capacity` that a budget `keep` allows, a fraction or a count."""
-    if keep <= 0:
-        raise UserError(f"--keep {keep:g}: give a fraction of the context, up to 1, or a number of tokens")
-    return token_count(keep, capacity)
+def kept_tokens(keep: float, length: int) -> int:
+    """Tokens out of `length` that a budget `keep` allows: a fraction, but at least 1, or above 1 a count."""
+    return max(1, min(length, int(keep * length) if keep <= 1 else int(keep)))
 
 
 def left_to_select(keep: float, total: int, capacity: int, x: int, z: int) -> int:
@@ -452,23 +433,22 @@ def rank_of(fraction: float, width: int) -> int:
 
 
 class TokenStore(nn.Module):
-    """The numbers as they are, in the model's dtype. The base of the stores that follow.
-
-    by_token: a token's heads lie side by side in memory, [B, S, H, width], and not a head's tokens."""
+    """The numbers as they are, in the model's dtype. The base of the stores that follow. by_token: in memory
+    a token's heads lie side by side, and not a head's tokens."""
 
     kind, bits = "plain", 16
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, by_token: bool = False):
         super().__init__()
         self.context, self.heads, self.tokens, self.width = context, heads, tokens, width
-        self.by_token, places = by_token, (tokens, heads) if by_token else (heads, tokens)
-        self.token_bytes = 0
+        self.token_bytes, places = 0, (tokens, heads) if by_token else (heads, tokens)
         for name, (shape, dtype) in self.layout().items():
-            self.register_buffer(name, context.zeros(*places, *shape, dtype=dtype))
+            part = context.zeros(*places, *shape, dtype=dtype)
+            self.register_buffer(name, part.transpose(1, 2) if by_token else part)
             self.token_bytes += heads * math.prod(shape) * dtype.itemsize
 
     def layout(self) -> dict[str, tuple]:
-        """The buffers: name -> shape and dtype of what one head of one token has there."""
+        """The buffers [B, H, S, ...]: name -> shape and dtype of what one head of one token has there."""
         return {"rows": ((self.width,), self.context.dtype)}
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -482,47 +462,32 @@ class TokenStore(nn.Module):
     def parts(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.layout()]
 
-    def view(self, part: Tensor) -> Tensor:
-        """A buffer as [B, H, S, ...]."""
-        return part.transpose(1, 2) if self.by_token else part
-
     def write(self, where: tuple, x: Tensor) -> None:
         batch, tokens = where
         for part, new in zip(self.parts(), self.encode(x), strict=True):
-            if self.by_token:
-                part[batch, tokens] = new
-            else:
-                part[batch, :, tokens] = new.transpose(0, 1) if isinstance(batch, int) else new
+            part[batch, :, tokens] = new.transpose(0, 1) if isinstance(batch, int) else new
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        if index is None:
-            return self.decode(*map(self.view, self.parts()))
-        index = index.expand(-1, self.heads, -1)
-        return self.decode(*(self.gather(part, index) for part in self.parts()))
+        parts = self.parts()
+        if index is not None:
+            parts = (gather_rows(part, index.expand(-1, self.heads, -1)) for part in parts)
+        return self.decode(*parts)
 
     def past(self, batch: int, n: int) -> Tensor:
-        return self.decode(*(self.view(part)[batch, :, :n] for part in self.parts())).transpose(0, 1)
-
-    def gather(self, part: Tensor, index: Tensor) -> Tensor:
-        """A buffer's rows of tokens index [B, H, n] -> [B, H, n, ...]."""
-        if not self.by_token:
-            return gather_rows(part, index)
-        tokens = self.context.batch_ids[:, None, None] * self.tokens + index
-        number = tokens * self.heads + torch.arange(self.heads, device=index.device)[:, None]
-        return part.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *part.shape[3:])
+        return self.decode(*(part[batch, :, :n] for part in self.parts())).transpose(0, 1)
 
     def scored(self, pos: Tensor) -> dict[str, Tensor]:
         """All tokens as Context.scores takes them."""
-        return {"rows": self.view(self.rows)}
+        return {"rows": self.rows}
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return token_logits(q, **self.scored(pos))
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return matmul_codes(weights, self.view(self.rows))
+        return matmul_codes(weights, self.rows)
 
     def kernel_form(self) -> list[Tensor]:
-        return [self.view(part) for part in self.parts()]
+        return self.parts()
 
     def formula(self) -> int:
         return self.context.batch_size * self.tokens * self.token_bytes
@@ -563,7 +528,7 @@ class Window(TokenStore):
     def overlay(self, batch: int, x: Tensor) -> Tensor:
         """x [n, H, width], an entry's tokens so far, with the exact ones that the window holds."""
         places = self.kept(slice(0, len(x)))
-        return x.index_copy(0, places, self.view(self.rows)[batch, :, self.slot(places)].transpose(0, 1))
+        return x.index_copy(0, places, self.rows[batch, :, self.slot(places)].transpose(0, 1))
 
 
 def ring_positions(pos: Tensor, z: int) -> Tensor:
@@ -588,10 +553,10 @@ class Int8Store(TokenStore):
         return (rows.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
 
     def scored(self, pos: Tensor) -> dict[str, Tensor]:
-        return {"rows": self.view(self.rows), "row_scale": self.view(self.scale)}
+        return {"rows": self.rows, "row_scale": self.scale}
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return matmul_codes(weights * self.view(self.scale)[:, :, None], self.view(self.rows))
+        return matmul_codes(weights * self.scale[:, :, None], self.rows)
 
 
 class MixedStore(Int8Store):
@@ -643,7 +608,7 @@ class CodedStore(TokenStore):
         return dequantize(rows, low_scale, self.bits, group, self.context.dtype)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return mix_codes(weights, self.view(self.rows), self.low_scale(self.view(self.scale)), self.bits)
+        return mix_codes(weights, self.rows, self.low_scale(self.scale), self.bits)
 
 
 class ScaledStore(CodedStore):
@@ -660,11 +625,28 @@ class ScaledStore(CodedStore):
         return torch.stack(((1 - 2**self.bits) * scale, 2 * scale), -1)[..., None, :]
 
 
-class RebuiltKeys(nn.Module):
-    """Keys RoPE(latent basis^T + bias), rebuilt where they are read. A store over another one, `latents`.
+class HostStore(TokenStore):
+    """The numbers as they are, in host memory, which kernels read and write (host_rows)."""
 
-    latents [B, 1 or Hkv, S, r]; basis [Hkv, D, r]; bias [Hkv, D] or None. Latents in int8 go with a basis
-    that int8 codes hold (quantize_basis), so that kernels multiply codes."""
+    def __init__(self, context: Context, heads: int, tokens: int, width: int):
+        super().__init__(context, heads, 0, width)  # of no tokens on the device
+        del self.rows
+        self.rows = host_rows(context, heads, tokens, width)
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        batch, tokens = where
+        if isinstance(tokens, slice):  # a copy to it would be no kernel's
+            tokens = self.context.positions[tokens]
+        super().write((batch, tokens), x)
+
+    def past(self, batch: int, n: int) -> Tensor:
+        return self.rows[batch, :, self.context.positions[:n]].transpose(0, 1)
+
+
+class RebuiltKeys(nn.Module):
+    """Keys RoPE(latent basis^T + bias), rebuilt where they are read: a store over `latents` [B, 1 or Hkv, S,
+    r], with basis [Hkv, D, r], bias [Hkv, D] or None. Latents in int8 go with a basis that int8 codes hold
+    (quantize_basis), so that kernels multiply codes."""
 
     kind = "latents"
 
@@ -718,6 +700,13 @@ class Cache(nn.Module):
         if context.config.elitekv and not self.elite_rope:
             raise UserError(ONLY_ELITEKV)
         self.context, self.config, self.rope = context, context.config, context.rope
+        self.table_bytes = 0
+
+    def table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
+        """A buffer [B, *shape] beside the stores, such as positions of slots. The formula counts it."""
+        zeros = self.context.zeros(*shape, dtype=dtype)
+        self.register_buffer(name, zeros + fill if fill else zeros)
+        self.table_bytes += self.context.batch_size * math.prod(shape) * dtype.itemsize
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         """An entry's tokens at positions `span` attend one another and what is kept of the past, exactly."""
@@ -730,10 +719,8 @@ class Cache(nn.Module):
         return causal_attention(q, keys, values)
 
     def report_selected(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
-        """Decode says here which tokens it attends if these are not all: one line in a method that selects.
-
-        index [B, n] for all heads, [B, Hkv, n] or [B, Hkv, G, n]; live, alike, which of them count;
-        and the last `recent` tokens up to pos. From this evaluation takes recall and attention mass."""
+        """Decode tells evaluation here which tokens it attends if not all: index [B, n] for all heads,
+        [B, Hkv, n] or [B, Hkv, G, n]; live, alike, which of them count; and the last `recent` up to pos."""
         if self.watch:
             self.watch(pos, index, live, recent)
 
@@ -750,8 +737,8 @@ class Cache(nn.Module):
         return sum(store.token_bytes for store in self.stores())
 
     def formula(self) -> int:
-        """Bytes that the stores' formulas give for this batch and capacity; tests hold measured() to it."""
-        return round(sum(store.formula() for store in self.stores()))
+        """Bytes that stores and tables say they hold, for the whole batch; tests hold measured() to it."""
+        return round(sum(store.formula() for store in self.stores())) + self.table_bytes
 
     def bytes_read(self, length: int) -> int:
         """Bytes that one decode step must read from this layer's cache for one entry of `length` tokens."""
@@ -759,7 +746,7 @@ class Cache(nn.Module):
 
     def host_bytes(self) -> int:
         """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
-        return 0
+        return sum(store.rows.nbytes for store in self.stores() if isinstance(store, HostStore))
 
     def miss_rate(self) -> float | None:
         """Rows that a mixed cache had to fetch from host memory, as a fraction of those selected."""
@@ -775,10 +762,9 @@ class DenseSettings:
 
 
 class DenseCache(Cache):
-    """Post-RoPE K and V of every token: the truth that all others are measured against.
-
-    The base of the caches that keep K and V by position, in two stores (plain ones if not given). A step
-    attends `count` tokens, those of a budget, which `select` names, or else all that are stored."""
+    """Post-RoPE K and V of every token: the truth that all others are measured against. The base of the
+    caches that keep K and V by position, in two stores (plain ones if not given). A step attends `count`
+    tokens, those of a budget, which `select` names, or else all that are stored."""
 
     def __init__(self, context: Context, keys=None, values=None, budget: tuple[int, ...] = ()):
         super().__init__(context)
@@ -828,9 +814,8 @@ def dense_bytes(context: Context) -> int:
 
 
 def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Cache]]:
-    """The `build` of a method whose layers are alike, but for those of --skip, which are dense.
-
-    make gets a layer's part of each of these tensors of the artifact."""
+    """The `caches` of a method whose layers are alike, but for those of --skip, which are dense. make gets a
+    layer's part of each of these tensors of the artifact."""
 
     def build(model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
         caches, n = [], len(model.layers)
@@ -860,11 +845,9 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
 
 
 def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Asymmetric codes of groups along `dim`: of channels within each token, as KIVI's values, or with dim -2
-    of tokens within each channel, as its keys (arXiv 2402.02750).
-
-    x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and (minimum, scale) of each group in fp16,
-    [..., S, D / group, 2] or [..., S / group, D, 2]."""
+    """Asymmetric codes of groups of channels in a token, as KIVI's values, or with dim -2 of tokens in a
+    channel, as its keys (arXiv 2402.02750). x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and
+    (minimum, scale) of each group in fp16, [..., S, D / group, 2] or [..., S / group, D, 2]."""
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
     # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
@@ -902,11 +885,9 @@ LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of rows whose numbers are spread like normal ones, with one scale a row (ours; as in RaBitQ):
-    x = (2 code - top) scale, top = 2**bits - 1.
-
-    x [..., D] -> codes [..., D * bits / 8] uint8 (`pack`) and scales [...] fp16. The scale is such that
-    x . decoded = x . x: decoded rows are not too short on the mean, as by least squares they would be."""
+    """Codes of rows spread like normal numbers, x = (2 code - top) scale, top = 2**bits - 1 (ours; as in
+    RaBitQ): x [..., D] -> codes [..., D * bits / 8] uint8 (`pack`), scales [...] fp16. x . decoded = x . x,
+    so that decoded rows are not too short on the mean, as by least squares they would be."""
     x, top = x.float(), 2**bits - 1
     step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
     codes = ((x / step + top) / 2).round().clamp(0, top)
@@ -915,10 +896,9 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of rows x [..., D] with one scale a row: int8 of the leading numbers, and of the others the odd
-    multiples of 4 up to 60 in 4 bits (ours): all are int8 numbers again once they are unpacked.
-
-    -> int8 [..., lead], uint8 [..., (D - lead) / 2] (`pack`), scales [...] fp32."""
+    """Codes of rows x [..., D] with one scale a row (ours): int8 [..., lead] of the leading numbers, uint8
+    [..., (D - lead) / 2] (`pack`) of the others in 4 bits, and scales [...] fp32. A code of 4 bits stands for
+    an odd multiple of 4 up to 60: unpacked, all are int8 numbers again."""
     leading, rest = x.float().split((lead, x.shape[-1] - lead), -1)
     spread = rest.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
     scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
@@ -935,24 +915,19 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(0.0, "d_r: rank of the latent, a fraction of Hkv*D; 0: half, <= 1024", sets="bytes")
-    score_rank: float = setting(0.25, "r*/r: fraction of the latent's leading dims that scoring reads")
+    score_rank: float = setting(0.25, "r*/r: fraction of a latent's dims that scoring reads", within="(0, 1]")
     latent_bits: int = setting(4, "bits of a latent; 4: r* dims in int8, others in 4 (ours)", (4, 8, 16))
     bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
     value_code: str = setting("spread", "rotated, one scale a head; or groups (paper)", ("spread", "grouped"))
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
-    recent: int = setting(64, "z: last tokens that are always attended, kept exact", least=1)
-    keep: float = setting(0.0, "sets y so that x + y + z is this fraction of the capacity", sets="tokens")
+    recent: int = setting(64, "z: last tokens that are always attended, kept exact", within="[1, inf)")
+    keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", sets="tokens", within="[0, 1]")
     score: str = setting("softmax", "sum of the heads' softmax, or of logits (paper)", ("softmax", "sum"))
     score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
     metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
     skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "dense"))
-
-    @property
-    def mixes_values(self) -> bool:
-        """Are V's codes those of rotated values, which wqkv gives and wo takes (mix_values)?"""
-        return self.value_code == "spread" and self.bits < 16
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens for a cache of this capacity."""
@@ -964,8 +939,6 @@ class SalsSettings:
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
         keys (ours). With 4-bit codes the number of the other dims is even: a byte holds two."""
-        if not 0 < self.score_rank <= 1:
-            raise UserError(f"--score_rank {self.score_rank}: r*/r must lie in (0, 1]")
         r = rank_of(self.rank, c.kv_dim) if self.rank else min(c.kv_dim // 2, 1024)
         lead = max(1, round(self.score_rank * r))
         return r, lead + (r - lead) % 2 if self.latent_bits == 4 else lead
@@ -1010,30 +983,25 @@ def sals_step(
 
 
 def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
-    """`down` (keys to latent) and `up` (latent to keys, and queries to latent), both [Hkv*D, r].
-
-    basis [Hkv*D, >= r]: U, orthonormal, best direction first. Without a scale both are U_r, the paper's. With
-    scale S [Hkv*D] (ours) they are S U_r and S^-1 U_r: U is then best for the keys S k, where S is as large
-    as the queries make a dim count; down^T up is still I."""
+    """`down` (keys to latent) and `up` (latent to keys, queries to latent) [Hkv*D, r], of a basis U, its best
+    direction first: U_r twice (paper), or with scale S [Hkv*D] S U_r and S^-1 U_r (ours). U is then best for
+    the keys S k: S is as large as the queries make a dim count. down^T up is still I."""
     basis = basis[:, :r]
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
 
 @functools.lru_cache
 def mix_rotation(*sizes: int) -> Tensor:
-    """A fixed random rotation of consecutive parts of so many dims, each part by itself (ours).
-
-    It changes no logit and no score, and spreads each part's energy evenly over its dims: one scale then
-    serves all of them (Palu, arXiv 2407.21118, rotates its latents likewise)."""
+    """A fixed random rotation of consecutive parts of so many dims (ours). It changes no logit or score, and
+    spreads a part's energy evenly over its dims: one scale serves all (so does Palu, arXiv 2407.21118)."""
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in sizes)
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
 
 
 def mix_values(attention: Attention, c: ModelConfig) -> None:
-    """Rotates V of every head by one fixed random rotation R: W_V becomes R^T W_V, W_O becomes W_O R (ours).
-
-    Outputs stay the same. The energy of a head's values lies evenly on its dims: see quantize_spread."""
+    """Rotates V of every head by mix_rotation's R, for quantize_spread: W_V becomes R^T W_V, W_O becomes W_O
+    R (ours). Outputs stay the same."""
     linear, wo = attention.wqkv, attention.wo
     R = mix_rotation(c.head_dim).to(wo.weight.device)
     for name, parameter in list(linear.named_parameters()):
@@ -1045,9 +1013,8 @@ def mix_values(attention: Attention, c: ModelConfig) -> None:
 
 
 def rest_gain(values: Tensor, lead: int, r: int) -> Tensor:
-    """What multiplies a latent's dims from `lead` on, so that quantize_mixed's 4-bit codes fit them (ours).
-
-    values: the dims' mean squares. The largest of n normal numbers is about sqrt(2 ln 2n) deviations."""
+    """What multiplies a latent's dims from `lead` on, of these mean squares, so that quantize_mixed's 4-bit
+    codes fit them (ours). The largest of n normal numbers is about sqrt(2 ln 2n) deviations."""
     leading, rest = values[:lead].mean().sqrt(), values[lead:r].mean().sqrt()
     unit = leading * (math.sqrt(2 * math.log(2 * lead)) / 127)
     return (8 / LEVELS_APART[4] * unit / rest.clamp(min=1e-12)).clamp(1e-2, 1e2)
@@ -1060,14 +1027,10 @@ def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
-def sals_layer_maps(
-    c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device) -> tuple:
     """`down` and `up` of sals_maps for layer i at rank r, for codes mixed and scaled, and `up` as int8 codes
     hold it; and the mean key [Hkv*D], which is taken off before the latent and added to rebuilt keys (ours):
-    key biases can be a hundred times as large as the keys' spread. The paper's basis has none.
-
-    Raises UserError where the artifact has too few directions."""
+    key biases can be a hundred times as large as the keys' spread. UserError at too high a rank."""
     basis = artifact[f"{i}.{settings.metric}_basis"].float().to(device)  # [Hkv*D, fitted rank]
     centred = settings.metric == "query"
     scale, mean = (artifact[name][i].to(device) if centred else None for name in ("scale", "mean"))
@@ -1091,13 +1054,9 @@ def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (context.cos, context.sin))
 
 
-def block_queries(
-    q: Tensor, rotations: tuple[Tensor, Tensor], basis: Tensor, mean: Tensor | None, rule: str
-) -> tuple[Tensor, Tensor | None]:
-    """q [B, Hq, D] after RoPE, rotated back to each of n blocks, as latent_queries [B, n, heads, r*] (ours),
-    and the mean key's logits [B, n, heads], if there is one. rotations: cos, sin [n, D/2].
-
-    The paper's scores have no RoPE: they place every key at the query's position."""
+def block_queries(q: Tensor, rotations: tuple, basis: Tensor, mean: Tensor | None, rule: str) -> tuple:
+    """q [B, Hq, D] after RoPE, rotated back to each of n blocks by cos, sin [n, D/2] (ours: the paper scores
+    without RoPE), as latent_queries [B, n, heads, r*], and the mean key's logits [B, n, heads] or None."""
     cos, sin = rotations
     queries = latent_queries(apply_rope(q[:, None], cos, -sin), basis, len(basis) // q.shape[-1], rule)
     return queries, None if mean is None else mean_logits(q, mean, torch.cat(rotations, -1), rule)
@@ -1115,9 +1074,8 @@ def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor, rule: str) -> Tensor
 def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
     """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*].
 
-    sum (paper, sec. 4.3): one query for all heads, q~ = U^T sum over each group of q; then q~ . k~ equals
-    the sum of all heads' logits. softmax (ours): one query a head, q~_h = q_h U_h, whose logits become
-    attention weights before they are summed: no loud head decides for all."""
+    sum (paper, sec. 4.3): one for all heads, U^T sum over each group of q; its logits are the sums of theirs.
+    softmax (ours): one a head, q_h U_h; their weights are summed, so that no loud head decides for all."""
     grouped = q.unflatten(-2, (n_kv_heads, -1))  # [..., Hkv, G, D]
     if rule == "sum":
         return grouped.sum(-2).flatten(-2)[..., None, :] @ basis
@@ -1126,13 +1084,12 @@ def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tens
 
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
     """Layer i's attention with rotated values, and with W_k U_r, and for the sum rule (sum over each group of
-    W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms.
-
-    Exact, since all up to the latent is linear; biases fold the same way, and take off the mean key."""
+    W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms. Biases fold
+    the same way, and take off the mean key."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if skipped and settings.skip_as != "latent":
         return attention
-    if settings.mixes_values:
+    if settings.value_code == "spread" and settings.bits < 16:
         mix_values(attention, c)
     if c.qk_norm:
         return attention
@@ -1152,14 +1109,10 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     return attention
 
 
-# ---- the cache
-
-
 class SalsCache(Cache):
-    """Joint latents of the pre-RoPE keys, values in codes, and a window of the x first and z last tokens.
+    """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. Of `sparse`
+    layers a step attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
 
-    Every token is written to latents and values at once; the window holds its tokens exactly. `sparse` layers
-    attend x + y + z tokens; the others rebuild and attend every token, and have no sinks in their window.
     maps: of sals_layer_maps; blocks: () or the tokens of a block, their mean_rotations, and, where the mean
     key counts token by token, cos beside sin of each [S, D], else None."""
 
@@ -1186,7 +1139,7 @@ class SalsCache(Cache):
         if settings.bits == 16:
             self.values = TokenStore(*shape, by_token=True)
         else:
-            store = ScaledStore if settings.mixes_values else CodedStore
+            store = {"spread": ScaledStore, "grouped": CodedStore}[settings.value_code]
             self.values = store(*shape, settings.bits, by_token=True)
         x, _, z = self.budget
         exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
@@ -1194,7 +1147,7 @@ class SalsCache(Cache):
         # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
         # rotated lack. cos at position 0 equals the factor.
         factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
-        self.logit_scale = c.head_dim**-0.5 * factor**2
+        self.logit_scale = context.scale * factor**2
 
     def latent(self, k: Tensor, *folded: Tensor) -> Tensor:
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
@@ -1215,9 +1168,7 @@ class SalsCache(Cache):
         self.write((batch, span), k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
-        """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made.
-
-        The latents are one head of rows, which serves the queries of all heads."""
+        """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
         rule, offset, run = self.settings.score, None, max(1, self.block)
         if folded:
             queries = folded[0][:, None]
@@ -1250,10 +1201,8 @@ class SalsCache(Cache):
         return self.latents.token_bytes + self.values.token_bytes
 
     def bytes_read(self, length: int) -> int:
-        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once.
-
-        Not counted is what a step computes: the blocks' queries and the mean's logits, which for a model with
-        key biases are one fp32 number a token and head."""
+        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
+        what a step computes: the blocks' queries, and of key biases one fp32 number a token and head."""
         x, y, z = self.budget
         recent, exact_bytes = min(z, length), sum(store.token_bytes for store in self.window)
         if not self.sparse:
@@ -1268,8 +1217,6 @@ class SalsCache(Cache):
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c = model.config
     skipped = skipped_layers(settings, c.n_layers)
-    if settings.keep > 1:
-        raise UserError(f"--keep {settings.keep:g}: give a fraction of the context, up to 1")
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
     biased = c.qkv_bias and settings.metric == "query"  # the mean's logits may change from token to token
     by_token = torch.cat((context.cos, context.sin), -1) if biased else None
@@ -1452,9 +1399,6 @@ def elite_attention(
     return EliteAttention(c, order, r, linear_of(stacked, biases[0]), linear_of(up, biases[1]), attention.wo)
 
 
-# ---- the cache
-
-
 class EliteCache(Cache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
 
@@ -1555,22 +1499,21 @@ def random_elitekv(c: ModelConfig) -> Artifact:
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(0.25, "k_f: tokens of a query head, a fraction (above 1: a count)", sets="tokens")
-    d: float = setting(0.25, "d_f: leading components that scoring reads, as a fraction of D", sets="bytes")
-    explained: float = setting(0.0, "instead of d: per layer the heads' mean Rank@v (App. B.2)")
+    k: float = setting(0.25, "k_f: tokens of a query head, or a fraction", sets="tokens", within="(0, inf)")
+    d: float = setting(0.25, "d_f: leading fraction of D that scoring reads", sets="bytes", within="(0, 1]")
+    explained: float = setting(0.0, "instead of d: a layer's mean Rank@v (App. B.2)", within="[0, 1)")
     basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
     share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z): sinks, selected and recent tokens of a query head, in a cache that is full."""
-        return 0, capacity if self.reduced else token_count(self.k, capacity), 0
+        return 0, capacity if self.reduced else kept_tokens(self.k, capacity), 0
 
 
 def loki_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int, n: int) -> tuple:
-    """One decode step of Loki as published (Algorithm 1, whose lines number the steps), for one KV head.
-
-    q [G, D], k, v [D]: after RoPE -> [G, D], and each query's n tokens [G, n]. stored: K P and V [S - 1, D].
+    """One decode step of Loki as published (Algorithm 1, whose lines number the steps), for one KV head:
+    q [G, D], k, v [D] after RoPE -> [G, D], and each query's n tokens [G, n]. stored: K P and V [S - 1, D].
     P [D, D]: principal components of the keys, the largest first."""
     # 2-4. Into the basis, which leaves full logits as they are (Lemma 4.1); append.
     q, k = q @ P, k @ P
@@ -1599,17 +1542,15 @@ class LokiCache(DenseCache):
     def to_stored_basis(self, x: Tensor) -> Tensor:
         """Each head in the basis of its KV head."""
         grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
-        return (grouped @ self.basis[..., : self.width]).flatten(-3, -2)
+        return torch.einsum("...ngd,ndc->...ngc", grouped, self.basis[..., : self.width]).flatten(-3, -2)
 
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
         keys, values = super().past(batch, n)
         return torch.einsum("nhc,hdc->nhd", keys, self.basis[..., : self.width]), values
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """Algorithm 1, lines 5-7: the k best tokens of each query head by their leading d components.
-
-        q [B, Hq, D] -> indices [B, Hkv, G, k], negative for none, where there are fewer. A group that
-        chooses together ranks them by the largest weight of its heads (group_scores): [B, Hkv, k]."""
+        """Algorithm 1, lines 5-7: the k best tokens of each query head, by their leading d components,
+        [B, Hkv, G, k], or of a group by the largest weight of its heads (group_scores), [B, Hkv, k]."""
         rule = {"query": "each", "group": "largest"}[self.settings.share]
         scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
         wanted = None
@@ -1633,8 +1574,6 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
 
 
 def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    if settings.k <= 0 or not 0 < settings.d <= 1 or not 0 <= settings.explained < 1:
-        raise UserError("--k must be above 0, --d in (0, 1], --explained in [0, 1)")
     kind = settings.basis
     if kind == "auto":  # what calibration found better
         kind = ("pre", "post")[bool(artifact["better"])]
@@ -1665,7 +1604,7 @@ class LrqkSettings:
 
     rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)", sets="bytes")
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
-    recent: int = setting(64, "lite tokens: the last ones, always attended and never off the GPU", least=1)
+    recent: int = setting(64, "lite tokens: the last ones, always attended, on the GPU", within="[1, inf)")
     mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
@@ -1682,10 +1621,8 @@ LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait f
 
 def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> tuple[Tensor, ...]:
     """A prompt's factors as published (Algorithm 1, all lambda = 1): W_Q, W_K [Hkv, D, r] after LRQK_STEPS
-    rounds, and B_Q, B_K [Hkv, r, D].
-
-    Every A_Q is Q W_Q and every A_K is K W_K. So the rounds need only G_Q = Q^T Q and G_K = K^T K
-    [Hkv, D, D], and cost the same for every prompt. columns [Hkv, D]: the sums of |Q| and |K|."""
+    rounds, and B_Q, B_K [Hkv, r, D]. Since A_Q is always Q W_Q, and A_K is K W_K, the rounds need only
+    G_Q = Q^T Q and G_K = K^T K [Hkv, D, D]. columns [Hkv, D]: the sums of |Q| and |K|."""
     # 1. A_Q and A_K start as the r columns of the largest sums ("topcol").
     eye = torch.eye(columns.shape[-1], dtype=columns.dtype, device=columns.device)
     w_q = w_k = eye[columns.topk(r).indices].mT
@@ -1707,8 +1644,7 @@ def lrqk_step(
     """One decode step of LRQK as published (Algorithm 2, whose lines number the steps), for one KV head.
 
     q [G, D], k, v [D]: after RoPE -> [G, D], and at last the new bases. stored: A_K [S - 1, r], K and V
-    [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, the tokens that the last step attended, which are on the
-    GPU. n: tokens to select (the paper's k)."""
+    [S - 1, D]. bases: B_Q, B_K [r, D]. near: Omega, what the last step attended. n: the paper's k."""
     # 1-7. The new token's proxies q^ and k^, and a step of the bases towards it.
     a_k, keys, values = stored
     q_hat, k_hat, *bases = lrqk_refit(q, k[None], *bases, a_k[near], keys[near])
@@ -1725,14 +1661,11 @@ def lrqk_step(
     return weights @ values[near], near, stored, tuple(bases)
 
 
-def lrqk_refit(
-    q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def lrqk_refit(q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor) -> tuple:
     """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
 
-    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: the rows of
-    A_K and K in Omega, a_near zero where there is no token. The G query heads share B_Q: Eq. 9 sums over them
-    for k^, Eq. 10 and 11 for B_Q."""
+    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: A_K and K of
+    Omega, a_near zero where there is no token. The G queries share B_Q: Eq. 9 to 11 sum over them."""
     s = q @ k.mT  # [..., G, 1]
     gram_b, k_b = b_k @ b_k.mT, k @ b_k.mT
     m_r = b_q @ b_q.mT + a_near.mT @ a_near
@@ -1746,9 +1679,8 @@ def lrqk_refit(
 
 
 def lrqk_gradient_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
-    """B after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11).
-
-    B [..., r, D], x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
+    """B [..., r, D] after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11), of x^
+    [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
     residual = x_hat @ b - x
     gradient = x_hat.mT @ residual
     moved = x_hat @ gradient
@@ -1778,10 +1710,8 @@ def add_ridge(m: Tensor, fraction: float) -> Tensor:
 
 
 def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64.
-
-    A group's queries stand as G times as many rows: the rank-r optimum for all of them shares one W_Q. The
-    ridge (ours) serves prompts shorter than D: where they say nothing, the proxies stay near q . k."""
+    """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64. A group's queries
+    are rows alike: they share W_Q. The ridge keeps proxies near q . k where short prompts say nothing."""
     gram, total = 0.0, 0.0
     if not x.isfinite().all():
         raise UserError("the queries or keys of this prompt are not finite; the weights are damaged")
@@ -1792,10 +1722,9 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least, in closed form (ours; mode optimal).
-
-    Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K (Eckart-Young). The
-    gauge is A_Q^T A_Q = A_K^T A_K, diagonal, which makes low precision safe."""
+    """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least (ours; mode optimal). Q = O_Q L_Q^T with O_Q
+    orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K (Eckart-Young). In this gauge A_Q^T A_Q =
+    A_K^T A_K, diagonal, which makes low precision safe."""
     l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in (gram_q, gram_k))
     u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
     root = s[..., None, :r].sqrt()
@@ -1807,11 +1736,11 @@ def take_slots(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gives each selected token a hot slot: hits keep theirs, misses take the others (ours), with C > k those
-    unused for the longest time.
+    unused for the longest time. Gives the slots [B, Hkv, k] and which miss.
 
-    index [B, Hkv, k] positions, live which of them count: those are distinct, the others' have no slot. The
-    tables: slot_of [B, Hkv, S] the slot of a position and pos_of [B, Hkv, C] the position in a slot (-1:
-    none); stamp [B, Hkv, C] the last step that used a slot. Gives the slots [B, Hkv, k] and which miss."""
+    index [B, Hkv, k] positions, live which of them count: those are distinct, the others have no slot.
+    Tables: slot_of [B, Hkv, S], of a position, pos_of and stamp [B, Hkv, C], of a slot: the position in it
+    (-1: none) and the last step that used it."""
     slot = slot_of.gather(-1, index).long()
     hit = slot >= 0  # what does not count has no slot
     # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
@@ -1849,9 +1778,8 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
 
 
 def host_rows(context: Context, *shape: int) -> Tensor:
-    """Zeroed host memory [B, *shape]; on CUDA it is pinned and seen as a CUDA tensor, through its address.
-
-    So kernels read and write host memory themselves, inside a CUDA graph, as if it lay on the GPU."""
+    """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its address:
+    kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
     if context.device.type != "cuda":
         return context.zeros(*shape)
     pinned = torch.zeros(context.batch_size, *shape, dtype=context.dtype, pin_memory=True)
@@ -1861,16 +1789,12 @@ def host_rows(context: Context, *shape: int) -> Tensor:
     return torch.as_tensor(view, device=context.device).view(context.dtype).view(pinned.shape)
 
 
-# ---- the cache
-
-
 class LrqkCache(Cache):
     """A_K of every token, the K and V in use, and a ring of recent ones; all K and V in host memory.
 
     A token's key and value lie side by side: one read over the bus. `hot` holds C slots for selected tokens,
-    then the ring: slot C + p % z has position p. Every token is written to host memory as it is made, so that
-    a slot is given up by forgetting it. Each KV head selects k of the tokens that left the ring; only those
-    without a slot are fetched."""
+    then the ring: slot C + p % z has position p. Host memory has every token from the start, so that a slot
+    is given up by forgetting it. Of the tokens that a KV head selects those without a slot are fetched."""
 
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
@@ -1882,31 +1806,27 @@ class LrqkCache(Cache):
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
         most = round(min(settings.slots * self.chosen, context.capacity - self.z))
         self.slots = most if self.reuse else self.chosen
-        heads, i32, width = c.n_kv_heads, torch.int32, 2 * c.head_dim
-        if settings.kv_device == "cuda":
-            self.register_buffer("kv", context.zeros(heads, context.capacity, width))
-        else:  # not a buffer: it is not on the device, and host_bytes counts it
-            self.kv = host_rows(context, heads, context.capacity, width)
-        self.register_buffer("a_k", context.zeros(heads, context.capacity, self.rank))
-        # Of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T.
-        for name in ("basis_q", "basis_k"):
-            self.register_buffer(name, context.zeros(heads, self.rank, c.head_dim, dtype=torch.float32))
-        self.register_buffer("hot", context.zeros(heads, self.slots + self.z, width))
-        for name, places in (("slot_of", context.capacity), ("pos_of", self.slots), ("stamp", self.slots)):
-            self.register_buffer(name, context.zeros(heads, places, dtype=i32) - 1)
-        self.register_buffer("step", torch.zeros((), dtype=i32, device=context.device))
-        self.register_buffer("counts", context.zeros(2, dtype=torch.int64))  # tokens selected, tokens missed
+        heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
+        store = {"cpu": HostStore, "cuda": TokenStore}[settings.kv_device]
+        self.kv = store(context, heads, capacity, width)
+        self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
+        for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
+            self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)
+        self.table("hot", heads, self.slots + self.z, width, dtype=context.dtype)
+        for name, places in (("slot_of", capacity), ("pos_of", self.slots), ("stamp", self.slots)):
+            self.table(name, heads, places, fill=-1)
+        self.table("step", 1, 1)
+        self.table("counts", 2, dtype=torch.int64)  # tokens selected, tokens missed
 
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
-        return self.kv[batch, :, self.context.positions[:n]].transpose(0, 1).chunk(2, -1)
+        return self.kv.past(batch, n).chunk(2, -1)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         w_q, w_k = self.prompt_bases(batch) if span.start else self.factorise(batch, q, k)
-        places = self.context.positions[span]  # an index, not a slice: a kernel writes to host memory
-        kv = torch.cat((k, v), -1).transpose(0, 1)  # [Hkv, n, 2D]
-        self.kv[batch, :, places] = kv
+        kv, recent = torch.cat((k, v), -1), self.context.positions[span][-self.z :]
+        self.kv.write((batch, span), kv)
         self.a_k[batch, :, span] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        self.hot[batch, :, self.slots + places[-self.z :] % self.z] = kv[:, -self.z :]
+        self.hot[batch, :, self.slots + recent % self.z] = kv[-self.z :].transpose(0, 1)
         # The hot slots start with what the last token selects.
         self.slot_of[batch], self.pos_of[batch], self.stamp[batch] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
@@ -1940,7 +1860,8 @@ class LrqkCache(Cache):
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
         batch, kv = self.context.batch_ids, torch.cat((k, v), -1)
         self.a_k[batch, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
-        self.kv[batch, :, pos], self.hot[batch, :, self.slots + pos % self.z] = kv, kv
+        self.kv.write((batch, pos), kv)
+        self.hot[batch, :, self.slots + pos % self.z] = kv
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
@@ -1969,9 +1890,9 @@ class LrqkCache(Cache):
         index, live = self.select(batch, pos, q_hat)
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[batch] = -1
-        tables = (self.slot_of[batch], self.pos_of[batch], self.stamp[batch])
-        place, miss = take_slots(index, live, *tables, self.step)
-        self.context.fetch(self.kv[batch], index, place, miss, self.hot[batch])
+        tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
+        place, miss = take_slots(index, live, *tables)
+        self.context.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch])
         self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
 
     def select(self, batch: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
@@ -1986,21 +1907,9 @@ class LrqkCache(Cache):
         selected, missed = self.counts.sum(0).tolist()
         return missed / max(1, selected) if self.settings.kv_device == "cpu" else None
 
-    def host_bytes(self) -> int:
-        return dense_bytes(self.context) if self.settings.kv_device == "cpu" else 0
-
-    def formula(self) -> int:
-        """Device bytes: A_K and slot of every token; K, V, position and stamp of every slot; the bases."""
-        c, r, size = self.config, self.rank, self.context.dtype.itemsize
-        tokens = self.context.capacity * (r * size + 4)
-        slots = (self.slots + self.z) * 2 * c.head_dim * size + self.slots * 8
-        total = self.context.batch_size * (c.n_kv_heads * (tokens + slots + 2 * r * c.head_dim * 4) + 16) + 4
-        return total + dense_bytes(self.context) - self.host_bytes()
-
     def bytes_read(self, length: int) -> int:
-        """A_K of every token that left the ring, K and V of the selected and the recent ones, stamps of all
-        slots, slot and position of the selected ones, and the bases, all on the device. What misses is read
-        from host memory besides: miss_rate() of the selected tokens."""
+        """Of the device: A_K of every token that left the ring, K and V of the selected and the recent ones,
+        stamps of all slots, slot and position of the selected ones, and the bases."""
         c, size, recent = self.config, self.context.dtype.itemsize, min(self.z, length)
         old = length - recent
         chosen = min(self.chosen, old)
@@ -2023,7 +1932,7 @@ class StreamingSettings:
     """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
 
     sinks: int = setting(4, "x: first tokens that are kept")
-    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", least=1)
+    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(x, w) in tokens for a cache of this capacity."""
@@ -2050,7 +1959,7 @@ class StreamingCache(DenseCache):
 def keep_setting(tokens: int, sets: str = "tokens"):
     """The field of the methods that are given their tokens in all."""
     text = "tokens attended in all: above 1 a count, up to 1 a fraction of the cache's capacity"
-    return setting(tokens, text, sets=sets)
+    return setting(tokens, text, sets=sets, within="(0, inf)")
 
 
 @dataclass
@@ -2059,7 +1968,7 @@ class KeepSettings:
 
     keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")
-    recent: int = setting(1, "z: last tokens that are always among them", least=1)
+    recent: int = setting(1, "z: last tokens that are always among them", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z) in tokens: sinks, selected, recent."""
@@ -2111,13 +2020,11 @@ class H2oSettings:
     """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
 
     keep: float = keep_setting(512, sets="bytes tokens")
-    heavy: float = setting(0.5, "fraction of these that are heavy hitters; the others are the most recent")
-    window: int = setting(64, "W: last queries of a prompt whose attention is accumulated", least=1)
+    heavy: float = setting(0.5, "fraction of these that are heavy hitters, not recent", within="[0, 1]")
+    window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int]:
         """(heavy, recent) in tokens."""
-        if self.heavy > 1:
-            raise UserError(f"--heavy {self.heavy:g}: give a fraction of the tokens that are kept, up to 1")
         total = kept_tokens(self.keep, capacity)
         recent = max(1, total - round(self.heavy * total))
         return total - recent, recent
@@ -2129,10 +2036,8 @@ class KeyformerSettings(H2oSettings):
 
 
 def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
-    """One decode step of H2O as published (Algorithm 1), for one KV head.
-
-    q [G, D], k, v [D]: after RoPE -> [G, D]. stored, of n <= slots tokens: K and V [n, D], positions [n] in
-    order, and the attention that each has got [n]."""
+    """One decode step of H2O as published (Algorithm 1), for one KV head: q [G, D], k, v [D] after RoPE ->
+    [G, D]. stored, of n <= slots tokens: K and V [n, D], positions in order and attention so far [n]."""
     keys, values, positions, attention = stored
     # 1. Where all slots are taken, forget the token with the least attention that is not recent.
     now = int(positions[-1]) + 1
@@ -2154,12 +2059,12 @@ class H2oCache(DenseCache):
         shape = heads, sum(budget), context.config.head_dim
         super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
         self.settings, self.recent = settings, budget[1]
-        self.register_buffer("position", context.zeros(heads, self.count, dtype=torch.int32) - 1)
-        self.register_buffer("attention", context.zeros(heads, self.count, dtype=torch.float32))
-        self.register_buffer("prompt", context.zeros(dtype=torch.int32))  # its length
+        self.table("position", heads, self.count, fill=-1)
+        self.table("attention", heads, self.count, dtype=torch.float32)
+        self.table("prompt")  # its length
 
-    def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
-        """What is accumulated, of logits [..., N]. step: tokens since the prompt; first: where Keyformer's
+    def weights(self, logits: Tensor, step: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
+        """What is accumulated, of logits [..., N], so many tokens after the prompt; first: where Keyformer's
         noise begins, another number at each step."""
         return logits.softmax(-1)
 
@@ -2172,8 +2077,7 @@ class H2oCache(DenseCache):
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ keys[:, None].mT).float() * c.head_dim**-0.5  # [Hkv, G, W, N]
         later = position[:, None, None] > places[-last.shape[2] :, None]
-        zero = torch.zeros((), dtype=torch.int64, device=q.device)
-        attention = self.weights(logits.masked_fill(later, -torch.inf)[None], zero, zero)[0].sum((1, 2))
+        attention = self.weights(logits.masked_fill(later, -torch.inf)[None])[0].sum((1, 2))
         attention[:, :held] += self.attention[batch, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
@@ -2203,11 +2107,6 @@ class H2oCache(DenseCache):
         self.attention += self.weights(logits, step, first).sum(2)
         return self.context.attend_logits(logits, self.values.rows, every)
 
-    def formula(self) -> int:
-        """K, V, position and attention of each slot, and the length of each prompt."""
-        slots = self.count * self.config.n_kv_heads * 8
-        return super().formula() + self.context.batch_size * (slots + 4)
-
     def bytes_read(self, length: int) -> int:
         return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
 
@@ -2221,7 +2120,7 @@ class KeyformerCache(H2oCache):
         tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
         self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
 
-    def weights(self, logits: Tensor, step: Tensor, first: Tensor) -> Tensor:
+    def weights(self, logits: Tensor, step: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
         draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
         logits = (logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)
         return logits.softmax(-1)
@@ -2235,7 +2134,7 @@ class QuestSettings:
     """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
 
     keep: float = keep_setting(512)
-    page: int = setting(16, "tokens of a page", least=1)
+    page: int = setting(16, "tokens of a page", within="[1, inf)")
     skip: str = setting("0,1", "layers that attend every token")
 
     def budget(self, capacity: int) -> tuple[int]:
@@ -2245,9 +2144,8 @@ class QuestSettings:
 
 
 def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
-    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n pages.
-
-    q [G, D], k, v [D]: after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
+    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n pages:
+    q [G, D], k, v [D] after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
     keys, values = stored = appended(stored, k, v)
     # 1. The least and the largest key of each page bound a query's logits there.
     bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
@@ -2302,7 +2200,7 @@ class QuestCache(ProxyCache):
 class DoubleSparseSettings(KeepSettings):
     """Double Sparsity (arXiv 2408.07092): top-k tokens, scored on the channels that matter most."""
 
-    channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D")
+    channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D", within="(0, 1]")
     skip: str = setting("0,1", "layers that attend every token")
 
 
@@ -2311,8 +2209,6 @@ class DoubleSparseCache(ProxyCache):
 
     def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
         super().__init__(context, budget=settings.budget(context.capacity))
-        if not 0 < settings.channels <= 1:
-            raise UserError(f"--channels {settings.channels:g}: r_c / D must lie in (0, 1]")
         c = context.config
         r = max(1, round(settings.channels * c.head_dim))
         self.channels = importance.topk(r).indices.to(context.device)  # [Hkv, r_c]
@@ -2340,14 +2236,13 @@ class DoubleSparseCache(ProxyCache):
 class HshareSettings(DoubleSparseSettings):
     """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
 
-    every: int = setting(8, "steps for which a selection is used", least=1)
+    every: int = setting(8, "steps for which a selection is used", within="[1, inf)")
     share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
 
 
 def share_map(overlap: Tensor, merged: int) -> Tensor:
-    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i.
-
-    overlap [n, n]: |C_i and C_j|. The most similar pair i > j is merged, i to j, again and again."""
+    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i. Of
+    overlap [n, n], |C_i and C_j|, the most similar pair i > j is merged, i to j, again and again."""
     n = len(overlap)
     f = torch.arange(n, device=overlap.device)
     pairs = overlap.float().masked_fill(~torch.ones_like(overlap, dtype=torch.bool).tril(-1), -torch.inf)
@@ -2372,9 +2267,9 @@ class HshareCache(DoubleSparseCache):
             raise UserError(f"--every {every}: give at most {most}, 1 + the tokens selected")
         self.every, self.merged = (every, merged) if selects else (1, 0)
         self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.register_buffer("held", context.zeros(heads, self.held_count, dtype=torch.int32))
-        self.register_buffer("since", context.zeros(dtype=torch.int32) - self.every)
-        self.register_buffer("head", context.zeros(heads, dtype=torch.int32))
+        self.table("held", heads, self.held_count)  # the selection
+        self.table("since", fill=-self.every)
+        self.table("head", heads)  # whose selection a head uses
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         super().write_chunk(batch, span, q, k, v)
@@ -2403,11 +2298,6 @@ class HshareCache(DoubleSparseCache):
         index = torch.where(whole, places, torch.cat((self.held, newer), -1))
         return index.where(index <= pos[:, None, None], -1)
 
-    def formula(self) -> int:
-        """Beside Double Sparsity's a selection, since when it is held, and the map of heads."""
-        heads = self.config.n_kv_heads
-        return super().formula() + self.context.batch_size * (heads * (self.held_count + 1) + 1) * 4
-
     def score_bytes(self, length: int) -> int:
         """The labels of the heads that select, in one of `every` steps."""
         heads = self.config.n_kv_heads
@@ -2426,9 +2316,8 @@ class KiviSettings:
 
 
 def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int) -> tuple[Tensor, tuple]:
-    """One decode step of KIVI as published (sec. 3.2), for one KV head.
-
-    q [G, D], k, v [D]: after RoPE -> [G, D]. stored: K and V [S - 1, D], of which each step makes codes."""
+    """One decode step of KIVI as published (sec. 3.2), for one KV head: q [G, D], k, v [D] after RoPE ->
+    [G, D]. stored: K and V [S - 1, D], of which each step makes codes."""
     keys, values = stored = appended(stored, k, v)
     # 1. Keys in codes per channel, 32 tokens a group; those of an unfinished block of R are exact.
     full, group = len(keys) // R * R, min(32, len(k))
@@ -2455,7 +2344,7 @@ class RingStore(nn.Module):
         return self.context.positions > pos[:, None] - self.R
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        ring = self.ring.rows[:, self.context.positions % self.R].transpose(1, 2)  # [B, Hkv, S, width]
+        ring = self.ring.rows[:, :, self.context.positions % self.R]  # [B, Hkv, S, width]
         x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
         return x if index is None else gather_rows(x, index)
 
@@ -2496,23 +2385,23 @@ class ChannelKeys(RingStore):
 
     def write_chunk(self, batch: int, span: slice, x: Tensor) -> None:
         first = span.start // self.R * self.R  # of the unfinished block, which the ring has from slot 0 on
-        x = torch.cat((self.ring.rows[batch, : span.start - first], x))
+        x = torch.cat((self.ring.rows[batch, :, : span.start - first].transpose(0, 1), x))
         self.ring.write((batch, slice(first, span.stop)), x)
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
         self.codes[batch, :, first : first + full] = codes
         self.low_scale[batch, :, first // 32 : (first + full) // 32] = low_scale
         if full:  # the last full block fills the ring from slot 0 on; the keys after it lie there now
-            block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :]).transpose(0, 1)
-            self.ring.rows[batch, len(x) - full :] = block[len(x) - full :]
+            block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :])  # [Hkv, R, width]
+            self.ring.rows[batch, :, len(x) - full :] = block[:, len(x) - full :]
 
     def write_token(self, batch: Tensor, pos: Tensor, x: Tensor) -> None:
         self.ring.write((batch, pos), x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
         ring = self.ring.rows
-        codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        codes, low_scale = quantize(ring, self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
         full = (pos % self.R == self.R - 1)[:, None, None, None]
-        ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), ring))
+        ring.copy_(torch.where(full, self.decode(codes, low_scale), ring))
         batch, first = batch[:, None], (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
@@ -2543,11 +2432,11 @@ class ChannelKeys(RingStore):
         # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor
         # loops over whole groups, and the tokens of the last one get no value.
         coded = coded + (q.float() @ low.mT)[..., places // 32]  # [B, Hkv, G, S]
-        recent = q @ self.ring.rows.transpose(1, 2).mT  # [B, Hkv, G, R]
+        recent = q @ self.ring.rows.mT  # [B, Hkv, G, R]
         return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
 
     def kernel_form(self) -> list[Tensor]:
-        return [self.codes, self.low_scale, self.ring.rows]
+        return [self.codes, self.low_scale, self.ring.rows.transpose(1, 2)]
 
 
 class TokenValues(RingStore):
@@ -2576,7 +2465,7 @@ class TokenValues(RingStore):
         return self.coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
 
     def kernel_form(self) -> list[Tensor]:
-        return [*self.coded.kernel_form(), self.ring.rows]
+        return [*self.coded.kernel_form(), self.ring.rows.transpose(1, 2)]
 
 
 def kivi_stores(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
@@ -2597,9 +2486,9 @@ class ShadowKvSettings:
 
     keep: float = keep_setting(1024)
     rank: float = setting(0.15625, "rank of the keys, a fraction of Hkv*D (paper: 160 of 1024)", sets="bytes")
-    chunk: int = setting(8, "tokens of a chunk", least=1)
+    chunk: int = setting(8, "tokens of a chunk", within="[1, inf)")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
-    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", least=1)
+    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(selected, outliers, recent) in tokens that are attended at most."""
@@ -2625,10 +2514,9 @@ def shadowkv_step(
 ) -> tuple:
     """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
 
-    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and the tokens of each KV head. stored: latents
-    [S - 1, r], K after RoPE (for landmarks, outliers and recent tokens only) and V [S - 1, Hkv, D]. U
-    [Hkv*D, r]: of the prompt's SVD. outliers [Hkv, .]: chunks that are kept exactly. budget: chunks to
-    select, tokens of a chunk, recent tokens."""
+    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and each KV head's tokens. stored: latents [S - 1, r], K
+    after RoPE (for landmarks, outliers, recent tokens) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's
+    SVD. outliers [Hkv, .]: exact chunks. budget: chunks to select, tokens of a chunk, recent tokens."""
     (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
     q, rotated = (rope(x[None], torch.tensor([S - 1]))[0] for x in (q, k))
     latents, keys, values = stored = appended(stored, k.flatten() @ U, rotated, v)
@@ -2652,8 +2540,8 @@ def shadowkv_step(
 
 
 class ShadowKvCache(Cache):
-    """The prompt's own SVD of its pre-RoPE keys (joint over heads), a landmark a chunk, the outlier chunks, a
-    ring of recent tokens; V of every token in host memory. New tokens are projected on the prompt's basis."""
+    """Latents of pre-RoPE keys on the basis of the prompt's own SVD, joint over heads; landmarks of chunks;
+    outlier chunks and a ring of recent tokens, K beside V; V of every token in host memory."""
 
     def __init__(self, context: Context, settings: ShadowKvSettings):
         super().__init__(context)
@@ -2662,14 +2550,13 @@ class ShadowKvCache(Cache):
         self.r = rank_of(settings.rank, c.kv_dim)
         self.chunks = -(-context.capacity // self.chunk)
         heads, d = c.n_kv_heads, c.head_dim
-        self.register_buffer("basis", context.zeros(c.kv_dim, self.r))
-        self.register_buffer("latent", context.zeros(context.capacity, self.r))
-        self.register_buffer("landmark", context.zeros(heads, self.chunks, d))
-        outliers = self.outlier_tokens // self.chunk
-        self.register_buffer("outlier", context.zeros(heads, outliers, dtype=torch.int32) - 1)
-        self.outliers = nn.ModuleList(TokenStore(context, heads, self.outlier_tokens, d) for _ in range(2))
-        self.rings = nn.ModuleList(Window(context, heads, d, 0, self.z) for _ in range(2))  # K, V
-        self.host_v = host_rows(context, heads, context.capacity, d)  # not a buffer: host_bytes() counts it
+        self.table("basis", c.kv_dim, self.r, dtype=context.dtype)
+        self.table("latent", context.capacity, self.r, dtype=context.dtype)
+        self.table("landmark", heads, self.chunks, d, dtype=context.dtype)
+        self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
+        self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
+        self.ring = Window(context, heads, 2 * d, 0, self.z)
+        self.values = HostStore(context, heads, context.capacity, d)
 
     def local(self, pos: Tensor) -> Tensor:
         """The chunk with which the recent tokens begin: `recent` of them and up to a chunk more."""
@@ -2682,13 +2569,11 @@ class ShadowKvCache(Cache):
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
         keys = (self.latent[batch, :n] @ self.basis[batch].T).unflatten(1, (self.config.n_kv_heads, -1))
-        keys = self.rope(keys, slice(0, n))
+        kv = torch.cat((self.rope(keys, slice(0, n)), self.values.past(batch, n)), -1)
         index = self.tokens_of(self.outlier[batch]).T.long()  # [m, Hkv], negative for none
-        index = index.where(index >= 0, n)[..., None].expand(-1, -1, keys.shape[-1])
-        outliers = self.outliers[0].rows[batch].transpose(0, 1)
-        keys = F.pad(keys, (0, 0, 0, 0, 0, 1)).scatter(0, index, outliers)[:n]
-        values = self.host_v[batch, :, self.context.positions[:n]].transpose(0, 1)
-        return self.rings[0].overlay(batch, keys), values
+        index = index.where(index >= 0, n)[..., None].expand(-1, -1, kv.shape[-1])
+        kv = F.pad(kv, (0, 0, 0, 0, 0, 1)).scatter(0, index, self.outliers.rows[batch].transpose(0, 1))[:n]
+        return self.ring.overlay(batch, kv).chunk(2, -1)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         flat, first = rest[0].flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
@@ -2697,48 +2582,42 @@ class ShadowKvCache(Cache):
             self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
         self.latent[batch, span] = flat @ self.basis[batch]
         begun = self.context.positions[first * self.chunk : span.start] % self.z  # its tokens in the ring
-        keys = torch.cat((self.rings[0].rows[batch, :, begun].transpose(0, 1), k))
+        keys = torch.cat((self.ring.rows[batch, :, begun].chunk(2, -1)[0].transpose(0, 1), k))
         chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
         landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
+        kv = torch.cat((k, v), -1)
         if not span.start:
             likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
-            self.keep_outliers(batch, likeness[: max(0, len(k) - self.settings.recent) // self.chunk], k, v)
-        places = self.context.positions[span]  # an index, not a slice: a kernel writes to host memory
-        self.host_v[batch, :, places] = v.transpose(0, 1)
-        for ring, x in zip(self.rings, (k, v), strict=True):
-            ring.write((batch, span), x)
+            self.keep_outliers(batch, likeness[: max(0, len(k) - self.settings.recent) // self.chunk], kv)
+        self.values.write((batch, span), v)
+        self.ring.write((batch, span), kv)
 
-    def keep_outliers(self, batch: int, likeness: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores the chunks of a prompt's k, v that are least like their mean; likeness [chunks, Hkv]."""
-        n = min(self.outlier.shape[-1], len(likeness))
+    def keep_outliers(self, batch: int, likeness: Tensor, kv: Tensor) -> None:
+        """Stores the chunks of a prompt's K, V that are least like their mean; likeness [chunks, Hkv]."""
+        n, heads = min(self.outlier.shape[-1], len(likeness)), torch.arange(kv.shape[1], device=kv.device)
         ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
         self.outlier[batch], self.outlier[batch, :, :n] = -1, ids.int()
-        for store, x in zip(self.outliers, (k, v), strict=True):
-            chosen = gather_rows(x.transpose(0, 1)[None], self.tokens_of(ids)[None])[0]
-            store.rows[batch, :, : n * self.chunk] = chosen
+        self.outliers.rows[batch, :, : n * self.chunk] = kv[self.tokens_of(ids), heads[:, None]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         batch = self.context.batch_ids
         self.latent[batch, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
         q, k = self.rope(q, pos), self.rope(k, pos)
-        for ring, x in zip(self.rings, (k, v), strict=True):
-            ring.write((batch, pos), x)
-        self.host_v[batch, :, pos] = v
+        self.ring.write((batch, pos), torch.cat((k, v), -1))
+        self.values.write((batch, pos), v)
         # The mean of the last chunk is written at every step and read when the chunk is whole.
         newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
-        mean = self.rings[0].rows[batch[:, None], :, newest].float().mean(1)  # [B, Hkv, D]
+        mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
         self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
-
         index, live = self.select(pos, q)
         near = ring_positions(pos, self.z)[:, None].expand(-1, live.shape[1], -1)  # [B, Hkv, z]
         ring = near >= (self.local(pos) * self.chunk)[:, None, None]
         kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
         lives = torch.cat((kept, live, ring), -1)
         self.report_selected(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
-        parts = zip(self.outliers, self.reconstruct(index), self.rings, strict=True)
-        k_all, v_all = (torch.cat((far.rows, chosen, near.rows), 2) for far, chosen, near in parts)
-        return self.context.attend_rows(q, k_all, v_all, lives)
+        kv = torch.cat((self.outliers.rows, self.reconstruct(index), self.ring.rows), 2)
+        return self.context.attend_rows(q, *kv.chunk(2, -1), lives)
 
     def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
@@ -2749,21 +2628,11 @@ class ShadowKvCache(Cache):
         index = self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
         return index.clamp(min=0), index >= 0
 
-    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
+    def reconstruct(self, index: Tensor) -> Tensor:
+        """K = RoPE(A U^T) beside V, [B, Hkv, n, 2D], of tokens index [B, Hkv, n]."""
         latent = self.latent[self.context.batch_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
-        return self.context.rope_one(k, index), gather_rows(self.host_v, index)
-
-    def formula(self) -> int:
-        """Beside outliers and ring the basis, latents, landmarks and outliers' ids; V is host_bytes()."""
-        c, context = self.config, self.context
-        elements = (c.kv_dim + context.capacity) * self.r + self.chunks * c.kv_dim
-        ids = self.outlier_tokens // self.chunk * c.n_kv_heads * 4
-        return super().formula() + context.batch_size * (elements * context.dtype.itemsize + ids)
-
-    def host_bytes(self) -> int:
-        return self.host_v.nbytes
+        return torch.cat((self.context.rope_one(k, index), self.values.read(None, index)), -1)
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
@@ -2782,25 +2651,21 @@ class ShadowKvCache(Cache):
 class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
 
-    rate: float = setting(-1.0, "r: fraction of singular values lost (-1: as fitted)", sets="bytes", least=-1)
+    rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", sets="bytes", within="[-1, 1)")
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
         """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
         rate = float(artifact["rate"]) if self.rate == -1 else self.rate
-        if not 0 <= rate < 1:
-            raise UserError(f"--rate {rate}: the fraction of singular values to lose must lie in [0, 1)")
         ranks = fdc_ranks(artifact[f"{kind}.values"], rate, self.adaptive)  # of all layers, for their mean
         bases = zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True)
         return [basis[:, :rank] for basis, rank in bases]
 
 
 def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
-    """One decode step of FDC as published (sec. 5.1), for one KV head. Prefill attends the same vectors.
-
-    q [G, D], k [D]: after RoPE -> [G, d_v]. v [d_v]: x W_V R_V, since the values' basis is folded into the
-    weights, as is R_V^T into W_O. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading
-    columns of the head's rotation."""
+    """One decode step of FDC as published (sec. 5.1), for one KV head; so is prefill. q [G, D], k [D] after
+    RoPE -> [G, d_v]. v [d_v]: x W_V R_V, whose basis is folded into the weights, as is R_V^T into W_O.
+    stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the leading columns of the head's rotation."""
     # 1. Compress the query and the key after RoPE; append.
     q, k = q @ R, k @ R
     keys, values = stored = appended(stored, k, v)
@@ -2808,22 +2673,16 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
 
-# ---- ranks and folded values
-
-
 def fdc_tails(values: Tensor) -> Tensor:
-    """Fraction of the singular values that is lost when the first m columns stay, m = 1 .. D.
-
-    values theta [..., D], largest first -> [..., D] fp64, falling to 0."""
+    """Fraction of the singular values theta [..., D], largest first, that is lost when the first m columns
+    stay, m = 1 .. D -> [..., D] fp64, falling to 0."""
     tails = values.double().flip(-1).cumsum(-1).flip(-1)
     return F.pad(tails[..., 1:], (0, 1)) / tails[..., :1]
 
 
 def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
-    """Columns that each head keeps (Eq. 1): the least m that loses at most `rate`, rounded up to 16.
-
-    values [L, Hkv, D] -> ranks [L, Hkv]. The columns that rounding adds are real ones, not zeros. Not
-    adaptive: the mean of all ranks, which may be no multiple of 16."""
+    """Columns that each head keeps (Eq. 1): the least m that loses at most `rate`, rounded up to 16 (by real
+    columns, not zeros): values [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: the mean of them all."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
     ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
     return ranks if adaptive else ranks.double().mean().long().expand(ranks.shape)
@@ -2860,9 +2719,6 @@ def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact
     for linear in (attention.wqkv, attention.wo):
         linear.out_features, linear.in_features = linear.weight.shape
     return attention
-
-
-# ---- the cache
 
 
 class RaggedStore(nn.Module):
@@ -2905,9 +2761,8 @@ class RaggedStore(nn.Module):
 
 
 class FdcCache(Cache):
-    """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K.
-
-    k_bases: R [D, d_qk] of each KV head; v_bases: R [D, d_v], which the weights have."""
+    """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K. Bases
+    of each KV head: k_bases R [D, d_qk]; v_bases R [D, d_v], which the weights have."""
 
     def __init__(self, context: Context, k_bases: list[Tensor], v_bases: list[Tensor]):
         super().__init__(context)
@@ -2972,32 +2827,27 @@ def random_fdc(c: ModelConfig) -> Artifact:
 class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
-    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes")
+    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes", within="(0, 1]")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
         """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
-        if not 0 < self.keep <= 1:
-            raise UserError(f"--keep {self.keep}: the fraction of each head's dims must lie in (0, 1]")
         basis = artifact[f"{kind}.basis"][i]
         return basis[..., : max(1, round(self.keep * basis.shape[-1]))]
 
 
 def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
-    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group.
-
-    q [G, D] after RoPE, k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of
-    the values [S - 1, d_v], whose basis is folded into W_V and W_O. R [D, r] is orthonormal;
-    rope(x, positions) rotates x [n, D]."""
+    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group: q [G, D] after RoPE,
+    k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of the values [S - 1,
+    d_v], whose basis W_V and W_O have. R [D, r] is orthonormal; rope(x, positions) rotates x [n, D]."""
     latents, values = stored = appended(stored, k @ R, v)
     keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
 
 class PaluCache(Cache):
-    """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC).
-
-    K = x W_K is replaced by z B with z = x A, A = W_K R and B = R^T; R comes from a whitened SVD. basis:
-    R [Hkv, D, r] of each head, whose V has rank r, too; bias: of its keys, [Hkv, D], not in the latent."""
+    """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC). basis:
+    R [Hkv, D, r] of a whitened SVD of each head, whose V has rank r, too; bias [Hkv, D]: of the keys, not in
+    the latent."""
 
     def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
@@ -3116,14 +2966,11 @@ def random_basis(*shape: int) -> Tensor:
 
 @dataclass
 class Method:
-    """A row of METHODS: its settings, whose docstring `--help` shows, its caches, and for one that
-    `calibrate.py fit` must fit first, the tensors of its artifact (and those of random_artifact that ones
-    would not do for).
-
-    caches(model, settings, context, artifact): one a layer. fold(attention, config, settings, artifact, i):
-    layer i's attention with what the method folds into its weights; it may run on the meta device. paper: the
-    values of the settings under --variant paper, where the defaults (ours) are others. artifact: the method
-    whose artifact serves this one."""
+    """A row of METHODS: its settings, whose docstring `--help` shows; caches(model, settings, context,
+    artifact), one a layer; what must be fitted first, the tensors of its artifact, or the method whose
+    `artifact` serves it; random: those of random_artifact that are not any numbers near 1. fold(attention,
+    config, settings, artifact, i): layer i's attention with what the method folds into its weights, maybe on
+    the meta device. paper: the settings of --variant paper that are not the defaults (ours)."""
 
     settings: type
     caches: Callable[..., list[Cache]]
@@ -3185,9 +3032,8 @@ def method_named(name: str) -> Method:
 
 
 def settings_from(method: str, options: dict) -> object:
-    """The method's settings with `options` (name -> value) over its defaults. Raises UserError for others.
-
-    The option `variant` is "paper" or "ours": whose values the other options go over."""
+    """The method's settings with `options` (name -> value) over its defaults, or the paper's, as the option
+    `variant` says. Raises UserError for others."""
     row, options = method_named(method), dict(options)
     known = {f.name: f for f in dataclasses.fields(row.settings)}
     if row.paper and (variant := options.pop("variant", "ours")) != "ours":
@@ -3198,9 +3044,9 @@ def settings_from(method: str, options: dict) -> object:
         if name not in known:
             fault = f"--{name} is not a setting of {method}"
             raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
-        choices, least = (known[name].metadata[key] for key in ("choices", "least"))
+        choices, within = (known[name].metadata[key] for key in ("choices", "within"))
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-        if not isinstance(value, str) and value < least:
-            raise UserError(f"--{name} {value}: give at least {least}")
+        if not isinstance(value, str) and not inside(value, within):
+            raise UserError(f"--{name} {value}: give a number in {within}")
     return row.settings(**options)

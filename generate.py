@@ -19,7 +19,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -86,13 +86,13 @@ class Progress:
         self.clear()
 
 
-def announce(label: str, seconds: float, windows: int, held: int, device: torch.device) -> None:
-    """Says what a long pass will take, from its first window: `windows` more, `seconds` each. held: bytes of
-    the sums; since nothing else is kept, the peak so far is that of the pass."""
-    if (total := seconds * windows) > 10:
-        time_left = f"{windows} more windows at {seconds:.2f} s, about {total / 60:.1f} min"
-        memory = f"the sums take {human(held)}, peak memory {human(peak_memory(device))}"
-        print(f"{label}: {time_left}; {memory}", file=sys.stderr, flush=True)
+def tracked(label: str, items: Collection) -> Iterator:
+    """The items, one by one, with a progress bar."""
+    bar = Progress(label, len(items))
+    for item in items:
+        yield item
+        bar.tick()
+    bar.close()
 
 
 # --------------------------------------------------------------------------------------------------- sampling

@@ -606,7 +606,7 @@ def pure_loki(cache, entry, n, q, k, v):
     bases = iter(cache.basis.repeat(len(q) - n, 1, 1))
 
     def step(i, q, k, v, stored):
-        count = compress.token_count(cache.settings.k, i + 1)
+        count = compress.kept_tokens(cache.settings.k, i + 1)
         return compress.loki_step(q, k, v, stored, next(bases), cache.d, count)
 
     return by_head(cache, q, k, v, n, lambda h: (k[:n, h] @ cache.basis[h], v[:n, h]), step)
@@ -777,7 +777,7 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
     options, ids, last, whole = for_one_layer(method, options), random_ids(48), torch.tensor([47]), {}
     # What a prompt alone decides, or where a cache counts what has happened since.
-    of_the_prompt = "basis latent outlier outliers.0.rows outliers.1.rows held since head prompt".split()
+    of_the_prompt = "basis latent outlier outliers.rows held since head prompt".split()
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
     ends = (48, 48), (1, 1), (3, 40), (7, 7), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
     for first, second in ends:
@@ -1309,8 +1309,8 @@ def test_ropelite_takes_the_best_pair_in_each_round():
     q, k, rows = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16), torch.randperm(24)[:15]
     deltas = calibrate.rope_deltas(q[:, rows], k[:, :, 0], rows, *rope_tables(tiny_config(), 24, CPU))
     assert deltas.shape == (8, 2, 2, 15, 24)  # [D / 2, N, G, I, S]
-    order, distance = calibrate.ropelite(deltas)
-    assert sorted(order.tolist()) == list(range(8)) and distance[-1] < 1e-6
+    order = calibrate.ropelite(deltas)
+    assert sorted(order.tolist()) == list(range(8))
 
     def logits(*pairs):  # causal ones, if only these pairs turn
         tables = elite_tables(torch.tensor([pairs]), 24, tiny_config())
@@ -1324,7 +1324,6 @@ def test_ropelite_takes_the_best_pair_in_each_round():
         *best, taken = order[: n + 1].tolist()
         found = {x: lost(*best, x) for x in set(range(8)) - set(best)}
         assert min(found, key=found.get) == taken or n == 7
-        assert abs(found[taken] - distance[n]) < 1e-6
 
 
 def test_elite_orders_are_those_of_each_head_alone():
@@ -1335,8 +1334,8 @@ def test_elite_orders_are_those_of_each_head_alone():
     q, k, _ = observed(model, tokens)[2]
     rows = torch.randperm(40, generator=torch.Generator().manual_seed(0))[: calibrate.ELITE_ROWS]
     tables = rope_tables(model.config, 40, CPU)
-    order, distance = calibrate.ropelite(calibrate.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
-    assert torch.equal(order, found["elite"][2, 1]) and torch.equal(distance, found["distance"][2, 1])
+    order = calibrate.ropelite(calibrate.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
+    assert torch.equal(order, found["elite"][2, 1])
     norms = calibrate.contribution(q[:, :, 4:], k[:, :, 1])
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
@@ -1389,11 +1388,10 @@ def test_elitekv_numbers_of_cache_and_parameters():
         found = calibrate.elite_allocations(llama, share)
         assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)
     assert (8, 64) in calibrate.elite_allocations(calibrate.NANO, 0.25)
-    for c, r in itertools.product((llama, llama3, calibrate.NANO), (1, 8, llama.head_dim // 2)):
-        r = min(r, c.head_dim // 2)
-        n, most = c.n_kv_heads * (2 * c.head_dim - 2 * r), calibrate.elite_limit(c, r)
-        dense, rotated = 2 * c.dim * c.kv_dim, 2 * r * c.n_kv_heads * c.dim
-        assert rotated + most * (c.dim + n) <= dense < rotated + (most + 1) * (c.dim + n)
+    for c, share in itertools.product((llama, llama3, calibrate.NANO), (0.25, 0.5, 0.9)):
+        for r, d in calibrate.elite_allocations(c, share):
+            rotated = 2 * r * c.n_kv_heads
+            assert rotated * c.dim + d * (c.dim + 2 * c.kv_dim - rotated) <= 2 * c.dim * c.kv_dim
 
 
 def test_the_trial_of_fit_leaves_the_model_as_it_was():
@@ -1457,7 +1455,7 @@ def test_group_scores_rank_weights_that_underflow():
 def test_keyformers_weights_have_gumbel_noise_and_a_temperature_that_grows_since_the_prompt():
     qkv, cache = stream(20), row_cache("keyformer", tiny_model(), 1, 60, keep=60, window=12)
     steps, weights = [], cache.weights
-    cache.weights = lambda logits, step, first: steps.append(int(step)) or weights(logits, step, first)
+    cache.weights = lambda logits, step=0, first=0: steps.append(int(step)) or weights(logits, step, first)
     reads(cache, 16, *qkv)
     for n in range(16, 20):
         step(cache, n, *qkv)
@@ -1495,7 +1493,7 @@ def test_double_sparse_importance_is_a_mean_over_all_the_text():
     q, k = (apply_rope(x, cos, sin) for x in observed(model, tokens)[2][:2])  # of layer 2
     products = (q.unflatten(2, (4, 2)) * k[:, :, :, None]).abs().sum(3)
     assert error(tensors["importance"][2], products.mean((0, 1))) < 1e-5
-    assert tensors["importance"].shape == (4, 4, 16) and "12.5%" in facts["energy"]
+    assert tensors["importance"].shape == (4, 4, 16) and 0.125 < facts["importance of 12.5%"] < 1
 
 
 @pytest.mark.parametrize("n,merged", [(2, 1), (8, 0), (8, 3), (8, 7), (32, 16)])
@@ -1616,11 +1614,11 @@ def test_methods_run_from_the_command_line(method, options, cli):
 
 
 REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
-    ("topk", {"keep": 0}, "--keep 0: give a fraction"),
+    ("topk", {"keep": 0}, r"--keep 0: give a number in \(0, inf\)"),
     ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
-    ("topk", {"recent": 0}, "--recent 0: give at least 1"),
-    ("h2o", {"heavy": 1.5}, "--heavy 1.5: give a fraction"),
-    ("doublesparse", {"channels": 2.0}, r"r_c / D must lie in \(0, 1\]"),
+    ("topk", {"recent": 0}, r"--recent 0: give a number in \[1, inf\)"),
+    ("h2o", {"heavy": 1.5}, r"--heavy 1.5: give a number in \[0, 1\]"),
+    ("doublesparse", {"channels": 2.0}, r"--channels 2.0: give a number in \(0, 1\]"),
     ("hshare", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
     ("hshare", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
     ("kivi", {"residual": 48}, "a multiple of 32"),
@@ -1707,7 +1705,7 @@ def test_loki_attends_floor_of_k_but_at_least_one():
     loki, (q, _, _) = scene("loki", 40, 41, k=0.25)
     for length, count in ((1, 1), (3, 1), (8, 2), (39, 9)):
         index = loki.select(torch.tensor([length - 1]), loki.to_stored_basis(q[40:]))
-        assert compress.token_count(0.25, length) == count and ((index >= 0).sum(-1) == count).all()
+        assert compress.kept_tokens(0.25, length) == count and ((index >= 0).sum(-1) == count).all()
 
 
 @pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
@@ -1731,7 +1729,7 @@ def test_loki_fit_is_a_centred_pca_of_each_head():
         values = tensors[f"{kind}.eigenvalues"][2, 1].double()
         assert_best_basis(keys - keys.mean(0), tensors[f"{kind}.basis"][2, 1], (1, 4, 12), values)
     worse, better = ("pre", "post") if tensors["better"] else ("post", "pre")
-    assert float(facts[f"perplexity_{better}"]) <= float(facts[f"perplexity_{worse}"])
+    assert facts[f"perplexity_{better}"] <= facts[f"perplexity_{worse}"]
 
 
 # ------------------------------------------------------------------------------------------- LRQK invariants
@@ -1857,13 +1855,13 @@ def test_lrqk_writes_a_follow_up_as_decode_does(mode):
     once.extend(0, slice(40, 60), *(x[40:] for x in qkv))
     for n in range(40, 60):
         step(steps, n, *qkv)
-    assert torch.allclose(once.kv, steps.kv, atol=1e-5)
+    assert torch.allclose(once.kv.rows, steps.kv.rows, atol=1e-5)
     assert torch.allclose(*(cache.hot[:, :, cache.slots :] for cache in (once, steps)), atol=1e-5)
     if mode == "optimal":
         assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
         stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
         assert torch.equal(*(places.sort(-1).values for places in stamped))
-    residual = once.kv[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
+    residual = once.kv.rows[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
     across = residual @ once.basis_k.mT
     assert mode == "optimal" or across.abs().max() < 1e-3 * residual.abs().max()
 
@@ -1955,7 +1953,7 @@ def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     measure = functools.partial(calibrate.fdc_accuracy, model, tokens, tensors)
     dense, at, beyond = (measure(rate)[0].item() for rate in (0.0, *rates[found : found + 2]))
     assert dense > 0.95 and 0 < found  # the model wrote the text itself
-    assert at >= 0.5 * dense > beyond and abs(float(facts["accuracy"]) - at / dense) < 1e-3
+    assert at >= 0.5 * dense > beyond and facts["accuracy of dense's"] == pytest.approx(at / dense)
     all_of_it = calibrate.fdc_search(model, tokens, tensors, 1.0)
     assert all_of_it[0] < rates[found] and all_of_it[1] >= 1
 
@@ -2941,12 +2939,11 @@ def test_bad_gguf_ends_in_one_line(message, damage, tmp_path, cli):
     if callable(damage):
         damage(path)
     code, out, err = cli(f"convert {path} --out {tmp_path / 'out'} --dtype fp16")
-    lines = [line for line in err.splitlines() if "needs" not in line]
-    assert code == 2 and out == "" and len(lines) == 1 and lines[0].startswith("error: ") and message in err
+    assert code == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
     assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
+def test_convert_refuses_packages_and_folders(tmp_path, monkeypatch):
     path, out = tiny_gguf(tmp_path / "m.gguf"), tmp_path / "out"
 
     def check_refusal(message, file=path, *words):
@@ -2965,8 +2962,6 @@ def test_convert_refuses_packages_folders_and_full_disks(tmp_path, monkeypatch):
     check_refusal("at least 200", path, "--fit", "sals", "--text", str(ROOT / "ruff.toml"))
     check_refusal("0 .gguf", "no-model")
     check_refusal("2 .gguf", "two_models")
-    with mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=1000)):
-        check_refusal("of disk")
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
         check_refusal("pip install gguf")
     convert(path, out)
@@ -4262,7 +4257,7 @@ def test_windows_and_texts_of_training_begin_with_bos(tmp_path):
     assert (calibrate.text_ids(tokenizer, files, len(ids) - 9, bos=True) == ids[:-9]).all()
     with mock.patch.object(tokenizer, "encode", wraps=tokenizer.encode) as encode:
         assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
-    assert len(encode.call_args.args[0]) == 16 * 9  # no more of a long text than it may need
+    assert len(encode.call_args.args[0]) == 64 * 9  # no more of a long text than it may need
     (tmp_path / "c.txt").write_text(" " * 9000)
     blanks = SimpleNamespace(encode=lambda text, bos: [7] * (len(text) // 64))  # tokens of 64, as many have
     assert len(calibrate.text_ids(blanks, [tmp_path / "c.txt"], 100)) == 100
@@ -4397,14 +4392,6 @@ def test_equal_cost_by_method():
     assert equalised(model, "sals", {"tokens": 0.25}, 200) == {}  # 16 sinks and 64 recent are more
 
 
-def test_a_long_fit_says_what_it_will_take(capsys):
-    generate.announce("fit", 1.2, 100, 536_870_912, CPU)
-    line = capsys.readouterr().err
-    assert "100 more windows at 1.20 s, about 2.0 min; the sums take 536.9 MB" in line
-    generate.announce("fit", 0.01, 100, 100, CPU)
-    assert capsys.readouterr().err == ""
-
-
 def test_perplexity_and_kl_through_the_cache():
     model, tokens = tiny_model(vocab_size=4096), torch.tensor([random_ids(50, i, 4096) for i in range(2)])
 
@@ -4430,7 +4417,7 @@ def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
     candidate = SimpleNamespace(engine=lambda _, *size, least: make_engine(tiny_model(), "dense", *size))
     args = argparse.Namespace(lengths=[50], rows=2, samples=5, tasks=["single"], facts=4)
     row = calibrate.retrieval_row(candidate, args, None, generate.Progress("test", 5))
-    assert row["single 50"] == 20 and row["depth 50"] == [0, 0, 0, 0, 100]
+    assert row["single 50"] == 20
 
 
 def test_candidates_read_yes_and_no():
@@ -4682,13 +4669,13 @@ BAD_COMMANDS = {
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
     "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
     "generate --method elitekv --d_ckv 49 --prompt 5": "with r = 2 the latent can have 1 to 48 dims",
-    "generate --method loki --k 0 --prompt 5": "--k must be above 0",
+    "generate --method loki --k 0 --prompt 5": "--k 0.0: give a number in (0, inf)",
     "generate --method lrqk --rank 17 --prompt 5": "r must be 1 to 16",
     "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
     "generate --method lrqk --rank 8 --kv_device cuda --device cpu --prompt 5": "the model runs on the CPU",
-    "generate --method sals --sinks -1 --prompt 5": "--sinks -1: give at least 0",
-    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: the fraction",
-    "generate --method palu --keep 0 --prompt 5": "must lie in (0, 1]",
+    "generate --method sals --sinks -1 --prompt 5": "--sinks -1: give a number in [0, inf)",
+    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: give a number in [-1, 1)",
+    "generate --method palu --keep 0 --prompt 5": "--keep 0.0: give a number in (0, 1]",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
     "generate --device cuda": "--device cpu",
@@ -4705,9 +4692,8 @@ BAD_COMMANDS = {
     "eval --text few.txt --text few.txt": "a text named few already",
     "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
+    "eval --lengths 200 --prefix 9": "ask for longer prompts",
     "eval --haystack few.txt": "no text of at least 200 characters",
-    "overlap --length 200": "ask for longer prompts",
-    "overlap --length 400 --samples 2147483647": "not enough memory",
     "fit --checkpoint nano-elitekv --method sals": "calibrated already",
     "fit --method sals --text none": "there is no such file or folder",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
@@ -4898,7 +4884,7 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     with monkeypatch.context() as patch:
         patch.setitem(calibrate.FITS, "elitekv", mock.Mock(side_effect=UserError("not this model")))
         code, out, err = cli(f"fit --method all {size}")
-        assert code == 0 and "energy kept" in out and "elitekv: not fitted" in err
+        assert code == 0 and "energy of 25.0%, query 0." in out and "elitekv: not fitted" in err
         assert cli(f"fit --method elitekv {size}")[0] == 2
     assert {path.stem for path in folder.glob("*.safetensors")} == {"model", *FITTED} - {"elitekv"}
     assert cli(f"fit --method elitekv {size}")[0] == 0
@@ -4951,7 +4937,6 @@ def test_a_tokenizer_of_more_ids_than_the_model_is_named(cli, tmp_path, monkeypa
     for line in (
         "fit --method loki --windows 2 --window 32",
         "eval --method dense --samples 0 --prefix 20 --continuation 4",
-        "overlap --method topk --length 400",
         f"train --out {tmp_path} --text {tmp_path}/a.txt --stages 1x64x1",
     ):
         told = cli.refusal(line)
@@ -4990,7 +4975,6 @@ def test_eval_prints_dense_first_and_json(cli, tmp_path):
     assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
     assert rows[0]["uuid 200"] == 0  # of a model with random weights
-    assert len(rows[0]["depth 200"]) == 2  # two samples fill two of the five fifths
 
 
 def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
@@ -5000,6 +4984,7 @@ def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
     dense, sals, streaming = cli.json(line)["rows"]
     assert "dense *" in cli.out and f"{sals_}, 64 tokens: keep=0.25, rank=" in cli.out
     assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
+    assert dense["mass python"] == [None] * 4 and sals["mass"] in sals["mass python"]
     for row in (sals, streaming):
         assert row["over"] == [] and row["bytes/token"] <= dense["bytes/token"] / 2
         assert row["attended"] < 0.3 and 0 < row["jaccard"] <= row["recall"] < 1 and 0 < row["mass"] < 1
@@ -5118,7 +5103,7 @@ def test_speed_times_a_methods_operators_and_its_attention(cli, tmp_path, monkey
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", lambda step, **how: step)
         monkeypatch.setitem(SHAPES, "llama-3.1-8b", tiny_config())
-    table = "operation breakeven" if device == "cuda" else "breakeven"
+    table = "operation method" if device == "cuda" else "method"
     line = f"speed --table {table} --model 8b --shape 1x1024 --method dense h2o --csv {tmp_path}/t.csv"
     rows = cli.json(f"{line} --device {device}")["rows"]
     methods = [row for row in rows if "method" in row]
@@ -5129,7 +5114,7 @@ def test_speed_times_a_methods_operators_and_its_attention(cli, tmp_path, monkey
     for row in rows:
         assert (row["model"], row["batch"], row["length"]) == ("8b", 1, 1024) and row["us"] > row["limit_us"]
     assert len((tmp_path / "t.csv").read_text().splitlines()) == 1 + len(rows)
-    assert f"from here on {'dense'} is faster" in cli.out and "TB/s" in cli.out
+    assert "8b, batch 1: dense beats PyTorch's attention from " in cli.out and "TB/s" in cli.out
 
 
 @pytest.mark.parametrize(
@@ -5394,59 +5379,55 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, 
 def test_ranks_prints_what_its_json_has(cli):
     figures = cli.json("ranks --windows 2 --window 64")
     assert figures["pre"] != figures["post"]
-    lines = [line for line in cli.out.splitlines() if " RoPE " in line]
-    for label, name in (("before", "pre"), ("after", "post")):
-        told = [line.split(" RoPE ")[1] for line in lines if f"{label} " in line]
-        assert [int(line.split()[0]) for line in told] == figures[name]
+    for name in ("pre", "post"):
+        each = figures[name]
+        assert f"{name}-RoPE, mean {sum(each) / 4:.1f}, by layer: {' '.join(map(str, each))}\n" in cli.out
 
 
-def test_plot_draws_time_against_length_and_where_a_method_becomes_faster(cli, tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    table = "model,batch,length,method,us,dense_us,limit_us\n7b,1,1024,sals,16,4,1\n7b,1,4096,sals,16,64,1\n"
-    (tmp_path / "t.csv").write_text(table + "7b,1,4096,loki,80,64,1\n7b,8,1024,sals,9,30,1\n")
-    drawn, save = [], figure.savefig
-    monkeypatch.setattr(figure, "savefig", lambda f, *at, **how: drawn.extend(f.axes) or save(f, *at, **how))
-    code, out, err = cli(f"plot {tmp_path}/t.csv --out {tmp_path}")
-    assert (code, out) == (0, f"{tmp_path}/t.png\n"), err
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    assert [axis.get_title() for axis in drawn] == ["7b, batch 1", "7b, batch 8"]
-    lines = {line.get_label(): line for line in drawn[0].lines if line.get_linestyle() != "None"}
-    assert lines.keys() == {"sals", "loki", "dense (PyTorch)"}
-    assert lines["dense (PyTorch)"].get_ydata() == pytest.approx([4, 64])
-    dots = [line.get_xydata() for line in drawn[0].lines if line.get_linestyle() == "None"]
-    assert np.concatenate(dots) == pytest.approx(np.array([[2048.0, 16.0]]))  # halfway in both logarithms
+PLOT_HEAD, TIMES_HEAD = "method,bytes/token,read/step,kl python,single 64", "model,batch,length,method,us"
 
 
-PLOT_HEAD, TIMES_HEAD = "method,bytes/token,read/step,kl python,single 64", "model,batch,length,method,ms"
+def test_plot_names_each_method_once_and_draws_its_times_beside_dense(cli, tmp_path, monkeypatch):
+    pytest.importorskip("adjustText")
+    figure, drawn = importlib.import_module("matplotlib.figure").Figure, []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda f, *at, **how: drawn.append(f.axes) or save(f, *at, **how))
+    table = f"{PLOT_HEAD}\ndense,8,8,0,80\nloki k 1/4,6,6,1,20\nsals:rank=0.1,1,1,2,8\n"
+    (tmp_path / "q.csv").write_text(f'{table}"sals, default",2,2,0.1,40\nloki k 1/8,3,3,1,60\n')
+    table = f"{TIMES_HEAD},dense_us\n7b,1,1024,sals,16,4\n7b,1,4096,sals,16,64\n"
+    (tmp_path / "t.csv").write_text(f"{table}7b,1,4096,loki,80,64\n7b,8,1024,sals,9,30\n")
+    assert cli(f"plot {tmp_path}/q.csv {tmp_path}/t.csv --out {tmp_path}")[0] == 0, cli.err
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in "qt")
+    (retrieval, *_, loss), (sals, loki, *empty) = drawn
+    assert sorted(text.get_text() for text in retrieval.texts) == ["dense", "loki", "sals"]
+    (points,), (best,) = retrieval.collections, retrieval.lines
+    assert [tuple(xy) for xy in points.get_offsets()] == [(8, 100), (6, 25), (1, 10), (2, 50), (3, 75)]
+    assert points.get_facecolors()[:, 3].tolist() == [1, 1, 0.2, 1, 0.2]  # the first, or the default
+    assert best.get_xydata().tolist() == [[1, 10], [2, 50], [3, 75], [6, 75], [8, 100]]
+    assert loss.lines[0].get_ydata().tolist() == [2, 0.1, 0.1, 0.1, 0.1]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in sals.lines}
+    assert lines["7b, batch 1"] == [[1024, 16], [4096, 16]] and lines["7b, batch 8"] == [[1024, 9]]
+    assert lines["7b, batch 1, dense (PyTorch)"] == [[1024, 4], [4096, 64]]
+    assert loki.get_title() == "loki" and not any(axis.get_visible() for axis in empty)
+
+
 BAD_CSV = {  # a table, and what the error says; None: it can be drawn
-    PLOT_HEAD: "no rows",
-    f"{PLOT_HEAD}\nsals,1,2,3,4": "no row of dense",
+    PLOT_HEAD: "IndexError",
+    f"{PLOT_HEAD}\nsals,1,2,3,4": "KeyError('dense')",
     f"{PLOT_HEAD}\ndense,1,2,0,9\nsals,1,2": None,  # no KL to draw, and cells that are missing
     f"\ufeff{PLOT_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4": None,  # a byte-order mark, and what TeX refuses
-    f"{PLOT_HEAD}\ndense,1,2,0,0": "above 0",
-    f"{PLOT_HEAD}\ndense,1,2,0,9,9": "longer than the first",
-    f"{PLOT_HEAD}\ndense,x,2,0,9": "'bytes/token': could not convert",
-    f"{TIMES_HEAD}\na,1,64,sals,": "'ms'",
-    "model,batch,length,method,us\na,1,64,sals,2": "no column 'dense_us'",
+    f"{PLOT_HEAD}\ndense,1,2,0,0": "must be a positive integer, not 0",
+    f"{PLOT_HEAD}\ndense,x,2,0,9": "could not convert string to float: 'x'",
+    f"{TIMES_HEAD}\na,1,64,sals,2": "KeyError('dense_us')",
 }
 
 
 @pytest.mark.parametrize("text", BAD_CSV, ids=range(len(BAD_CSV)))
 def test_plot_refuses_what_it_cannot_draw(cli, tmp_path, text):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("adjustText")
     (tmp_path / "t.csv").write_text(text)
     line = f"plot {tmp_path}/t.csv --out {tmp_path}"
     assert cli(line)[0] == 0 if BAD_CSV[text] is None else BAD_CSV[text] in cli.refusal(line)
-
-
-def test_overlap_prints_and_gives_json(cli):
-    line = "overlap --length 200 --task single --samples 2 --method"
-    (scores,) = cli.json(f"{line} loki:k=0.25")["scores"].values()
-    assert len(scores) == 4 and all(0.25 < s <= 1 for s in scores)
-    assert " ".join(f"{s:.3f}" for s in scores) in cli.out
-    (scores,) = cli.json(f"{line} sals:skip=0,critical=200")["scores"].values()
-    assert scores == [None, *[pytest.approx(1, abs=1e-5)] * 3]  # layer 0 attends every token
-    assert "it attends all 200" in cli.refusal(f"{line} dense")
 
 
 # ---------------------------------------------------------------------------------------------- several ranks
