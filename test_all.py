@@ -4977,6 +4977,64 @@ def test_eval_prints_dense_first_and_json(cli, tmp_path):
     assert rows[0]["uuid 200"] == 0  # of a model with random weights
 
 
+@pytest.mark.parametrize("method, how", dict(CASES).items())
+def test_scores_of_unlike_rows_are_those_of_each_alone(method, how):
+    ids, model, expected = random_ids(60), tiny_model(), []
+    rows = [(ids[:41], 3), (ids[9:22], 9), (ids[5:46], 1), (ids[:2], 1)]
+    for row, n in rows[:3]:
+        alone = make_engine(copy.deepcopy(model), method, 1, 40, **how)
+        log_p = logits_through(alone, [row[: -n - 1]], [row[-n - 1 : -1]])[1:, 0].log_softmax(-1)
+        row[-1] = int(log_p[-1].argmax())
+        expected.append((log_p[range(n), row[-n:]].sum().item(), log_p.argmax(-1).tolist() == row[-n:]))
+    scores = calibrate.decode_scores(make_engine(model, method, 4, 40, **how), rows, ())
+    assert scores[:3] == [(pytest.approx(score, abs=1e-3), right) for score, right in expected]
+    assert scores[2][1] and not scores[1][1] and math.isfinite(scores[3][0])
+
+
+def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypatch):
+    tasks, huggingface = (pytest.importorskip(f"lm_eval.{name}") for name in ("tasks", "models.huggingface"))
+    from lm_eval import api, simple_evaluate
+
+    manager = functools.partial(tasks.TaskManager, include_defaults=False)  # which are thousands
+    monkeypatch.setattr(tasks, "TaskManager", manager)
+    assert "no such task; see" in cli.refusal("lm_eval --tasks choose")
+    with mock.patch.object(importlib.util, "find_spec", return_value=None):
+        assert 'pip install "lm-eval[hf,ruler]"' in cli.refusal("lm_eval --tasks choose")
+    path, rng = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre="llama-bpe"), random.Random(0)
+    folder = convert(path, tmp_path / "m", "--dtype", "fp32")
+    texts = ["".join(rng.choices("the 12.!\n\u4f60", k=k)) for k in (3, 50, 20, 90, 7)]
+    theirs = huggingface.HFLM(str(folder), device="cpu", dtype="float32", batch_size=2, max_length=48)
+    instance = functools.partial(api.instance.Instance, doc={}, idx=0)
+    ends = {"until": [], "max_gen_toks": 20}
+    written = [instance("generate_until", arguments=(text, ends)) for text in texts]
+    free = theirs.generate_until(written)
+    ends["until"] = [free[0][5:7], free[1][1:3]]
+    docs = [{"text": text, "choices": [" the", " 12 1!", "s\nt"], "label": len(text) % 3} for text in texts]
+    (tmp_path / "docs").write_text("\n".join(map(json.dumps, docs)))
+    for more in (
+        {"task": "choose", "doc_to_choice": "{{choices}}", "output_type": "multiple_choice"},
+        {"task": "write", "output_type": "generate_until", "generation_kwargs": ends},
+    ):
+        more |= {"dataset_kwargs": {"data_files": {"test": f"{tmp_path}/docs"}}, "dataset_path": "json"}
+        more |= {"test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "label"}
+        (tmp_path / f"{more['task']}.yaml").write_text(json.dumps(more))
+    line = f"lm_eval --checkpoint {folder} --max_length 48 --rows 2 --method dense --tasks choose write"
+    ours = calibrate.harness_model()(calibrate.Candidate.parse("dense"), calibrate.parse_args(line.split()))
+    asked = {"loglikelihood": [(d["text"], choice) for d in docs for choice in d["choices"]] + [("", "the")]}
+    asked |= {"loglikelihood_rolling": [(text,) for text in texts]}
+    for kind, arguments in asked.items():
+        requests = [instance(kind, arguments=each) for each in arguments]
+        got, expected = (np.array(getattr(lm, kind)(requests), float) for lm in (ours, theirs))
+        assert np.abs(got - expected).max() < 1e-3
+    assert ours.generate_until(written) == theirs.generate_until(written)
+    (row,) = cli.json(f"{line} --include_path {tmp_path} --output_path {tmp_path}/out")["rows"]
+    expected = simple_evaluate(theirs, tasks=["choose", "write"], task_manager=manager(include_path=tmp_path))
+    assert {name: row[name] for name in ("choose", "write")} == expected["results"]
+    (path,) = tmp_path.glob("out/dense/results_*.json")
+    stored = json.loads(path.read_text())
+    assert stored["cache"] | stored["results"] == row and row["bytes/token"] > 0
+
+
 def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
     sals_ = "sals:skip_as=latent,sinks=2,recent=4"
     line = f"eval --method {sals_} --method streaming --samples 0 --equal_bytes 0.5"
