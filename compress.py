@@ -399,8 +399,7 @@ def kept_tokens(keep: float, length: int) -> int:
 def left_to_select(keep: float, total: int, capacity: int, x: int, z: int) -> int:
     """y: what a budget `keep`, of `total` tokens, leaves beside x sinks and z recent ones."""
     if total < x + z:
-        fewer = f"fewer than {x} sinks and {z} recent tokens"
-        raise UserError(f"--keep {keep:g} of {capacity} tokens is {fewer}")
+        raise UserError(f"--keep {keep:g} of {capacity} tokens is fewer than {x} sinks and {z} recent ones")
     return total - x - z
 
 
@@ -486,8 +485,7 @@ class TokenStore(nn.Module):
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         return matmul_codes(weights, self.rows)
 
-    def kernel_form(self) -> list[Tensor]:
-        return self.parts()
+    kernel_form = parts
 
     def formula(self) -> int:
         return self.context.batch_size * self.tokens * self.token_bytes
@@ -587,8 +585,7 @@ class CodedStore(TokenStore):
     def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False):
         self.bits, self.group = bits, min(32, width)
         if width % self.group or width * bits % 8:
-            groups = "a head dim that groups of 32 channels divide"
-            raise UserError(f"{bits}-bit values need {groups}, not {width}")
+            raise UserError(f"{bits}-bit values need a head dim that groups of 32 divide, not {width}")
         super().__init__(context, heads, tokens, width, by_token)
 
     def layout(self) -> dict[str, tuple]:
@@ -858,9 +855,7 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     return pack(codes.flatten(dim - 1, dim), bits), torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
-def dequantize(
-    codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype: torch.dtype, dim: int = -1
-) -> Tensor:
+def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, dim: int = -1) -> Tensor:
     """The inverse: codes [..., S, D * bits / 8] and the groups' (minimum, scale) -> x [..., S, D]."""
     grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
     low, scale = (part.unsqueeze(dim) for part in low_scale.float().unbind(-1))
@@ -930,7 +925,6 @@ class SalsSettings:
     skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "dense"))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(x, y, z) in tokens for a cache of this capacity."""
         x, y, z = self.sinks, self.critical, self.recent
         if self.keep:
             y = left_to_select(self.keep, round(self.keep * capacity), capacity, x, z)
@@ -1610,7 +1604,6 @@ class LrqkSettings:
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
     def budget(self, capacity: int) -> tuple[int, int]:
-        """(k, recent) in tokens for a cache of this capacity."""
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
         return within(capacity, self.recent, self.k)[::-1]
@@ -1732,9 +1725,7 @@ def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor
     return tuple(torch.linalg.solve_triangular(m.mT, x[..., :r] * root, upper=True) for m, x in pairs)
 
 
-def take_slots(
-    index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
-) -> tuple[Tensor, Tensor]:
+def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor) -> tuple[Tensor, Tensor]:
     """Gives each selected token a hot slot: hits keep theirs, misses take the others (ours), with C > k those
     unused for the longest time. Gives the slots [B, Hkv, k] and which miss.
 
@@ -1801,12 +1792,11 @@ class LrqkCache(Cache):
         c, self.settings = context.config, settings
         if settings.rank > c.head_dim:
             raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
-        self.chosen, self.z = settings.budget(context.capacity)
+        self.chosen, self.z = k, z = settings.budget(context.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
-        most = round(min(settings.slots * self.chosen, context.capacity - self.z))
-        self.slots = most if self.reuse else self.chosen
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
+        self.slots = round(min(settings.slots * k, capacity - z)) if self.reuse else k
         store = {"cpu": HostStore, "cuda": TokenStore}[settings.kv_device]
         self.kv = store(context, heads, capacity, width)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
@@ -1935,7 +1925,6 @@ class StreamingSettings:
     recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int]:
-        """(x, w) in tokens for a cache of this capacity."""
         return within(capacity, self.recent, self.sinks)[::-1]
 
 
@@ -1971,7 +1960,6 @@ class KeepSettings:
     recent: int = setting(1, "z: last tokens that are always among them", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(x, y, z) in tokens: sinks, selected, recent."""
         total, x, z = kept_tokens(self.keep, capacity), self.sinks, self.recent
         if total == capacity:
             return 0, total, 0
