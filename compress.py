@@ -2059,9 +2059,10 @@ class H2oCache(DenseCache):
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         c, places = self.config, self.context.positions[span]
         # What is kept of the past, in slots from 0 on, and the new tokens: [Hkv, N, ...] each.
-        held, new = min(span.start, self.count), (k, v, places[:, None].expand(-1, c.n_kv_heads))
-        pairs = zip((self.keys.rows, self.values.rows, self.position), new, strict=True)
-        keys, values, position = (torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs)
+        held, slots = min(span.start, self.count), (self.keys.rows, self.values.rows, self.position)
+        pairs = zip(slots, (k, v, places[:, None].expand(-1, c.n_kv_heads)), strict=True)
+        tokens = [torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
+        keys, _, position = tokens
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ keys[:, None].mT).float() * c.head_dim**-0.5  # [Hkv, G, W, N]
         later = position[:, None, None] > places[-last.shape[2] :, None]
@@ -2069,11 +2070,9 @@ class H2oCache(DenseCache):
         attention[:, :held] += self.attention[batch, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
-        n = kept.shape[1]
-        for store, x in ((self.keys, keys), (self.values, values)):
-            store.rows[batch, :, :n] = gather_rows(x[None], kept[None])[0]
-        self.position[batch], self.position[batch, :, :n] = -1, position.gather(1, kept).int()
-        self.attention[batch], self.attention[batch, :, :n] = 0, attention.gather(1, kept)
+        for slot, x in zip((*slots, self.attention), (*tokens, attention), strict=True):
+            slot[batch, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
+        self.position[batch, :, kept.shape[1] :] = -1
         self.prompt[batch] = span.stop
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
