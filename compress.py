@@ -680,7 +680,7 @@ class RebuiltKeys(nn.Module):
         return [rows, scale, rest, *self.paired, self.context.rope_pairs]
 
 
-# ------------------------------------------------------------------------------------- the base of all caches
+# ------------------------------------------------------------------------------ the base of all caches, dense
 
 
 class Cache(nn.Module):
@@ -748,9 +748,6 @@ class Cache(nn.Module):
     def miss_rate(self) -> float | None:
         """Rows that a mixed cache had to fetch from host memory, as a fraction of those selected."""
         return None
-
-
-# ------------------------------------------------------------------------------------------------------ dense
 
 
 @dataclass
@@ -1568,9 +1565,7 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
 
 
 def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    kind = settings.basis
-    if kind == "auto":  # what calibration found better
-        kind = ("pre", "post")[bool(artifact["better"])]
+    kind = ("pre", "post")[bool(artifact["better"])] if settings.basis == "auto" else settings.basis
     ranks = [max(1, round(settings.d * model.config.head_dim))] * len(model.layers)
     if settings.explained:
         values = artifact[f"{kind}.eigenvalues"]
@@ -2354,8 +2349,6 @@ class ChannelKeys(RingStore):
         capacity, heads, width = context.capacity, context.config.n_kv_heads, context.config.head_dim
         if residual < 32 or residual % 32:
             raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
-        if width * bits % 8:
-            raise UserError(f"keys of {width} numbers do not fill bytes with {bits} bits each")
         super().__init__(context, bits, min(residual, -(-capacity // 32) * 32))
         self.tokens = -(-capacity // self.R) * self.R
         self.token_bytes = heads * width * (bits + 1) / 8  # codes, and a part of their (minimum, scale)
