@@ -1257,11 +1257,9 @@ class EliteSettings:
 
 
 def elitekv_step(q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tensor, b_v: Tensor) -> tuple:
-    """One decode step of EliteKV as published (sec. 3.2, Eq. 2), for one sequence.
-
-    Each head's 2r elite dims come first. q [Hq, D] and k [Hkv, 2r]: elite dims rotated -> [Hq, D]. latent
-    [d_ckv]: c = x A of all else. stored: elite keys [S - 1, Hkv, 2r] and latents [S - 1, d_ckv]. b_k
-    [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T."""
+    """One decode step of EliteKV as published (sec. 3.2, Eq. 2), for one sequence, each head's 2r elite dims
+    first. q [Hq, D] and k [Hkv, 2r]: elite dims rotated -> [Hq, D]. latent [d_ckv]: c = x A of all else.
+    stored: elite keys [S - 1, Hkv, 2r] and latents. b_k [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T."""
     # 1. Append: the elite keys of each head, and one latent for all else of K and V.
     keys, latents = stored = appended(stored, k, latent)
     # 2. Expand what is not rotated, and the values: [K^n | V] = c B (Eq. 2).
@@ -1273,9 +1271,6 @@ def elitekv_step(q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tenso
     return torch.einsum("hgs,shd->hgd", logits.softmax(-1), values).flatten(0, 1), stored
 
 
-# ---- which pairs are rotated (sec. 3.1, 4.3)
-
-
 def uniform_order(half: int, r: int) -> Tensor:
     """Uniform (sec. 4.3.1): r pairs spread evenly over the `half` = D/2, then the others; [half]."""
     chosen = [i * (half - 1) // max(1, r - 1) for i in range(r)]
@@ -1283,9 +1278,8 @@ def uniform_order(half: int, r: int) -> Tensor:
 
 
 def elite_dims(order: Tensor, r: int) -> Tensor:
-    """The dims of each head with its r elite pairs first: order of its pairs [Hkv, D/2] -> [Hkv, D].
-
-    Both parts are half-split again, pairs ascending, so that apply_rope turns the first 2r dims."""
+    """The dims of each head with its r elite pairs first: order of its pairs [Hkv, D/2] -> [Hkv, D]. Both
+    parts are half-split again, pairs ascending, so that apply_rope turns the first 2r dims."""
     half = order.shape[1]
     elite, rest = order[:, :r].sort(-1).values, order[:, r:].sort(-1).values
     return torch.cat((elite, elite + half, rest, rest + half), 1)
