@@ -2477,9 +2477,8 @@ class ShadowKvSettings:
             return chunks * chunk, min(self.outliers, chunks) * chunk, min(recent, capacity)
         selected = (total - outliers - recent) // chunk
         if selected < 1:
-            fault = f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {chunk} beside"
-            exact = f"{self.outliers} outlier chunks and {recent} recent tokens"
-            raise UserError(f"{fault} {exact}; lower --outliers or --recent")
+            exact = f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
+            raise UserError(f"--keep {self.keep:g} of {capacity} leaves no chunk of {chunk} beside {exact}")
         return selected * chunk, outliers, recent
 
 
