@@ -2056,11 +2056,12 @@ def plot_quality(rows: list[dict], png: Path) -> None:
         "KL to dense, nats": (np.where(losses > 0, losses, np.nan), "log", np.fmin),  # dense's 0 has no log
     }
     figures = {label: each for label, each in figures.items() if np.isfinite(each[0]).any()}
-    with picture(png, len(figures), 2, 7.5, 5.5) as axes:
-        for line, (label, (each, scale, best)) in zip(axes, figures.items(), strict=True):
+    costs = [cost for cost in ("bytes/token", "read/step") if cost in rows[0]]
+    with picture(png, len(costs), len(figures), 7.5, 5.5) as axes:
+        for line, (label, (each, scale, best)) in zip(axes.T, figures.items(), strict=True):
             y = np.ma.masked_invalid(each).mean(1).filled(np.nan)
             shown = np.isfinite(y)
-            for axis, cost in zip(line, ("bytes/token", "read/step"), strict=True):
+            for axis, cost in zip(line, costs, strict=True):
                 axis.set(xlabel=cost, ylabel=label, xscale="log", yscale=scale)
                 axis.margins(0.12)
                 x = columns(cost)[:, 0]

@@ -5416,6 +5416,7 @@ BAD_CSV = {  # a table, and what the error says; None: it can be drawn
     f"{PLOT_HEAD}\nsals,1,2,3,4": "KeyError('dense')",
     f"{PLOT_HEAD}\ndense,1,2,0,9\nsals,1,2": None,  # no KL to draw, and cells that are missing
     f"\ufeff{PLOT_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4": None,  # a byte-order mark, and what TeX refuses
+    "method,bytes/token,single 64\ndense,1,9\nsals,2,3": None,  # one task, one cost
     f"{PLOT_HEAD}\ndense,1,2,0,0": "must be a positive integer, not 0",
     f"{PLOT_HEAD}\ndense,x,2,0,9": "could not convert string to float: 'x'",
     f"{TIMES_HEAD}\na,1,64,sals,2": "KeyError('dense_us')",
