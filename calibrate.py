@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -709,11 +709,99 @@ def initialise(model: Llama, seed: int) -> None:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-def weighted_loss(model: Llama, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Mean next-token cross entropy under `weights` [B, S]; tokens [B, S + 1]."""
-    logits = model.output(model(tokens[:, :-1]))
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-    return (loss * weights.flatten()).sum() / weights.sum()
+HEAD_CHUNK = 4096  # tokens whose logits exist at once
+
+
+def head_chunk(x, weight, labels, a, b, y, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
+    """HeadLoss of a few tokens, and its gradients with respect to x and weight; all but matmuls in fp32."""
+    log_p = (x @ weight.T).float().log_softmax(-1)  # [N, V]
+    p, is_label = log_p.exp(), torch.arange(len(weight), device=x.device) == labels[:, None]
+    loss = -(a * log_p.gather(-1, labels[:, None])[:, 0]).sum()
+    gradient = a[:, None] * (p - is_label.float())
+    if y is not None:
+        log_q = (y @ teacher_weight.T).float().log_softmax(-1)
+        q = log_q.exp()
+        loss = loss + (b * (q * (log_q - log_p)).sum(-1)).sum()
+        gradient = gradient + b[:, None] * (p - q)
+    gradient = gradient.to(torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype)
+    return loss, gradient @ weight, gradient.T @ x
+
+
+class HeadLoss(torch.autograd.Function):
+    """a times the cross entropy plus b times the KL to the teacher's distribution, summed over tokens.
+
+    The model's logits are x [N, dim] times weight [V, dim], the teacher's y times teacher_weight (or None);
+    labels, a, b [N]. The gradients are made with the loss, so that few tokens' logits exist at a time."""
+
+    @staticmethod
+    def forward(ctx, chunk_loss, x, weight, labels, a, b, y, teacher_weight):
+        loss, dx, d_weight = 0.0, [], torch.zeros_like(weight)
+        for i in range(0, len(x), HEAD_CHUNK):
+            *part, part_y = (t if t is None else t[i : i + HEAD_CHUNK] for t in (labels, a, b, y))
+            part = chunk_loss(x[i : i + HEAD_CHUNK], weight, *part, part_y, teacher_weight)
+            loss, d_weight = loss + part[0], d_weight.add_(part[2])
+            dx.append(part[1].to(x.dtype))
+        ctx.save_for_backward(torch.cat(dx), d_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, *(gradient * saved for saved in ctx.saved_tensors), *[None] * 5
+
+
+def layer_outputs(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Layer.forward, and what its attention adds to x."""
+    added = layer.attention(layer.attention_norm(x), layer.attention.causal(cos, sin))
+    x = x + added
+    return x + layer.feed_forward(layer.ffn_norm(x)), added
+
+
+@dataclass
+class Objective:
+    """The loss of training: labels, or with a teacher its distribution, too.
+
+    distill: the share of the KL to the teacher; layers: the weight of the layers' attention outputs."""
+
+    teacher: Llama | None = None
+    distill: float = 0.0
+    layers: float = 0.0
+    layer: Callable = layer_outputs
+    chunk: Callable = head_chunk
+
+    def compile(self) -> None:
+        """Layers of one kind share their compiled code: seconds, where a whole model would take minutes."""
+        self.layer, self.chunk = (torch.compile(f, dynamic=False) for f in (layer_outputs, head_chunk))
+
+    def forward(self, model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The hidden states of Llama.forward, and what each layer's attention adds to them, where it is asked."""
+        cos, sin = rope_tables(model.config, tokens.shape[1], tokens.device)
+        x, outputs = model.embed(tokens), []
+        for layer in model.layers:
+            x, added = self.layer(layer, x, cos, sin)
+            outputs += [added] if self.layers else []
+        return model.norm(x), outputs
+
+    def __call__(self, model: Llama, tokens: Tensor, weights: Tensor, layers: float = 0.0) -> Tensor:
+        """(1 - distill) times the mean cross entropy under weights [B, S], plus distill times the mean KL of the
+        teacher's next-token distribution to the model's; tokens [B, S + 1]."""
+        inputs, y, outputs = tokens[:, :-1], None, []
+        if self.teacher:
+            with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+                y, outputs = self.forward(self.teacher, inputs)
+        x, own = self.forward(model, inputs)
+        a = (1 - self.distill) * weights / weights.sum()
+        b = torch.full_like(weights, self.distill / weights.numel())
+        targets = (tokens[:, 1:].flatten(), a.flatten(), b.flatten())
+        of_teacher = (None, None) if y is None else (y.flatten(0, 1), self.teacher.output.weight)
+        loss = HeadLoss.apply(self.chunk, x.flatten(0, 1), model.output.weight, *targets, *of_teacher)
+        if layers:
+            loss = loss + layers * sum(map(relative_error, own, outputs)) / len(own)
+        return loss
+
+
+def relative_error(x: Tensor, target: Tensor) -> Tensor:
+    x, target = x.float(), target.float()
+    return (x - target).square().mean() / target.square().mean()
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -767,10 +855,12 @@ def deferred_interrupts() -> Iterator[list]:
         raise KeyboardInterrupt
 
 
-def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False, log=None) -> bool:
-    """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
+def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, loss_of=None) -> bool:
+    """AdamW under a warm-up and a cosine over all stages, weights in fp32 with bf16 autocast.
     state and log: files or None, as --state and --log. -> whether it is done, before `minutes` ran out."""
-    device, cuda = next(model.parameters()).device, torch.cuda.is_available()
+    device, loss_of = next(model.parameters()).device, loss_of or Objective()
+    if cuda := device.type == "cuda":
+        loss_of.compile()
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
@@ -782,15 +872,15 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False,
     if log and not done:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("tokens,loss\n")
-    loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
+    warm_up = max(1, min(200, total // 10))
     with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
         for tokens, weights in batches if done < total else ():
-            warm, decay = min(1.0, (done + 1) / 200), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
-            for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
-                group["lr"] = lr if constant else lr * warm * decay
+            warm, decay = min(1.0, (done + 1) / warm_up), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
+            for group in optimizer.param_groups:  # after the warm-up a cosine to a tenth
+                group["lr"] = lr * warm * decay
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
             with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of(model, tokens, weights)
+                loss = loss_of(model, tokens, weights, loss_of.layers * (10 * done < total))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -874,8 +964,9 @@ def run_train(args: argparse.Namespace) -> None:
     model, tokenizer = uptraining_model(args, device) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     for stage in stages:
-        needed, what = stage.batch * stage.length * model.config.vocab_size * 4, "logits of {} x {} tokens"
-        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
+        needed = stage.batch * stage.length * model.config.dim * 4 * model.config.n_layers
+        what = f"hidden states of {stage.batch} x {stage.length} tokens"
+        model_file.check_free(needed, device, what, "lower --stages")
     if not args.source:
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(paths, NANO.vocab_size)
@@ -885,8 +976,13 @@ def run_train(args: argparse.Namespace) -> None:
         initialise(model, args.seed)
     tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
     hay = Haystack(tokenizer, tokens, list(shares))
-    lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
-    loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
+    lr = args.lr or (2e-4 if args.source else 2e-3)
+    loss_of = Objective()
+    if args.distill or args.layer_loss:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        teacher = model_file.load_model(args.source, device, dtype)
+        loss_of = Objective(teacher.requires_grad_(False), args.distill, args.layer_loss)
+    loop = (args.seed, args.workers, args.state, args.minutes, args.log, loss_of)
     done = train(model.to(device), hay, stages, lr, *loop)
     save_checkpoint(model, args.out, args.source)
     for text, ids in zip(args.text, tokens, strict=True):
@@ -2310,6 +2406,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--text", str, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")
     p.option("--lr", positive, None, "peak learning rate (default 2e-3); with --from a constant one (2e-4)")
+    p.option("--distill", fraction, 0.0, "with --from: share of KL", nargs="?", const=1.0)
+    p.option("--layer_loss", float, 0.0, "layers")
     p.option("--seed", whole(0), 0, "of weights and batches")
     p.option("--workers", whole(1, 256), min(12, os.cpu_count() or 1), "processes that make batches")
     p.option("--state", Path, None, "file that keeps weights and moments, to stop and resume")
