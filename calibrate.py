@@ -961,7 +961,8 @@ def run_train(args: argparse.Namespace) -> None:
     check_file("--state", args.state)
     check_file("--log", args.log)
     files = [text_files(path, held=False) for path in paths]
-    model, tokenizer = uptraining_model(args, device) if args.source else (Llama(NANO), None)
+    uptrained = (args, device, files, stages[0].length)
+    model, tokenizer = uptraining_model(*uptrained) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     for stage in stages:
         needed = stage.batch * stage.length * model.config.dim * 4 * model.config.n_layers
@@ -990,8 +991,9 @@ def run_train(args: argparse.Namespace) -> None:
     print("finished" if done else "not finished: run the same command again with the same --state")
 
 
-def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Llama, object]:
-    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer."""
+def uptraining_model(args: argparse.Namespace, device: torch.device, files: list, length: int) -> tuple:
+    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer. files of each text: its
+    factors keep most of what the layers compute on windows of `length` tokens of them."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
@@ -1001,8 +1003,32 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
     if model.config.qkv_bias or model.config.elitekv:
         raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
     artifact = load_artifact(args.source, "elitekv", model)
+    tokenizer = load_tokenizer(args.source)
+    texts = (windows(tokenizer, each, length, 64 // len(files) + 1, model.config.vocab_size) for each in files)
+    if "H53_PLAIN" not in os.environ:
+        artifact |= input_roots(model, torch.cat(list(texts)))
     METHODS["elitekv"].fold_all(model, settings_from("elitekv", candidate.options), artifact)
-    return model.requires_grad_(True), load_tokenizer(args.source)
+    return model.requires_grad_(True), tokenizer
+
+
+@torch.no_grad()
+def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
+    """Of each layer the square root [dim, dim] of E x x^T, x being its attention's inputs for tokens [N, S]:
+    with it low_rank keeps what the layer computes rather than its weights (ours)."""
+    sums, device = [0.0] * model.config.n_layers, next(model.parameters()).device
+
+    def add(i: int, attention: nn.Module, inputs: tuple) -> None:
+        x = inputs[0].flatten(0, -2).double()
+        sums[i] = sums[i] + x.T @ x / tokens.numel()
+
+    hooks = [x.attention.register_forward_pre_hook(partial(add, i)) for i, x in enumerate(model.layers)]
+    for window in tracked("inputs", tokens):
+        model(window[None].to(device))
+    for hook in hooks:
+        hook.remove()
+    values, vectors = eigen(torch.stack(sums))
+    values = values.clamp(min=1e-6 * values.max())
+    return {f"{i}.root": (v * e.sqrt()) @ v.T for i, (e, v) in enumerate(zip(values, vectors, strict=True))}
 
 
 def elite_artifact(model: Llama) -> dict[str, Tensor]:
@@ -1019,11 +1045,12 @@ def elite_artifact(model: Llama) -> dict[str, Tensor]:
 def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
     """The inverse of elite_attention, without biases: W_k and W_v expanded from A B, dims as they were."""
     c, r = elite.config, elite.r
-    back = compress.elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
+    back = compress.elite_dims(elite.order, r).argsort(-1).expand(c.n_kv_heads, -1)  # [Hkv, D]
     q, k, a = elite.wqkv.weight.split(elite.widths)
     expanded = (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1))
     rest, v = expanded.split((c.head_dim - 2 * r, c.head_dim), 1)
-    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1).flatten(0, 1)  # [Hkv * D, dim]
+    k = k.unflatten(0, (-1, 2 * r)).expand(c.n_kv_heads, -1, -1)  # a shared elite key is every head's
+    k = torch.cat((k, rest), 1).flatten(0, 1)  # [Hkv * D, dim]
     rows = [compress.in_order(x, back).flatten(0, 2) for x in (q, k)]
     attention = model_file.Attention(c)
     attention.wqkv, attention.wo = compress.linear_of(torch.cat((*rows, v.flatten(0, 1))), None), elite.wo
