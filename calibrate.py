@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -712,7 +712,7 @@ def initialise(model: Llama, seed: int) -> None:
 HEAD_CHUNK = 4096  # tokens whose logits exist at once
 
 
-def head_chunk(x, weight, labels, a, b, y, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
+def head_chunk(x, labels, a, y, b, weight, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
     """HeadLoss of a few tokens, and its gradients with respect to x and weight; all but matmuls in fp32."""
     log_p = (x @ weight.T).float().log_softmax(-1)  # [N, V]
     p, is_label = log_p.exp(), torch.arange(len(weight), device=x.device) == labels[:, None]
@@ -721,8 +721,8 @@ def head_chunk(x, weight, labels, a, b, y, teacher_weight) -> tuple[Tensor, Tens
     if y is not None:
         log_q = (y @ teacher_weight.T).float().log_softmax(-1)
         q = log_q.exp()
-        loss = loss + (b * (q * (log_q - log_p)).sum(-1)).sum()
-        gradient = gradient + b[:, None] * (p - q)
+        loss = loss + b * (q * (log_q - log_p)).sum()
+        gradient = gradient + b * (p - q)
     gradient = gradient.to(torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype)
     return loss, gradient @ weight, gradient.T @ x
 
@@ -731,77 +731,37 @@ class HeadLoss(torch.autograd.Function):
     """a times the cross entropy plus b times the KL to the teacher's distribution, summed over tokens.
 
     The model's logits are x [N, dim] times weight [V, dim], the teacher's y times teacher_weight (or None);
-    labels, a, b [N]. The gradients are made with the loss, so that few tokens' logits exist at a time."""
+    labels, a [N]. The gradients are made with the loss, so that few tokens' logits exist at a time."""
 
     @staticmethod
-    def forward(ctx, chunk_loss, x, weight, labels, a, b, y, teacher_weight):
+    def forward(ctx, chunk, x, labels, a, y, b, weight, teacher_weight):
         loss, dx, d_weight = 0.0, [], torch.zeros_like(weight)
-        for i in range(0, len(x), HEAD_CHUNK):
-            *part, part_y = (t if t is None else t[i : i + HEAD_CHUNK] for t in (labels, a, b, y))
-            part = chunk_loss(x[i : i + HEAD_CHUNK], weight, *part, part_y, teacher_weight)
-            loss, d_weight = loss + part[0], d_weight.add_(part[2])
-            dx.append(part[1].to(x.dtype))
+        parts = [[None] * len(x) if t is None else t.split(HEAD_CHUNK) for t in (x, labels, a, y)]
+        for part in zip(*parts, strict=False):
+            part_loss, part_dx, part_d_weight = chunk(*part, b, weight, teacher_weight)
+            loss, d_weight = loss + part_loss, d_weight.add_(part_d_weight)
+            dx.append(part_dx.to(x.dtype))
         ctx.save_for_backward(torch.cat(dx), d_weight)
         return loss
 
     @staticmethod
     def backward(ctx, gradient):
-        return None, *(gradient * saved for saved in ctx.saved_tensors), *[None] * 5
+        dx, d_weight = ctx.saved_tensors
+        return None, gradient * dx, *[None] * 4, gradient * d_weight, None
 
 
-def layer_outputs(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Layer.forward, and what its attention adds to x."""
-    added = layer.attention(layer.attention_norm(x), layer.attention.causal(cos, sin))
-    x = x + added
-    return x + layer.feed_forward(layer.ffn_norm(x)), added
-
-
-@dataclass
-class Objective:
-    """The loss of training: labels, or with a teacher its distribution, too.
-
-    distill: the share of the KL to the teacher; layers: the weight of the layers' attention outputs."""
-
-    teacher: Llama | None = None
-    distill: float = 0.0
-    layers: float = 0.0
-    layer: Callable = layer_outputs
-    chunk: Callable = head_chunk
-
-    def compile(self) -> None:
-        """Layers of one kind share their compiled code: seconds, where a whole model would take minutes."""
-        self.layer, self.chunk = (torch.compile(f, dynamic=False) for f in (layer_outputs, head_chunk))
-
-    def forward(self, model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states of Llama.forward, and what each layer's attention adds to them, where it is asked."""
-        cos, sin = rope_tables(model.config, tokens.shape[1], tokens.device)
-        x, outputs = model.embed(tokens), []
-        for layer in model.layers:
-            x, added = self.layer(layer, x, cos, sin)
-            outputs += [added] if self.layers else []
-        return model.norm(x), outputs
-
-    def __call__(self, model: Llama, tokens: Tensor, weights: Tensor, layers: float = 0.0) -> Tensor:
-        """(1 - distill) times the mean cross entropy under weights [B, S], plus distill times the mean KL of the
-        teacher's next-token distribution to the model's; tokens [B, S + 1]."""
-        inputs, y, outputs = tokens[:, :-1], None, []
-        if self.teacher:
-            with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
-                y, outputs = self.forward(self.teacher, inputs)
-        x, own = self.forward(model, inputs)
-        a = (1 - self.distill) * weights / weights.sum()
-        b = torch.full_like(weights, self.distill / weights.numel())
-        targets = (tokens[:, 1:].flatten(), a.flatten(), b.flatten())
-        of_teacher = (None, None) if y is None else (y.flatten(0, 1), self.teacher.output.weight)
-        loss = HeadLoss.apply(self.chunk, x.flatten(0, 1), model.output.weight, *targets, *of_teacher)
-        if layers:
-            loss = loss + layers * sum(map(relative_error, own, outputs)) / len(own)
-        return loss
-
-
-def relative_error(x: Tensor, target: Tensor) -> Tensor:
-    x, target = x.float(), target.float()
-    return (x - target).square().mean() / target.square().mean()
+def training_loss(
+    model, tokens: Tensor, weights: Tensor, teacher=None, share=0.0, chunk=head_chunk
+) -> Tensor:
+    """1 - share times the mean next-token cross entropy under weights [B, S], and share times the mean KL of
+    the teacher's distribution to the model's; tokens [B, S + 1]. chunk: head_chunk, or compiled."""
+    inputs, labels, y = tokens[:, :-1], tokens[:, 1:].flatten(), None
+    if teacher:
+        with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+            y = teacher(inputs).flatten(0, 1)
+    x, a = model(inputs).flatten(0, 1), (1 - share) * weights.flatten() / weights.sum()
+    heads = model.output.weight, teacher and teacher.output.weight
+    return HeadLoss.apply(chunk, x, labels, a, y, share / len(labels), *heads)
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -855,12 +815,13 @@ def deferred_interrupts() -> Iterator[list]:
         raise KeyboardInterrupt
 
 
-def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, loss_of=None) -> bool:
+def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teacher=None, share=0.0) -> bool:
     """AdamW under a warm-up and a cosine over all stages, weights in fp32 with bf16 autocast.
-    state and log: files or None, as --state and --log. -> whether it is done, before `minutes` ran out."""
-    device, loss_of = next(model.parameters()).device, loss_of or Objective()
-    if cuda := device.type == "cuda":
-        loss_of.compile()
+    state and log: files or None, as --state and --log; teacher and share: of training_loss.
+    -> whether it is done, before `minutes` ran out."""
+    device = next(model.parameters()).device
+    compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
+    student, teacher, chunk = compiled(model), teacher and compiled(teacher), compiled(head_chunk)
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
@@ -880,7 +841,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, loss_
                 group["lr"] = lr * warm * decay
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
             with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of(model, tokens, weights, loss_of.layers * (10 * done < total))
+                loss = training_loss(student, tokens, weights, teacher, share, chunk)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -952,8 +913,8 @@ def run_train(args: argparse.Namespace) -> None:
 
         python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
         python calibrate.py train --from FOLDER --out FOLDER-elitekv --text books --stages 4x8192x6000"""
-    if args.method and not args.source:
-        raise UserError("--method says what a checkpoint is uptrained for; give it with --from FOLDER")
+    if (args.method or args.distill) and not args.source:
+        raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*map(text_share, args.text), strict=True)
     device, _ = generate.device_and_dtype(args)
@@ -977,14 +938,13 @@ def run_train(args: argparse.Namespace) -> None:
         initialise(model, args.seed)
     tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
     hay = Haystack(tokenizer, tokens, list(shares))
-    lr = args.lr or (2e-4 if args.source else 2e-3)
-    loss_of = Objective()
-    if args.distill or args.layer_loss:
+    teacher = None
+    if args.distill:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        teacher = model_file.load_model(args.source, device, dtype)
-        loss_of = Objective(teacher.requires_grad_(False), args.distill, args.layer_loss)
-    loop = (args.seed, args.workers, args.state, args.minutes, args.log, loss_of)
-    done = train(model.to(device), hay, stages, lr, *loop)
+        teacher = model_file.load_model(args.source, device, dtype).requires_grad_(False)
+    lr = args.lr or (1e-3 if args.source else 2e-3)
+    loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
+    done = train(model.to(device), hay, stages, *loop)
     save_checkpoint(model, args.out, args.source)
     for text, ids in zip(args.text, tokens, strict=True):
         print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
@@ -1004,9 +964,9 @@ def uptraining_model(args: argparse.Namespace, device: torch.device, files: list
         raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
     artifact = load_artifact(args.source, "elitekv", model)
     tokenizer = load_tokenizer(args.source)
-    texts = (windows(tokenizer, each, length, 64 // len(files) + 1, model.config.vocab_size) for each in files)
+    texts = [windows(tokenizer, each, length, 64 // len(files) + 1) for each in files]
     if "H53_PLAIN" not in os.environ:
-        artifact |= input_roots(model, torch.cat(list(texts)))
+        artifact |= input_roots(model, torch.cat(texts))
     METHODS["elitekv"].fold_all(model, settings_from("elitekv", candidate.options), artifact)
     return model.requires_grad_(True), tokenizer
 
@@ -1017,7 +977,7 @@ def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     with it low_rank keeps what the layer computes rather than its weights (ours)."""
     sums, device = [0.0] * model.config.n_layers, next(model.parameters()).device
 
-    def add(i: int, attention: nn.Module, inputs: tuple) -> None:
+    def add(i: int, attention: torch.nn.Module, inputs: tuple) -> None:
         x = inputs[0].flatten(0, -2).double()
         sums[i] = sums[i] + x.T @ x / tokens.numel()
 
@@ -2432,9 +2392,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
     p.option("--text", str, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")
-    p.option("--lr", positive, None, "peak learning rate (default 2e-3); with --from a constant one (2e-4)")
-    p.option("--distill", fraction, 0.0, "with --from: share of KL", nargs="?", const=1.0)
-    p.option("--layer_loss", float, 0.0, "layers")
+    p.option("--lr", positive, None, "peak learning rate (default 2e-3, with --from 1e-3)")
+    about = "with --from: the fraction of the loss that is the KL to it (alone: 1), and not of labels"
+    p.option("--distill", fraction, 0.0, about, nargs="?", const=1.0, metavar="SHARE")
     p.option("--seed", whole(0), 0, "of weights and batches")
     p.option("--workers", whole(1, 256), min(12, os.cpu_count() or 1), "processes that make batches")
     p.option("--state", Path, None, "file that keeps weights and moments, to stop and resume")

@@ -1357,7 +1357,7 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
 # ---- factors and the EliteKV form of a layer
 
 
-def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str, root: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str, root: Tensor | None = None) -> tuple:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
     k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with
@@ -1485,7 +1485,7 @@ class EliteCache(Cache):
 
     def __init__(self, context: Context, attention: EliteAttention):
         super().__init__(context)
-        c, self.attention = context.config, attention
+        self.attention = attention
         self.r, self.d_ckv = attention.r, attention.widths[2]
         width = self.d_ckv + attention.widths[1]  # d_ckv numbers of all heads, and the rotated ones
         self.latents = TokenStore(context, 1, context.capacity, width)
