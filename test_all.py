@@ -1284,25 +1284,17 @@ def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch
 
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_a_shared_elite_key_is_exact_where_heads_differ_by_complex_factors(qkv_bias):
-    """RoPE turns a pair as a complex number: k_h = f_h k for complex f_h of each pair can be shared."""
-    model, x = tiny_model(group=2, qkv_bias=qkv_bias), torch.randn(40, 48)
-    artifact, dense, tables = (
-        artifact_of("elitekv", model),
-        copy.deepcopy(model),
-        rope_tables(model.config, 40, CPU),
-    )
-    for one in (model, dense):
-        wqkv, factors = (
-            one.layers[1].attention.wqkv,
-            torch.randn(4, 8, 1, generator=torch.manual_seed(0)) + 0.5j,
-        )
-        for rows in (wqkv.weight, *([wqkv.bias[:, None]] if qkv_bias else [])):
-            k = rows[128:192].view(4, 2, 8, -1)
-            k.copy_(torch.view_as_real(torch.complex(k[0, 0], k[0, 1]) * factors).movedim(-1, 1))
-    METHODS["elitekv"].fold_all(model, compress.EliteSettings(8, 48, shared=True), artifact)
-    got, truth = (one.layers[1].attention for one in (model, dense))
-    assert got.widths == [128, 16, 48]
-    assert error(got(x, got.causal(*tables)), truth(x, truth.causal(*tables))) < 1e-4
+    """RoPE turns a pair as a complex number: keys k_h = f_h k, f_h of a head and pair, share k."""
+    model, x, f = tiny_model(group=2, qkv_bias=qkv_bias), torch.randn(40, 48), torch.randn(4, 8, 1) + 0.5j
+    dense, tables = model.layers[1].attention, rope_tables(model.config, 40, CPU)
+    for rows in (dense.wqkv.weight, *([dense.wqkv.bias[:, None]] if qkv_bias else [])):
+        k = rows[128:192].view(4, 2, 8, -1)
+        k.copy_(torch.view_as_real(torch.complex(k[0, 0], k[0, 1]) * f).movedim(-1, 1))
+    settings = compress.EliteSettings(8, 48, shared=True)
+    METHODS["elitekv"].fold_all(model, settings, artifact_of("elitekv", model))
+    elite = model.layers[1].attention
+    assert elite.widths == [128, 16, 48]
+    assert error(elite(x, elite.causal(*tables)), dense(x, dense.causal(*tables))) < 1e-4
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -1393,11 +1385,10 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
         (a, b), (_, blocks) = factors
         assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
         assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole  # Eckart-Young
-        seen, b = compress.low_rank(k, v, d_ckv, "joint", root)  # the best for inputs x, x^T x = root^2
-        kept = (root @ (m - seen @ b.flatten(1))).square().sum()
-        assert (
-            abs(kept - torch.linalg.svdvals(root @ m)[d_ckv:].square().sum())
-            < 1e-6 * (root @ m).square().sum()
+        seen, best = compress.low_rank(k, v, d_ckv, "joint", root)  # for inputs x with x^T x = root^2
+        lost = (root @ (m - seen @ best.flatten(1))).square().sum()
+        assert abs(lost - torch.linalg.svdvals(root @ m)[d_ckv:].square().sum()) < 1e-6 * lost.clamp(
+            min=whole
         )
         splits = range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
         best = min(parts[0][n:].sum() + parts[1][d_ckv - n :].sum() for n in splits)
@@ -1455,9 +1446,8 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
     assert model.config.elitekv
     METHODS["elitekv"].fold_all(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
-    METHODS["elitekv"].fold_all(
-        start, compress.EliteSettings(3, 24, shared=True), load_artifact(source, "elitekv", start)
-    )
+    settings = compress.EliteSettings(3, 24, shared=True)
+    METHODS["elitekv"].fold_all(start, settings, load_artifact(source, "elitekv", start))
     tokens = torch.randint(3, 4096, (1, 50))
     trained = training.call_args.args[0].eval()
     assert error(model(tokens), trained(tokens).detach()) < 5e-2  # bf16 weights
@@ -1467,9 +1457,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     assert torch.equal(after.pairs, before.pairs)
 
     report = cli.json(f"generate --checkpoint {out} --prompt hello --max_new_tokens 4 --method elitekv")
-    assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (
-        2 * 3 + 24
-    )  # one elite key for all heads
+    assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 + 24)  # one elite key
     assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
     assert "only elitekv is uptrained" in cli.refusal(uptrain.replace(method, "sals"))
     table = f"eval --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
@@ -4214,17 +4202,14 @@ def test_the_loss_in_chunks_is_that_of_whole_logits(chunk, monkeypatch):
     monkeypatch.setattr(calibrate, "HEAD_CHUNK", chunk)
     shapes, labels, a = ((10, 8), (50, 8)), torch.randint(50, (10,)), torch.rand(10)
     x, weight, y, teacher_weight = (torch.randn(s, requires_grad=True) for s in shapes * 2)
-    for b, share in ((0.7, a), (0.7, 0 * a), (0.0, a)):
-        given = (x, labels, share, y if b else None, b, weight, teacher_weight)
+    for b in (0.7, 0.0):
+        given = (x, labels, a, y if b else None, b, weight, teacher_weight)
         loss = calibrate.HeadLoss.apply(calibrate.head_chunk, *given)
         log_p, log_q = (x @ weight.T).log_softmax(-1), (y @ teacher_weight.T).detach().log_softmax(-1)
-        truth = (share * F.cross_entropy(x @ weight.T, labels, reduction="none")).sum()
+        truth = (a * F.cross_entropy(x @ weight.T, labels, reduction="none")).sum()
         truth = truth + b * F.kl_div(log_p, log_q, reduction="sum", log_target=True)
-        assert abs(loss / truth - 1) < 1e-5
-        for got, wanted in zip(
-            *(torch.autograd.grad(2 * each, (x, weight)) for each in (loss, truth)), strict=True
-        ):
-            assert error(got, wanted) < 1e-5
+        got, wanted = (torch.autograd.grad(2 * each, (x, weight)) for each in (loss, truth))
+        assert abs(loss / truth - 1) < 1e-5 and max(map(error, got, wanted)) < 1e-5
 
 
 def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
@@ -4239,9 +4224,7 @@ def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
         return (log_q.exp() * (log_q - log_p)).sum(-1).mean().item()
 
     at_first = kl()
-    assert calibrate.training_loss(model, tokens, weights, teacher, 1.0).item() == pytest.approx(
-        at_first, 1e-3
-    )
+    assert abs(calibrate.training_loss(model, tokens, weights, teacher, 1.0).item() / at_first - 1) < 1e-3
     given = (nano_haystack, [Stage(4, 128, 20)], 1e-3, 0, 0, None, math.inf, None, teacher, 1.0)
     assert train(model.requires_grad_(True), *given) and kl() < 0.7 * at_first
     assert all(map(torch.equal, before, teacher.parameters()))
