@@ -710,6 +710,7 @@ def initialise(model: Llama, seed: int) -> None:
 
 
 HEAD_CHUNK = 4096  # tokens whose logits exist at once
+EARLY = 0.1  # of the steps of distillation: so long the layers' attention is part of the loss
 
 
 def head_chunk(x, labels, a, y, b, weight, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
@@ -750,18 +751,34 @@ class HeadLoss(torch.autograd.Function):
         return None, gradient * dx, *[None] * 4, gradient * d_weight, None
 
 
+def attention_outputs(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The hidden states of Llama.forward, and what each layer's heads give [B, S, Hq, D]."""
+    outputs = []
+
+    def attend(i: int, cos: Tensor, sin: Tensor, *qkv: Tensor) -> Tensor:
+        outputs.append(model.layers[i].attention.causal(cos, sin)(*qkv))
+        return outputs[-1]
+
+    return model(tokens, attend), outputs
+
+
 def training_loss(
-    model, tokens: Tensor, weights: Tensor, teacher=None, share=0.0, chunk=head_chunk
+    model, tokens, weights, teacher=None, share=0.0, layers=False, forward=attention_outputs, chunk=head_chunk
 ) -> Tensor:
     """1 - share times the mean next-token cross entropy under weights [B, S], and share times the mean KL of
-    the teacher's distribution to the model's; tokens [B, S + 1]. chunk: head_chunk, or compiled."""
-    inputs, labels, y = tokens[:, :-1], tokens[:, 1:].flatten(), None
+    the teacher's distribution to the model's; tokens [B, S + 1]. layers: and the mean relative squared error
+    of what the heads give. forward, chunk: these functions, or compiled."""
+    inputs, labels, y, targets = tokens[:, :-1], tokens[:, 1:].flatten(), None, []
     if teacher:
         with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
-            y = teacher(inputs).flatten(0, 1)
-    x, a = model(inputs).flatten(0, 1), (1 - share) * weights.flatten() / weights.sum()
+            y, targets = forward(teacher, inputs)
+    x, outputs = forward(model, inputs)
+    x, y, a = x.flatten(0, 1), teacher and y.flatten(0, 1), (1 - share) * weights.flatten() / weights.sum()
     heads = model.output.weight, teacher and teacher.output.weight
-    return HeadLoss.apply(chunk, x, labels, a, y, share / len(labels), *heads)
+    loss = HeadLoss.apply(chunk, x, labels, a, y, share / len(labels), *heads)
+    for x, y in zip(outputs, targets, strict=True) if layers else ():
+        loss = loss + F.mse_loss(x.float(), y.float()) / y.float().square().mean() / len(outputs)
+    return loss
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -821,7 +838,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     -> whether it is done, before `minutes` ran out."""
     device = next(model.parameters()).device
     compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
-    student, teacher, chunk = compiled(model), teacher and compiled(teacher), compiled(head_chunk)
+    forward, chunk = compiled(attention_outputs), compiled(head_chunk)
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
@@ -841,7 +858,8 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
                 group["lr"] = lr * warm * decay
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
             with torch.autocast(device.type, torch.bfloat16):
-                loss = training_loss(student, tokens, weights, teacher, share, chunk)
+                early = bool(teacher) and done < EARLY * total
+                loss = training_loss(model, tokens, weights, teacher, share, early, forward, chunk)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -965,8 +983,7 @@ def uptraining_model(args: argparse.Namespace, device: torch.device, files: list
     artifact = load_artifact(args.source, "elitekv", model)
     tokenizer = load_tokenizer(args.source)
     texts = [windows(tokenizer, each, length, 64 // len(files) + 1) for each in files]
-    if "H53_PLAIN" not in os.environ:
-        artifact |= input_roots(model, torch.cat(texts))
+    artifact |= input_roots(model, torch.cat(texts))
     METHODS["elitekv"].fold_all(model, settings_from("elitekv", candidate.options), artifact)
     return model.requires_grad_(True), tokenizer
 

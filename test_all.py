@@ -4224,7 +4224,10 @@ def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
         return (log_q.exp() * (log_q - log_p)).sum(-1).mean().item()
 
     at_first = kl()
-    assert abs(calibrate.training_loss(model, tokens, weights, teacher, 1.0).item() / at_first - 1) < 1e-3
+    late, early = (calibrate.training_loss(model, tokens, weights, teacher, 1.0, on) for on in (False, True))
+    heads = (calibrate.attention_outputs(each, tokens[:, :-1])[1] for each in (model, teacher))
+    errors = [error(x, y) ** 2 for x, y in zip(*heads, strict=True)]
+    assert abs(late / at_first - 1) < 1e-3 and abs((early - late) / np.mean(errors) - 1) < 1e-3
     given = (nano_haystack, [Stage(4, 128, 20)], 1e-3, 0, 0, None, math.inf, None, teacher, 1.0)
     assert train(model.requires_grad_(True), *given) and kl() < 0.7 * at_first
     assert all(map(torch.equal, before, teacher.parameters()))
