@@ -1254,6 +1254,7 @@ class EliteSettings:
     d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)", sets="bytes")
     pairs: str = setting("elite", "which pairs are rotated", ("elite", "uniform", "contribution"))
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
+    shared: bool = setting(False, "one elite key for all heads of a layer, as MLA has it (ours)")
 
 
 def elitekv_step(q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tensor, b_v: Tensor) -> tuple:
@@ -1288,12 +1289,16 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
 # ---- factors and the EliteKV form of a layer
 
 
-def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> tuple[Tensor, Tensor]:
+def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str, root: Tensor | None = None) -> tuple:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
     k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with
     a head's keys before its values; fp64. J-LRD truncates the SVD of both. S-LRD takes the d_ckv largest
-    singular values of the two matrices (c_k and c_v follow): a block-diagonal B, so never better."""
+    singular values of the two matrices (c_k and c_v follow): a block-diagonal B, so never better.
+    root [dim, dim], the square root of E x x^T: the factors are then the best for inputs x (ours)."""
+    if root is not None:
+        a, b = low_rank(*(torch.tensordot(root, t.double(), 1) for t in (k, v)), d_ckv, kind)
+        return torch.linalg.solve(root, a), b
     m = torch.cat((k, v), -1).double()
     if kind == "joint":
         a = left_singular(m)[1][:, :d_ckv]
@@ -1311,6 +1316,19 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1), vectors.flip(-1)
 
 
+def shared_elite(q: Tensor, k: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n].
+
+    RoPE turns a pair as a complex number, and so do complex factors: k_h ~ conj(f_h) k, by the SVD over the
+    heads, is a key times a factor that the queries of the head can take. root: see low_rank."""
+    keys = torch.complex(*k.double().chunk(2, 1)).transpose(0, 1)  # [r, Hkv, n]
+    seen = keys if root is None else keys[..., : len(root)] @ root.to(keys)
+    factors = torch.linalg.svd(seen.mT, full_matrices=False)[2][:, :1].conj()  # [r, 1, Hkv]
+    shared = (factors @ keys)[:, 0]  # [r, n]
+    q = torch.complex(*q.double().chunk(2, 2)) * factors.permute(2, 1, 0)[..., None]  # [Hkv, G, r, n]
+    return torch.cat((q.real, q.imag), 2), torch.cat((shared.real, shared.imag))[None]
+
+
 def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
     layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.contiguous(), False)
@@ -1319,16 +1337,17 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 class EliteAttention(nn.Module):
-    """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., Hkv, 2r] and the latent c_kv
+    """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., He, 2r] and the latent c_kv
     [..., d_ckv], before RoPE. The dims of a head are in the order of `elite_dims`.
 
-    wqkv: rows of W_q, of W_k^e, and A^T. up: B^T, for each head D - 2r key rows and D value rows."""
+    order [He, D/2]: He is Hkv, or 1 where the heads share an elite key. wqkv: rows of W_q, of W_k^e, and A^T.
+    up: B^T, for each head D - 2r key rows and D value rows."""
 
     def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: Linear, up: Linear, wo: Linear):
         super().__init__()
         self.config, self.order, self.r = c, order, r
-        self.pairs = order[:, :r].sort(-1).values  # [Hkv, r]
-        self.widths = [c.n_heads * c.head_dim, c.n_kv_heads * 2 * r, up.in_features]
+        self.pairs = order[:, :r].sort(-1).values  # [He, r]
+        self.widths = [c.n_heads * c.head_dim, len(order) * 2 * r, up.in_features]
         self.wqkv, self.up, self.wo = wqkv, up, wo
 
     forward = Attention.forward
@@ -1336,20 +1355,19 @@ class EliteAttention(nn.Module):
     def attended(self, qkv: Tensor, attend) -> Tensor:
         q, k, latent = qkv.split(self.widths, dim=-1)
         q = q.unflatten(-1, (self.config.n_heads, -1))
-        k = k.unflatten(-1, (self.config.n_kv_heads, 2 * self.r))
-        return attend(q, k, latent).flatten(-2)
+        return attend(q, k.unflatten(-1, (-1, 2 * self.r)), latent).flatten(-2)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates the first 2r dims of x [..., S, H, n] by its head's elite angles; tables [..., S, D/2]."""
-        x = x.unflatten(-2, (self.config.n_kv_heads, -1))  # [..., S, Hkv, H / Hkv, n]
+        x = x.unflatten(-2, (len(self.pairs), -1))  # [..., S, He, H / He, n]
         elite = apply_rope(x[..., : 2 * self.r], cos[..., self.pairs], sin[..., self.pairs])
         return torch.cat((elite, x[..., 2 * self.r :]), -1).flatten(-3, -2)
 
     def naive(self, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k [..., P + S, Hkv, 2r]."""
+        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k [..., P + S, He, 2r]."""
         d, heads = self.config.head_dim, self.config.n_kv_heads
         rest, v = self.up(latent).unflatten(-1, (heads, -1)).split((d - 2 * self.r, d), dim=-1)
-        return causal_attention(q, torch.cat((k, rest), -1), v)
+        return causal_attention(q, torch.cat((k.expand(*rest.shape[:-1], -1), rest), -1), v)
 
     def causal(self, cos: Tensor, sin: Tensor):
         return lambda q, k, latent: self.naive(self.rotate(q, cos, sin), self.rotate(k, cos, sin), latent)
@@ -1362,26 +1380,28 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
 
 
 def elite_attention(
-    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
+    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple], root=None
 ) -> EliteAttention:
-    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v): A and B of `low_rank`."""
-    wqkv = attention.wqkv
+    """The EliteKV form of one layer's attention: order [He, D/2] as in EliteAttention; factors(k, v): A and B
+    of `low_rank`; root: as there."""
+    wqkv, d, heads = attention.wqkv, c.head_dim, c.n_kv_heads
     order = order.to(wqkv.weight.device)
-    dims = elite_dims(order, r)  # [Hkv, D]
-
-    def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v = rows.split(attention.widths)
-        q, k, v = in_order(q, dims).flatten(0, 2), in_order(k, dims)[:, 0], v.unflatten(0, (c.n_kv_heads, -1))
-        return q, k[:, : 2 * r].flatten(0, 1), k[:, 2 * r :], v
-
-    q, elite, rest, v = parts(wqkv.weight)
-    a, b = factors(rest.permute(2, 0, 1), v.permute(2, 0, 1))  # [dim, Hkv, ...]
-    stacked, up = torch.cat((q, elite, a.T.to(q))), b.flatten(1).T.to(q)
+    dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
+    rows = wqkv.weight if wqkv.bias is None else torch.cat((wqkv.weight, wqkv.bias[:, None]), 1)
+    q, k, v = rows.split(attention.widths)
+    q, k, v = in_order(q, dims), in_order(k, dims)[:, 0], v.unflatten(0, (heads, -1))
+    elite, rest = k.split((2 * r, d - 2 * r), 1)
+    if len(order) < heads:
+        turned, elite = shared_elite(q[:, :, : 2 * r], elite, root)
+        q = torch.cat((turned.to(q), q[:, :, 2 * r :]), 2)
+    a, b = factors(*(t[..., : c.dim].permute(2, 0, 1) for t in (rest, v)))  # [dim, Hkv, ...]
+    stacked, up = torch.cat((q.flatten(0, 2), elite.flatten(0, 1).to(q))), b.flatten(1).T.to(q)
     biases = (None, None)
     if wqkv.bias is not None:  # A x has none: what it would add comes with the biases of `up`
-        q, elite, rest, v = parts(wqkv.bias)
-        biases = torch.cat((q, elite, q.new_zeros(a.shape[1]))), torch.cat((rest, v), 1).flatten()
-    return EliteAttention(c, order, r, linear_of(stacked, biases[0]), linear_of(up, biases[1]), attention.wo)
+        own = torch.cat((stacked[:, -1], q.new_zeros(a.shape[1])))
+        biases = own, torch.cat((rest, v), 1)[..., -1].flatten()
+    stacked = linear_of(torch.cat((stacked[:, : c.dim], a.T.to(q))), biases[0])
+    return EliteAttention(c, order, r, stacked, linear_of(up, biases[1]), attention.wo)
 
 
 class EliteCache(Cache):
@@ -1394,16 +1414,16 @@ class EliteCache(Cache):
 
     def __init__(self, context: Context, attention: EliteAttention):
         super().__init__(context)
-        c, self.attention = context.config, attention
+        self.attention = attention
         self.r, self.d_ckv = attention.r, attention.widths[2]
-        width = self.d_ckv + c.n_kv_heads * 2 * self.r  # 2r rotated numbers a KV head, and d_ckv shared ones
+        width = self.d_ckv + attention.widths[1]  # d_ckv numbers of all heads, and the rotated ones
         self.latents = TokenStore(context, 1, context.capacity, width)
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
         self.latents.write((batch, span), torch.cat((latent, k.flatten(1)), -1)[:, None])
         latent, k = self.latents.past(batch, span.stop)[:, 0].tensor_split((self.d_ckv,), -1)
-        return self.attention.naive(q, k.unflatten(-1, (self.config.n_kv_heads, -1)), latent)
+        return self.attention.naive(q, k.unflatten(-1, (-1, 2 * self.r)), latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         c, up, r2 = self.config, self.attention.up, 2 * self.r
@@ -1413,8 +1433,8 @@ class EliteCache(Cache):
         elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split((r2, b_k.shape[1]), -1)  # [B, Hkv, G, .]
         # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
         rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
-        own = torch.eye(c.n_kv_heads, dtype=q.dtype, device=q.device)[:, None, :, None]
-        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, Hkv * 2r]
+        own = torch.eye(len(self.attention.pairs), dtype=q.dtype, device=q.device)[:, None, :, None]
+        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
         mixed = self.context.attend_latent(query, self.latents.rows[:, 0], pos, self.d_ckv)
         out = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (c.n_kv_heads, -1)), b_v)
@@ -1440,17 +1460,20 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
         raise UserError(f"--d_ckv {d_ckv}: with r = {r} the latent can have 1 to {most} dims")
     same = (r, d_ckv, settings.lrd) == (int(artifact["r"]), int(artifact["d_ckv"]), "joint")
     uniform = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)  # [Hkv, D/2]
+    root = artifact.get(f"{i}.root")  # only of uptraining
 
     def factors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not (same and f"{i}.A" in artifact):
-            return low_rank(k, v, d_ckv, settings.lrd)
+            return low_rank(k, v, d_ckv, settings.lrd, root)
         a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
         if a.shape[1] != d_ckv or b.shape != (d_ckv, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
             raise UserError(f"the factors A and B of layer {i} do not fit r {r} and d_ckv {d_ckv}")
         return a, b.unflatten(1, (c.n_kv_heads, -1))
 
     order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
-    return elite_attention(attention, c, order, r, factors)
+    if settings.shared:  # the pairs that come first in the mean over the heads
+        order = order.argsort(-1).float().mean(0, keepdim=True).argsort(-1)
+    return elite_attention(attention, c, order, r, factors, root)
 
 
 def elite_caches(model: Llama, settings: EliteSettings, context: Context, artifact: Artifact) -> list[Cache]:
@@ -1463,6 +1486,7 @@ def elite_tensors(c: ModelConfig) -> Stored:
     if not c.elitekv:
         return sizes | {"elite": order, "contribution": order}
     factors = {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
+    order = (int, c.n_layers, None, c.head_dim // 2)  # one a head, or one where the heads share an elite key
     return sizes | {"elite": order} | factors | {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
 
 
