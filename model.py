@@ -16,6 +16,7 @@ import codecs
 import hashlib
 import json
 import math
+import os
 import re
 import struct
 import sys
@@ -23,7 +24,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def read_json(path: Path) -> dict:
 # of ffn_dim. So methods and caches need not know of the others. W_o and W_2 sum their results over the ranks.
 
 
+SHARED_BYTES = 1 << 18  # of a sum in shared memory, at most
+
+
 def ranks() -> tuple[int, int]:
     """This process's rank and how many ranks there are: 0 and 1 unless torchrun started several."""
     if dist.is_available() and dist.is_initialized():
@@ -101,6 +105,41 @@ def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
         if size is not None and size < whole.shape[dim]:
             whole = whole.narrow(dim, rank * (whole.shape[dim] // size) // n * size, size)
     return whole
+
+
+@lru_cache
+def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, int] | tuple[()] | None:
+    """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each rank's lies
+    for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs cannot reach one another.
+
+    All ranks call it together, and not in a capture."""
+    rank, n = ranks()
+    if n == 1:
+        return ()
+    others = (i for i in range(n) if i != rank)
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(n)
+    if not all(gathered(one_host and all(torch.cuda.can_device_access_peer(device, i) for i in others))):
+        return None
+    import torch.distributed._symmetric_memory as symmetric  # only now: it imports much
+
+    memory = symmetric.empty(n * nbytes, dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize()  # before others write there
+    addresses = symmetric.rendezvous(memory, dist.group.WORLD).buffer_ptrs
+    return memory, torch.tensor(addresses, device=device), rank
+
+
+@torch.library.custom_op("kv_model::sum_over_ranks", mutates_args=("y",))
+def sum_over_ranks(y: Tensor) -> None:
+    """Sums y over the ranks, in place. Few rows, those of a decode step, go through shared memory: NCCL's
+    latency is several times as long."""
+    shared = None
+    if y.is_cuda and y.dtype in (torch.bfloat16, torch.float32) and y.nbytes <= SHARED_BYTES:
+        shared = shared_memory(SHARED_BYTES, y.device)
+    if not shared:
+        return dist.all_reduce(y)
+    # Not one_shot_all_reduce_copy: it tells the others of its copy before all its threads have made it.
+    part = shared[0].view(y.dtype)[: y.numel()].view_as(y).copy_(y)
+    torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", dist.group.WORLD.group_name, y)
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -380,7 +419,7 @@ class SummedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if ranks()[1] > 1:
-            dist.all_reduce(y)
+            sum_over_ranks(y)
         return y
 
 
