@@ -728,32 +728,27 @@ def _add_bias(out, bias_p, n, inside):
 
 @gluon.jit
 def _sum_over_ranks(part, n, inside, place, N, shared_p, RANK: gl.constexpr, RANKS: gl.constexpr):
-    """The sum of the ranks' parts [HALF, MP] of outputs n. Each rank's program stores its part in the memory of
-    the others: fp32 [2 places, RANKS, N, MP], then int64 [programs, RANKS], how many have come from a rank."""
+    """The sum of all ranks' parts [HALF, MP] of outputs n. A rank's memory is fp32 [2 places, RANKS, N, MP],
+    the parts that it got, and int64 [programs, RANKS], how many of a program have come from each rank."""
     MP: gl.constexpr = part.shape[1]
     at = n[:, None] * MP + gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))[None, :]
-    counts = RANKS * N * MP + gl.program_id(0) * RANKS  # 8 bytes each, as two numbers of a part
+    counts = RANKS * N * MP + gl.program_id(0) * RANKS  # from the memory's start on, 8 bytes each
     for r in gl.static_range(RANKS):
-        if r != RANK:
-            memory = gl.load(shared_p + r).to(gl.pointer_type(gl.float32), bitcast=True)
-            gl.store(memory + (place * RANKS + RANK) * N * MP + at, part, mask=inside[:, None])
+        parts_p = gl.load(shared_p + r).to(gl.pointer_type(gl.float32), bitcast=True)
+        gl.store(parts_p + (place * RANKS + RANK) * N * MP + at, part, mask=inside[:, None])
     barrier()  # the stores of all warps come before the releases
-    own = gl.load(shared_p + RANK).to(gl.pointer_type(gl.int64), bitcast=True)
-    goal = gl.atomic_add(own + counts + RANK, 1, sem="relaxed", scope="sys") + 1
     for r in gl.static_range(RANKS):
-        if r != RANK:
-            memory = gl.load(shared_p + r).to(gl.pointer_type(gl.int64), bitcast=True)
-            gl.atomic_add(memory + counts + RANK, 1, sem="release", scope="sys")
-    memory = gl.load(shared_p + RANK).to(gl.pointer_type(gl.float32), bitcast=True)
+        counts_p = gl.load(shared_p + r).to(gl.pointer_type(gl.int64), bitcast=True) + counts
+        gl.atomic_add(counts_p + RANK, 1, sem="release", scope="sys")
+    parts_p = gl.load(shared_p + RANK).to(gl.pointer_type(gl.float32), bitcast=True)
+    counts_p = gl.load(shared_p + RANK).to(gl.pointer_type(gl.int64), bitcast=True) + counts
+    goal = gl.atomic_add(counts_p + RANK, 0, sem="acquire", scope="sys")
     total = gl.full(part.shape, 0.0, gl.float32, OUT)
-    for r in gl.static_range(RANKS):  # in one order, so that all ranks have the same sum
-        if r == RANK:
-            total += part
-        else:
-            while gl.atomic_add(own + counts + r, 0, sem="acquire", scope="sys") < goal:
-                pass
-            of_rank = memory + (place * RANKS + r) * N * MP
-            total += gl.load(of_rank + at, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+    for r in gl.static_range(RANKS):  # in one order: all ranks have the same sum
+        while gl.atomic_add(counts_p + r, 0, sem="acquire", scope="sys") < goal:
+            pass
+        of_rank = parts_p + (place * RANKS + r) * N * MP + at
+        total += gl.load(of_rank, mask=inside[:, None], other=0.0, cache_modifier=".cg")
     return total
 
 
@@ -941,7 +936,8 @@ def linear_chain(
     _linear_chain_kernel[programs,](
         *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
         gated, out_x, out, _chain_counters(x.device, programs), shared, rows, *eps, MP, HALF, SLOTS,
-        kernels.power2(programs), rank, 1 if shared is None else len(shared), num_warps=4, launch_cooperative_grid=True, **kernels.overlapped(x.device),
+        kernels.power2(programs), rank, 1 if shared is None else len(shared), num_warps=4,
+        launch_cooperative_grid=True, **kernels.overlapped(x.device),
     )  # fmt: skip
     return out_x, out
 
@@ -984,8 +980,8 @@ def decode_in_chains(shared, model, tokens, pos, caches, first, attend) -> Tenso
 
 
 def chained_decode(model, rows: int, shared_memory) -> tuple | None:
-    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none in int8, and
-    none of several ranks whose GPUs share no memory. shared_memory: model.py's."""
+    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none in int8.
+    shared_memory: model.py's. None as well where several ranks share none."""
     x = model.tok_embeddings.weight[:1].expand(rows, -1)
     inputs = {linear.in_features for layer in model.layers for linear in layer.linears()}
     if not chains_linears(x, *inputs) or model.output.weight.dtype != x.dtype:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import groupby, permutations
 from pathlib import Path
 
 import torch
@@ -112,13 +112,12 @@ def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, in
     """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each rank's lies
     for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs cannot reach one another.
 
-    All ranks call it together, and not in a capture."""
+    The first call is of all ranks together, and not in a capture."""
     rank, n = ranks()
     if n == 1:
         return ()
-    others = (i for i in range(n) if i != rank)
-    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(n)
-    if not all(gathered(one_host and all(torch.cuda.can_device_access_peer(device, i) for i in others))):
+    reached = (torch.cuda.can_device_access_peer(*pair) for pair in permutations(range(n), 2))
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(n) or not all(reached):
         return None
     import torch.distributed._symmetric_memory as symmetric  # only now: it imports much
 
@@ -130,12 +129,10 @@ def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, in
 
 @torch.library.custom_op("kv_model::sum_over_ranks", mutates_args=("y",))
 def sum_over_ranks(y: Tensor) -> None:
-    """Sums y over the ranks, in place. Few rows, those of a decode step, go through shared memory: NCCL's
-    latency is several times as long."""
-    shared = None
-    if y.is_cuda and y.dtype in (torch.bfloat16, torch.float32) and y.nbytes <= SHARED_BYTES:
-        shared = shared_memory(SHARED_BYTES, y.device)
-    if not shared:
+    """Sums y over the ranks, in place: the few rows of a decode step through shared memory, since NCCL takes
+    several times as long, others through NCCL."""
+    few = y.is_cuda and y.dtype in (torch.bfloat16, torch.float32) and y.nbytes <= SHARED_BYTES
+    if not (shared := few and shared_memory(SHARED_BYTES, y.device)):
         return dist.all_reduce(y)
     # Not one_shot_all_reduce_copy: it tells the others of its copy before all its threads have made it.
     part = shared[0].view(y.dtype)[: y.numel()].view_as(y).copy_(y)
@@ -252,7 +249,7 @@ class ModelConfig:
             positions = max(positions, math.floor(rope[original] * rope["factor"]))
         bias = hf.get("attention_bias") or False
         windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
-        given = {f.name: hf[f.metadata["hf"]] for f in fields(cls) if f.metadata.get("hf") in hf}
+        given = {f.name: value for f in fields(cls) if (value := hf.get(f.metadata.get("hf"))) is not None}
         made = {
             "n_kv_heads": n_kv_heads,
             "max_positions": positions,
@@ -263,9 +260,8 @@ class ModelConfig:
             "out_bias": bias and family != "qwen2",
             "qk_norm": family == "qwen3",
             "sliding_window": windowed and hf.get("sliding_window", 4096 * (family != "phi3")) or None,
+            "elitekv": hf.get("elitekv") or False,
         }
-        flags = {"tied": "tie_word_embeddings", "mlp_bias": "mlp_bias", "elitekv": "elitekv"}
-        made |= {name: hf.get(key) or False for name, key in flags.items()}
         return cls(**given | made)
 
     def to_hf(self) -> dict:
