@@ -78,9 +78,6 @@ def read_json(path: Path) -> dict:
 # of ffn_dim. So methods and caches need not know of the others. W_o and W_2 sum their results over the ranks.
 
 
-SHARED_BYTES = 1 << 18  # of a sum in shared memory, at most
-
-
 def ranks() -> tuple[int, int]:
     """This process's rank and how many ranks there are: 0 and 1 unless torchrun started several."""
     if dist.is_available() and dist.is_initialized():
@@ -125,18 +122,6 @@ def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, in
     torch.cuda.synchronize()  # before others write there
     addresses = symmetric.rendezvous(memory, dist.group.WORLD).buffer_ptrs
     return memory, torch.tensor(addresses, device=device), rank
-
-
-@torch.library.custom_op("kv_model::sum_over_ranks", mutates_args=("y",))
-def sum_over_ranks(y: Tensor) -> None:
-    """Sums y over the ranks, in place: the few rows of a decode step through shared memory, since NCCL takes
-    several times as long, others through NCCL."""
-    few = y.is_cuda and y.dtype in (torch.bfloat16, torch.float32) and y.nbytes <= SHARED_BYTES
-    if not (shared := few and shared_memory(SHARED_BYTES, y.device)):
-        return dist.all_reduce(y)
-    # Not one_shot_all_reduce_copy: it tells the others of its copy before all its threads have made it.
-    part = shared[0].view(y.dtype)[: y.numel()].view_as(y).copy_(y)
-    torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", dist.group.WORLD.group_name, y)
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -415,7 +400,7 @@ class SummedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if ranks()[1] > 1:
-            sum_over_ranks(y)
+            dist.all_reduce(y)
         return y
 
 
