@@ -732,10 +732,10 @@ def _sum_over_ranks(part, n, inside, place, N, shared_p, RANK: gl.constexpr, RAN
     [2 places, RANKS, N, 16], where 0 means that a number has not come yet, and is put back after reading."""
     m = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, OUT))
     at = place * (RANKS * N * 16) + n[:, None] * 16 + m[None, :]
-    sent = gl.where(part == 0, -0.0, part).to(gl.int32, bitcast=True)
+    bits = part.to(gl.int32, bitcast=True)
     for r in gl.static_range(RANKS):
         memory_p = gl.load(shared_p + r).to(gl.pointer_type(gl.int32), bitcast=True)
-        gl.store(memory_p + RANK * N * 16 + at, sent, mask=inside[:, None])
+        gl.store(memory_p + RANK * N * 16 + at, gl.where(bits == 0, 1, bits), mask=inside[:, None])
     memory_p = gl.load(shared_p + RANK).to(gl.pointer_type(gl.int32), bitcast=True)
     total = gl.full(part.shape, 0.0, gl.float32, OUT)
     for r in gl.static_range(RANKS):  # in one order: all ranks have the same sum

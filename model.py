@@ -93,6 +93,13 @@ def gathered(value) -> list:
     return values
 
 
+def summed(y: Tensor) -> Tensor:
+    """The sum of what all ranks give as `y`, in its place."""
+    if ranks()[1] > 1:
+        dist.all_reduce(y)
+    return y
+
+
 def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
     """This rank's part of a tensor of the whole model, a view of this shape; a dim of None is not shared.
 
@@ -108,13 +115,12 @@ def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
 def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, int] | tuple[()] | None:
     """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each rank's lies
     for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs cannot reach one another.
-
-    The first call is of all ranks together, and not in a capture."""
+    The first call is of all ranks together."""
     rank, n = ranks()
     if n == 1:
         return ()
-    reached = (torch.cuda.can_device_access_peer(*pair) for pair in permutations(range(n), 2))
-    if os.environ.get("LOCAL_WORLD_SIZE") != str(n) or not all(reached):
+    one_host, pairs = os.environ.get("LOCAL_WORLD_SIZE") == str(n), permutations(range(n), 2)
+    if not (one_host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)):
         return None
     import torch.distributed._symmetric_memory as symmetric  # only now: it imports much
 
@@ -196,8 +202,8 @@ class ModelConfig:
         """The config of one of n ranks; several may share a KV head. UserError where sizes do not divide."""
 
         def fits(n: int) -> bool:
-            most, least = max(n, self.n_kv_heads), min(n, self.n_kv_heads)
-            return not (self.n_heads % n or self.ffn_dim % n or most % least)
+            shared = self.n_kv_heads % n == 0 or n % self.n_kv_heads == 0
+            return shared and self.n_heads % n == self.ffn_dim % n == 0
 
         if n > 1 and self.elitekv:
             raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
@@ -394,16 +400,6 @@ class Linear(nn.Linear):
         return self.multiply(x, self.weight, self.scale, self.bias)
 
 
-class SummedLinear(Linear):
-    """A linear layer of whose inputs each rank has a share: the results are summed over the ranks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if ranks()[1] > 1:
-            dist.all_reduce(y)
-        return y
-
-
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -412,12 +408,12 @@ class Attention(nn.Module):
         self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
         self.wqkv = Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
-        self.wo = SummedLinear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
+        self.wo = Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, attend) -> Tensor:
-        return self.wo(self.attended(self.wqkv(x), attend))
+        return summed(self.wo(self.attended(self.wqkv(x), attend)))
 
     def attended(self, qkv: Tensor, attend) -> Tensor:
         """From wqkv's output to the concatenated heads' outputs, the input of wo."""
@@ -434,11 +430,11 @@ class FeedForward(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.w13 = Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
-        self.w2 = SummedLinear(c.ffn_dim, c.dim, bias=c.mlp_bias)
+        self.w2 = Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+        return summed(self.w2(F.silu(gate) * up))
 
 
 class Layer(nn.Module):
