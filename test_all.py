@@ -5926,6 +5926,18 @@ def chain_truth(attended, x, weights, biases, norms, eps):
     return x.to(dtype), F.linear(norm(x, 1), w[3], b[3]).to(dtype)
 
 
+def share_of_chain(given, rank, n):
+    """What one of n ranks gives linear_chain: columns of W_o and W_2, rows of W_13."""
+    attended, x, (wo, w13, w2, w), (b, b13, b2, last), *others = given
+
+    def part(t, dim):
+        return t if t is None else t.chunk(n, dim)[rank].contiguous()
+
+    w13, b13 = (t if t is None else torch.cat([part(half, 0) for half in t.chunk(2)]) for t in (w13, b13))
+    b, b2 = (t if t is None or rank == 0 else torch.zeros_like(t) for t in (b, b2))
+    return part(attended, 1), x, [part(wo, 1), w13, part(w2, 1), w], [b, b13, b2, last], *others
+
+
 def check_chain(given, outs):
     for out, truth in zip(outs, chain_truth(*given), strict=True):
         close(out, truth.float(), torch.bfloat16)
@@ -5958,6 +5970,34 @@ def test_kernel_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, 
     for _ in range(10):  # the same to the bit: no order of programs shows
         assert all(map(torch.equal, hopper.linear_chain(*given), first))
     assert (counters - before).tolist() == [11 * programs] * 3
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows, sizes", [(3, (96, 72, 288, 200)), (16, (768, 4096, 2664, 999))])
+def test_kernel_hopper_linear_chain_sums_over_ranks(hopper, monkeypatch, rows, sizes):
+    """The three ranks are streams of one GPU here, which holds the programs of all at once."""
+    names = ("shared_memory_per_block_optin", "major", "minor")
+    few = {name: getattr(torch.cuda.get_device_properties(0), name) for name in names}
+    few = SimpleNamespace(multi_processor_count=40, **few)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    given, outs, streams = (
+        chain_inputs(rows, *sizes, biased=True),
+        [],
+        [torch.cuda.Stream() for _ in range(3)],
+    )
+    memories, counters = torch.zeros(3, 3 * 2 * 16 * sizes[1]).cuda(), torch.zeros(3, 3).long().cuda()
+    addresses = torch.tensor([memory.data_ptr() for memory in memories]).cuda()
+    shares = [(*share_of_chain(given, rank, 3), addresses, rank) for rank in range(3)]
+    torch.cuda.synchronize()
+    for i in range(30):
+        rank = (i + i // 3) % 3  # in another order each time
+        monkeypatch.setattr(hopper, "_chain_counters", lambda *_, rank=rank: counters[rank])
+        with torch.cuda.stream(streams[rank]):
+            outs.append(hopper.linear_chain(*shares[rank]))
+    torch.cuda.synchronize()
+    check_chain(given, outs[0])
+    assert all(map(torch.equal, itertools.chain(*outs), itertools.cycle(outs[0])))
+    assert not memories.any()
 
 
 @needs_hopper
@@ -6044,7 +6084,8 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
     """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
     calls, logits = [], []
     monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
-    monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given))
+    monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given[:6]))
+    monkeypatch.setattr(model_file, "shared_memory", lambda *_: (None, "addresses", 3))
     for chained in (False, True):
         monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
         model = tiny_model(**({"dim": 64, "ffn_dim": 192, "n_layers": 2} | changes)).to(DEVICE)
@@ -6052,11 +6093,12 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
             layer.ffn_norm.eps = 0.1  # another than the first norm's
         options = {"sals": SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
         engine = make_engine(model, method, 2, 40, **options)
-        assert engine.decode is (hopper.decode_in_chains if chained else Llama.decode)
+        decode = getattr(engine.decode, "func", engine.decode)
+        assert decode is (hopper.decode_in_chains if chained else Llama.decode)
         logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 21)], [random_ids(2)] * 2))
         assert len(calls) == 2 * len(model.layers) * chained
     assert error(logits[1], logits[0]) < 1e-5
-    assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
+    assert all(given[0].is_contiguous() and given[6:] == ("addresses", 3) for given in calls)
 
 
 @pytest.mark.parametrize("chained", [False, True])
@@ -6083,6 +6125,11 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
     assert not served(16, 128, 100) and not served(17, 128, 200)
     assert not served(16, 128, device="cpu") and not served(16, 128, dtype=torch.float16)
     assert not served(16, 128, generation=8) and not served(16, 128, generation=10)
+    monkeypatch.setattr(hopper, "chains_linears", lambda *_: True)
+    model = tiny_model()
+    assert hopper.chained_decode(model, 2, lambda *_: ()) and not hopper.chained_decode(
+        model, 2, lambda *_: None
+    )
 
 
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
@@ -6093,7 +6140,7 @@ LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
     ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 0, 0) for bits in SHARED]),
-    ("_linear_chain_kernel", "wgmma", 2, [(4, False), (16, True)]),  # the consumer, and who loads its inputs
+    ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),  # the consumer, and who loads its inputs
 ]
 
 
@@ -6101,7 +6148,8 @@ COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for
 def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
     def arguments(what, *sizes):
         if kernel == "_linear_chain_kernel":
-            return chain_inputs(what, 512, 256, 768, 1000, *sizes)
+            given = chain_inputs(what, 512, 256, 768, 1000, biased=sizes[0] > 1)
+            return given + (torch.zeros(sizes[0], dtype=torch.int64), sizes[0] - 1) * (sizes[0] > 1)
         Hkv, G, D, bits, z, r = sizes
         case = (torch.bfloat16, what, "row" if z else "all", 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
         return attend_case(*case, n=448, r=r)[0]
@@ -6128,6 +6176,8 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
             assert ptx.count("griddepcontrol.wait") == {waits}
             if operation is hopper.linear_chain:  # no GPU need show that one of these is missing
                 assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
-                assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
+                assert ptx.count(".gpu.release.add") == 3
+                summed = 2 * 2 * 4 * (kernel is made[1])  # in two layers of two ranks, 4 numbers a thread
+                assert ptx.count("ld.volatile.global") == 1 + summed
     """
     run_for_hopper(program)
