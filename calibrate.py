@@ -671,11 +671,76 @@ def initialise(model: Llama, seed: int) -> None:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-def weighted_loss(model: Llama, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Mean next-token cross entropy under `weights` [B, S]; tokens [B, S + 1]."""
-    logits = model.output(model(tokens[:, :-1]))
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
-    return (loss * weights.flatten()).sum() / weights.sum()
+HEAD_CHUNK = 4096  # tokens whose logits exist at once
+EARLY = 0.1  # of the steps of distillation: so long the layers' attention is part of the loss
+
+
+def head_chunk(x, labels, a, y, b, weight, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
+    """HeadLoss of a few tokens, and its gradients with respect to x and weight; all but matmuls in fp32."""
+    log_p = (x @ weight.T).float().log_softmax(-1)  # [N, V]
+    p, is_label = log_p.exp(), torch.arange(len(weight), device=x.device) == labels[:, None]
+    loss = -(a * log_p.gather(-1, labels[:, None])[:, 0]).sum()
+    gradient = a[:, None] * (p - is_label.float())
+    if y is not None:
+        log_q = (y @ teacher_weight.T).float().log_softmax(-1)
+        q = log_q.exp()
+        loss = loss + b * (q * (log_q - log_p)).sum()
+        gradient = gradient + b * (p - q)
+    gradient = gradient.to(torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype)
+    return loss, gradient @ weight, gradient.T @ x
+
+
+class HeadLoss(torch.autograd.Function):
+    """a times the cross entropy plus b times the KL to the teacher's distribution, summed over tokens.
+
+    The model's logits are x [N, dim] times weight [V, dim], the teacher's y times teacher_weight (or None);
+    labels, a [N]. The gradients are made with the loss, so that few tokens' logits exist at a time."""
+
+    @staticmethod
+    def forward(ctx, chunk, x, labels, a, y, b, weight, teacher_weight):
+        loss, dx, d_weight = 0.0, [], torch.zeros_like(weight)
+        parts = [[None] * len(x) if t is None else t.split(HEAD_CHUNK) for t in (x, labels, a, y)]
+        for part in zip(*parts, strict=False):
+            part_loss, part_dx, part_d_weight = chunk(*part, b, weight, teacher_weight)
+            loss, d_weight = loss + part_loss, d_weight.add_(part_d_weight)
+            dx.append(part_dx.to(x.dtype))
+        ctx.save_for_backward(torch.cat(dx), d_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dx, d_weight = ctx.saved_tensors
+        return None, gradient * dx, *[None] * 4, gradient * d_weight, None
+
+
+def attention_outputs(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The hidden states of Llama.forward, and what each layer's heads give [B, S, Hq, D]."""
+    outputs = []
+
+    def attend(i: int, cos: Tensor, sin: Tensor, *qkv: Tensor) -> Tensor:
+        outputs.append(model.layers[i].attention.causal(cos, sin)(*qkv))
+        return outputs[-1]
+
+    return model(tokens, attend), outputs
+
+
+def training_loss(
+    model, tokens, weights, teacher=None, share=0.0, layers=False, forward=attention_outputs, chunk=head_chunk
+) -> Tensor:
+    """1 - share times the mean next-token cross entropy under weights [B, S], and share times the mean KL of
+    the teacher's distribution to the model's; tokens [B, S + 1]. layers: and the mean relative squared error
+    of what the heads give. forward, chunk: these functions, or compiled."""
+    inputs, labels, y, targets = tokens[:, :-1], tokens[:, 1:].flatten(), None, []
+    if teacher:
+        with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+            y, targets = forward(teacher, inputs)
+    x, outputs = forward(model, inputs)
+    x, y, a = x.flatten(0, 1), teacher and y.flatten(0, 1), (1 - share) * weights.flatten() / weights.sum()
+    heads = model.output.weight, teacher and teacher.output.weight
+    loss = HeadLoss.apply(chunk, x, labels, a, y, share / len(labels), *heads)
+    for x, y in zip(outputs, targets, strict=True) if layers else ():
+        loss = loss + F.mse_loss(x.float(), y.float()) / y.float().square().mean() / len(outputs)
+    return loss
 
 
 def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
@@ -729,10 +794,13 @@ def deferred_interrupts() -> Iterator[list]:
         raise KeyboardInterrupt
 
 
-def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False, log=None) -> bool:
-    """AdamW under a cosine schedule over all stages (or a constant rate), weights in fp32 with bf16 autocast.
-    state and log: files or None, as --state and --log. -> whether it is done, before `minutes` ran out."""
-    device, cuda = next(model.parameters()).device, torch.cuda.is_available()
+def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teacher=None, share=0.0) -> bool:
+    """AdamW under a warm-up and a cosine over all stages, weights in fp32 with bf16 autocast.
+    state and log: files or None, as --state and --log; teacher and share: of training_loss.
+    -> whether it is done, before `minutes` ran out."""
+    device = next(model.parameters()).device
+    compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
+    forward, chunk = compiled(attention_outputs), compiled(head_chunk)
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
@@ -744,15 +812,16 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, constant=False,
     if log and not done:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("tokens,loss\n")
-    loss_of = torch.compile(weighted_loss, dynamic=False) if device.type == "cuda" else weighted_loss
+    warm_up = max(1, min(200, total // 10))
     with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
         for tokens, weights in batches if done < total else ():
-            warm, decay = min(1.0, (done + 1) / 200), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
-            for group in optimizer.param_groups:  # 200 steps of warm-up, then a cosine to a tenth
-                group["lr"] = lr if constant else lr * warm * decay
+            warm, decay = min(1.0, (done + 1) / warm_up), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
+            for group in optimizer.param_groups:  # after the warm-up a cosine to a tenth
+                group["lr"] = lr * warm * decay
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
             with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of(model, tokens, weights)
+                early = bool(teacher) and done < EARLY * total
+                loss = training_loss(model, tokens, weights, teacher, share, early, forward, chunk)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -824,8 +893,8 @@ def run_train(args: argparse.Namespace) -> None:
 
         python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
         python calibrate.py train --from FOLDER --out FOLDER-elitekv --text books --stages 4x8192x6000"""
-    if args.method and not args.source:
-        raise UserError("--method says what a checkpoint is uptrained for; give it with --from FOLDER")
+    if (args.method or args.distill) and not args.source:
+        raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*map(text_share, args.text), strict=True)
     device, _ = generate.device_and_dtype(args)
@@ -833,11 +902,13 @@ def run_train(args: argparse.Namespace) -> None:
     check_file("--state", args.state)
     check_file("--log", args.log)
     files = [text_files(path, held=False) for path in paths]
-    model, tokenizer = uptraining_model(args, device) if args.source else (Llama(NANO), None)
+    uptrained = (args, device, files, stages[0].length)
+    model, tokenizer = uptraining_model(*uptrained) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     for stage in stages:
-        needed, what = stage.batch * stage.length * model.config.vocab_size * 4, "logits of {} x {} tokens"
-        model_file.check_free(needed, device, what.format(stage.batch, stage.length), "lower --stages")
+        needed = stage.batch * stage.length * model.config.dim * 4 * model.config.n_layers
+        what = f"hidden states of {stage.batch} x {stage.length} tokens"
+        model_file.check_free(needed, device, what, "lower --stages")
     if not args.source:
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(paths, NANO.vocab_size)
@@ -847,17 +918,22 @@ def run_train(args: argparse.Namespace) -> None:
         initialise(model, args.seed)
     tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
     hay = Haystack(tokenizer, tokens, list(shares))
-    lr = args.lr or (2e-4 if args.source else 2e-3)  # uptraining: the rate that pre-training ends with
-    loop = (args.seed, args.workers, args.state, args.minutes, bool(args.source), args.log)
-    done = train(model.to(device), hay, stages, lr, *loop)
+    teacher = None
+    if args.distill:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        teacher = model_file.load_model(args.source, device, dtype).requires_grad_(False)
+    lr = args.lr or (1e-3 if args.source else 2e-3)
+    loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
+    done = train(model.to(device), hay, stages, *loop)
     save_checkpoint(model, args.out, args.source)
     for text, ids in zip(args.text, tokens, strict=True):
         print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
     print("finished" if done else "not finished: run the same command again with the same --state")
 
 
-def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Llama, object]:
-    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer."""
+def uptraining_model(args: argparse.Namespace, device: torch.device, files: list, length: int) -> tuple:
+    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer. files of each text: its
+    factors keep most of what the layers compute on windows of `length` tokens of them."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
@@ -867,8 +943,31 @@ def uptraining_model(args: argparse.Namespace, device: torch.device) -> tuple[Ll
     if model.config.qkv_bias or model.config.elitekv:
         raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
     artifact = load_artifact(args.source, "elitekv", model)
+    tokenizer = load_tokenizer(args.source)
+    texts = [windows(tokenizer, each, length, 64 // len(files) + 1) for each in files]
+    artifact |= input_roots(model, torch.cat(texts))
     METHODS["elitekv"].fold_all(model, settings_from("elitekv", candidate.options), artifact)
-    return model.requires_grad_(True), load_tokenizer(args.source)
+    return model.requires_grad_(True), tokenizer
+
+
+@torch.no_grad()
+def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
+    """Of each layer the square root [dim, dim] of E x x^T, x being its attention's inputs for tokens [N, S]:
+    with it low_rank keeps what the layer computes rather than its weights (ours)."""
+    sums, device = [0.0] * model.config.n_layers, next(model.parameters()).device
+
+    def add(i: int, attention: torch.nn.Module, inputs: tuple) -> None:
+        x = inputs[0].flatten(0, -2).double()
+        sums[i] = sums[i] + x.T @ x / tokens.numel()
+
+    hooks = [x.attention.register_forward_pre_hook(partial(add, i)) for i, x in enumerate(model.layers)]
+    for window in tracked("inputs", tokens):
+        model(window[None].to(device))
+    for hook in hooks:
+        hook.remove()
+    values, vectors = eigen(torch.stack(sums))
+    values = values.clamp(min=1e-6 * values.max())
+    return {f"{i}.root": (v * e.sqrt()) @ v.T for i, (e, v) in enumerate(zip(values, vectors, strict=True))}
 
 
 def elite_artifact(model: Llama) -> dict[str, Tensor]:
@@ -885,11 +984,12 @@ def elite_artifact(model: Llama) -> dict[str, Tensor]:
 def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
     """The inverse of elite_attention, without biases: W_k and W_v expanded from A B, dims as they were."""
     c, r = elite.config, elite.r
-    back = compress.elite_dims(elite.order, r).argsort(-1)  # [Hkv, D]
+    back = compress.elite_dims(elite.order, r).argsort(-1).expand(c.n_kv_heads, -1)  # [Hkv, D]
     q, k, a = elite.wqkv.weight.split(elite.widths)
     expanded = (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1))
     rest, v = expanded.split((c.head_dim - 2 * r, c.head_dim), 1)
-    k = torch.cat((k.unflatten(0, (c.n_kv_heads, -1)), rest), 1).flatten(0, 1)  # [Hkv * D, dim]
+    k = k.unflatten(0, (-1, 2 * r)).expand(c.n_kv_heads, -1, -1)  # a shared elite key is every head's
+    k = torch.cat((k, rest), 1).flatten(0, 1)  # [Hkv * D, dim]
     rows = [compress.in_order(x, back).flatten(0, 2) for x in (q, k)]
     attention = model_file.Attention(c)
     attention.wqkv, attention.wo = compress.linear_of(torch.cat((*rows, v.flatten(0, 1))), None), elite.wo
@@ -2210,11 +2310,12 @@ def plot_quality(rows: list[dict], png: Path) -> None:
         "KL to dense, nats": (np.where(losses > 0, losses, np.nan), "log", np.fmin),  # dense's 0 has no log
     }
     figures = {label: each for label, each in figures.items() if np.isfinite(each[0]).any()}
-    with picture(png, len(figures), 2, 7.5, 5.5) as axes:
-        for line, (label, (each, scale, best)) in zip(axes, figures.items(), strict=True):
+    costs = [cost for cost in ("bytes/token", "read/step") if cost in rows[0]]
+    with picture(png, len(costs), len(figures), 7.5, 5.5) as axes:
+        for line, (label, (each, scale, best)) in zip(axes.T, figures.items(), strict=True):
             y = np.ma.masked_invalid(each).mean(1).filled(np.nan)
             shown = np.isfinite(y)
-            for axis, cost in zip(line, ("bytes/token", "read/step"), strict=True):
+            for axis, cost in zip(line, costs, strict=True):
                 axis.set(xlabel=cost, ylabel=label, xscale="log", yscale=scale)
                 axis.margins(0.12)
                 x = columns(cost)[:, 0]
@@ -2353,7 +2454,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
     p.option("--text", str, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")
-    p.option("--lr", positive, None, "peak learning rate (default 2e-3); with --from a constant one (2e-4)")
+    p.option("--lr", positive, None, "peak learning rate (default 2e-3, with --from 1e-3)")
+    about = "with --from: the fraction of the loss that is the KL to it (alone: 1), and not of labels"
+    p.option("--distill", fraction, 0.0, about, nargs="?", const=1.0, metavar="SHARE")
     p.option("--seed", whole(0), 0, "of weights and batches")
     p.option("--workers", whole(1, 256), min(12, os.cpu_count() or 1), "processes that make batches")
     p.option("--state", Path, None, "file that keeps weights and moments, to stop and resume")

@@ -399,8 +399,7 @@ def kept_tokens(keep: float, length: int) -> int:
 def left_to_select(keep: float, total: int, capacity: int, x: int, z: int) -> int:
     """y: what a budget `keep`, of `total` tokens, leaves beside x sinks and z recent ones."""
     if total < x + z:
-        fewer = f"fewer than {x} sinks and {z} recent tokens"
-        raise UserError(f"--keep {keep:g} of {capacity} tokens is {fewer}")
+        raise UserError(f"--keep {keep:g} of {capacity} tokens is fewer than {x} sinks and {z} recent ones")
     return total - x - z
 
 
@@ -486,8 +485,7 @@ class TokenStore(nn.Module):
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         return matmul_codes(weights, self.rows)
 
-    def kernel_form(self) -> list[Tensor]:
-        return self.parts()
+    kernel_form = parts
 
     def formula(self) -> int:
         return self.context.batch_size * self.tokens * self.token_bytes
@@ -587,8 +585,7 @@ class CodedStore(TokenStore):
     def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False):
         self.bits, self.group = bits, min(32, width)
         if width % self.group or width * bits % 8:
-            groups = "a head dim that groups of 32 channels divide"
-            raise UserError(f"{bits}-bit values need {groups}, not {width}")
+            raise UserError(f"{bits}-bit values need a head dim that groups of 32 divide, not {width}")
         super().__init__(context, heads, tokens, width, by_token)
 
     def layout(self) -> dict[str, tuple]:
@@ -683,7 +680,7 @@ class RebuiltKeys(nn.Module):
         return [rows, scale, rest, *self.paired, self.context.rope_pairs]
 
 
-# ------------------------------------------------------------------------------------- the base of all caches
+# ------------------------------------------------------------------------------ the base of all caches, dense
 
 
 class Cache(nn.Module):
@@ -751,9 +748,6 @@ class Cache(nn.Module):
     def miss_rate(self) -> float | None:
         """Rows that a mixed cache had to fetch from host memory, as a fraction of those selected."""
         return None
-
-
-# ------------------------------------------------------------------------------------------------------ dense
 
 
 @dataclass
@@ -858,9 +852,7 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     return pack(codes.flatten(dim - 1, dim), bits), torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
-def dequantize(
-    codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype: torch.dtype, dim: int = -1
-) -> Tensor:
+def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, dim: int = -1) -> Tensor:
     """The inverse: codes [..., S, D * bits / 8] and the groups' (minimum, scale) -> x [..., S, D]."""
     grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
     low, scale = (part.unsqueeze(dim) for part in low_scale.float().unbind(-1))
@@ -930,7 +922,6 @@ class SalsSettings:
     skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "dense"))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(x, y, z) in tokens for a cache of this capacity."""
         x, y, z = self.sinks, self.critical, self.recent
         if self.keep:
             y = left_to_select(self.keep, round(self.keep * capacity), capacity, x, z)
@@ -1263,14 +1254,13 @@ class EliteSettings:
     d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)", sets="bytes")
     pairs: str = setting("elite", "which pairs are rotated", ("elite", "uniform", "contribution"))
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
+    shared: bool = setting(False, "one elite key for all heads of a layer, as MLA has it (ours)")
 
 
 def elitekv_step(q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tensor, b_v: Tensor) -> tuple:
-    """One decode step of EliteKV as published (sec. 3.2, Eq. 2), for one sequence.
-
-    Each head's 2r elite dims come first. q [Hq, D] and k [Hkv, 2r]: elite dims rotated -> [Hq, D]. latent
-    [d_ckv]: c = x A of all else. stored: elite keys [S - 1, Hkv, 2r] and latents [S - 1, d_ckv]. b_k
-    [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T."""
+    """One decode step of EliteKV as published (sec. 3.2, Eq. 2), for one sequence, each head's 2r elite dims
+    first. q [Hq, D] and k [Hkv, 2r]: elite dims rotated -> [Hq, D]. latent [d_ckv]: c = x A of all else.
+    stored: elite keys [S - 1, Hkv, 2r] and latents. b_k [Hkv, D - 2r, d_ckv], b_v [Hkv, D, d_ckv]: B^T."""
     # 1. Append: the elite keys of each head, and one latent for all else of K and V.
     keys, latents = stored = appended(stored, k, latent)
     # 2. Expand what is not rotated, and the values: [K^n | V] = c B (Eq. 2).
@@ -1282,9 +1272,6 @@ def elitekv_step(q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tenso
     return torch.einsum("hgs,shd->hgd", logits.softmax(-1), values).flatten(0, 1), stored
 
 
-# ---- which pairs are rotated (sec. 3.1, 4.3)
-
-
 def uniform_order(half: int, r: int) -> Tensor:
     """Uniform (sec. 4.3.1): r pairs spread evenly over the `half` = D/2, then the others; [half]."""
     chosen = [i * (half - 1) // max(1, r - 1) for i in range(r)]
@@ -1292,9 +1279,8 @@ def uniform_order(half: int, r: int) -> Tensor:
 
 
 def elite_dims(order: Tensor, r: int) -> Tensor:
-    """The dims of each head with its r elite pairs first: order of its pairs [Hkv, D/2] -> [Hkv, D].
-
-    Both parts are half-split again, pairs ascending, so that apply_rope turns the first 2r dims."""
+    """The dims of each head with its r elite pairs first: order of its pairs [Hkv, D/2] -> [Hkv, D]. Both
+    parts are half-split again, pairs ascending, so that apply_rope turns the first 2r dims."""
     half = order.shape[1]
     elite, rest = order[:, :r].sort(-1).values, order[:, r:].sort(-1).values
     return torch.cat((elite, elite + half, rest, rest + half), 1)
@@ -1303,12 +1289,16 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
 # ---- factors and the EliteKV form of a layer
 
 
-def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str) -> tuple[Tensor, Tensor]:
+def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str, root: Tensor | None = None) -> tuple:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
     k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with
     a head's keys before its values; fp64. J-LRD truncates the SVD of both. S-LRD takes the d_ckv largest
-    singular values of the two matrices (c_k and c_v follow): a block-diagonal B, so never better."""
+    singular values of the two matrices (c_k and c_v follow): a block-diagonal B, so never better.
+    root [dim, dim], the square root of E x x^T: the factors are then the best for inputs x (ours)."""
+    if root is not None:
+        a, b = low_rank(*(torch.tensordot(root, t.double(), 1) for t in (k, v)), d_ckv, kind)
+        return torch.linalg.solve(root, a), b
     m = torch.cat((k, v), -1).double()
     if kind == "joint":
         a = left_singular(m)[1][:, :d_ckv]
@@ -1326,6 +1316,19 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1), vectors.flip(-1)
 
 
+def shared_elite(q: Tensor, k: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n].
+
+    RoPE turns a pair as a complex number, and so do complex factors: k_h ~ conj(f_h) k, by the SVD over the
+    heads, is a key times a factor that the queries of the head can take. root: see low_rank."""
+    keys = torch.complex(*k.double().chunk(2, 1)).transpose(0, 1)  # [r, Hkv, n]
+    seen = keys if root is None else keys[..., : len(root)] @ root.to(keys)
+    factors = torch.linalg.svd(seen.mT, full_matrices=False)[2][:, :1].conj()  # [r, 1, Hkv]
+    shared = (factors @ keys)[:, 0]  # [r, n]
+    q = torch.complex(*q.double().chunk(2, 2)) * factors.permute(2, 1, 0)[..., None]  # [Hkv, G, r, n]
+    return torch.cat((q.real, q.imag), 2), torch.cat((shared.real, shared.imag))[None]
+
+
 def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
     layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.contiguous(), False)
@@ -1334,16 +1337,17 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 class EliteAttention(nn.Module):
-    """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., Hkv, 2r] and the latent c_kv
+    """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., He, 2r] and the latent c_kv
     [..., d_ckv], before RoPE. The dims of a head are in the order of `elite_dims`.
 
-    wqkv: rows of W_q, of W_k^e, and A^T. up: B^T, for each head D - 2r key rows and D value rows."""
+    order [He, D/2]: He is Hkv, or 1 where the heads share an elite key. wqkv: rows of W_q, of W_k^e, and A^T.
+    up: B^T, for each head D - 2r key rows and D value rows."""
 
     def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: Linear, up: Linear, wo: Linear):
         super().__init__()
         self.config, self.order, self.r = c, order, r
-        self.pairs = order[:, :r].sort(-1).values  # [Hkv, r]
-        self.widths = [c.n_heads * c.head_dim, c.n_kv_heads * 2 * r, up.in_features]
+        self.pairs = order[:, :r].sort(-1).values  # [He, r]
+        self.widths = [c.n_heads * c.head_dim, len(order) * 2 * r, up.in_features]
         self.wqkv, self.up, self.wo = wqkv, up, wo
 
     forward = Attention.forward
@@ -1351,20 +1355,19 @@ class EliteAttention(nn.Module):
     def attended(self, qkv: Tensor, attend) -> Tensor:
         q, k, latent = qkv.split(self.widths, dim=-1)
         q = q.unflatten(-1, (self.config.n_heads, -1))
-        k = k.unflatten(-1, (self.config.n_kv_heads, 2 * self.r))
-        return attend(q, k, latent).flatten(-2)
+        return attend(q, k.unflatten(-1, (-1, 2 * self.r)), latent).flatten(-2)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates the first 2r dims of x [..., S, H, n] by its head's elite angles; tables [..., S, D/2]."""
-        x = x.unflatten(-2, (self.config.n_kv_heads, -1))  # [..., S, Hkv, H / Hkv, n]
+        x = x.unflatten(-2, (len(self.pairs), -1))  # [..., S, He, H / He, n]
         elite = apply_rope(x[..., : 2 * self.r], cos[..., self.pairs], sin[..., self.pairs])
         return torch.cat((elite, x[..., 2 * self.r :]), -1).flatten(-3, -2)
 
     def naive(self, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k [..., P + S, Hkv, 2r]."""
+        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k [..., P + S, He, 2r]."""
         d, heads = self.config.head_dim, self.config.n_kv_heads
         rest, v = self.up(latent).unflatten(-1, (heads, -1)).split((d - 2 * self.r, d), dim=-1)
-        return causal_attention(q, torch.cat((k, rest), -1), v)
+        return causal_attention(q, torch.cat((k.expand(*rest.shape[:-1], -1), rest), -1), v)
 
     def causal(self, cos: Tensor, sin: Tensor):
         return lambda q, k, latent: self.naive(self.rotate(q, cos, sin), self.rotate(k, cos, sin), latent)
@@ -1377,26 +1380,28 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
 
 
 def elite_attention(
-    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple[Tensor, Tensor]]
+    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple], root=None
 ) -> EliteAttention:
-    """The EliteKV form of one layer's attention: order [Hkv, D/2]; factors(k, v): A and B of `low_rank`."""
-    wqkv = attention.wqkv
+    """The EliteKV form of one layer's attention: order [He, D/2] as in EliteAttention; factors(k, v): A and B
+    of `low_rank`; root: as there."""
+    wqkv, d, heads = attention.wqkv, c.head_dim, c.n_kv_heads
     order = order.to(wqkv.weight.device)
-    dims = elite_dims(order, r)  # [Hkv, D]
-
-    def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v = rows.split(attention.widths)
-        q, k, v = in_order(q, dims).flatten(0, 2), in_order(k, dims)[:, 0], v.unflatten(0, (c.n_kv_heads, -1))
-        return q, k[:, : 2 * r].flatten(0, 1), k[:, 2 * r :], v
-
-    q, elite, rest, v = parts(wqkv.weight)
-    a, b = factors(rest.permute(2, 0, 1), v.permute(2, 0, 1))  # [dim, Hkv, ...]
-    stacked, up = torch.cat((q, elite, a.T.to(q))), b.flatten(1).T.to(q)
+    dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
+    rows = wqkv.weight if wqkv.bias is None else torch.cat((wqkv.weight, wqkv.bias[:, None]), 1)
+    q, k, v = rows.split(attention.widths)
+    q, k, v = in_order(q, dims), in_order(k, dims)[:, 0], v.unflatten(0, (heads, -1))
+    elite, rest = k.split((2 * r, d - 2 * r), 1)
+    if len(order) < heads:
+        turned, elite = shared_elite(q[:, :, : 2 * r], elite, root)
+        q = torch.cat((turned.to(q), q[:, :, 2 * r :]), 2)
+    a, b = factors(*(t[..., : c.dim].permute(2, 0, 1) for t in (rest, v)))  # [dim, Hkv, ...]
+    stacked, up = torch.cat((q.flatten(0, 2), elite.flatten(0, 1).to(q))), b.flatten(1).T.to(q)
     biases = (None, None)
     if wqkv.bias is not None:  # A x has none: what it would add comes with the biases of `up`
-        q, elite, rest, v = parts(wqkv.bias)
-        biases = torch.cat((q, elite, q.new_zeros(a.shape[1]))), torch.cat((rest, v), 1).flatten()
-    return EliteAttention(c, order, r, linear_of(stacked, biases[0]), linear_of(up, biases[1]), attention.wo)
+        own = torch.cat((stacked[:, -1], q.new_zeros(a.shape[1])))
+        biases = own, torch.cat((rest, v), 1)[..., -1].flatten()
+    stacked = linear_of(torch.cat((stacked[:, : c.dim], a.T.to(q))), biases[0])
+    return EliteAttention(c, order, r, stacked, linear_of(up, biases[1]), attention.wo)
 
 
 class EliteCache(Cache):
@@ -1409,16 +1414,16 @@ class EliteCache(Cache):
 
     def __init__(self, context: Context, attention: EliteAttention):
         super().__init__(context)
-        c, self.attention = context.config, attention
+        self.attention = attention
         self.r, self.d_ckv = attention.r, attention.widths[2]
-        width = self.d_ckv + c.n_kv_heads * 2 * self.r  # 2r rotated numbers a KV head, and d_ckv shared ones
+        width = self.d_ckv + attention.widths[1]  # d_ckv numbers of all heads, and the rotated ones
         self.latents = TokenStore(context, 1, context.capacity, width)
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
         self.latents.write((batch, span), torch.cat((latent, k.flatten(1)), -1)[:, None])
         latent, k = self.latents.past(batch, span.stop)[:, 0].tensor_split((self.d_ckv,), -1)
-        return self.attention.naive(q, k.unflatten(-1, (self.config.n_kv_heads, -1)), latent)
+        return self.attention.naive(q, k.unflatten(-1, (-1, 2 * self.r)), latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         c, up, r2 = self.config, self.attention.up, 2 * self.r
@@ -1428,8 +1433,8 @@ class EliteCache(Cache):
         elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split((r2, b_k.shape[1]), -1)  # [B, Hkv, G, .]
         # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
         rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
-        own = torch.eye(c.n_kv_heads, dtype=q.dtype, device=q.device)[:, None, :, None]
-        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, Hkv * 2r]
+        own = torch.eye(len(self.attention.pairs), dtype=q.dtype, device=q.device)[:, None, :, None]
+        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
         mixed = self.context.attend_latent(query, self.latents.rows[:, 0], pos, self.d_ckv)
         out = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (c.n_kv_heads, -1)), b_v)
@@ -1455,17 +1460,20 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
         raise UserError(f"--d_ckv {d_ckv}: with r = {r} the latent can have 1 to {most} dims")
     same = (r, d_ckv, settings.lrd) == (int(artifact["r"]), int(artifact["d_ckv"]), "joint")
     uniform = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)  # [Hkv, D/2]
+    root = artifact.get(f"{i}.root")  # only of uptraining
 
     def factors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not (same and f"{i}.A" in artifact):
-            return low_rank(k, v, d_ckv, settings.lrd)
+            return low_rank(k, v, d_ckv, settings.lrd, root)
         a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
         if a.shape[1] != d_ckv or b.shape != (d_ckv, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
             raise UserError(f"the factors A and B of layer {i} do not fit r {r} and d_ckv {d_ckv}")
         return a, b.unflatten(1, (c.n_kv_heads, -1))
 
     order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
-    return elite_attention(attention, c, order, r, factors)
+    if settings.shared:  # the pairs that come first in the mean over the heads
+        order = order.argsort(-1).float().mean(0, keepdim=True).argsort(-1)
+    return elite_attention(attention, c, order, r, factors, root)
 
 
 def elite_caches(model: Llama, settings: EliteSettings, context: Context, artifact: Artifact) -> list[Cache]:
@@ -1478,6 +1486,7 @@ def elite_tensors(c: ModelConfig) -> Stored:
     if not c.elitekv:
         return sizes | {"elite": order, "contribution": order}
     factors = {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
+    order = (int, c.n_layers, None, c.head_dim // 2)  # one a head, or one where the heads share an elite key
     return sizes | {"elite": order} | factors | {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
 
 
@@ -1574,9 +1583,7 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
 
 
 def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    kind = settings.basis
-    if kind == "auto":  # what calibration found better
-        kind = ("pre", "post")[bool(artifact["better"])]
+    kind = ("pre", "post")[bool(artifact["better"])] if settings.basis == "auto" else settings.basis
     ranks = [max(1, round(settings.d * model.config.head_dim))] * len(model.layers)
     if settings.explained:
         values = artifact[f"{kind}.eigenvalues"]
@@ -1610,7 +1617,6 @@ class LrqkSettings:
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
     def budget(self, capacity: int) -> tuple[int, int]:
-        """(k, recent) in tokens for a cache of this capacity."""
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
         return within(capacity, self.recent, self.k)[::-1]
@@ -1732,9 +1738,7 @@ def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor
     return tuple(torch.linalg.solve_triangular(m.mT, x[..., :r] * root, upper=True) for m, x in pairs)
 
 
-def take_slots(
-    index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
-) -> tuple[Tensor, Tensor]:
+def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor) -> tuple[Tensor, Tensor]:
     """Gives each selected token a hot slot: hits keep theirs, misses take the others (ours), with C > k those
     unused for the longest time. Gives the slots [B, Hkv, k] and which miss.
 
@@ -1801,12 +1805,11 @@ class LrqkCache(Cache):
         c, self.settings = context.config, settings
         if settings.rank > c.head_dim:
             raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
-        self.chosen, self.z = settings.budget(context.capacity)
+        self.chosen, self.z = k, z = settings.budget(context.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
-        most = round(min(settings.slots * self.chosen, context.capacity - self.z))
-        self.slots = most if self.reuse else self.chosen
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
+        self.slots = round(min(settings.slots * k, capacity - z)) if self.reuse else k
         store = {"cpu": HostStore, "cuda": TokenStore}[settings.kv_device]
         self.kv = store(context, heads, capacity, width)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
@@ -1935,7 +1938,6 @@ class StreamingSettings:
     recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int]:
-        """(x, w) in tokens for a cache of this capacity."""
         return within(capacity, self.recent, self.sinks)[::-1]
 
 
@@ -1971,7 +1973,6 @@ class KeepSettings:
     recent: int = setting(1, "z: last tokens that are always among them", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(x, y, z) in tokens: sinks, selected, recent."""
         total, x, z = kept_tokens(self.keep, capacity), self.sinks, self.recent
         if total == capacity:
             return 0, total, 0
@@ -2071,9 +2072,10 @@ class H2oCache(DenseCache):
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         c, places = self.config, self.context.positions[span]
         # What is kept of the past, in slots from 0 on, and the new tokens: [Hkv, N, ...] each.
-        held, new = min(span.start, self.count), (k, v, places[:, None].expand(-1, c.n_kv_heads))
-        pairs = zip((self.keys.rows, self.values.rows, self.position), new, strict=True)
-        keys, values, position = (torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs)
+        held, slots = min(span.start, self.count), (self.keys.rows, self.values.rows, self.position)
+        pairs = zip(slots, (k, v, places[:, None].expand(-1, c.n_kv_heads)), strict=True)
+        tokens = [torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
+        keys, _, position = tokens
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ keys[:, None].mT).float() * c.head_dim**-0.5  # [Hkv, G, W, N]
         later = position[:, None, None] > places[-last.shape[2] :, None]
@@ -2081,11 +2083,9 @@ class H2oCache(DenseCache):
         attention[:, :held] += self.attention[batch, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
-        n = kept.shape[1]
-        for store, x in ((self.keys, keys), (self.values, values)):
-            store.rows[batch, :, :n] = gather_rows(x[None], kept[None])[0]
-        self.position[batch], self.position[batch, :, :n] = -1, position.gather(1, kept).int()
-        self.attention[batch], self.attention[batch, :, :n] = 0, attention.gather(1, kept)
+        for slot, x in zip((*slots, self.attention), (*tokens, attention), strict=True):
+            slot[batch, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
+        self.position[batch, :, kept.shape[1] :] = -1
         self.prompt[batch] = span.stop
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
@@ -2367,8 +2367,6 @@ class ChannelKeys(RingStore):
         capacity, heads, width = context.capacity, context.config.n_kv_heads, context.config.head_dim
         if residual < 32 or residual % 32:
             raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
-        if width * bits % 8:
-            raise UserError(f"keys of {width} numbers do not fill bytes with {bits} bits each")
         super().__init__(context, bits, min(residual, -(-capacity // 32) * 32))
         self.tokens = -(-capacity // self.R) * self.R
         self.token_bytes = heads * width * (bits + 1) / 8  # codes, and a part of their (minimum, scale)
@@ -2503,9 +2501,8 @@ class ShadowKvSettings:
             return chunks * chunk, min(self.outliers, chunks) * chunk, min(recent, capacity)
         selected = (total - outliers - recent) // chunk
         if selected < 1:
-            fault = f"--keep {self.keep:g} of {capacity} tokens leaves no chunk of {chunk} beside"
-            exact = f"{self.outliers} outlier chunks and {recent} recent tokens"
-            raise UserError(f"{fault} {exact}; lower --outliers or --recent")
+            exact = f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
+            raise UserError(f"--keep {self.keep:g} of {capacity} leaves no chunk of {chunk} beside {exact}")
         return selected * chunk, outliers, recent
 
 

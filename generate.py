@@ -165,7 +165,7 @@ class Engine:
                 module.multiply = context.linear
         # hopper.py may offer a decode step of its own, with the same logits.
         offer = getattr(context.kernels, "chained_decode", None)
-        chained = offer(model, context.batch_size) if offer and ranks()[1] == 1 else None
+        chained = offer and offer(model, context.batch_size, model_file.shared_memory)
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]

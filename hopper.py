@@ -727,11 +727,36 @@ def _add_bias(out, bias_p, n, inside):
 
 
 @gluon.jit
+def _sum_over_ranks(part, n, inside, place, N, shared_p, RANK: gl.constexpr, RANKS: gl.constexpr):
+    """The sum of all ranks' parts [HALF, MP] of outputs n. Each stores its own in every rank's memory, fp32
+    [2 places, RANKS, N, 16], where 0 means that a number has not come yet, and is put back after reading."""
+    m = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, OUT))
+    at = place * (RANKS * N * 16) + n[:, None] * 16 + m[None, :]
+    bits = part.to(gl.int32, bitcast=True)
+    for r in gl.static_range(RANKS):
+        memory_p = gl.load(shared_p + r).to(gl.pointer_type(gl.int32), bitcast=True)
+        gl.store(memory_p + RANK * N * 16 + at, gl.where(bits == 0, 1, bits), mask=inside[:, None])
+    memory_p = gl.load(shared_p + RANK).to(gl.pointer_type(gl.int32), bitcast=True)
+    total = gl.full(part.shape, 0.0, gl.float32, OUT)
+    for r in gl.static_range(RANKS):  # in one order: all ranks have the same sum
+        from_p = memory_p + r * N * 16 + at
+        got = gl.full(part.shape, 0, gl.int32, OUT)
+        while gl.min(gl.min((got != 0).to(gl.int32), 1), 0) == 0:
+            got = gl.load(from_p, mask=inside[:, None], other=1, volatile=True)
+        gl.store(from_p, gl.full(part.shape, 0, gl.int32, OUT), mask=inside[:, None])
+        total += got.to(gl.float32, bitcast=True)
+    return total
+
+
+@gluon.jit
 def _residual_layer(
-    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, rows, N
+    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, rows, N,
+    place, shared_p, RANK: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """x = residual + W y + b. Of the RMSNorm after it: `scaled`, x times the norm's weight, and this
-    program's part of each row's sum of squares, by which the next layer scales its product."""
+    """x = residual + W y + b, W y + b summed over the ranks. Of the RMSNorm after it: `scaled`, x times the
+    norm's weight, and this program's part of each row's sum of squares, by which the next layer scales its
+    product. place: 0 and 1 in turn. Who has got the others' parts there knows that they have read all of the
+    place before, which so is free again."""
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
     first, count, tiles = _share(N, HALF)
@@ -742,7 +767,10 @@ def _residual_layer(
         norm = gl.load(norm_p + n, mask=inside, other=0.0).to(gl.float32)
         residual = gl.load(residual_p + at, mask=real, other=0.0).to(gl.float32)
         a, b, step = _halves_product(ring, xs, ready, free, step, K, False)
-        x = (_add_bias(a + b, bias_p, n, inside) + residual).to(x_p.dtype.element_ty)
+        x = _add_bias(a + b, bias_p, n, inside)
+        if RANKS > 1:
+            x = _sum_over_ranks(x, n, inside, place, N, shared_p, RANK, RANKS)
+        x = (x + residual).to(x_p.dtype.element_ty)
         gl.store(x_p + at, x, mask=real)
         x = x.to(gl.float32)
         gl.store(scaled_p + at, (x * norm[:, None]).to(scaled_p.dtype.element_ty), mask=real)
@@ -788,14 +816,14 @@ def _normed_layer(
 @gluon.jit
 def _multiply(
     ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p, next_norm_p, bias_p, sum_p,
-    scaled_p, squares_p, gated_p, x_p, out_p, counters_p, rows, heads_dim, dim, ffn, N, eps, next_eps,
-    PP: gl.constexpr,
+    scaled_p, squares_p, gated_p, x_p, out_p, counters_p, shared_p, rows, heads_dim, dim, ffn, N, eps,
+    next_eps, PP: gl.constexpr, RANK: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     """The consumer, four warps: a layer after the other."""
     _wait_for_previous()
     step = _residual_layer(
         ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p,
-        residual_p, norm_p, sum_p, scaled_p, squares_p, rows, dim,
+        residual_p, norm_p, sum_p, scaled_p, squares_p, rows, dim, 0, shared_p, RANK, RANKS,
     )  # fmt: skip
     _arrive(counters_p)
     step = _normed_layer(
@@ -803,8 +831,9 @@ def _multiply(
     )
     _arrive(counters_p + 1)
     step = _residual_layer(
-        ring, xs, ready, free, step, ffn, w2_bias_p, sum_p, next_norm_p, x_p, scaled_p, squares_p, rows, dim
-    )
+        ring, xs, ready, free, step, ffn, w2_bias_p,
+        sum_p, next_norm_p, x_p, scaled_p, squares_p, rows, dim, 1, shared_p, RANK, RANKS,
+    )  # fmt: skip
     _arrive(counters_p + 2)
     _normed_layer(ring, xs, ready, free, step, dim, bias_p, squares_p, next_eps, out_p, rows, N, False, PP)
 
@@ -818,8 +847,10 @@ def _linear_chain_kernel(
     sum_p, scaled_p, squares_p,  # squares [programs, MP] fp32
     gated_p, x_p, out_p,  # gated [rows, ffn], out [rows, N]
     counters_p,  # [3] int64
+    shared_p,  # [RANKS] int64: where each rank's memory lies for this one
     rows, eps, next_eps,
-    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr,
+    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr, RANK: gl.constexpr,
+    RANKS: gl.constexpr,
 ):  # fmt: skip
     # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
     # the slots of a ring, and on into the next layer's while the programs wait for one another: the memory
@@ -841,7 +872,7 @@ def _linear_chain_kernel(
         [
             (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
                          next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p,
-                         rows, heads_dim, dim, ffn, N, eps, next_eps, PP)),
+                         shared_p, rows, heads_dim, dim, ffn, N, eps, next_eps, PP, RANK, RANKS)),
             (_stream_weights, (wo, w13, w2, w, ring, ready, free)),
             (_stream_inputs, (attended, scaled, gated, counters_p, N, xs, ready, free, HALF)),
         ],
@@ -859,7 +890,7 @@ def _chain_counters(device: torch.device, programs: int) -> Tensor:
 @operator(lambda attended, x, weights, *_: (torch.empty_like(x), x.new_empty(len(x), len(weights[3]))))
 def linear_chain(
     attended: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], norms: list[Tensor],
-    eps: list[float]
+    eps: list[float], shared: Tensor | None = None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The linear layers from one attention to the next, of a few rows, in one launch: x' = x + W_o attended,
     x'' = x' + W_2 SwiGLU(W_13 norm(x')) (arXiv 2002.05202, RMSNorm 1910.07467), W norm(x'').
@@ -900,8 +931,9 @@ def linear_chain(
     blocks += [TensorDescriptor.from_tensor(t, [MP, KB], layout) for t in (attended, scaled, gated)]
     _linear_chain_kernel[programs,](
         *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
-        gated, out_x, out, _chain_counters(x.device, programs), rows, *eps, MP, HALF, SLOTS,
-        kernels.power2(programs), num_warps=4, launch_cooperative_grid=True, **kernels.overlapped(x.device),
+        gated, out_x, out, _chain_counters(x.device, programs), shared, rows, *eps, MP, HALF, SLOTS,
+        kernels.power2(programs), rank, 1 if shared is None else len(shared), num_warps=4,
+        launch_cooperative_grid=True, **kernels.overlapped(x.device),
     )  # fmt: skip
     return out_x, out
 
@@ -927,24 +959,29 @@ def chained_attention(layer, qkv: Tensor, pos: Tensor, cache) -> Tensor:
     return layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
 
 
-def chained_layer(layer, attended: Tensor, x: Tensor, norm, linear) -> tuple[Tensor, Tensor]:
+def chained_layer(layer, attended: Tensor, x: Tensor, norm, linear, *shared) -> tuple[Tensor, Tensor]:
     """The heads' results and x [B, dim] -> x after the layer, and linear(norm(x))."""
     norms, linears = (layer.ffn_norm, norm), (*layer.linears()[1:], linear)  # all but the first, wqkv
     weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
-    return linear_chain(attended, x, weights, biases, [n.weight for n in norms], [n.eps for n in norms])
+    norms, eps = ([getattr(each, name) for each in norms] for name in ("weight", "eps"))
+    return linear_chain(attended, x, weights, biases, norms, eps, *shared)
 
 
-def decode_in_chains(model, tokens, pos, caches, first=chained_first, attend=chained_attention) -> Tensor:
+def decode_in_chains(shared, model, tokens, pos, caches, first, attend) -> Tensor:
     out, x = first(model.tok_embeddings, model.layers[0], tokens)
     ends = [(layer.attention_norm, layer.attention.wqkv) for layer in model.layers[1:]]
     for layer, cache, end in zip(model.layers, caches, [*ends, (model.norm, model.output)], strict=True):
-        x, out = chained_layer(layer, attend(layer, out, pos, cache), x, *end)
+        x, out = chained_layer(layer, attend(layer, out, pos, cache), x, *end, *shared[1:])
     return out
 
 
-def chained_decode(model, rows: int) -> tuple | None:
-    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none in int8."""
+def chained_decode(model, rows: int, shared_memory) -> tuple | None:
+    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none in int8.
+    shared_memory: model.py's. None as well where several ranks share none."""
     x = model.tok_embeddings.weight[:1].expand(rows, -1)
     inputs = {linear.in_features for layer in model.layers for linear in layer.linears()}
-    fits = chains_linears(x, *inputs) and model.output.weight.dtype == x.dtype
-    return (decode_in_chains, chained_first, chained_attention) if fits else None
+    if not chains_linears(x, *inputs) or model.output.weight.dtype != x.dtype:
+        return None
+    shared = shared_memory(2 * CHAIN_ROWS * x.shape[1] * 4, x.device)  # see _sum_over_ranks
+    decode = functools.partial(decode_in_chains, shared)
+    return None if shared is None else (decode, chained_first, chained_attention)

@@ -16,6 +16,7 @@ import codecs
 import hashlib
 import json
 import math
+import os
 import re
 import struct
 import sys
@@ -23,8 +24,8 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
-from itertools import groupby
+from functools import lru_cache, partial
+from itertools import groupby, permutations
 from pathlib import Path
 
 import torch
@@ -92,6 +93,13 @@ def gathered(value) -> list:
     return values
 
 
+def summed(y: Tensor) -> Tensor:
+    """The sum of what all ranks give as `y`, in its place."""
+    if ranks()[1] > 1:
+        dist.all_reduce(y)
+    return y
+
+
 def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
     """This rank's part of a tensor of the whole model, a view of this shape; a dim of None is not shared.
 
@@ -101,6 +109,25 @@ def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
         if size is not None and size < whole.shape[dim]:
             whole = whole.narrow(dim, rank * (whole.shape[dim] // size) // n * size, size)
     return whole
+
+
+@lru_cache
+def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, int] | tuple[()] | None:
+    """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each rank's lies
+    for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs cannot reach one another.
+    The first call is of all ranks together."""
+    rank, n = ranks()
+    if n == 1:
+        return ()
+    one_host, pairs = os.environ.get("LOCAL_WORLD_SIZE") == str(n), permutations(range(n), 2)
+    if not (one_host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)):
+        return None
+    import torch.distributed._symmetric_memory as symmetric  # only now: it imports much
+
+    memory = symmetric.empty(n * nbytes, dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize()  # before others write there
+    addresses = symmetric.rendezvous(memory, dist.group.WORLD).buffer_ptrs
+    return memory, torch.tensor(addresses, device=device), rank
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -175,8 +202,8 @@ class ModelConfig:
         """The config of one of n ranks; several may share a KV head. UserError where sizes do not divide."""
 
         def fits(n: int) -> bool:
-            most, least = max(n, self.n_kv_heads), min(n, self.n_kv_heads)
-            return not (self.n_heads % n or self.ffn_dim % n or most % least)
+            shared = self.n_kv_heads % n == 0 or n % self.n_kv_heads == 0
+            return shared and self.n_heads % n == self.ffn_dim % n == 0
 
         if n > 1 and self.elitekv:
             raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
@@ -213,7 +240,7 @@ class ModelConfig:
             positions = max(positions, math.floor(rope[original] * rope["factor"]))
         bias = hf.get("attention_bias") or False
         windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
-        given = {f.name: hf[f.metadata["hf"]] for f in fields(cls) if f.metadata.get("hf") in hf}
+        given = {f.name: value for f in fields(cls) if (value := hf.get(f.metadata.get("hf"))) is not None}
         made = {
             "n_kv_heads": n_kv_heads,
             "max_positions": positions,
@@ -224,9 +251,8 @@ class ModelConfig:
             "out_bias": bias and family != "qwen2",
             "qk_norm": family == "qwen3",
             "sliding_window": windowed and hf.get("sliding_window", 4096 * (family != "phi3")) or None,
+            "elitekv": hf.get("elitekv") or False,
         }
-        flags = {"tied": "tie_word_embeddings", "mlp_bias": "mlp_bias", "elitekv": "elitekv"}
-        made |= {name: hf.get(key) or False for name, key in flags.items()}
         return cls(**given | made)
 
     def to_hf(self) -> dict:
@@ -374,16 +400,6 @@ class Linear(nn.Linear):
         return self.multiply(x, self.weight, self.scale, self.bias)
 
 
-class SummedLinear(Linear):
-    """A linear layer of whose inputs each rank has a share: the results are summed over the ranks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if ranks()[1] > 1:
-            dist.all_reduce(y)
-        return y
-
-
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -392,12 +408,12 @@ class Attention(nn.Module):
         self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
         self.wqkv = Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
-        self.wo = SummedLinear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
+        self.wo = Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, attend) -> Tensor:
-        return self.wo(self.attended(self.wqkv(x), attend))
+        return summed(self.wo(self.attended(self.wqkv(x), attend)))
 
     def attended(self, qkv: Tensor, attend) -> Tensor:
         """From wqkv's output to the concatenated heads' outputs, the input of wo."""
@@ -414,11 +430,11 @@ class FeedForward(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.w13 = Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
-        self.w2 = SummedLinear(c.ffn_dim, c.dim, bias=c.mlp_bias)
+        self.w2 = Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+        return summed(self.w2(F.silu(gate) * up))
 
 
 class Layer(nn.Module):

@@ -147,7 +147,7 @@ CASES = [  # every method, in each way in which it stores and selects; a new met
     ("lrqk", LRQK | {"mode": "paper", "slots": 2.0}),
     ("lrqk", LRQK | {"slots": 0.0}),
     ("elitekv", {"r": 3, "d_ckv": 20}),
-    ("elitekv", {"pairs": "uniform", "lrd": "separate"}),
+    ("elitekv", {"pairs": "uniform", "lrd": "separate", "shared": True}),
     ("fdc", {"rate": 0.3}),
     ("palu", {"keep": 0.5}),
     ("dense", {}),
@@ -1282,6 +1282,21 @@ def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch
     return attention(x, lambda q, k, v: model_file.causal_attention(turned(q), turned(k), v))
 
 
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_a_shared_elite_key_is_exact_where_heads_differ_by_complex_factors(qkv_bias):
+    """RoPE turns a pair as a complex number: keys k_h = f_h k, f_h of a head and pair, share k."""
+    model, x, f = tiny_model(group=2, qkv_bias=qkv_bias), torch.randn(40, 48), torch.randn(4, 8, 1) + 0.5j
+    dense, tables = model.layers[1].attention, rope_tables(model.config, 40, CPU)
+    for rows in (dense.wqkv.weight, *([dense.wqkv.bias[:, None]] if qkv_bias else [])):
+        k = rows[128:192].view(4, 2, 8, -1)
+        k.copy_(torch.view_as_real(torch.complex(k[0, 0], k[0, 1]) * f).movedim(-1, 1))
+    settings = compress.EliteSettings(8, 48, shared=True)
+    METHODS["elitekv"].fold_all(model, settings, artifact_of("elitekv", model))
+    elite = model.layers[1].attention
+    assert elite.widths == [128, 16, 48]
+    assert error(elite(x, elite.causal(*tables)), dense(x, dense.causal(*tables))) < 1e-4
+
+
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
@@ -1361,13 +1376,19 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
     k, v = k.unflatten(1, (4, 10)), v.unflatten(1, (4, 15))
     m = torch.cat((k, v), -1).double().flatten(1)
     spectrum, *parts = (torch.linalg.svdvals(x.double().flatten(1)).square() for x in (m, k, v))
-    whole = m.square().sum()
+    whole, root = m.square().sum(), torch.randn(48, 48, dtype=torch.float64)
+    root = root @ root.T + torch.eye(48)
     for d_ckv in (1, 7, 20, 40, 48):
         factors = [compress.low_rank(k, v, d_ckv, kind) for kind in ("joint", "separate")]
         joint, separate = ((m - a @ b.flatten(1)).square().sum() for a, b in factors)
         (a, b), (_, blocks) = factors
         assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
         assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole  # Eckart-Young
+        seen, best = compress.low_rank(k, v, d_ckv, "joint", root)  # for inputs x with x^T x = root^2
+        lost = (root @ (m - seen @ best.flatten(1))).square().sum()
+        assert abs(lost - torch.linalg.svdvals(root @ m)[d_ckv:].square().sum()) < 1e-6 * lost.clamp(
+            min=whole
+        )
         splits = range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
         best = min(parts[0][n:].sum() + parts[1][d_ckv - n :].sum() for n in splits)
         assert abs(separate - best) < 1e-6 * whole and separate > joint - 1e-6
@@ -1403,27 +1424,28 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
     assert min(trials, key=trials.get) == f"perplexity_{int(tensors['r'])}_{int(tensors['d_ckv'])}"
     assert len(trials) >= 3
     exact_trial = calibrate.elite_trial(model, tokens, compress.EliteSettings(8, 48), tensors)
-    whole = calibrate.weighted_loss(model, tokens, torch.ones(4, 39)).exp()
+    whole = calibrate.training_loss(model, tokens, torch.ones(4, 39)).exp()
     assert abs(exact_trial[0] / whole - 1) < 1e-3 and abs(exact_trial[1] - 1) < 1e-4
 
 
 def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
     """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
     source, out, log = tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
-    rates, training = set(), mock.Mock(wraps=calibrate.train)
+    training = mock.Mock(wraps=calibrate.train)
     monkeypatch.setattr(calibrate, "train", training)
-    uptrain = f"train --from {source} --method elitekv:r=3,d_ckv=24 --out {out} --text {ROOT / 'model.py'} "
+    method = "elitekv:r=3,d_ckv=24,shared=1"
+    uptrain = f"train --from {source} --method {method} --out {out} --text {ROOT / 'model.py'} "
     uptrain += f"--stages 2x64x40 --workers 1 --log {log} --lr 5e-3"
-    with register_optimizer_step_pre_hook(lambda adam, *_: rates.update(g["lr"] for g in adam.param_groups)):
-        code, text, err = cli(uptrain)
-    assert code == 0 and "finished" in text and rates == {5e-3}, err  # constant to the end
+    code, text, err = cli(uptrain)
+    assert code == 0 and "finished" in text, err
     names, *lines = (line.split(",") for line in log.read_text().splitlines())
     assert names == ["tokens", "loss"] and [int(n) for n, _ in lines] == [20 * 128, 40 * 128]
     assert float(lines[-1][1]) < float(lines[0][1]) - 0.3
     model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
     assert model.config.elitekv
     METHODS["elitekv"].fold_all(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
-    METHODS["elitekv"].fold_all(start, compress.EliteSettings(3, 24), load_artifact(source, "elitekv", start))
+    settings = compress.EliteSettings(3, 24, shared=True)
+    METHODS["elitekv"].fold_all(start, settings, load_artifact(source, "elitekv", start))
     tokens = torch.randint(3, 4096, (1, 50))
     trained = training.call_args.args[0].eval()
     assert error(model(tokens), trained(tokens).detach()) < 5e-2  # bf16 weights
@@ -1433,9 +1455,9 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     assert torch.equal(after.pairs, before.pairs)
 
     report = cli.json(f"generate --checkpoint {out} --prompt hello --max_new_tokens 4 --method elitekv")
-    assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 * 4 + 24)
+    assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 + 24)  # one elite key
     assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
-    assert "only elitekv is uptrained" in cli.refusal(uptrain.replace("elitekv:r=3,d_ckv=24", "sals"))
+    assert "only elitekv is uptrained" in cli.refusal(uptrain.replace(method, "sals"))
     table = f"eval --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
     rows = cli.json(f"{table} --continuation 4")["rows"]
     assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
@@ -4164,10 +4186,46 @@ def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
     (model, whole), (_, resumed) = trained(math.inf), trained(0.0, math.inf)
     with torch.no_grad():
         batch = calibrate.TrainingBatches(nano_haystack, [Stage(4, 64, 1)], 0)[0]
-        assert calibrate.weighted_loss(model, *batch).item() < math.log(4096) - 0.1
+        assert calibrate.training_loss(model, *batch).item() < math.log(4096) - 0.1
     assert whole["step"] == resumed["step"] == 18
     for name, tensor in whole.items():
         assert torch.allclose(tensor, resumed[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("chunk", [3, 99])
+def test_the_loss_in_chunks_is_that_of_whole_logits(chunk, monkeypatch):
+    monkeypatch.setattr(calibrate, "HEAD_CHUNK", chunk)
+    shapes, labels, a = ((10, 8), (50, 8)), torch.randint(50, (10,)), torch.rand(10)
+    x, weight, y, teacher_weight = (torch.randn(s, requires_grad=True) for s in shapes * 2)
+    for b in (0.7, 0.0):
+        given = (x, labels, a, y if b else None, b, weight, teacher_weight)
+        loss = calibrate.HeadLoss.apply(calibrate.head_chunk, *given)
+        log_p, log_q = (x @ weight.T).log_softmax(-1), (y @ teacher_weight.T).detach().log_softmax(-1)
+        truth = (a * F.cross_entropy(x @ weight.T, labels, reduction="none")).sum()
+        truth = truth + b * F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+        got, wanted = (torch.autograd.grad(2 * each, (x, weight)) for each in (loss, truth))
+        assert abs(loss / truth - 1) < 1e-5 and max(map(error, got, wanted)) < 1e-5
+
+
+def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
+    """The KL falls, and the teacher stays as it was."""
+    teacher, model = (load_model(NANO, CPU, torch.float32).requires_grad_(False) for _ in range(2))
+    METHODS["elitekv"].fold_all(model, compress.EliteSettings(8, 96), load_artifact(NANO, "elitekv", model))
+    before = [p.clone() for p in teacher.parameters()]
+    tokens, weights = calibrate.TrainingBatches(nano_haystack, [Stage(4, 128, 1)], 1)[0]
+
+    def kl() -> float:
+        log_p, log_q = (each.output(each(tokens[:, :-1])).log_softmax(-1) for each in (model, teacher))
+        return (log_q.exp() * (log_q - log_p)).sum(-1).mean().item()
+
+    at_first = kl()
+    late, early = (calibrate.training_loss(model, tokens, weights, teacher, 1.0, on) for on in (False, True))
+    heads = (calibrate.attention_outputs(each, tokens[:, :-1])[1] for each in (model, teacher))
+    errors = [error(x, y) ** 2 for x, y in zip(*heads, strict=True)]
+    assert abs(late / at_first - 1) < 1e-3 and abs((early - late) / np.mean(errors) - 1) < 1e-3
+    given = (nano_haystack, [Stage(4, 128, 20)], 1e-3, 0, 0, None, math.inf, None, teacher, 1.0)
+    assert train(model.requires_grad_(True), *given) and kl() < 0.7 * at_first
+    assert all(map(torch.equal, before, teacher.parameters()))
 
 
 def test_the_learning_rate_warms_up_and_decays(nano_haystack):
@@ -4177,8 +4235,8 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     rates, (optimizer, *_) = zip(*seen, strict=True)
     decays = {p.ndim > 1: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decays == {True: 0.1, False: 0.0}
-    assert rates[0] == pytest.approx(1 / 200) and rates[10] == pytest.approx(11 / 200 * 0.55)
-    assert rates[-1] < 20 / 200 * 0.11
+    assert rates[:2] == pytest.approx((1 / 2, 0.1 + 0.45 * (1 + math.cos(math.pi / 20))))  # warm-up: a tenth
+    assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
 
 
 @pytest.mark.parametrize("presses", [1, 2])
@@ -4209,7 +4267,7 @@ def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, presse
 def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
     model, state = Llama(tiny_config(vocab_size=4096)), tmp_path / "state"
     with pytest.raises(UserError, match="lower --lr"):
-        train(model, nano_haystack, [Stage(1, 32, 8)], 1e30, 0, 0, state, math.inf, constant=True)
+        train(model, nano_haystack, [Stage(1, 32, 8)], 1e30, 0, 0, state, math.inf)
     assert not state.exists()
 
 
@@ -4283,7 +4341,7 @@ def test_full_perplexity_spreads_its_windows():
     losses = []
     for start in (0, 48):
         window = torch.tensor([[1, *ids[start : start + 16]]])
-        losses.append(calibrate.weighted_loss(model, window, torch.ones(1, 16)))
+        losses.append(calibrate.training_loss(model, window, torch.ones(1, 16)))
     truth = torch.stack(losses).mean().exp().item()
     assert calibrate.full_perplexity(model, ids, 1, 16, 2) == pytest.approx(truth, rel=1e-5)
 
@@ -4699,7 +4757,8 @@ BAD_COMMANDS = {
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
     "fit --method fdc --accuracy 2": "--accuracy: 2 does not lie in (0, 1]",
     "train --out new --text few.txt": "too little text for a tokenizer",
-    "train --out new --text few.txt --method elitekv": "give it with --from FOLDER",
+    "train --out new --text few.txt --method elitekv": "with --from FOLDER",
+    "train --out new --text few.txt --distill": "with --from FOLDER",
     "train --out new --text few.txt:nan": "write PATH or PATH:SHARE",
     "train --out few.txt/new --text few.txt": "no file can be written into",
     "train --out new --text few.txt --lr -1": "--lr: -1 is not above 0",
@@ -4707,7 +4766,7 @@ BAD_COMMANDS = {
     "train --out new --text few.txt --stages 0x32x1": "BATCHxLENGTHxSTEPS",
     "train --out new --text few.txt --state few.txt/state": "no file can be written into",
     "train --out new --text few.txt --log again": "no file can be written there",
-    "train --out again --text few.txt --stages 2147483647x64x1": "not enough memory: logits of",
+    "train --out again --text few.txt --stages 2147483647x64x1": "not enough memory: hidden states of",
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
     "train --out again --text few.txt --workers 300": "--workers: 300 is more than 256",
     "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
@@ -5475,6 +5534,7 @@ BAD_CSV = {  # a table, and what the error says; None: it can be drawn
     f"{PLOT_HEAD}\nsals,1,2,3,4": "KeyError('dense')",
     f"{PLOT_HEAD}\ndense,1,2,0,9\nsals,1,2": None,  # no KL to draw, and cells that are missing
     f"\ufeff{PLOT_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4": None,  # a byte-order mark, and what TeX refuses
+    "method,bytes/token,single 64\ndense,1,9\nsals,2,3": None,  # one task, one cost
     f"{PLOT_HEAD}\ndense,1,2,0,0": "must be a positive integer, not 0",
     f"{PLOT_HEAD}\ndense,x,2,0,9": "could not convert string to float: 'x'",
     f"{TIMES_HEAD}\na,1,64,sals,2": "KeyError('dense_us')",
@@ -5925,6 +5985,18 @@ def chain_truth(attended, x, weights, biases, norms, eps):
     return x.to(dtype), F.linear(norm(x, 1), w[3], b[3]).to(dtype)
 
 
+def share_of_chain(given, rank, n):
+    """What one of n ranks gives linear_chain: columns of W_o and W_2, rows of W_13."""
+    attended, x, (wo, w13, w2, w), (b, b13, b2, last), *others = given
+
+    def part(t, dim):
+        return t if t is None else t.chunk(n, dim)[rank].contiguous()
+
+    w13, b13 = (t if t is None else torch.cat([part(half, 0) for half in t.chunk(2)]) for t in (w13, b13))
+    b, b2 = (t if t is None or rank == 0 else torch.zeros_like(t) for t in (b, b2))
+    return part(attended, 1), x, [part(wo, 1), w13, part(w2, 1), w], [b, b13, b2, last], *others
+
+
 def check_chain(given, outs):
     for out, truth in zip(outs, chain_truth(*given), strict=True):
         close(out, truth.float(), torch.bfloat16)
@@ -5957,6 +6029,34 @@ def test_kernel_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, 
     for _ in range(10):  # the same to the bit: no order of programs shows
         assert all(map(torch.equal, hopper.linear_chain(*given), first))
     assert (counters - before).tolist() == [11 * programs] * 3
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows, sizes", [(3, (96, 72, 288, 200)), (16, (768, 4096, 2664, 999))])
+def test_kernel_hopper_linear_chain_sums_over_ranks(hopper, monkeypatch, rows, sizes):
+    """The three ranks are streams of one GPU here, which holds the programs of all at once."""
+    names = ("shared_memory_per_block_optin", "major", "minor")
+    few = {name: getattr(torch.cuda.get_device_properties(0), name) for name in names}
+    few = SimpleNamespace(multi_processor_count=40, **few)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    given, outs, streams = (
+        chain_inputs(rows, *sizes, biased=True),
+        [],
+        [torch.cuda.Stream() for _ in range(3)],
+    )
+    memories, counters = torch.zeros(3, 3 * 2 * 16 * sizes[1]).cuda(), torch.zeros(3, 3).long().cuda()
+    addresses = torch.tensor([memory.data_ptr() for memory in memories]).cuda()
+    shares = [(*share_of_chain(given, rank, 3), addresses, rank) for rank in range(3)]
+    torch.cuda.synchronize()
+    for i in range(30):
+        rank = (i + i // 3) % 3  # in another order each time
+        monkeypatch.setattr(hopper, "_chain_counters", lambda *_, rank=rank: counters[rank])
+        with torch.cuda.stream(streams[rank]):
+            outs.append(hopper.linear_chain(*shares[rank]))
+    torch.cuda.synchronize()
+    check_chain(given, outs[0])
+    assert all(map(torch.equal, itertools.chain(*outs), itertools.cycle(outs[0])))
+    assert not memories.any()
 
 
 @needs_hopper
@@ -6043,7 +6143,8 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
     """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
     calls, logits = [], []
     monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
-    monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given))
+    monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given[:6]))
+    monkeypatch.setattr(model_file, "shared_memory", lambda *_: (None, "addresses", 3))
     for chained in (False, True):
         monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
         model = tiny_model(**({"dim": 64, "ffn_dim": 192, "n_layers": 2} | changes)).to(DEVICE)
@@ -6051,11 +6152,12 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
             layer.ffn_norm.eps = 0.1  # another than the first norm's
         options = {"sals": SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
         engine = make_engine(model, method, 2, 40, **options)
-        assert engine.decode is (hopper.decode_in_chains if chained else Llama.decode)
+        decode = getattr(engine.decode, "func", engine.decode)
+        assert decode is (hopper.decode_in_chains if chained else Llama.decode)
         logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 21)], [random_ids(2)] * 2))
         assert len(calls) == 2 * len(model.layers) * chained
     assert error(logits[1], logits[0]) < 1e-5
-    assert [given[0].is_contiguous() for given in calls] == [True] * len(calls)
+    assert all(given[0].is_contiguous() and given[6:] == ("addresses", 3) for given in calls)
 
 
 @pytest.mark.parametrize("chained", [False, True])
@@ -6082,6 +6184,11 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
     assert not served(16, 128, 100) and not served(17, 128, 200)
     assert not served(16, 128, device="cpu") and not served(16, 128, dtype=torch.float16)
     assert not served(16, 128, generation=8) and not served(16, 128, generation=10)
+    monkeypatch.setattr(hopper, "chains_linears", lambda *_: True)
+    model = tiny_model()
+    assert hopper.chained_decode(model, 2, lambda *_: ()) and not hopper.chained_decode(
+        model, 2, lambda *_: None
+    )
 
 
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
@@ -6092,7 +6199,7 @@ LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
     ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 0, 0) for bits in SHARED]),
-    ("_linear_chain_kernel", "wgmma", 2, [(4, False), (16, True)]),  # the consumer, and who loads its inputs
+    ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),  # the consumer, and who loads its inputs
 ]
 
 
@@ -6100,7 +6207,8 @@ COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for
 def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
     def arguments(what, *sizes):
         if kernel == "_linear_chain_kernel":
-            return chain_inputs(what, 512, 256, 768, 1000, *sizes)
+            given = chain_inputs(what, 512, 256, 768, 1000, biased=sizes[0] > 1)
+            return given + (torch.zeros(sizes[0], dtype=torch.int64), sizes[0] - 1) * (sizes[0] > 1)
         Hkv, G, D, bits, z, r = sizes
         case = (torch.bfloat16, what, "row" if z else "all", 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
         return attend_case(*case, n=448, r=r)[0]
@@ -6127,6 +6235,8 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
             assert ptx.count("griddepcontrol.wait") == {waits}
             if operation is hopper.linear_chain:  # no GPU need show that one of these is missing
                 assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
-                assert ptx.count("ld.volatile.global") == 1 and ptx.count(".gpu.release.add") == 3
+                assert ptx.count(".gpu.release.add") == 3
+                summed = 2 * 2 * 4 * (kernel is made[1])  # in two layers of two ranks, 4 numbers a thread
+                assert ptx.count("ld.volatile.global") == 1 + summed
     """
     run_for_hopper(program)
