@@ -1659,7 +1659,7 @@ def prefill_but_last(engine: Engine, prompts: Sequence[list[int]]) -> None:
 
 
 @torch.inference_mode()
-def decode_scores(engine: Engine, rows: Sequence[tuple[list[int], int]], _) -> list[tuple[float, bool]]:
+def decode_scores(engine: Engine, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
     """Rows (ids, n) of unlike lengths -> log-probability of the last n ids, and are they the likeliest?"""
     prefill_but_last(engine, [ids[:-n] for ids, n in rows])
     ends, total, greedy = torch.tensor([len(ids) - 2 for ids, _ in rows]).to(engine.pos), 0.0, True
@@ -1675,18 +1675,16 @@ def decode_scores(engine: Engine, rows: Sequence[tuple[list[int], int]], _) -> l
 
 
 @torch.inference_mode()
-def decode_texts(engine: Engine, prompts: Sequence[list[int]], options: tuple, tokenizer) -> list[str]:
-    """The greedy text after each prompt. options: its tokens at most, and the texts before which it ends."""
-    most, until = options
+def decode_texts(engine: Engine, prompts: Sequence[list[int]], most: int, until: tuple, tokenizer) -> list:
+    """The greedy text after each prompt: of at most so many tokens, and up to any of the texts `until`."""
 
-    def stops(ids: list[int]) -> bool:
-        before = tokenizer.decode(ids[:-1]) if until else ""  # the token that completes a stop text stays
-        return ids[-1] in tokenizer.stop_ids or any(stop in before for stop in until)
+    def stops(ids: list[int]) -> bool:  # one token late: the one that completes a text may hold more of it
+        return ids[-1] in tokenizer.stop_ids or any(text in tokenizer.decode(ids[-64:-1]) for text in until)
 
     prefill_but_last(engine, prompts)
     engine.step()
-    texts = map(tokenizer.decode, generate.decode_rows(engine, most, stops, stride=16).token_ids)
-    return [min((text.split(stop)[0] for stop in until), key=len, default=text) for text in texts]
+    made = map(tokenizer.decode, generate.decode_rows(engine, most, stops, stride=16).token_ids)
+    return [min((text.split(end)[0] for end in until), key=len, default=text) for text in made]
 
 
 @lru_cache
@@ -1712,7 +1710,7 @@ def harness_model() -> type:
             return self.text.encode(string, bos=add_special_tokens is not False)
 
         def answer(self, label: str, requests: list[tuple], decode: Callable) -> list:
-            """decode(engine, inputs, options) -> answers, for requests (options, tokens to hold, input), long
+            """decode(engine, inputs, *options) -> answers; requests are (options, tokens to hold, input), long
             ones first. The cache has room for the longest: budgets may be fractions of that."""
             size = max(n for _, n, _ in requests)
             engine = self.candidate.engine(self.args, min(self.args.rows, len(requests)), size, least=1)
@@ -1722,7 +1720,7 @@ def harness_model() -> type:
             for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
                 while some := [*itertools.islice(alike, rows)]:
                     batch = some + some[-1:] * (rows - len(some))
-                    made = decode(engine, [requests[i][2] for i in batch], options)
+                    made = decode(engine, [requests[i][2] for i in batch], *options)
                     answers |= zip(batch, made, strict=True)
                     bar.tick(len(some))
             bar.close()
@@ -1784,11 +1782,11 @@ def run_lm_eval(args: argparse.Namespace) -> dict:
     loaded = manager.load(args.tasks)
     inner = {*itertools.chain(*loaded["group_map"].values())}
     tasks = [task for name, task in (loaded["groups"] | loaded["tasks"]).items() if name not in inner]
+    limits = {"num_fewshot": args.num_fewshot, "limit": args.limit, "log_samples": False}
     for lm in models:
-        tracker, options = EvaluationTracker(args.output_path), {"model": lm.candidate.label}
-        options = {"model_args": options, "num_fewshot": args.num_fewshot, "limit": args.limit}
-        options |= {"task_manager": manager, "evaluation_tracker": tracker, "log_samples": False}
-        results = simple_evaluate(lm, tasks=tasks, **options)
+        about, tracker = {"model": lm.candidate.label}, EvaluationTracker(args.output_path)
+        how = {"model_args": about, "task_manager": manager, "evaluation_tracker": tracker}
+        results = simple_evaluate(lm, tasks=tasks, **how, **limits)
         results["cache"] = {"method": lm.candidate.label} | lm.ledgers[max(lm.ledgers)]  # the longest
         tracker.save_results_aggregated(results)
         print(", ".join(f"{name} {value}" for name, value in results["cache"].items()))

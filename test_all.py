@@ -5045,7 +5045,7 @@ def test_scores_of_unlike_rows_are_those_of_each_alone(method, how):
         log_p = logits_through(alone, [row[: -n - 1]], [row[-n - 1 : -1]])[1:, 0].log_softmax(-1)
         row[-1] = int(log_p[-1].argmax())
         expected.append((log_p[range(n), row[-n:]].sum().item(), log_p.argmax(-1).tolist() == row[-n:]))
-    scores = calibrate.decode_scores(make_engine(model, method, 4, 40, **how), rows, ())
+    scores = calibrate.decode_scores(make_engine(model, method, 4, 40, **how), rows)
     assert scores[:3] == [(pytest.approx(score, abs=1e-3), right) for score, right in expected]
     assert scores[2][1] and not scores[1][1] and math.isfinite(scores[3][0])
 
