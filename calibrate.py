@@ -1710,8 +1710,8 @@ def harness_model() -> type:
             return self.text.encode(string, bos=add_special_tokens is not False)
 
         def answer(self, label: str, requests: list[tuple], decode: Callable) -> list:
-            """decode(engine, inputs, *options) -> answers to requests (options, tokens to hold, input). The long
-            ones go first. The cache has room for the longest: budgets may be fractions of that."""
+            """decode(engine, inputs, *options) -> answers to requests (options, tokens to hold, input), the
+            long ones first. The cache has room for the longest: budgets may be fractions of that."""
             size = max(n for _, n, _ in requests)
             engine = self.candidate.engine(self.args, min(self.args.rows, len(requests)), size, least=1)
             self.ledgers[size], rows = ledger(engine, size), engine.context.batch_size
