@@ -1687,35 +1687,32 @@ def decode_texts(engine: Engine, prompts: Sequence[list[int]], most: int, until:
     return [min((text.split(end)[0] for end in until), key=len, default=text) for text in made]
 
 
-@lru_cache
-def harness_model() -> type:
-    """The class of model that lm-evaluation-harness asks. It is made here, since few have the package."""
+def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
+    """The model that lm-evaluation-harness asks. Its class is made here, since few have the package."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    class CompressedLM(TemplateLM):
-        eot_token_id = prefix_token_id = None  # of each model
+    folder = candidate.folder or args.checkpoint
+    tokenizer, c = load_tokenizer(folder), ModelConfig.from_folder(folder)
+    longest = min(args.max_length, c.max_positions, c.sliding_window or c.max_positions)
+    eos = tokenizer.special_tokens.get(tokenizer.chat_variables.get("eos_token"))
 
-        def __init__(self, candidate: Candidate, args: argparse.Namespace):
-            super().__init__()
-            folder, self.ledgers = candidate.folder or args.checkpoint, {}
-            self.candidate, self.args, self.text = candidate, args, load_tokenizer(folder)
-            c, eos = ModelConfig.from_folder(folder), self.text.chat_variables.get("eos_token")
-            self.max_length = min(args.max_length, c.max_positions, c.sliding_window or c.max_positions)
-            self.eot_token_id = self.text.special_tokens.get(eos, min(self.text.stop_ids, default=0))
-            self.prefix_token_id = self.eot_token_id if self.text.bos_id is None else self.text.bos_id
+    class CompressedLM(TemplateLM):
+        max_length, ledgers = longest, {}
+        eot_token_id = min(tokenizer.stop_ids, default=0) if eos is None else eos
+        prefix_token_id = eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            return self.text.encode(string, bos=add_special_tokens is not False)
+            return tokenizer.encode(string, bos=add_special_tokens is not False)
 
         def answer(self, label: str, requests: list[tuple], decode: Callable) -> list:
             """decode(engine, inputs, *options) -> answers to requests (options, tokens to hold, input), the
             long ones first. The cache has room for the longest: budgets may be fractions of that."""
             size = max(n for _, n, _ in requests)
-            engine = self.candidate.engine(self.args, min(self.args.rows, len(requests)), size, least=1)
+            engine = candidate.engine(args, min(args.rows, len(requests)), size, least=1)
             self.ledgers[size], rows = ledger(engine, size), engine.context.batch_size
-            answers, bar = {}, Progress(f"{self.candidate.label}: {label}", len(requests))
+            answers, bar = {}, Progress(f"{candidate.label}: {label}", len(requests))
             order = sorted(range(len(requests)), key=lambda i: requests[i][:2], reverse=True)
             for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
                 while some := [*itertools.islice(alike, rows)]:
@@ -1727,41 +1724,37 @@ def harness_model() -> type:
             return [answers[i] for i in range(len(requests))]
 
         def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
-            rows = [((a + b)[-self.max_length - 1 :], len(b)) for _, a, b in requests]
+            rows = [((a + b)[-longest - 1 :], len(b)) for _, a, b in requests]
             if wrong := [n for ids, n in rows if not 0 < n < len(ids)]:
-                raise UserError(f"{wrong[0]} tokens are to be scored, of at most {self.max_length}")
+                raise UserError(f"{wrong[0]} tokens are to be scored, of at most {longest}")
             return self.answer("scoring", [((), len(ids) - 1, (ids, n)) for ids, n in rows], decode_scores)
 
         def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
-            totals, windows = [0.0] * len(requests), []
-            for i, request in enumerate(requests):
-                ids = self.tok_encode(request.args[0])
-                parts = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-                windows += [(i, *make_disjoint_window(part)) for part in parts]
-            for (i, *_), (score, _) in zip(windows, self._loglikelihood_tokens(windows), strict=True):
-                totals[i] += score
-            return totals
+            texts = (self.tok_encode(request.args[0]) for request in requests)
+            rolled = [get_rolling_token_windows(ids, self.prefix_token_id, longest, 1) for ids in texts]
+            windows = [[(None, *make_disjoint_window(part)) for part in parts] for parts in rolled]
+            scores = iter(self._loglikelihood_tokens([*itertools.chain(*windows)]))
+            return [sum(score for score, _ in itertools.islice(scores, len(parts))) for parts in windows]
 
         def generate_until(self, requests: list, **_) -> list[str]:
             asked = []
             for request in requests:
                 options = normalize_gen_kwargs(request.args[1])
                 most, until = options["max_gen_toks"], tuple(filter(None, options["until"]))
-                if options["do_sample"] or most >= self.max_length:
-                    raise UserError(f"{request.task_name}: only greedy, below {self.max_length} tokens")
-                ids = self.tok_encode(request.args[0])[most - self.max_length :] or [self.prefix_token_id]
+                if options["do_sample"] or most >= longest:
+                    raise UserError(f"{request.task_name}: only greedy, below {longest} tokens")
+                ids = self.tok_encode(request.args[0])[most - longest :] or [self.prefix_token_id]
                 asked.append(((most, until), len(ids) + most, ids))
-            return self.answer("generating", asked, partial(decode_texts, tokenizer=self.text))
+            return self.answer("generating", asked, partial(decode_texts, tokenizer=tokenizer))
 
-    return CompressedLM
+    return CompressedLM()
 
 
 def run_lm_eval(args: argparse.Namespace) -> dict:
     """Tasks of lm-evaluation-harness, through the cache: its tables and files, and the bytes beside them.
 
-    Contexts are prefilled but for their last token. That token, and what is scored or generated, is decoded
-    through the method's cache. The cache has room for the longest request, of which budgets are fractions:
-    run tasks of unlike lengths apart.
+    Contexts are prefilled but for their last token. It is decoded, and so is what is scored or generated. The
+    cache has room for the longest request; budgets are fractions of it: run tasks of unlike lengths apart.
 
         python calibrate.py lm_eval --method dense --method sals --tasks ruler_vt ruler_cwe --limit 50"""
     require("lm_eval", "tasks need lm-evaluation-harness", '"lm-eval[hf,ruler]"')
@@ -1771,7 +1764,7 @@ def run_lm_eval(args: argparse.Namespace) -> dict:
     from lm_eval.utils import make_table
 
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
-    models, rows = [harness_model()(candidate, args) for candidate in candidates], []
+    models, rows = [harness_model(candidate, args) for candidate in candidates], []
     check_candidates(candidates, args, {min(lm.max_length for lm in models): 0})  # no row's memory yet
     metadata = {"tokenizer": str(args.checkpoint), "max_seq_lengths": [args.length]}  # RULER's
     manager = TaskManager(include_path=args.include_path, metadata=metadata)
@@ -1783,11 +1776,11 @@ def run_lm_eval(args: argparse.Namespace) -> dict:
     inner = {*itertools.chain(*loaded["group_map"].values())}
     tasks = [task for name, task in (loaded["groups"] | loaded["tasks"]).items() if name not in inner]
     limits = {"num_fewshot": args.num_fewshot, "limit": args.limit, "log_samples": False}
-    for lm in models:
-        about, tracker = {"model": lm.candidate.label}, EvaluationTracker(args.output_path)
+    for candidate, lm in zip(candidates, models, strict=True):
+        about, tracker = {"model": candidate.label}, EvaluationTracker(args.output_path)
         how = {"model_args": about, "task_manager": manager, "evaluation_tracker": tracker}
         results = simple_evaluate(lm, tasks=tasks, **how, **limits)
-        results["cache"] = {"method": lm.candidate.label} | lm.ledgers[max(lm.ledgers)]  # the longest
+        results["cache"] = {"method": candidate.label} | lm.ledgers[max(lm.ledgers)]  # the longest
         tracker.save_results_aggregated(results)
         print(", ".join(f"{name} {value}" for name, value in results["cache"].items()))
         print(*(make_table(results, part) for part in ("results", "groups") if part in results), sep="\n")

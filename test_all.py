@@ -5079,7 +5079,7 @@ def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypat
         (tmp_path / f"{more['task']}.yaml").write_text(json.dumps(more))
     (tmp_path / "both.yaml").write_text('{"group": "both", "task": ["choose", "write"]}')
     line = f"lm_eval --checkpoint {folder} --max_length 48 --rows 2 --method dense --tasks both"
-    ours = calibrate.harness_model()(calibrate.Candidate.parse("dense"), calibrate.parse_args(line.split()))
+    ours = calibrate.harness_model(calibrate.Candidate.parse("dense"), calibrate.parse_args(line.split()))
     asked = {"loglikelihood": [(d["text"], choice) for d in docs for choice in d["choices"]] + [("", "the")]}
     asked |= {"loglikelihood_rolling": [(text,) for text in texts]}
     for kind, arguments in asked.items():
