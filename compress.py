@@ -208,9 +208,9 @@ class Context:
             return attend(q.float(), k.float(), values.rows, live, self.scale, chosen)
         v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
-            near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
+            filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]  # [B, slots]
             k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
-            live = torch.cat((live, near.expand(-1, live.shape[1], -1)), -1)
+            live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
         return attend(q, k, v, live.expand(-1, k.shape[1], -1), self.scale)
 
     def attend_all(self, q: Tensor, keys, values, pos: Tensor) -> Tensor:
@@ -504,12 +504,6 @@ class Window(TokenStore):
     def slot(self, position: Tensor) -> Tensor:
         return torch.where(position < self.x, position, self.x + (position - self.x) % self.z)
 
-    def positions(self, pos: Tensor) -> Tensor:
-        """The position in each slot once pos [B] is written, [B, x + z]; negative where it is empty."""
-        sinks = torch.arange(self.x, device=pos.device).expand(len(pos), -1)
-        ring = ring_positions(pos - self.x, self.z)
-        return torch.cat((sinks.where(sinks <= pos[:, None], -1), (ring + self.x).where(ring >= 0, -1)), 1)
-
     def kept(self, span: slice) -> Tensor:
         """The positions of `span` that the window holds once all of it is written."""
         places = self.context.positions[span]
@@ -632,7 +626,7 @@ class HostStore(TokenStore):
 
     def write(self, where: tuple, x: Tensor) -> None:
         batch, tokens = where
-        if isinstance(tokens, slice):  # a copy to it would be no kernel's
+        if isinstance(tokens, slice):  # it would be written by a copy, not by a kernel
             tokens = self.context.positions[tokens]
         super().write((batch, tokens), x)
 
