@@ -2578,18 +2578,15 @@ class ShadowKvCache(Cache):
         landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
         kv = torch.cat((k, v), -1)
-        if not span.start:
-            likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
-            self.keep_outliers(batch, likeness[: max(0, len(k) - self.settings.recent) // self.chunk], kv)
+        if not span.start:  # the outliers: old chunks that are least like their mean
+            old = max(0, len(k) - self.settings.recent) // self.chunk
+            likeness = F.cosine_similarity(chunks[:old], landmark[:old, None], dim=-1).amin(1)  # [old, Hkv]
+            ids = likeness.T.topk(min(self.outlier.shape[-1], old), largest=False).indices  # [Hkv, n]
+            self.outlier[batch], self.outlier[batch, :, : ids.shape[1]] = -1, ids.int()
+            tokens, heads = self.tokens_of(ids), torch.arange(len(ids), device=k.device)[:, None]
+            self.outliers.rows[batch, :, : tokens.shape[1]] = kv[tokens, heads]
         self.values.write((batch, span), v)
         self.ring.write((batch, span), kv)
-
-    def keep_outliers(self, batch: int, likeness: Tensor, kv: Tensor) -> None:
-        """Stores the chunks of a prompt's K, V that are least like their mean; likeness [chunks, Hkv]."""
-        n, heads = min(self.outlier.shape[-1], len(likeness)), torch.arange(kv.shape[1], device=kv.device)
-        ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
-        self.outlier[batch], self.outlier[batch, :, :n] = -1, ids.int()
-        self.outliers.rows[batch, :, : n * self.chunk] = kv[self.tokens_of(ids), heads[:, None]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         batch = self.context.batch_ids
