@@ -1167,18 +1167,15 @@ class SalsCache(Cache):
         how = {"rule": rule, "scale": self.logit_scale, "block": self.block} | self.latents.scored(pos)
         return self.context.scores(queries, pos=pos, offset=offset, run=run, **how).flatten(1)
 
-    def select(self, scores: Tensor, pos: Tensor) -> Tensor:
-        """The tokens to rebuild, the y best [B, y], -1 for none. The sinks, which come first, are exact."""
-        index = self.context.select(scores, pos, self.budget)
-        self.report_selected(pos, index.clamp(min=0), index >= 0, recent=self.budget[2])
-        return index[:, self.budget[0] :]
-
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rotated, index = self.rope(q, pos), None
+        rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
         self.context.append(pos, self.latents, self.latent(k, *folded), self.values, v)
         self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
         if self.sparse:
-            index = self.select(self.score(pos, q, rotated, *folded[1:]), pos)
+            scores = self.score(pos, q, rotated, *folded[1:])
+            index = self.context.select(scores, pos, self.budget)  # [B, x + y], -1 for none
+            self.report_selected(pos, index.clamp(min=0), index >= 0, recent=z)
+            index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
         return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)
 
     def token_bytes(self) -> int:
@@ -1883,21 +1880,17 @@ class LrqkCache(Cache):
         return q_hat.float(), k_hat.float()
 
     def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
-        """Brings the tokens that q_hat selects into the hot slots of these entries, and stamps the slots."""
-        index, live = self.select(batch, pos, q_hat)
+        """Selects the k best tokens that left the ring, by q^ of these entries; brings them into hot slots."""
+        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[batch], pos - self.z, "largest")
+        index = self.context.select(scores, pos, (0, self.chosen, self.z))  # [B, Hkv, k]
+        live = index >= 0
+        index = index.where(live, pos[:, None, None]).long()  # the newest stands for none: it has no slot
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[batch] = -1
         tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
         place, miss = take_slots(index, live, *tables)
         self.context.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch])
         self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
-
-    def select(self, batch: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
-        """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
-        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[batch], pos - self.z, "largest")
-        index = self.context.select(scores, pos, (0, self.chosen, self.z))
-        newest = pos[:, None, None]  # stands for none: it has no slot
-        return torch.where(index < 0, newest, index).long(), index >= 0
 
     def miss_rate(self) -> float | None:
         """Tokens fetched over tokens selected since the prompt; None where all are on the device."""
