@@ -1880,7 +1880,7 @@ class LrqkCache(Cache):
         return q_hat.float(), k_hat.float()
 
     def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
-        """Selects the k best tokens that left the ring, by q^ of these entries; brings them into hot slots."""
+        """Selects the k best tokens that left the ring, by the entries' q^, and brings them to hot slots."""
         scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[batch], pos - self.z, "largest")
         index = self.context.select(scores, pos, (0, self.chosen, self.z))  # [B, Hkv, k]
         live = index >= 0
@@ -2542,10 +2542,6 @@ class ShadowKvCache(Cache):
         self.ring = Window(context, heads, 2 * d, 0, self.z)
         self.values = HostStore(context, heads, context.capacity, d)
 
-    def local(self, pos: Tensor) -> Tensor:
-        """The chunk with which the recent tokens begin: `recent` of them and up to a chunk more."""
-        return (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk
-
     def tokens_of(self, chunks: Tensor) -> Tensor:
         """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
         return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=chunks.device)).flatten(-2)
@@ -2591,23 +2587,21 @@ class ShadowKvCache(Cache):
         newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
         mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
         self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
-        index, live = self.select(pos, q)
-        near = ring_positions(pos, self.z)[:, None].expand(-1, live.shape[1], -1)  # [B, Hkv, z]
-        ring = near >= (self.local(pos) * self.chunk)[:, None, None]
-        kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
-        lives = torch.cat((kept, live, ring), -1)
-        self.report_selected(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
-        kv = torch.cat((self.outliers.rows, self.reconstruct(index), self.ring.rows), 2)
-        return self.context.attend_rows(q, *kv.chunk(2, -1), lives)
+        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
+        near = ring_positions(pos, self.z)[:, None].expand(-1, k.shape[1], -1)  # [B, Hkv, z]
+        near = near.where(near >= (first * self.chunk)[:, None, None], -1)
+        index = self.select(pos, q, first - 1)
+        tokens = torch.cat((self.tokens_of(self.outlier), index, near), 2)  # negative for none
+        self.report_selected(pos, tokens, tokens >= 0)
+        kv = torch.cat((self.outliers.rows, self.reconstruct(index.clamp(min=0)), self.ring.rows), 2)
+        return self.context.attend_rows(q, *kv.chunk(2, -1), tokens >= 0)
 
-    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
+    def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
+        """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
         outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
         scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
-        last = self.local(pos) - 1  # the newest chunk that is not recent
-        index = self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
-        return index.clamp(min=0), index >= 0
+        return self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
 
     def reconstruct(self, index: Tensor) -> Tensor:
         """K = RoPE(A U^T) beside V, [B, Hkv, n, 2D], of tokens index [B, Hkv, n]."""
