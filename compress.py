@@ -1109,10 +1109,8 @@ class SalsCache(Cache):
         self.r, self.r_score = settings.ranks(c)
         down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
         self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
-        self.down = self.mean_latent = None  # wqkv has both
-        if c.qk_norm:
-            self.down = down.to(context.dtype)
-            self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
+        self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it, and the mean's latent
+        self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
         shape = context, 1, context.capacity, self.r
         if settings.latent_bits == 4 and self.r_score < self.r:
             self.latents = MixedStore(*shape, self.r_score)
