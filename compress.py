@@ -649,9 +649,8 @@ class RebuiltKeys(nn.Module):
             n, coded = len(basis), latents.kind == "int8"
             codes, scale = quantize_basis(basis) if coded else (self.basis, None)
             bias = bias if bias is None else bias.float()[..., None] / (scale if coded else 1)
-            given = codes.flatten(0, 1), scale, bias
-            flat = (x if x is None else x.reshape(n * basis.shape[1], -1) for x in given)
-            self.paired = [x if x is None else kernels.interleave_rope(x, n) for x in flat]
+            given = codes, scale, bias
+            self.paired = [x if x is None else kernels.interleave_rope(x.flatten(0, 1), n) for x in given]
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         keys = torch.einsum("bhnr,hdr->bhnd", self.latents.read(pos, index), self.basis)
@@ -2062,7 +2061,7 @@ class H2oCache(DenseCache):
         tokens = [torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
         keys, _, position = tokens
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = (last @ keys[:, None].mT).float() * c.head_dim**-0.5  # [Hkv, G, W, N]
+        logits = (last @ keys[:, None].mT).float() * self.context.scale  # [Hkv, G, W, N]
         later = position[:, None, None] > places[-last.shape[2] :, None]
         attention = self.weights(logits.masked_fill(later, -torch.inf)[None])[0].sum((1, 2))
         attention[:, :held] += self.attention[batch, :, :held]
@@ -2681,16 +2680,15 @@ def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact
     changed = {"weight": (torch.cat((q, k, *values)), torch.cat(output, 1))}
     if attention.wqkv.bias is not None:
         q, k, v = attention.wqkv.bias.float().split(attention.widths)
-        constant = torch.einsum("ohgd,hd->o", columns, v.unflatten(0, heads))
-        constant = constant if attention.wo.bias is None else constant + attention.wo.bias
+        constant = 0 if attention.wo.bias is None else attention.wo.bias
+        constant = constant + torch.einsum("ohgd,hd->o", columns, v.unflatten(0, heads))
         changed["bias"] = (torch.cat((q, k, v.new_zeros(width))), constant)
     for name, pair in changed.items():
         for linear, parameter in zip((attention.wqkv, attention.wo), pair, strict=True):
             setattr(linear, name, nn.Parameter(parameter.to(linear.weight.dtype), False))
+            linear.out_features, linear.in_features = linear.weight.shape
     # `attend` gets v of no heads, and the latents of all heads as its last argument.
     attention.widths = [*attention.widths[:2], 0, width]
-    for linear in (attention.wqkv, attention.wo):
-        linear.out_features, linear.in_features = linear.weight.shape
     return attention
 
 
@@ -2762,7 +2760,7 @@ class FdcCache(Cache):
             own = F.pad(q[:, members].flatten(1, 2), (0, width - q.shape[-1]))
             parts = ([F.pad(stored[h], (0, width - stored[h].shape[1])) for h in (m, m + n)] for m in members)
             k, v = (torch.stack(part, 1) for part in zip(*parts, strict=True))
-            output = causal_attention(own, k, v, self.config.head_dim**-0.5).unflatten(1, (len(members), -1))
+            output = causal_attention(own, k, v, self.context.scale).unflatten(1, (len(members), -1))
             outputs |= {h: output[:, i, :, : self.v_ranks[h]].flatten(1) for i, h in enumerate(members)}
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
