@@ -1274,16 +1274,12 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
     return torch.cat((elite, elite + half, rest, rest + half), 1)
 
 
-# ---- factors and the EliteKV form of a layer
-
-
 def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str, root: Tensor | None = None) -> tuple:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
-    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with
-    a head's keys before its values; fp64. J-LRD truncates the SVD of both. S-LRD takes the d_ckv largest
-    singular values of the two matrices (c_k and c_v follow): a block-diagonal B, so never better.
-    root [dim, dim], the square root of E x x^T: the factors are then the best for inputs x (ours)."""
+    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r], keys
+    before values; fp64. J-LRD truncates the SVD of both; S-LRD takes the d_ckv largest singular values of the
+    two (c_k and c_v follow). root [dim, dim], the square root of E x x^T: the best for inputs x (ours)."""
     if root is not None:
         a, b = low_rank(*(torch.tensordot(root, t.double(), 1) for t in (k, v)), d_ckv, kind)
         return torch.linalg.solve(root, a), b
@@ -1305,10 +1301,9 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shared_elite(q: Tensor, k: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n].
-
-    RoPE turns a pair as a complex number, and so do complex factors: k_h ~ conj(f_h) k, by the SVD over the
-    heads, is a key times a factor that the queries of the head can take. root: see low_rank."""
+    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n]. RoPE turns
+    a pair as a complex number, and so do complex factors: k_h ~ conj(f_h) k, by the SVD over the heads, is a
+    key times a factor that the queries of the head can take. root: see low_rank."""
     keys = torch.complex(*k.double().chunk(2, 1)).transpose(0, 1)  # [r, Hkv, n]
     seen = keys if root is None else keys[..., : len(root)] @ root.to(keys)
     factors = torch.linalg.svd(seen.mT, full_matrices=False)[2][:, :1].conj()  # [r, 1, Hkv]
@@ -1326,10 +1321,8 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 class EliteAttention(nn.Module):
     """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., He, 2r] and the latent c_kv
-    [..., d_ckv], before RoPE. The dims of a head are in the order of `elite_dims`.
-
-    order [He, D/2]: He is Hkv, or 1 where the heads share an elite key. wqkv: rows of W_q, of W_k^e, and A^T.
-    up: B^T, for each head D - 2r key rows and D value rows."""
+    [..., d_ckv], before RoPE, dims in the order of `elite_dims`. order [He, D/2]: He is Hkv, or 1 where heads
+    share an elite key. wqkv: rows of W_q, W_k^e, A^T. up: B^T, of each head D - 2r key and D value rows."""
 
     def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: Linear, up: Linear, wo: Linear):
         super().__init__()
@@ -1367,11 +1360,9 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
     return rows.gather(2, dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape))
 
 
-def elite_attention(
-    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple], root=None
-) -> EliteAttention:
-    """The EliteKV form of one layer's attention: order [He, D/2] as in EliteAttention; factors(k, v): A and B
-    of `low_rank`; root: as there."""
+def elite_attention(attention: Attention, c: ModelConfig, order: Tensor, r: int, factors, root=None):
+    """A layer's attention as EliteAttention, with its order [He, D/2]; factors(k, v): A and B of `low_rank`;
+    root: as there."""
     wqkv, d, heads = attention.wqkv, c.head_dim, c.n_kv_heads
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
@@ -1393,19 +1384,16 @@ def elite_attention(
 
 
 class EliteCache(Cache):
-    """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
-
-    Decode absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query
-    has zeros where the elite keys of other heads stand."""
+    """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys. Decode
+    absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query has zeros
+    where the elite keys of other heads stand."""
 
     elite_rope = True
 
     def __init__(self, context: Context, attention: EliteAttention):
         super().__init__(context)
-        self.attention = attention
-        self.r, self.d_ckv = attention.r, attention.widths[2]
-        width = self.d_ckv + attention.widths[1]  # d_ckv numbers of all heads, and the rotated ones
-        self.latents = TokenStore(context, 1, context.capacity, width)
+        self.attention, self.r, self.d_ckv = attention, attention.r, attention.widths[2]
+        self.latents = TokenStore(context, 1, context.capacity, sum(attention.widths[1:]))
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
