@@ -2368,10 +2368,10 @@ class ChannelKeys(RingStore):
     def write_token(self, batch: Tensor, pos: Tensor, x: Tensor) -> None:
         self.ring.write((batch, pos), x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
-        ring = self.ring.rows
-        codes, low_scale = quantize(ring, self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        ring = self.ring.rows.transpose(1, 2)  # as it lies in memory: else a compiled step copies it
+        codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
         full = (pos % self.R == self.R - 1)[:, None, None, None]
-        ring.copy_(torch.where(full, self.decode(codes, low_scale), ring))
+        ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), ring))
         batch, first = batch[:, None], (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
@@ -2578,8 +2578,10 @@ class ShadowKvCache(Cache):
         index = self.select(pos, q, first - 1)
         tokens = torch.cat((self.tokens_of(self.outlier), index, near), 2)  # negative for none
         self.report_selected(pos, tokens, tokens >= 0)
-        kv = torch.cat((self.outliers.rows, self.reconstruct(index.clamp(min=0)), self.ring.rows), 2)
-        return self.context.attend_rows(q, *kv.chunk(2, -1), tokens >= 0)
+        chosen = self.reconstruct(index.clamp(min=0))
+        parts = zip(self.outliers.rows.chunk(2, -1), chosen, self.ring.rows.chunk(2, -1), strict=True)
+        k_all, v_all = (torch.cat(part, 2) for part in parts)
+        return self.context.attend_rows(q, k_all, v_all, tokens >= 0)
 
     def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
         """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
@@ -2588,11 +2590,11 @@ class ShadowKvCache(Cache):
         scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
         return self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
 
-    def reconstruct(self, index: Tensor) -> Tensor:
-        """K = RoPE(A U^T) beside V, [B, Hkv, n, 2D], of tokens index [B, Hkv, n]."""
+    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
         latent = self.latent[self.context.batch_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
-        return torch.cat((self.context.rope_one(k, index), self.values.read(None, index)), -1)
+        return self.context.rope_one(k, index), self.values.read(None, index)
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
