@@ -1818,7 +1818,7 @@ def test_lrqk_slot_table(ratio):
         scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
         best, index = scores.topk(k, sorted=False)
         live = best > -torch.inf
-        index = index.where(live, S - 1)  # as compress.LrqkCache.select has it: a position without a slot
+        index = index.where(live, S - 1)  # as compress.LrqkCache.load has it: a position without a slot
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
         compress.fetch_rows(rows, index, place, miss, hot)
