@@ -1818,7 +1818,7 @@ def test_lrqk_slot_table(ratio):
         scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
         best, index = scores.topk(k, sorted=False)
         live = best > -torch.inf
-        index = index.where(live, S - 1)  # as compress.LrqkCache.select has it: a position without a slot
+        index = index.where(live, S - 1)  # as compress.LrqkCache.load has it: a position without a slot
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
         compress.fetch_rows(rows, index, place, miss, hot)
@@ -3167,10 +3167,10 @@ def test_kernel_scores_with_an_offset_for_runs_of_tokens(rule, int8, block, run)
     check_scores(DTYPES[-1], rule, int8, 2, 130, 2, 3, 40, 32, block, run=run)
 
 
-@pytest.mark.parametrize("rule, int8, block", pairwise(RULES, [False, True], [0, 48]))
+@pytest.mark.parametrize("rule, int8, block, n", pairwise(RULES, [False, True], [0, 48], [6, 24]))
 @poisoned
-def test_kernel_scores_of_several_tiles_a_program(monkeypatch, rule, int8, block):
-    monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, 6))
+def test_kernel_scores_of_several_tiles_a_program(monkeypatch, rule, int8, block, n):
+    monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, n))  # 24: a block for each
     check_scores(torch.float16, rule, int8, 3, 300, 1, 4, 40, 32, block)
 
 
