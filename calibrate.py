@@ -672,7 +672,6 @@ def initialise(model: Llama, seed: int) -> None:
 
 
 HEAD_CHUNK = 4096  # tokens whose logits exist at once
-EARLY = 0.1  # of the steps of distillation: so long the layers' attention is part of the loss
 
 
 def head_chunk(x, labels, a, y, b, weight, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
@@ -820,7 +819,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
                 group["lr"] = lr * warm * decay
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
             with torch.autocast(device.type, torch.bfloat16):
-                early = bool(teacher) and done < EARLY * total
+                early = bool(teacher) and 10 * done < total
                 loss = training_loss(model, tokens, weights, teacher, share, early, forward, chunk)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -902,8 +901,7 @@ def run_train(args: argparse.Namespace) -> None:
     check_file("--state", args.state)
     check_file("--log", args.log)
     files = [text_files(path, held=False) for path in paths]
-    uptrained = (args, device, files, stages[0].length)
-    model, tokenizer = uptraining_model(*uptrained) if args.source else (Llama(NANO), None)
+    model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     for stage in stages:
         needed = stage.batch * stage.length * model.config.dim * 4 * model.config.n_layers
@@ -926,14 +924,12 @@ def run_train(args: argparse.Namespace) -> None:
     loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
     done = train(model.to(device), hay, stages, *loop)
     save_checkpoint(model, args.out, args.source)
-    for text, ids in zip(args.text, tokens, strict=True):
-        print(f"training perplexity of {text}: {full_perplexity(model, ids, tokenizer.bos_id, 2048, 40):.3f}")
     print("finished" if done else "not finished: run the same command again with the same --state")
 
 
-def uptraining_model(args: argparse.Namespace, device: torch.device, files: list, length: int) -> tuple:
-    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer. files of each text: its
-    factors keep most of what the layers compute on windows of `length` tokens of them."""
+def uptraining_model(args: argparse.Namespace, device: torch.device, files: list[list[Path]]) -> tuple:
+    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer. Its factors keep most
+    of what the layers compute on the files of each text."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
@@ -944,29 +940,29 @@ def uptraining_model(args: argparse.Namespace, device: torch.device, files: list
         raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
     artifact = load_artifact(args.source, "elitekv", model)
     tokenizer = load_tokenizer(args.source)
-    texts = [windows(tokenizer, each, length, 64 // len(files) + 1) for each in files]
-    artifact |= input_roots(model, torch.cat(texts))
+    texts = [text_ids(tokenizer, each, (1 << 17) // len(files), bos=True) for each in files]
+    artifact |= input_roots(model, torch.from_numpy(np.concatenate(texts)).long())
     METHODS["elitekv"].fold_all(model, settings_from("elitekv", candidate.options), artifact)
     return model.requires_grad_(True), tokenizer
 
 
 @torch.no_grad()
 def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """Of each layer the square root [dim, dim] of E x x^T, x being its attention's inputs for tokens [N, S]:
+    """Of each layer the square root [dim, dim] of E x x^T, x being its attention's inputs for tokens [N]:
     with it low_rank keeps what the layer computes rather than its weights (ours)."""
     sums, device = [0.0] * model.config.n_layers, next(model.parameters()).device
 
     def add(i: int, attention: torch.nn.Module, inputs: tuple) -> None:
         x = inputs[0].flatten(0, -2).double()
-        sums[i] = sums[i] + x.T @ x / tokens.numel()
+        sums[i] = sums[i] + x.T @ x / len(tokens)
 
     hooks = [x.attention.register_forward_pre_hook(partial(add, i)) for i, x in enumerate(model.layers)]
-    for window in tracked("inputs", tokens):
+    for window in tracked("inputs", tokens.split(2048)):
         model(window[None].to(device))
     for hook in hooks:
         hook.remove()
     values, vectors = eigen(torch.stack(sums))
-    values = values.clamp(min=1e-6 * values.max())
+    values = values.clamp(min=1e-6 * values[:, :1])
     return {f"{i}.root": (v * e.sqrt()) @ v.T for i, (e, v) in enumerate(zip(values, vectors, strict=True))}
 
 
@@ -1021,15 +1017,6 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
             save_artifact(in_bf16(artifact), artifact_path(partial, "elitekv"), metadata)
     for layer, attention in zip(model.layers, attentions, strict=True):
         layer.attention = attention
-
-
-def full_perplexity(model: Llama, ids: np.ndarray, bos_id: int, length: int, count: int) -> float:
-    """Perplexity of up to `count` spread windows of `length` tokens, BOS first, by full forward passes."""
-    length = min(length, len(ids))
-    available = len(ids) // length
-    starts = np.linspace(0, available - 1, min(count, available)).astype(int) * length
-    spread = [torch.tensor([bos_id, *ids[start : start + length].tolist()]) for start in starts]
-    return full_passes(model, spread)[1].item()
 
 
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)

@@ -4336,16 +4336,6 @@ def test_the_weight_of_a_token_is_that_of_its_prediction(monkeypatch):
     assert tokens.shape == (2, 9) and torch.equal(tokens[:, 1:].float(), weights)
 
 
-def test_full_perplexity_spreads_its_windows():
-    model, ids = tiny_model(), np.array(random_ids(64))
-    losses = []
-    for start in (0, 48):
-        window = torch.tensor([[1, *ids[start : start + 16]]])
-        losses.append(calibrate.training_loss(model, window, torch.ones(1, 16)))
-    truth = torch.stack(losses).mean().exp().item()
-    assert calibrate.full_perplexity(model, ids, 1, 16, 2) == pytest.approx(truth, rel=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------- evaluation
 
 
