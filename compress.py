@@ -11,7 +11,8 @@ A cache belongs to one layer and holds all entries of a batch. It gets q, k, v B
     decode(pos, q, k, v, *folded)          one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
     formula(), bytes_read()                the byte ledger: what the method says it stores and reads
 `folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
-(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
+(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v, and
+InfiniGen's decode besides the queries that it guessed.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
@@ -41,6 +42,7 @@ from model import (
     UserError,
     apply_rope,
     causal_attention,
+    decode_logits,
     linear_int8,
     local_part,
     quantize_int8,
@@ -100,6 +102,7 @@ class Context:
         self.batch_ids = torch.arange(batch_size, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
         self.scale = model.config.head_dim**-0.5  # of logits
+        self.decode_steps = ()  # a method's own, in the place of Llama.decode and its two steps
         self.kernels = triton_kernels(model.config, self.device, kernels)
         self.fetch_rows = self.kernels.fetch_rows if self.kernels else fetch_rows
         if self.kernels:
@@ -189,7 +192,8 @@ class Context:
         keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for
         none; without it all up to pos. window: a pair of Windows, whose tokens are attended besides (and
         without an index in the place of the last z)."""
-        if self.kernels and self.config.head_dim % 16 == 0 and (index is None or index.numel()):
+        fits = self.kernels and self.config.head_dim % 16 == 0 and keys.kind in self.kernels.KEYS
+        if fits and (index is None or index.numel()):
             if index is not None:  # of one set an entry, entries may lie apart
                 index = index.int() if index.ndim == 2 else index.int().contiguous()
             stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
@@ -854,13 +858,18 @@ def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, d
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
-    its lowest bits up, so that unpacking gives contiguous runs of channels."""
+    its lowest bits up, so that unpacking gives contiguous runs of channels. 3 bits are packed as 2 and 1."""
+    if bits == 3:
+        return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
     planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
     return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse."""
+    if bits == 3:
+        low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
+        return unpack(low, 2) | unpack(high, 1) << 2
     return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
 
 
@@ -1963,6 +1972,13 @@ class ProxyCache(DenseCache):
 
     page = 1
 
+    def select_pages(self, scores: Tensor, pos: Tensor, page: int, tail: int) -> Tensor:
+        """Tokens [B, Hkv, n], negative for none, of the last pages and the best by scores [B, Hkv, pages]."""
+        budget = 0, self.count // page - tail, tail
+        pages = self.context.select(scores, pos // page, budget, recent=True)
+        index = (pages[..., None] * page + torch.arange(page, device=pos.device)).flatten(-2)
+        return index.where(index <= pos[:, None, None], -1)
+
     def score_bytes(self, length: int) -> int:
         return -(-length // self.page) * self.proxies.token_bytes
 
@@ -2159,10 +2175,48 @@ class QuestCache(ProxyCache):
         key between them could have (sec. 3.3)."""
         last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
         scores = self.context.scores(bounds, pos=last, rule="largest", **self.proxies.scored(last))
-        budget = 0, self.count // self.page - 1, 1
-        pages = self.context.select(scores, last, budget, recent=True)  # [B, Hkv, n], with the last
-        index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
-        return index.where(index <= pos[:, None, None], -1)
+        return self.select_pages(scores, pos, self.page, 1)
+
+
+# ------------------------------------------------------------------------------------------- SALS as deployed
+
+
+@dataclass
+class SalsCannSettings(QuestSettings):
+    """SALS as in CANN's quant_sals_indexer: int8 K and V, in pages that low-rank keys in 4 bits choose."""
+
+    keep: float = keep_setting(0.25)
+    skip: str = setting("", "layers that attend every token")
+    rank: float = setting(0.5, "rank of a head's keys that are scored, a fraction of D", sets="bytes")
+    tail: int = setting(8, "last pages, which are always attended", within="[1, inf)")
+
+
+class SalsCannCache(ProxyCache):
+    """K and V in int8; the proxy of a key is its r leading components in 4 bits. Nothing is rebuilt."""
+
+    def __init__(self, context: Context, settings: SalsCannSettings, basis: Tensor):
+        shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
+        stores = (Int8Store(*shape, D) for _ in range(2))
+        super().__init__(context, *stores, budget=settings.budget(context.capacity))
+        self.size = min(settings.page, context.capacity)
+        self.tail = min(settings.tail, self.count // self.size - 1)
+        r = rank_of(settings.rank, D)
+        r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
+        self.basis = basis[..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
+        self.proxies = ScaledStore(*shape, r, 4)
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        self.proxies.write(where, torch.einsum("nhd,hdr->nhr", k, self.basis))
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
+        grouped = q.unflatten(1, (self.config.n_kv_heads, -1))
+        query = torch.einsum("bhgd,hdr->bhr", grouped, self.basis) / grouped.shape[2]
+        logits = self.context.scores(query, self.proxies.read(pos), pos, "each").flatten(2)  # [B, Hkv, S]
+        logits = F.pad(logits, (0, -logits.shape[2] % self.size), value=-torch.inf)
+        scores = logits.unflatten(2, (-1, self.size)).logsumexp(-1)
+        return self.select_pages(scores, pos, self.size, self.tail)
 
 
 # ------------------------------------------------------------------------------------ Double Sparsity, HShare
@@ -2274,6 +2328,117 @@ class HshareCache(DoubleSparseCache):
         """The labels of the heads that select, in one of `every` steps."""
         heads = self.config.n_kv_heads
         return super().score_bytes(length) * (heads - self.merged) // heads // self.every
+
+
+# -------------------------------------------------------------------------------------------------- InfiniGen
+
+
+@dataclass
+class InfinigenSettings(KeepSettings):
+    """InfiniGen (OSDI 24): tokens are chosen by a guess of a layer earlier; K and V are in host memory."""
+
+    keep: float = keep_setting(0.2)
+    partial: float = setting(0.3, "fraction of skewed columns on the device", sets="bytes", within="(0, 1]")
+    alpha: float = setting(5.0, "tokens count whose logit is less than this below the largest")
+    skip: str = setting("0,1", "layers that attend every token, and stay on the device")
+
+
+def infinigen_columns(q: Tensor, k: Tensor, p: int) -> Tensor:
+    """The p columns A [Hkv, D, p] in which a prompt's skewed queries and keys are largest (secs. 4.2, 4.3).
+
+    q [S, Hkv, G, D], k [S, Hkv, D]: after RoPE. Q = U Sigma V^T: few columns of Q V are large, and qV . kV is
+    q . k. The paper's V is of another prompt. RoPE keeps V out of the weights: so the prompt's own (ours)."""
+    V = torch.linalg.eigh(lrqk_moments(q)[0].cpu()).eigenvectors.to(q)  # [Hkv, D, D]
+    sums = lrqk_moments(q @ V)[1] + lrqk_moments(k[:, :, None] @ V)[1]
+    return V.gather(2, sums.topk(p).indices[:, None].expand(-1, V.shape[1], -1))
+
+
+def infinigen_step(
+    q: Tensor, guess: Tensor, k: Tensor, v: Tensor, stored: tuple, A: Tensor, alpha: float, most: int
+) -> tuple:
+    """One decode step of InfiniGen as published (sec. 4.3), for one sequence.
+
+    q [Hq, D], k, v [Hkv, D]: after RoPE -> [Hq, D], and each KV head's tokens. guess [Hq, D]: queries made of
+    the last layer's input. stored: partial keys [S - 1, Hkv, p], K and V [S - 1, Hkv, D]. A [Hkv, D, p]."""
+    (partial, keys, _), (heads, D) = stored, k.shape
+    # 1. Guess the logits of the stored tokens, from the partial queries and keys.
+    logits = torch.einsum("hgd,hdp,shp->hgs", guess.unflatten(0, (heads, -1)), A, partial) * D**-0.5
+    # 2. How many lie less than alpha below the largest: a mean over the heads, at most so many.
+    near = (logits > logits.amax(-1, keepdim=True) - alpha).sum(-1)
+    n = min(most, int(near.float().mean()))
+    # 3. So many are fetched for each head; the queries of a group choose together. The new one is there.
+    chosen = F.pad(logits.log_softmax(-1).amax(1).topk(n).indices, (0, 1), value=len(keys))  # [Hkv, n + 1]
+    stored = appended(stored, torch.einsum("hd,hdp->hp", k, A), k, v)
+    # 4. Attend them.
+    k, v = (x.transpose(0, 1).take_along_dim(chosen[..., None], 1) for x in stored[1:])
+    weights = (q.unflatten(0, (heads, -1)) @ k.mT * D**-0.5).softmax(-1)
+    return (weights @ v).flatten(0, 1), chosen, stored
+
+
+def early_layer(layer, x: Tensor, update: Tensor, before: Tensor, pos: Tensor, cache) -> tuple:
+    """decode_layer with queries guessed from `before`, the last layer's normed input; it gives its own."""
+    x = x + update
+    normed, attention = layer.attention_norm(x), layer.attention
+    guess = attention.attended(attention.wqkv(before), lambda q, *_: q)
+    x = x + attention(normed, lambda *qkv: cache.decode(pos, *qkv, guess))
+    return x, layer.feed_forward(layer.ffn_norm(x)), normed
+
+
+def early_decode(model: Llama, tokens: Tensor, pos: Tensor, caches: list, step, last) -> Tensor:
+    """Llama.decode in early_layers. The first has no last layer, and guesses from its own input."""
+    x = model.embed(tokens)
+    update, before = torch.zeros_like(x), model.layers[0].attention_norm(x)
+    for layer, cache in zip(model.layers, caches, strict=True):
+        x, update, before = step(layer, x, update, before, pos, cache)
+    return last(model.norm, model.output, x, update)
+
+
+class InfinigenCache(ProxyCache):
+    """K and V in host memory; the proxy of a key is its part in the columns that its prompt has chosen."""
+
+    def __init__(self, context: Context, settings: InfinigenSettings):
+        c, capacity = context.config, context.capacity
+        stores = (HostStore(context, c.n_kv_heads, capacity, c.head_dim) for _ in range(2))
+        super().__init__(context, *stores, budget=settings.budget(capacity))
+        self.alpha, p = settings.alpha, max(1, round(settings.partial * c.head_dim))
+        self.proxies = TokenStore(context, c.n_kv_heads, capacity, p)
+        self.register_buffer("basis", context.zeros(c.n_kv_heads, c.head_dim, p))
+        context.decode_steps = early_decode, early_layer, decode_logits
+
+    def partial(self, x: Tensor, batch) -> Tensor:
+        """The p columns [..., H, p] of queries or keys x [..., H, D] of these entries."""
+        return (x.unflatten(-2, (self.config.n_kv_heads, -1)) @ self.basis[batch]).flatten(-3, -2)
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        self.proxies.write(where, self.partial(k, where[0]))
+
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        if not span.start:
+            self.basis[batch] = infinigen_columns(q.unflatten(1, (k.shape[1], -1)), k, self.basis.shape[-1])
+        self.write((batch, span), k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *guess: Tensor) -> Tensor:
+        """guess [B, Hq D]: before RoPE; where there is none, the queries themselves choose."""
+        self.guess = self.rope(guess[0].view(q.shape) if guess else q, pos)
+        return super().decode(pos, q, k, v)
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        old, guess = pos - self.budget[2], self.partial(self.guess, self.context.batch_ids)
+        logits = self.context.scores(guess, pos=old, rule="each", **self.proxies.scored(old))
+        near = logits > logits.amax(-1, keepdim=True) - self.alpha  # [B, Hkv, G, S]
+        scores = group_scores(logits, self.context.positions <= old[:, None])
+        count = near.sum(-1).double().mean((1, 2)).long()
+        return self.context.select(scores, pos, self.budget, count, recent=True)
+
+    def formula(self) -> int:
+        return super().formula() + self.basis.nbytes
+
+    def score_bytes(self, length: int) -> int:
+        return super().score_bytes(length) + self.basis[0].nbytes
+
+    def host_bytes(self) -> int:
+        return dense_bytes(self.context)
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI
@@ -2445,6 +2610,64 @@ def kivi_stores(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, 
 
 def kivi_cache(context: Context, settings: KiviSettings) -> Cache:
     return DenseCache(context, *kivi_stores(context, settings))
+
+
+# ------------------------------------------------------------------------------------------------- TurboQuant
+
+
+@dataclass
+class TurboQuantSettings:
+    """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed levels."""
+
+    bits: int = setting(4, "bits of a code", (2, 3, 4), sets="bytes")
+
+
+# The levels above 0 at which normal numbers have the least mean square error, in standard deviations (Max,
+# as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma 1), of deviation D^-1/2.
+LEVELS = {2: (0.4528, 1.51), 3: (0.2451, 0.756, 1.344, 2.152)}
+LEVELS[4] = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
+
+
+def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
+    """x [..., D] as its codes decode (Algorithm 1, with its line numbers); Pi [D, D]: a random rotation."""
+    norm = x.norm(dim=-1, keepdim=True)
+    y = x / norm @ Pi.mT  # 5. Rotate the unit vector.
+    codes = (y[..., None] - levels).abs().argmin(-1)  # 6. The nearest level of each number.
+    return as_fp16(norm) * (levels[codes] @ Pi)  # 9, 10. Decode, and rotate back.
+
+
+class LevelStore(ScaledStore):
+    """Codes of a rotated row's numbers, each of the nearest level of a unit vector's, and the row's norm."""
+
+    kind = "levels"  # which no kernel knows
+
+    def __init__(self, context: Context, bits: int):
+        width = context.config.head_dim
+        super().__init__(context, context.config.n_kv_heads, context.capacity, width, bits)
+        levels = torch.tensor(LEVELS[bits], device=context.device) * width**-0.5
+        self.levels = torch.cat((-levels.flip(0), levels))
+        self.rotation = mix_rotation(width).to(context.device)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2
+        rotated = x.float() / norm.clamp(min=1e-20)[..., None] @ self.rotation
+        return pack(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
+
+    def rotated(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return self.levels[unpack(rows, self.bits).int()] * scale[..., None].float()
+
+    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
+
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        return q.float() @ self.rotation @ self.rotated(self.rows, self.scale).mT
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return weights @ self.rotated(self.rows, self.scale) @ self.rotation.mT
+
+
+def turboquant_cache(context: Context, settings: TurboQuantSettings) -> Cache:
+    return DenseCache(context, *(LevelStore(context, settings.bits) for _ in range(2)))
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -2974,13 +3197,16 @@ METHODS = {
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
     "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
+    "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache, "post.basis"), artifact="loki"),
     "doublesparse": Method(
         DoubleSparseSettings,
         each_layer(DoubleSparseCache, "importance"),
         lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
     ),
     "hshare": Method(HshareSettings, each_layer(HshareCache, "importance"), artifact="doublesparse"),
+    "infinigen": Method(InfinigenSettings, each_layer(InfinigenCache)),
     "kivi": Method(KiviSettings, each_layer(kivi_cache)),
+    "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
     "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_values),
 }
