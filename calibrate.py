@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -546,24 +546,12 @@ FITS = {fit.__name__.removeprefix("fit_"): fit for fit in FITS}
 MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
 
 
-def note_smaller_fit(path: Path, metadata: dict[str, str]) -> None:
-    """Says that the artifact there was fitted to this model on more of the same text than is read now."""
-    missing = (OSError, SafetensorError, LookupError, TypeError, ValueError)  # the file, or what it says
-    with suppress(*missing), safe_open(path, "pt") as file:
-        old = file.metadata()
-        is_same = all(old[key] == metadata[key] for key in ("shape", "fingerprint", "text"))
-        if is_same and int(old["tokens"]) > int(metadata["tokens"]):
-            said = f"was fitted on {old['tokens']} tokens of the same text, would be on {metadata['tokens']}"
-            print(f"note: {path}: {said}", file=sys.stderr)
-
-
 def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     """Fit what a method needs and store it beside the checkpoint.
 
     It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
     the checkpoint's folder, for generate and eval. `--method all` fits every method that can take the model.
     Where that folder cannot be written, as a Hugging Face cache, `--out` makes one of links to its files.
-    A note is printed where a fit on more tokens of the same text is replaced.
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
@@ -579,8 +567,6 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     source |= compress.model_identity(model)
     paths = {method: artifact_path(args.out or args.checkpoint, method) for method in methods}
-    for path in paths.values():  # now, while it can be stopped
-        note_smaller_fit(path, source)
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for method, path in paths.items():

@@ -5051,24 +5051,6 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
 
 
-def test_fit_notes_that_it_replaces_one_on_more_of_the_same_text(cli, folder):
-    more, less, path = "--windows 3 --window 32", "--windows 2 --window 32", artifact_path(folder, "sals")
-    note = f"note: {path}: was fitted on 96 tokens of the same text, would be on 64\n"
-
-    def noted(words: str) -> str:
-        assert cli(f"fit --method sals {words}")[0] == 0
-        return "".join(line for line in cli.err.splitlines(True) if "note: " in line)
-
-    assert noted(more) == noted(more) == ""  # of one that does not say what it read; of as much
-    assert noted(less) == note and noted(less) == noted(more) == ""
-    assert noted(f"{less} --text {ROOT}/calibrate.py") == ""
-    noted(more)
-    put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)  # now the old fit is another model's
-    assert noted(less) == ""
-    path.write_bytes(b"damaged")
-    assert noted(less) == ""
-
-
 def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     out = tmp_path / "cache" / "fits"
