@@ -728,23 +728,27 @@ def _add_bias(out, bias_p, n, inside):
 
 @gluon.jit
 def _sum_over_ranks(part, n, inside, place, N, shared_p, RANK: gl.constexpr, RANKS: gl.constexpr):
-    """The sum of all ranks' parts [HALF, MP] of outputs n. Each stores its own in every rank's memory, fp32
-    [2 places, RANKS, N, 16], where 0 means that a number has not come yet, and is put back after reading."""
-    m = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, OUT))
-    at = place * (RANKS * N * 16) + n[:, None] * 16 + m[None, :]
-    bits = part.to(gl.int32, bitcast=True)
+    """The sum of all ranks' parts [HALF, MP] of outputs n. A rank's memory is fp32 [2 places, RANKS, N, MP],
+    the parts that it got, and int64 [programs, RANKS], how many of a program have come from each rank."""
+    MP: gl.constexpr = part.shape[1]
+    at = n[:, None] * MP + gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))[None, :]
+    counts = RANKS * N * MP + gl.program_id(0) * RANKS  # from the memory's start on, 8 bytes each
     for r in gl.static_range(RANKS):
-        memory_p = gl.load(shared_p + r).to(gl.pointer_type(gl.int32), bitcast=True)
-        gl.store(memory_p + RANK * N * 16 + at, gl.where(bits == 0, 1, bits), mask=inside[:, None])
-    memory_p = gl.load(shared_p + RANK).to(gl.pointer_type(gl.int32), bitcast=True)
+        parts_p = gl.load(shared_p + r).to(gl.pointer_type(gl.float32), bitcast=True)
+        gl.store(parts_p + (place * RANKS + RANK) * N * MP + at, part, mask=inside[:, None])
+    barrier()  # the stores of all warps come before the releases
+    for r in gl.static_range(RANKS):
+        counts_p = gl.load(shared_p + r).to(gl.pointer_type(gl.int64), bitcast=True) + counts
+        gl.atomic_add(counts_p + RANK, 1, sem="release", scope="sys")
+    parts_p = gl.load(shared_p + RANK).to(gl.pointer_type(gl.float32), bitcast=True)
+    counts_p = gl.load(shared_p + RANK).to(gl.pointer_type(gl.int64), bitcast=True) + counts
+    goal = gl.atomic_add(counts_p + RANK, 0, sem="acquire", scope="sys")
     total = gl.full(part.shape, 0.0, gl.float32, OUT)
     for r in gl.static_range(RANKS):  # in one order: all ranks have the same sum
-        from_p = memory_p + r * N * 16 + at
-        got = gl.full(part.shape, 0, gl.int32, OUT)
-        while gl.min(gl.min((got != 0).to(gl.int32), 1), 0) == 0:
-            got = gl.load(from_p, mask=inside[:, None], other=1, volatile=True)
-        gl.store(from_p, gl.full(part.shape, 0, gl.int32, OUT), mask=inside[:, None])
-        total += got.to(gl.float32, bitcast=True)
+        while gl.atomic_add(counts_p + r, 0, sem="acquire", scope="sys") < goal:
+            pass
+        of_rank = parts_p + (place * RANKS + r) * N * MP + at
+        total += gl.load(of_rank, mask=inside[:, None], other=0.0, cache_modifier=".cg")
     return total
 
 
@@ -982,6 +986,7 @@ def chained_decode(model, rows: int, shared_memory) -> tuple | None:
     inputs = {linear.in_features for layer in model.layers for linear in layer.linears()}
     if not chains_linears(x, *inputs) or model.output.weight.dtype != x.dtype:
         return None
-    shared = shared_memory(2 * CHAIN_ROWS * x.shape[1] * 4, x.device)  # see _sum_over_ranks
+    # Of each rank two places of fp32 for the padded rows, and a count for each program, of 8 outputs or more.
+    shared = shared_memory((2 * 4 * (8 if rows <= 8 else 16) + 1) * x.shape[1], x.device)
     decode = functools.partial(decode_in_chains, shared)
     return None if shared is None else (decode, chained_first, chained_attention)
