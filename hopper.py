@@ -903,6 +903,7 @@ def linear_chain(
     W_13 [2 ffn, dim], gate first, W_2 [dim, ffn] and W [N, dim], the next layer's W_qkv or the logits'; their
     biases, or None; norms and eps, of the RMSNorm before W_13 and of that before W -> x'' [rows, dim] and
     W norm(x'') + b [rows, N]. heads * D, dim and ffn are multiples of 8. ValueError for what does not fit.
+    shared, rank: of several ranks with GPUs of one kind, the two last of model.shared_memory.
 
     The kernel before must not write the first weights, which are read while it still runs (see overlapped).
     The first call on a device must not be in a capture. Truth: model.Layer."""
