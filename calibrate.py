@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,10 +133,10 @@ def text_windows(args: argparse.Namespace, c: ModelConfig, tokenizer) -> Tensor:
     return windows(tokenizer, files, longest, args.windows, c.vocab_size)
 
 
-def require(package: str, what: str) -> None:
-    """Raises UserError where a package that only some commands need is not installed."""
+def require(package: str, what: str, named: str = "") -> None:
+    """Raises UserError where a package that only some commands need is not installed; named: for pip."""
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"{what}: pip install {package}")
+        raise UserError(f"{what}: pip install {named or package}")
 
 
 def check_folder(option: str, folder: Path) -> Path:
@@ -546,24 +546,12 @@ FITS = {fit.__name__.removeprefix("fit_"): fit for fit in FITS}
 MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
 
 
-def note_smaller_fit(path: Path, metadata: dict[str, str]) -> None:
-    """Says that the artifact there was fitted to this model on more of the same text than is read now."""
-    missing = (OSError, SafetensorError, LookupError, TypeError, ValueError)  # the file, or what it says
-    with suppress(*missing), safe_open(path, "pt") as file:
-        old = file.metadata()
-        is_same = all(old[key] == metadata[key] for key in ("shape", "fingerprint", "text"))
-        if is_same and int(old["tokens"]) > int(metadata["tokens"]):
-            said = f"was fitted on {old['tokens']} tokens of the same text, would be on {metadata['tokens']}"
-            print(f"note: {path}: {said}", file=sys.stderr)
-
-
 def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     """Fit what a method needs and store it beside the checkpoint.
 
     It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
     the checkpoint's folder, for generate and eval. `--method all` fits every method that can take the model.
     Where that folder cannot be written, as a Hugging Face cache, `--out` makes one of links to its files.
-    A note is printed where a fit on more tokens of the same text is replaced.
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
@@ -579,8 +567,6 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     source |= compress.model_identity(model)
     paths = {method: artifact_path(args.out or args.checkpoint, method) for method in methods}
-    for path in paths.values():  # now, while it can be stopped
-        note_smaller_fit(path, source)
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for method, path in paths.items():
@@ -1517,6 +1503,16 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
     return row
 
 
+def check_candidates(candidates: list[Candidate], args: argparse.Namespace, rows: dict[int, int]) -> None:
+    """Candidate.check of all, before the long part; a folder's model is read once for its candidates."""
+    for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
+        group = list(group)
+        model = group[0].load(args)  # planning leaves it as it is
+        generate.check_capacity(max(rows), model.config, "--prefix, --continuation or --lengths")
+        for candidate in group:
+            candidate.check(args, model, rows)
+
+
 def run_eval(args: argparse.Namespace) -> dict:
     """Perplexity and retrieval, token by token through the cache: a row a method, dense in the same run.
 
@@ -1542,13 +1538,7 @@ def run_eval(args: argparse.Namespace) -> dict:
     capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
     for tokens in texts.values():
         capacities[length] = max(len(tokens), capacities.get(length, 0))
-    for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
-        group = list(group)
-        model = group[0].load(args)  # planning leaves it as it is
-        generate.check_capacity(max(capacities), model.config, "--prefix, --continuation or --lengths")
-        for candidate in group:
-            candidate.check(args, model, capacities)
-    del model
+    check_candidates(candidates, args, capacities)
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     prompts = len(args.lengths) * len(args.tasks) * args.samples
@@ -1628,6 +1618,147 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
             cells = (f"{row[c]:15.4g}" if c in row else f"{'-':>15}" for c in part)
             print(f"{name:{width}}  " + "  ".join(cells))
         print()
+
+
+# ------------------------------------------------------------------------------------- lm-evaluation-harness
+
+
+def prefill_but_last(engine: Engine, prompts: Sequence[list[int]]) -> None:
+    """Prefills each prompt but its last token, which the next step decodes: all logits are the method's.
+    A prompt of one token is prefilled, and decoded in its own place."""
+    engine.prefill([ids[:-1] or ids for ids in prompts])
+    engine.tokens.copy_(torch.tensor([ids[-1] for ids in prompts]))
+    engine.pos.copy_(torch.tensor([len(ids) - 1 for ids in prompts]))
+
+
+@torch.inference_mode()
+def decode_scores(engine: Engine, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+    """Rows (ids, n) of unlike lengths -> log-probability of the last n ids, and are they the likeliest?"""
+    prefill_but_last(engine, [ids[:-n] for ids, n in rows])
+    ends, total, greedy = torch.tensor([len(ids) - 2 for ids, _ in rows]).to(engine.pos), 0.0, True
+    scored = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids[-n:]) for ids, n in rows], True, -1)
+    for token in scored.T.to(engine.tokens):
+        engine.pos.clamp_(max=ends)  # a row at its end writes its last place again
+        engine.step()
+        total -= F.cross_entropy(engine.logits.float(), token, ignore_index=-1, reduction="none")
+        greedy &= (token < 0) | (engine.tokens == token)
+        engine.tokens.copy_(token.clamp(min=0))
+    engine.check_logits()
+    return [*zip(total.tolist(), greedy.tolist(), strict=True)]
+
+
+@torch.inference_mode()
+def decode_texts(engine: Engine, prompts: Sequence[list[int]], most: int, until: tuple, tokenizer) -> list:
+    """The greedy text after each prompt: of at most so many tokens, and up to any of the texts `until`."""
+
+    def stops(ids: list[int]) -> bool:  # one token late: the one that completes a text may hold more of it
+        return ids[-1] in tokenizer.stop_ids or any(text in tokenizer.decode(ids[-64:-1]) for text in until)
+
+    prefill_but_last(engine, prompts)
+    engine.step()
+    made = map(tokenizer.decode, generate.decode_rows(engine, most, stops, stride=16).token_ids)
+    return [min((text.split(end)[0] for end in until), key=len, default=text) for text in made]
+
+
+def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
+    """The model that lm-evaluation-harness asks. Its class is made here, since few have the package."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    folder = candidate.folder or args.checkpoint
+    tokenizer, c = load_tokenizer(folder), ModelConfig.from_folder(folder)
+    longest = min(args.max_length, c.max_positions, c.sliding_window or c.max_positions)
+    eos = tokenizer.special_tokens.get(tokenizer.chat_variables.get("eos_token"))
+
+    class CompressedLM(TemplateLM):
+        max_length, ledgers = longest, {}
+        eot_token_id = min(tokenizer.stop_ids, default=0) if eos is None else eos
+        prefix_token_id = eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+            return tokenizer.encode(string, bos=add_special_tokens is not False)
+
+        def answer(self, label: str, requests: list[tuple], decode: Callable) -> list:
+            """decode(engine, inputs, *options) -> answers to requests (options, tokens to hold, input), the
+            long ones first. The cache has room for the longest: budgets may be fractions of that."""
+            size = max(n for _, n, _ in requests)
+            engine = candidate.engine(args, min(args.rows, len(requests)), size, least=1)
+            self.ledgers[size], rows = ledger(engine, size), engine.context.batch_size
+            answers, bar = {}, Progress(f"{candidate.label}: {label}", len(requests))
+            order = sorted(range(len(requests)), key=lambda i: requests[i][:2], reverse=True)
+            for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
+                while some := [*itertools.islice(alike, rows)]:
+                    batch = some + some[-1:] * (rows - len(some))
+                    made = decode(engine, [requests[i][2] for i in batch], *options)
+                    answers |= zip(batch, made, strict=True)
+                    bar.tick(len(some))
+            bar.close()
+            return [answers[i] for i in range(len(requests))]
+
+        def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
+            rows = [((a + b)[-longest - 1 :], len(b)) for _, a, b in requests]
+            if wrong := [n for ids, n in rows if not 0 < n < len(ids)]:
+                raise UserError(f"{wrong[0]} tokens are to be scored, of at most {longest}")
+            return self.answer("scoring", [((), len(ids) - 1, (ids, n)) for ids, n in rows], decode_scores)
+
+        def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
+            texts = (self.tok_encode(request.args[0]) for request in requests)
+            rolled = [get_rolling_token_windows(ids, self.prefix_token_id, longest, 1) for ids in texts]
+            windows = [[(None, *make_disjoint_window(part)) for part in parts] for parts in rolled]
+            scores = iter(self._loglikelihood_tokens([*itertools.chain(*windows)]))
+            return [sum(score for score, _ in itertools.islice(scores, len(parts))) for parts in windows]
+
+        def generate_until(self, requests: list, **_) -> list[str]:
+            asked = []
+            for request in requests:
+                options = normalize_gen_kwargs(request.args[1])
+                most, until = options["max_gen_toks"], tuple(filter(None, options["until"]))
+                if options["do_sample"] or most >= longest:
+                    raise UserError(f"{request.task_name}: only greedy, below {longest} tokens")
+                ids = self.tok_encode(request.args[0])[most - longest :] or [self.prefix_token_id]
+                asked.append(((most, until), len(ids) + most, ids))
+            return self.answer("generating", asked, partial(decode_texts, tokenizer=tokenizer))
+
+    return CompressedLM()
+
+
+def run_lm_eval(args: argparse.Namespace) -> dict:
+    """Tasks of lm-evaluation-harness, through the cache: its tables and files, and the bytes beside them.
+
+    Contexts are prefilled but for their last token. It is decoded, and so is what is scored or generated. The
+    cache has room for the longest request; budgets are fractions of it: run tasks of unlike lengths apart.
+
+        python calibrate.py lm_eval --method dense --method sals --tasks ruler_vt ruler_cwe --limit 50"""
+    require("lm_eval", "tasks need lm-evaluation-harness", '"lm-eval[hf,ruler]"')
+    from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
+    models, rows = [harness_model(candidate, args) for candidate in candidates], []
+    check_candidates(candidates, args, {min(lm.max_length for lm in models): 0})  # no row's memory yet
+    metadata = {"tokenizer": str(args.checkpoint), "max_seq_lengths": [args.length]}  # RULER's
+    manager = TaskManager(include_path=args.include_path, metadata=metadata)
+    if unknown := [name for name in args.tasks if not manager.match_tasks([name])]:
+        raise UserError(f"--tasks {unknown[0]}: the harness has no such task; see lm_eval ls tasks")
+    random.seed(0)
+    np.random.seed(1234)  # the harness's seeds: RULER's texts are drawn at random
+    loaded = manager.load(args.tasks)
+    inner = {*itertools.chain(*loaded["group_map"].values())}
+    tasks = [task for name, task in (loaded["groups"] | loaded["tasks"]).items() if name not in inner]
+    limits = {"num_fewshot": args.num_fewshot, "limit": args.limit, "log_samples": False}
+    for candidate, lm in zip(candidates, models, strict=True):
+        about, tracker = {"model": candidate.label}, EvaluationTracker(args.output_path)
+        how = {"model_args": about, "task_manager": manager, "evaluation_tracker": tracker}
+        results = simple_evaluate(lm, tasks=tasks, **how, **limits)
+        results["cache"] = {"method": candidate.label} | lm.ledgers[max(lm.ledgers)]  # the longest
+        tracker.save_results_aggregated(results)
+        print(", ".join(f"{name} {value}" for name, value in results["cache"].items()))
+        print(*(make_table(results, part) for part in ("results", "groups") if part in results), sep="\n")
+        rows.append(results["cache"] | results["results"])
+    return {"rows": rows}
 
 
 # ------------------------------------------------------------------------------------------------------ speed
@@ -2220,6 +2351,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         sub.option("--windows", whole(1), 128, "how many windows of text to read")
         sub.option("--window", whole(2), 2048, "tokens in a window")
 
+    def method_option(sub: Parser) -> None:
+        about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
+        sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
+
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
 
@@ -2231,9 +2366,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
-    p = command(run_eval, model, generate.add_weights_option, json_option)
-    about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
-    p.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
+    p = command(run_eval, model, generate.add_weights_option, method_option, json_option)
     p.option("--text", Path, None, "more text for perplexity; repeat it", action="append")
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
@@ -2249,6 +2382,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--equal_bytes", fraction, None, about, metavar="SHARE")
     about = "settings with which layers that select attend at most this share of the tokens"
     p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
+
+    p = command(run_lm_eval, model, generate.add_weights_option, method_option, json_option)
+    p.option("--tasks", str, None, "tasks, groups or tags of the harness", nargs="+", required=True)
+    p.option("--include_path", str, None, "a folder with tasks of your own (YAML)", metavar="FOLDER")
+    p.option("--limit", positive, None, "documents of each task, or below 1 a fraction (default: all)")
+    p.option("--num_fewshot", whole(0), None, "examples before each question (default: the task's)")
+    p.option("--length", whole(1), 4096, "tokens of a prompt of RULER's tasks")
+    p.option("--max_length", whole(2), 1 << 32, "cut texts on the left to so many (default: the model's)")
+    p.option("--rows", whole(1), 16, "requests decoded as one batch, fewer where the memory holds no more")
+    p.option("--output_path", str, None, "folder for the harness's files of results", metavar="FOLDER")
+    p.set_defaults(equal_bytes=None, equal_tokens=None)
 
     p = command(run_plot)
     p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv or speed --csv")

@@ -11,7 +11,8 @@ A cache belongs to one layer and holds all entries of a batch. It gets q, k, v B
     decode(pos, q, k, v, *folded)          one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
     formula(), bytes_read()                the byte ledger: what the method says it stores and reads
 `folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
-(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
+(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v, and
+InfiniGen's decode besides the queries that it guessed.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
@@ -41,6 +42,7 @@ from model import (
     UserError,
     apply_rope,
     causal_attention,
+    decode_logits,
     linear_int8,
     local_part,
     quantize_int8,
@@ -100,6 +102,7 @@ class Context:
         self.batch_ids = torch.arange(batch_size, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
         self.scale = model.config.head_dim**-0.5  # of logits
+        self.decode_steps = ()  # a method's own, in the place of Llama.decode and its two steps
         self.kernels = triton_kernels(model.config, self.device, kernels)
         self.fetch_rows = self.kernels.fetch_rows if self.kernels else fetch_rows
         if self.kernels:
@@ -189,7 +192,8 @@ class Context:
         keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for
         none; without it all up to pos. window: a pair of Windows, whose tokens are attended besides (and
         without an index in the place of the last z)."""
-        if self.kernels and self.config.head_dim % 16 == 0 and (index is None or index.numel()):
+        fits = self.kernels and self.config.head_dim % 16 == 0 and keys.kind in self.kernels.KEYS
+        if fits and (index is None or index.numel()):
             if index is not None:  # of one set an entry, entries may lie apart
                 index = index.int() if index.ndim == 2 else index.int().contiguous()
             stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
@@ -208,9 +212,9 @@ class Context:
             return attend(q.float(), k.float(), values.rows, live, self.scale, chosen)
         v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
-            near = (window[0].positions(pos) >= 0)[:, None]  # [B, 1, slots]
+            filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]  # [B, slots]
             k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
-            live = torch.cat((live, near.expand(-1, live.shape[1], -1)), -1)
+            live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
         return attend(q, k, v, live.expand(-1, k.shape[1], -1), self.scale)
 
     def attend_all(self, q: Tensor, keys, values, pos: Tensor) -> Tensor:
@@ -504,12 +508,6 @@ class Window(TokenStore):
     def slot(self, position: Tensor) -> Tensor:
         return torch.where(position < self.x, position, self.x + (position - self.x) % self.z)
 
-    def positions(self, pos: Tensor) -> Tensor:
-        """The position in each slot once pos [B] is written, [B, x + z]; negative where it is empty."""
-        sinks = torch.arange(self.x, device=pos.device).expand(len(pos), -1)
-        ring = ring_positions(pos - self.x, self.z)
-        return torch.cat((sinks.where(sinks <= pos[:, None], -1), (ring + self.x).where(ring >= 0, -1)), 1)
-
     def kept(self, span: slice) -> Tensor:
         """The positions of `span` that the window holds once all of it is written."""
         places = self.context.positions[span]
@@ -632,7 +630,7 @@ class HostStore(TokenStore):
 
     def write(self, where: tuple, x: Tensor) -> None:
         batch, tokens = where
-        if isinstance(tokens, slice):  # a copy to it would be no kernel's
+        if isinstance(tokens, slice):  # it would be written by a copy, not by a kernel
             tokens = self.context.positions[tokens]
         super().write((batch, tokens), x)
 
@@ -655,9 +653,8 @@ class RebuiltKeys(nn.Module):
             n, coded = len(basis), latents.kind == "int8"
             codes, scale = quantize_basis(basis) if coded else (self.basis, None)
             bias = bias if bias is None else bias.float()[..., None] / (scale if coded else 1)
-            given = codes.flatten(0, 1), scale, bias
-            flat = (x if x is None else x.reshape(n * basis.shape[1], -1) for x in given)
-            self.paired = [x if x is None else kernels.interleave_rope(x, n) for x in flat]
+            given = codes, scale, bias
+            self.paired = [x if x is None else kernels.interleave_rope(x.flatten(0, 1), n) for x in given]
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         keys = torch.einsum("bhnr,hdr->bhnd", self.latents.read(pos, index), self.basis)
@@ -861,13 +858,18 @@ def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, d
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
-    its lowest bits up, so that unpacking gives contiguous runs of channels."""
+    its lowest bits up, so that unpacking gives contiguous runs of channels. 3 bits are packed as 2 and 1."""
+    if bits == 3:
+        return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
     planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
     return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse."""
+    if bits == 3:
+        low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
+        return unpack(low, 2) | unpack(high, 1) << 2
     return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
 
 
@@ -1115,10 +1117,8 @@ class SalsCache(Cache):
         self.r, self.r_score = settings.ranks(c)
         down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
         self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
-        self.down = self.mean_latent = None  # wqkv has both
-        if c.qk_norm:
-            self.down = down.to(context.dtype)
-            self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
+        self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it, and the mean's latent
+        self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
         shape = context, 1, context.capacity, self.r
         if settings.latent_bits == 4 and self.r_score < self.r:
             self.latents = MixedStore(*shape, self.r_score)
@@ -1173,18 +1173,15 @@ class SalsCache(Cache):
         how = {"rule": rule, "scale": self.logit_scale, "block": self.block} | self.latents.scored(pos)
         return self.context.scores(queries, pos=pos, offset=offset, run=run, **how).flatten(1)
 
-    def select(self, scores: Tensor, pos: Tensor) -> Tensor:
-        """The tokens to rebuild, the y best [B, y], -1 for none. The sinks, which come first, are exact."""
-        index = self.context.select(scores, pos, self.budget)
-        self.report_selected(pos, index.clamp(min=0), index >= 0, recent=self.budget[2])
-        return index[:, self.budget[0] :]
-
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        rotated, index = self.rope(q, pos), None
+        rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
         self.context.append(pos, self.latents, self.latent(k, *folded), self.values, v)
         self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
         if self.sparse:
-            index = self.select(self.score(pos, q, rotated, *folded[1:]), pos)
+            scores = self.score(pos, q, rotated, *folded[1:])
+            index = self.context.select(scores, pos, self.budget)  # [B, x + y], -1 for none
+            self.report_selected(pos, index.clamp(min=0), index >= 0, recent=z)
+            index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
         return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)
 
     def token_bytes(self) -> int:
@@ -1286,16 +1283,12 @@ def elite_dims(order: Tensor, r: int) -> Tensor:
     return torch.cat((elite, elite + half, rest, rest + half), 1)
 
 
-# ---- factors and the EliteKV form of a layer
-
-
 def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str, root: Tensor | None = None) -> tuple:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
-    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r] with
-    a head's keys before its values; fp64. J-LRD truncates the SVD of both. S-LRD takes the d_ckv largest
-    singular values of the two matrices (c_k and c_v follow): a block-diagonal B, so never better.
-    root [dim, dim], the square root of E x x^T: the factors are then the best for inputs x (ours)."""
+    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r], keys
+    before values; fp64. J-LRD truncates the SVD of both; S-LRD takes the d_ckv largest singular values of the
+    two (c_k and c_v follow). root [dim, dim], the square root of E x x^T: the best for inputs x (ours)."""
     if root is not None:
         a, b = low_rank(*(torch.tensordot(root, t.double(), 1) for t in (k, v)), d_ckv, kind)
         a, mix = torch.linalg.qr(torch.linalg.solve(root, a))  # training wants A orthonormal again
@@ -1318,10 +1311,9 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shared_elite(q: Tensor, k: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n].
-
-    RoPE turns a pair as a complex number, and so do complex factors: k_h ~ conj(f_h) k, by the SVD over the
-    heads, is a key times a factor that the queries of the head can take. root: see low_rank."""
+    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n]. RoPE turns
+    a pair as a complex number, and so do complex factors: k_h ~ conj(f_h) k, by the SVD over the heads, is a
+    key times a factor that the queries of the head can take. root: see low_rank."""
     keys = torch.complex(*k.double().chunk(2, 1)).transpose(0, 1)  # [r, Hkv, n]
     seen = keys if root is None else keys[..., : len(root)] @ root.to(keys)
     factors = torch.linalg.svd(seen.mT, full_matrices=False)[2][:, :1].conj()  # [r, 1, Hkv]
@@ -1339,10 +1331,8 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
 
 class EliteAttention(nn.Module):
     """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., He, 2r] and the latent c_kv
-    [..., d_ckv], before RoPE. The dims of a head are in the order of `elite_dims`.
-
-    order [He, D/2]: He is Hkv, or 1 where the heads share an elite key. wqkv: rows of W_q, of W_k^e, and A^T.
-    up: B^T, for each head D - 2r key rows and D value rows."""
+    [..., d_ckv], before RoPE, dims in the order of `elite_dims`. order [He, D/2]: He is Hkv, or 1 where heads
+    share an elite key. wqkv: rows of W_q, W_k^e, A^T. up: B^T, of each head D - 2r key and D value rows."""
 
     def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: Linear, up: Linear, wo: Linear):
         super().__init__()
@@ -1380,11 +1370,9 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
     return rows.gather(2, dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape))
 
 
-def elite_attention(
-    attention: Attention, c: ModelConfig, order: Tensor, r: int, factors: Callable[..., tuple], root=None
-) -> EliteAttention:
-    """The EliteKV form of one layer's attention: order [He, D/2] as in EliteAttention; factors(k, v): A and B
-    of `low_rank`; root: as there."""
+def elite_attention(attention: Attention, c: ModelConfig, order: Tensor, r: int, factors, root=None):
+    """A layer's attention as EliteAttention, with its order [He, D/2]; factors(k, v): A and B of `low_rank`;
+    root: as there."""
     wqkv, d, heads = attention.wqkv, c.head_dim, c.n_kv_heads
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
@@ -1406,19 +1394,16 @@ def elite_attention(
 
 
 class EliteCache(Cache):
-    """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
-
-    Decode absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query
-    has zeros where the elite keys of other heads stand."""
+    """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys. Decode
+    absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query has zeros
+    where the elite keys of other heads stand."""
 
     elite_rope = True
 
     def __init__(self, context: Context, attention: EliteAttention):
         super().__init__(context)
-        self.attention = attention
-        self.r, self.d_ckv = attention.r, attention.widths[2]
-        width = self.d_ckv + attention.widths[1]  # d_ckv numbers of all heads, and the rotated ones
-        self.latents = TokenStore(context, 1, context.capacity, width)
+        self.attention, self.r, self.d_ckv = attention, attention.r, attention.widths[2]
+        self.latents = TokenStore(context, 1, context.capacity, sum(attention.widths[1:]))
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
@@ -1890,21 +1875,17 @@ class LrqkCache(Cache):
         return q_hat.float(), k_hat.float()
 
     def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
-        """Brings the tokens that q_hat selects into the hot slots of these entries, and stamps the slots."""
-        index, live = self.select(batch, pos, q_hat)
+        """Selects the k best tokens that left the ring, by the entries' q^, and brings them to hot slots."""
+        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[batch], pos - self.z, "largest")
+        index = self.context.select(scores, pos, (0, self.chosen, self.z))  # [B, Hkv, k]
+        live = index >= 0
+        index = index.where(live, pos[:, None, None]).long()  # the newest stands for none: it has no slot
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[batch] = -1
         tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
         place, miss = take_slots(index, live, *tables)
         self.context.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch])
         self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
-
-    def select(self, batch: slice, pos: Tensor, q_hat: Tensor) -> tuple[Tensor, Tensor]:
-        """The k best tokens that left the ring: indices [B, Hkv, k] and which of them count."""
-        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[batch], pos - self.z, "largest")
-        index = self.context.select(scores, pos, (0, self.chosen, self.z))
-        newest = pos[:, None, None]  # stands for none: it has no slot
-        return torch.where(index < 0, newest, index).long(), index >= 0
 
     def miss_rate(self) -> float | None:
         """Tokens fetched over tokens selected since the prompt; None where all are on the device."""
@@ -1992,6 +1973,13 @@ class ProxyCache(DenseCache):
 
     page = 1
 
+    def select_pages(self, scores: Tensor, pos: Tensor, page: int, tail: int) -> Tensor:
+        """Tokens [B, Hkv, n], negative for none, of the last pages and the best by scores [B, Hkv, pages]."""
+        budget = 0, self.count // page - tail, tail
+        pages = self.context.select(scores, pos // page, budget, recent=True)
+        index = (pages[..., None] * page + torch.arange(page, device=pos.device)).flatten(-2)
+        return index.where(index <= pos[:, None, None], -1)
+
     def score_bytes(self, length: int) -> int:
         return -(-length // self.page) * self.proxies.token_bytes
 
@@ -2078,7 +2066,7 @@ class H2oCache(DenseCache):
         tokens = [torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
         keys, _, position = tokens
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = (last @ keys[:, None].mT).float() * c.head_dim**-0.5  # [Hkv, G, W, N]
+        logits = (last @ keys[:, None].mT).float() * self.context.scale  # [Hkv, G, W, N]
         later = position[:, None, None] > places[-last.shape[2] :, None]
         attention = self.weights(logits.masked_fill(later, -torch.inf)[None])[0].sum((1, 2))
         attention[:, :held] += self.attention[batch, :, :held]
@@ -2188,10 +2176,48 @@ class QuestCache(ProxyCache):
         key between them could have (sec. 3.3)."""
         last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
         scores = self.context.scores(bounds, pos=last, rule="largest", **self.proxies.scored(last))
-        budget = 0, self.count // self.page - 1, 1
-        pages = self.context.select(scores, last, budget, recent=True)  # [B, Hkv, n], with the last
-        index = (pages[..., None] * self.page + torch.arange(self.page, device=pos.device)).flatten(-2)
-        return index.where(index <= pos[:, None, None], -1)
+        return self.select_pages(scores, pos, self.page, 1)
+
+
+# ------------------------------------------------------------------------------------------- SALS as deployed
+
+
+@dataclass
+class SalsCannSettings(QuestSettings):
+    """SALS as in CANN's quant_sals_indexer: int8 K and V, in pages that low-rank keys in 4 bits choose."""
+
+    keep: float = keep_setting(0.25)
+    skip: str = setting("", "layers that attend every token")
+    rank: float = setting(0.5, "rank of a head's keys that are scored, a fraction of D", sets="bytes")
+    tail: int = setting(8, "last pages, which are always attended", within="[1, inf)")
+
+
+class SalsCannCache(ProxyCache):
+    """K and V in int8; the proxy of a key is its r leading components in 4 bits. Nothing is rebuilt."""
+
+    def __init__(self, context: Context, settings: SalsCannSettings, basis: Tensor):
+        shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
+        stores = (Int8Store(*shape, D) for _ in range(2))
+        super().__init__(context, *stores, budget=settings.budget(context.capacity))
+        self.size = min(settings.page, context.capacity)
+        self.tail = min(settings.tail, self.count // self.size - 1)
+        r = rank_of(settings.rank, D)
+        r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
+        self.basis = basis[..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
+        self.proxies = ScaledStore(*shape, r, 4)
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        self.proxies.write(where, torch.einsum("nhd,hdr->nhr", k, self.basis))
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
+        grouped = q.unflatten(1, (self.config.n_kv_heads, -1))
+        query = torch.einsum("bhgd,hdr->bhr", grouped, self.basis) / grouped.shape[2]
+        logits = self.context.scores(query, self.proxies.read(pos), pos, "each").flatten(2)  # [B, Hkv, S]
+        logits = F.pad(logits, (0, -logits.shape[2] % self.size), value=-torch.inf)
+        scores = logits.unflatten(2, (-1, self.size)).logsumexp(-1)
+        return self.select_pages(scores, pos, self.size, self.tail)
 
 
 # ------------------------------------------------------------------------------------ Double Sparsity, HShare
@@ -2305,6 +2331,117 @@ class HshareCache(DoubleSparseCache):
         return super().score_bytes(length) * (heads - self.merged) // heads // self.every
 
 
+# -------------------------------------------------------------------------------------------------- InfiniGen
+
+
+@dataclass
+class InfinigenSettings(KeepSettings):
+    """InfiniGen (OSDI 24): tokens are chosen by a guess of a layer earlier; K and V are in host memory."""
+
+    keep: float = keep_setting(0.2)
+    partial: float = setting(0.3, "fraction of skewed columns on the device", sets="bytes", within="(0, 1]")
+    alpha: float = setting(5.0, "tokens count whose logit is less than this below the largest")
+    skip: str = setting("0,1", "layers that attend every token, and stay on the device")
+
+
+def infinigen_columns(q: Tensor, k: Tensor, p: int) -> Tensor:
+    """The p columns A [Hkv, D, p] in which a prompt's skewed queries and keys are largest (secs. 4.2, 4.3).
+
+    q [S, Hkv, G, D], k [S, Hkv, D]: after RoPE. Q = U Sigma V^T: few columns of Q V are large, and qV . kV is
+    q . k. The paper's V is of another prompt. RoPE keeps V out of the weights: so the prompt's own (ours)."""
+    V = torch.linalg.eigh(lrqk_moments(q)[0].cpu()).eigenvectors.to(q)  # [Hkv, D, D]
+    sums = lrqk_moments(q @ V)[1] + lrqk_moments(k[:, :, None] @ V)[1]
+    return V.gather(2, sums.topk(p).indices[:, None].expand(-1, V.shape[1], -1))
+
+
+def infinigen_step(
+    q: Tensor, guess: Tensor, k: Tensor, v: Tensor, stored: tuple, A: Tensor, alpha: float, most: int
+) -> tuple:
+    """One decode step of InfiniGen as published (sec. 4.3), for one sequence.
+
+    q [Hq, D], k, v [Hkv, D]: after RoPE -> [Hq, D], and each KV head's tokens. guess [Hq, D]: queries made of
+    the last layer's input. stored: partial keys [S - 1, Hkv, p], K and V [S - 1, Hkv, D]. A [Hkv, D, p]."""
+    (partial, keys, _), (heads, D) = stored, k.shape
+    # 1. Guess the logits of the stored tokens, from the partial queries and keys.
+    logits = torch.einsum("hgd,hdp,shp->hgs", guess.unflatten(0, (heads, -1)), A, partial) * D**-0.5
+    # 2. How many lie less than alpha below the largest: a mean over the heads, at most so many.
+    near = (logits > logits.amax(-1, keepdim=True) - alpha).sum(-1)
+    n = min(most, int(near.float().mean()))
+    # 3. So many are fetched for each head; the queries of a group choose together. The new one is there.
+    chosen = F.pad(logits.log_softmax(-1).amax(1).topk(n).indices, (0, 1), value=len(keys))  # [Hkv, n + 1]
+    stored = appended(stored, torch.einsum("hd,hdp->hp", k, A), k, v)
+    # 4. Attend them.
+    k, v = (x.transpose(0, 1).take_along_dim(chosen[..., None], 1) for x in stored[1:])
+    weights = (q.unflatten(0, (heads, -1)) @ k.mT * D**-0.5).softmax(-1)
+    return (weights @ v).flatten(0, 1), chosen, stored
+
+
+def early_layer(layer, x: Tensor, update: Tensor, before: Tensor, pos: Tensor, cache) -> tuple:
+    """decode_layer with queries guessed from `before`, the last layer's normed input; it gives its own."""
+    x = x + update
+    normed, attention = layer.attention_norm(x), layer.attention
+    guess = attention.attended(attention.wqkv(before), lambda q, *_: q)
+    x = x + attention(normed, lambda *qkv: cache.decode(pos, *qkv, guess))
+    return x, layer.feed_forward(layer.ffn_norm(x)), normed
+
+
+def early_decode(model: Llama, tokens: Tensor, pos: Tensor, caches: list, step, last) -> Tensor:
+    """Llama.decode in early_layers. The first has no last layer, and guesses from its own input."""
+    x = model.embed(tokens)
+    update, before = torch.zeros_like(x), model.layers[0].attention_norm(x)
+    for layer, cache in zip(model.layers, caches, strict=True):
+        x, update, before = step(layer, x, update, before, pos, cache)
+    return last(model.norm, model.output, x, update)
+
+
+class InfinigenCache(ProxyCache):
+    """K and V in host memory; the proxy of a key is its part in the columns that its prompt has chosen."""
+
+    def __init__(self, context: Context, settings: InfinigenSettings):
+        c, capacity = context.config, context.capacity
+        stores = (HostStore(context, c.n_kv_heads, capacity, c.head_dim) for _ in range(2))
+        super().__init__(context, *stores, budget=settings.budget(capacity))
+        self.alpha, p = settings.alpha, max(1, round(settings.partial * c.head_dim))
+        self.proxies = TokenStore(context, c.n_kv_heads, capacity, p)
+        self.register_buffer("basis", context.zeros(c.n_kv_heads, c.head_dim, p))
+        context.decode_steps = early_decode, early_layer, decode_logits
+
+    def partial(self, x: Tensor, batch) -> Tensor:
+        """The p columns [..., H, p] of queries or keys x [..., H, D] of these entries."""
+        return (x.unflatten(-2, (self.config.n_kv_heads, -1)) @ self.basis[batch]).flatten(-3, -2)
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        self.proxies.write(where, self.partial(k, where[0]))
+
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        if not span.start:
+            self.basis[batch] = infinigen_columns(q.unflatten(1, (k.shape[1], -1)), k, self.basis.shape[-1])
+        self.write((batch, span), k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *guess: Tensor) -> Tensor:
+        """guess [B, Hq D]: before RoPE; where there is none, the queries themselves choose."""
+        self.guess = self.rope(guess[0].view(q.shape) if guess else q, pos)
+        return super().decode(pos, q, k, v)
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        old, guess = pos - self.budget[2], self.partial(self.guess, self.context.batch_ids)
+        logits = self.context.scores(guess, pos=old, rule="each", **self.proxies.scored(old))
+        near = logits > logits.amax(-1, keepdim=True) - self.alpha  # [B, Hkv, G, S]
+        scores = group_scores(logits, self.context.positions <= old[:, None])
+        count = near.sum(-1).double().mean((1, 2)).long()
+        return self.context.select(scores, pos, self.budget, count, recent=True)
+
+    def formula(self) -> int:
+        return super().formula() + self.basis.nbytes
+
+    def score_bytes(self, length: int) -> int:
+        return super().score_bytes(length) + self.basis[0].nbytes
+
+    def host_bytes(self) -> int:
+        return dense_bytes(self.context)
+
+
 # ------------------------------------------------------------------------------------------------------- KIVI
 
 
@@ -2397,10 +2534,10 @@ class ChannelKeys(RingStore):
     def write_token(self, batch: Tensor, pos: Tensor, x: Tensor) -> None:
         self.ring.write((batch, pos), x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
-        ring = self.ring.rows
-        codes, low_scale = quantize(ring, self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        ring = self.ring.rows.transpose(1, 2)  # as it lies in memory: else a compiled step copies it
+        codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
         full = (pos % self.R == self.R - 1)[:, None, None, None]
-        ring.copy_(torch.where(full, self.decode(codes, low_scale), ring))
+        ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), ring))
         batch, first = batch[:, None], (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
@@ -2474,6 +2611,64 @@ def kivi_stores(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, 
 
 def kivi_cache(context: Context, settings: KiviSettings) -> Cache:
     return DenseCache(context, *kivi_stores(context, settings))
+
+
+# ------------------------------------------------------------------------------------------------- TurboQuant
+
+
+@dataclass
+class TurboQuantSettings:
+    """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed levels."""
+
+    bits: int = setting(4, "bits of a code", (2, 3, 4), sets="bytes")
+
+
+# The levels above 0 at which normal numbers have the least mean square error, in standard deviations (Max,
+# as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma 1), of deviation D^-1/2.
+LEVELS = {2: (0.4528, 1.51), 3: (0.2451, 0.756, 1.344, 2.152)}
+LEVELS[4] = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
+
+
+def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
+    """x [..., D] as its codes decode (Algorithm 1, with its line numbers); Pi [D, D]: a random rotation."""
+    norm = x.norm(dim=-1, keepdim=True)
+    y = x / norm @ Pi.mT  # 5. Rotate the unit vector.
+    codes = (y[..., None] - levels).abs().argmin(-1)  # 6. The nearest level of each number.
+    return as_fp16(norm) * (levels[codes] @ Pi)  # 9, 10. Decode, and rotate back.
+
+
+class LevelStore(ScaledStore):
+    """Codes of a rotated row's numbers, each of the nearest level of a unit vector's, and the row's norm."""
+
+    kind = "levels"  # which no kernel knows
+
+    def __init__(self, context: Context, bits: int):
+        width = context.config.head_dim
+        super().__init__(context, context.config.n_kv_heads, context.capacity, width, bits)
+        levels = torch.tensor(LEVELS[bits], device=context.device) * width**-0.5
+        self.levels = torch.cat((-levels.flip(0), levels))
+        self.rotation = mix_rotation(width).to(context.device)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2
+        rotated = x.float() / norm.clamp(min=1e-20)[..., None] @ self.rotation
+        return pack(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
+
+    def rotated(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return self.levels[unpack(rows, self.bits).int()] * scale[..., None].float()
+
+    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
+
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        return q.float() @ self.rotation @ self.rotated(self.rows, self.scale).mT
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return weights @ self.rotated(self.rows, self.scale) @ self.rotation.mT
+
+
+def turboquant_cache(context: Context, settings: TurboQuantSettings) -> Cache:
+    return DenseCache(context, *(LevelStore(context, settings.bits) for _ in range(2)))
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -2556,10 +2751,6 @@ class ShadowKvCache(Cache):
         self.ring = Window(context, heads, 2 * d, 0, self.z)
         self.values = HostStore(context, heads, context.capacity, d)
 
-    def local(self, pos: Tensor) -> Tensor:
-        """The chunk with which the recent tokens begin: `recent` of them and up to a chunk more."""
-        return (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk
-
     def tokens_of(self, chunks: Tensor) -> Tensor:
         """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
         return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=chunks.device)).flatten(-2)
@@ -2585,18 +2776,15 @@ class ShadowKvCache(Cache):
         landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
         kv = torch.cat((k, v), -1)
-        if not span.start:
-            likeness = F.cosine_similarity(chunks, landmark[:, None], dim=-1).amin(1)  # [n, Hkv]
-            self.keep_outliers(batch, likeness[: max(0, len(k) - self.settings.recent) // self.chunk], kv)
+        if not span.start:  # the outliers: old chunks that are least like their mean
+            old = max(0, len(k) - self.settings.recent) // self.chunk
+            likeness = F.cosine_similarity(chunks[:old], landmark[:old, None], dim=-1).amin(1)  # [old, Hkv]
+            ids = likeness.T.topk(min(self.outlier.shape[-1], old), largest=False).indices  # [Hkv, n]
+            self.outlier[batch], self.outlier[batch, :, : ids.shape[1]] = -1, ids.int()
+            tokens, heads = self.tokens_of(ids), torch.arange(len(ids), device=k.device)[:, None]
+            self.outliers.rows[batch, :, : tokens.shape[1]] = kv[tokens, heads]
         self.values.write((batch, span), v)
         self.ring.write((batch, span), kv)
-
-    def keep_outliers(self, batch: int, likeness: Tensor, kv: Tensor) -> None:
-        """Stores the chunks of a prompt's K, V that are least like their mean; likeness [chunks, Hkv]."""
-        n, heads = min(self.outlier.shape[-1], len(likeness)), torch.arange(kv.shape[1], device=kv.device)
-        ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
-        self.outlier[batch], self.outlier[batch, :, :n] = -1, ids.int()
-        self.outliers.rows[batch, :, : n * self.chunk] = kv[self.tokens_of(ids), heads[:, None]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         batch = self.context.batch_ids
@@ -2608,29 +2796,29 @@ class ShadowKvCache(Cache):
         newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
         mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
         self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
-        index, live = self.select(pos, q)
-        near = ring_positions(pos, self.z)[:, None].expand(-1, live.shape[1], -1)  # [B, Hkv, z]
-        ring = near >= (self.local(pos) * self.chunk)[:, None, None]
-        kept = (self.outlier >= 0).repeat_interleave(self.chunk, -1)
-        lives = torch.cat((kept, live, ring), -1)
-        self.report_selected(pos, torch.cat((self.tokens_of(self.outlier), index, near), 2), lives)
-        kv = torch.cat((self.outliers.rows, self.reconstruct(index), self.ring.rows), 2)
-        return self.context.attend_rows(q, *kv.chunk(2, -1), lives)
+        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
+        near = ring_positions(pos, self.z)[:, None].expand(-1, k.shape[1], -1)  # [B, Hkv, z]
+        near = near.where(near >= (first * self.chunk)[:, None, None], -1)
+        index = self.select(pos, q, first - 1)
+        tokens = torch.cat((self.tokens_of(self.outlier), index, near), 2)  # negative for none
+        self.report_selected(pos, tokens, tokens >= 0)
+        chosen = self.reconstruct(index.clamp(min=0))
+        parts = zip(self.outliers.rows.chunk(2, -1), chosen, self.ring.rows.chunk(2, -1), strict=True)
+        k_all, v_all = (torch.cat(part, 2) for part in parts)
+        return self.context.attend_rows(q, k_all, v_all, tokens >= 0)
 
-    def select(self, pos: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of the chunks with the best landmarks [B, Hkv, n], and which are live."""
+    def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
+        """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
         outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
         scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
-        last = self.local(pos) - 1  # the newest chunk that is not recent
-        index = self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
-        return index.clamp(min=0), index >= 0
+        return self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
 
-    def reconstruct(self, index: Tensor) -> Tensor:
-        """K = RoPE(A U^T) beside V, [B, Hkv, n, 2D], of tokens index [B, Hkv, n]."""
+    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
         latent = self.latent[self.context.batch_ids[:, None, None], index]  # [B, Hkv, n, r]
         k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
-        return torch.cat((self.context.rope_one(k, index), self.values.read(None, index)), -1)
+        return self.context.rope_one(k, index), self.values.read(None, index)
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
@@ -2706,16 +2894,15 @@ def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact
     changed = {"weight": (torch.cat((q, k, *values)), torch.cat(output, 1))}
     if attention.wqkv.bias is not None:
         q, k, v = attention.wqkv.bias.float().split(attention.widths)
-        constant = torch.einsum("ohgd,hd->o", columns, v.unflatten(0, heads))
-        constant = constant if attention.wo.bias is None else constant + attention.wo.bias
+        constant = 0 if attention.wo.bias is None else attention.wo.bias
+        constant = constant + torch.einsum("ohgd,hd->o", columns, v.unflatten(0, heads))
         changed["bias"] = (torch.cat((q, k, v.new_zeros(width))), constant)
     for name, pair in changed.items():
         for linear, parameter in zip((attention.wqkv, attention.wo), pair, strict=True):
             setattr(linear, name, nn.Parameter(parameter.to(linear.weight.dtype), False))
+            linear.out_features, linear.in_features = linear.weight.shape
     # `attend` gets v of no heads, and the latents of all heads as its last argument.
     attention.widths = [*attention.widths[:2], 0, width]
-    for linear in (attention.wqkv, attention.wo):
-        linear.out_features, linear.in_features = linear.weight.shape
     return attention
 
 
@@ -2787,7 +2974,7 @@ class FdcCache(Cache):
             own = F.pad(q[:, members].flatten(1, 2), (0, width - q.shape[-1]))
             parts = ([F.pad(stored[h], (0, width - stored[h].shape[1])) for h in (m, m + n)] for m in members)
             k, v = (torch.stack(part, 1) for part in zip(*parts, strict=True))
-            output = causal_attention(own, k, v, self.config.head_dim**-0.5).unflatten(1, (len(members), -1))
+            output = causal_attention(own, k, v, self.context.scale).unflatten(1, (len(members), -1))
             outputs |= {h: output[:, i, :, : self.v_ranks[h]].flatten(1) for i, h in enumerate(members)}
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
@@ -3011,13 +3198,16 @@ METHODS = {
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
     "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
+    "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache, "post.basis"), artifact="loki"),
     "doublesparse": Method(
         DoubleSparseSettings,
         each_layer(DoubleSparseCache, "importance"),
         lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
     ),
     "hshare": Method(HshareSettings, each_layer(HshareCache, "importance"), artifact="doublesparse"),
+    "infinigen": Method(InfinigenSettings, each_layer(InfinigenCache)),
     "kivi": Method(KiviSettings, each_layer(kivi_cache)),
+    "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
     "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_values),
 }

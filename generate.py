@@ -163,9 +163,9 @@ class Engine:
         for module in model.modules():
             if isinstance(module, model_file.Linear):
                 module.multiply = context.linear
-        # hopper.py may offer a decode step of its own, with the same logits.
+        # A method may have a decode step of its own, or hopper.py one with the same logits.
         offer = getattr(context.kernels, "chained_decode", None)
-        chained = offer and offer(model, context.batch_size, model_file.shared_memory)
+        chained = context.decode_steps or offer and offer(model, context.batch_size, model_file.shared_memory)
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]

@@ -352,6 +352,13 @@ def _split_rows(x):
     return _nearest(x).to(tl.int8), _nearest(rest * 254).to(tl.int8), largest / (127 * 254)
 
 
+@jit
+def _tile_queries(query_at, mask, SPLIT: tl.constexpr):
+    """The queries of a tile, split for rows in int8."""
+    query = tl.load(query_at, mask=mask, other=0.0)
+    return _split_rows(query) if SPLIT else (query, query, query)
+
+
 def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs). HP: queries of a head, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
@@ -393,7 +400,7 @@ def _scores_kernel(
     r,  # numbers of a row
     scale,
     run,  # tokens of a run
-    per_block,  # tiles of a block of queries
+    per_block,  # tiles of a block of queries; None: one block
     N: tl.constexpr,  # queries of a head
     NR: tl.constexpr,  # blocks of ranks
     T: tl.constexpr,  # tokens of a tile
@@ -401,6 +408,7 @@ def _scores_kernel(
     RULE: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
     ONE_RUN: tl.constexpr,  # does a tile lie in one run?
+    EACH_TILE: tl.constexpr,  # does each tile load its block's queries? Else a program has one block
 ):
     """Stores logits scale q . row of a head's N queries. They are in log2 units, except under rule each.
 
@@ -413,80 +421,83 @@ def _scores_kernel(
     length = tl.load(pos_p + b) + 1
     NP: tl.constexpr = _padded(N, 8)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
-    # The tiles of this program. Dead tiles are left out where a second kernel writes the scores. Where there
-    # are several, they are whole blocks of queries: at a block's end no load is in flight.
+    # The tiles of this program. Dead tiles are left out where a second kernel writes the scores.
     count = tiles if RULE == "each" or positions_p is not None else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
-    if (share > 1) & (per_block < tiles):
-        share = tl.cdiv(share, per_block) * per_block
+    if per_block is not None and not EACH_TILE:
+        share = per_block
+        query_p += tl.cast(split, tl.int64) * query_step_block
     first, stop = split * share, tl.minimum((split + 1) * share, count)
     query_at = query_p + b * query_step_b + h * query_step_h + n[:, None] * r_score + dims
+    query_mask = (n < N)[:, None] & (dims < r_score)
     # Int8 rows are multiplied as they are, by queries that are split, too.
     SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
+    if NR == 1 and not EACH_TILE:
+        queries = _tile_queries(query_at, query_mask, SPLIT)
     # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs a joint maximum.
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
-    for block in range(first // per_block, tl.cdiv(stop, per_block)):
-        block_query_at = query_at + tl.cast(block, tl.int64) * query_step_block
+    # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        tile_query_at = query_at
+        if EACH_TILE:
+            tile_query_at += tl.cast(tile // per_block, tl.int64) * query_step_block
+        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = tokens < length
+        if positions_p is not None:
+            live = _up_to(positions_p, b * S + tokens, tokens < S, length)
+        row = b * step_b + h * step_h + tokens * step_s
+        row_scale = scale
+        if row_scale_p is not None:
+            row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
+        logits = tl.zeros([T, NP], tl.float32)
+        row_at = rows_p + row[:, None] * r + dims
         if NR == 1:
-            query = tl.load(block_query_at, mask=(n < N)[:, None] & (dims < r_score), other=0.0)
+            row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
+            if EACH_TILE:
+                queries = _tile_queries(tile_query_at, query_mask, SPLIT)
+            query, low, query_scale = queries
             if SPLIT:
-                high, low, query_scale = _split_rows(query)
-        begin, end = tl.maximum(first, block * per_block), tl.minimum(stop, (block + 1) * per_block)
-        # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
-        for tile in tl.range(begin, end, num_stages=STAGES):
-            tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-            live = tokens < length
-            if positions_p is not None:
-                live = _up_to(positions_p, b * S + tokens, tokens < S, length)
-            row = b * step_b + h * step_h + tokens * step_s
-            row_scale = scale
-            if row_scale_p is not None:
-                row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
-            logits = tl.zeros([T, NP], tl.float32)
-            row_at = rows_p + row[:, None] * r + dims
-            if NR == 1:
-                row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
-                if SPLIT:
-                    coarse = tl.dot(row_tile, tl.trans(high), out_dtype=tl.int32)
-                    fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32)
-                    logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
-                else:
-                    row_tile = row_tile.to(query.dtype)
-                    logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
+                coarse = tl.dot(row_tile, tl.trans(query), out_dtype=tl.int32)
+                fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32)
+                logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
             else:
-                for i in range(0, NR * RB, RB):
-                    inside = dims + i < r_score
-                    row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
-                    part = tl.load(block_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
-                    logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-            if tile < stop:  # always true: a branch does not delay the next tile's loads
-                logits *= row_scale
-                if offset_p is not None:
-                    if ONE_RUN:
-                        offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
-                        offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
-                    else:
-                        offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
-                        some = live[:, None] & (n < N)[None, :]
-                        offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
-                    logits += offset * scale
-                logits = tl.where(live[:, None], logits, float("-inf"))
-                if RULE != "softmax":
-                    at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
-                    tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
-                if RULE != "each":
-                    new_top = logits
-                    if RULE == "softmax":  # fp16 up to 2**15 has a range of 2**39 below it
-                        new_top = tl.max(logits, 0)[None, :] - 15
-                    new_top = tl.maximum(top, new_top)
-                    weight = tl.exp2(logits - new_top)
-                    total = total * tl.exp2(top - new_top) + weight
-                    top = new_top
-                if RULE == "softmax":
-                    at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
-                    tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
-                    tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
+                row_tile = row_tile.to(query.dtype)
+                logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
+        else:
+            for i in range(0, NR * RB, RB):
+                inside = dims + i < r_score
+                row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
+                part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
+                logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
+        # Always true: a branch does not delay the next tile's loads. Those of a tile's queries it does.
+        if (EACH_TILE and ONE_RUN) or tile < stop:
+            logits *= row_scale
+            if offset_p is not None:
+                if ONE_RUN:
+                    offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
+                    offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
+                else:
+                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
+                    some = live[:, None] & (n < N)[None, :]
+                    offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
+                logits += offset * scale
+            logits = tl.where(live[:, None], logits, float("-inf"))
+            if RULE != "softmax":
+                at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
+                tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
+            if RULE != "each":
+                new_top = logits
+                if RULE == "softmax":  # fp16 up to 2**15 has a range of 2**39 below it
+                    new_top = tl.max(logits, 0)[None, :] - 15
+                new_top = tl.maximum(top, new_top)
+                weight = tl.exp2(logits - new_top)
+                total = total * tl.exp2(top - new_top) + weight
+                top = new_top
+            if RULE == "softmax":
+                at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
+                tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
+                tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
     if RULE != "each":
         at = ((b * H + h) * splits + split) * NP + n
         largest = tl.max(top, 0)
@@ -569,8 +580,7 @@ def scores(
     fits = len(queries) == B and r_score <= r
     need(fits, f"queries {list(queries.shape)} do not fit rows {list(rows.shape)}")
     need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
-    wanted = (cdiv(S, block),) if block else ()
-    need(blocks == wanted, f"no queries for blocks of {block} of {S} tokens")
+    need(blocks == ((cdiv(S, block),) if block else ()), f"no queries for blocks of {block} of {S} tokens")
     need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two blocks
     dtype = queries.dtype if row_scale is None else torch.int8
     steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
@@ -578,18 +588,16 @@ def scores(
     given["offset"] = (offset, torch.float32, B, cdiv(S, run), H * N)
     check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
-    if rule == "largest" and N == 1:
-        rule = "each"  # it ranks tokens alike
+    rule = "each" if rule == "largest" and N == 1 else rule  # it ranks tokens alike
     NP, soft = power2(N, 8), rule == "softmax"
     T, RB, warps, stages, programs = scores_config(NP, r_score, tile_itemsize(queries.dtype, rows))
     if block:
         T = min(T, block & -block)  # a power of two that divides it
     tiles = cdiv(S, T)
-    per_block = block // T or tiles
-    # Every program of the second kernel reads the sums of all splits. Twice the programs have a block each.
-    splits = max(1, min(tiles, programs * (2 if block else 1) // (B * H), max(128, 256 // B)))
-    if splits < tiles > per_block:
-        splits = cdiv(tiles, cdiv(cdiv(tiles, splits), per_block) * per_block)
+    # Every program of the second kernel reads the sums of all splits.
+    splits = max(1, min(tiles, programs // (B * H), max(128, 256 // B)))
+    each_tile = bool(block) and not splits // 2 <= cdiv(S, block) <= splits  # a block for each is one wave
+    splits = cdiv(S, block) if block and not each_tile else splits
     empty = functools.partial(torch.empty, dtype=torch.float32, device=rows.device)
     half = torch.float32 if queries.dtype == torch.float32 else torch.float16
     kept = empty(B, H, S, NP, dtype=half) if soft else empty(B, H * N, S)
@@ -597,8 +605,9 @@ def scores(
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
         queries, rows, row_scale, offset, pos, positions, kept, *sums, *query_steps, *steps, S, tiles,
-        r_score, r, scale * (1 if rule == "each" else LOG2E), run, per_block, N, cdiv(r_score, RB), T, RB,
-        rule, stages, run % T == 0, num_warps=warps, num_stages=stages, **overlapped(rows.device),
+        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
+        cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, each_tile, num_warps=warps, num_stages=stages,
+        **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":
         return kept
@@ -1800,9 +1809,8 @@ def _linear_kernel(
         codes = tl.load(codes_at + k, mask=inside, other=0)
         if MP > 1:
             out = tl.dot(x, tl.trans(codes.to(x.dtype)), out, input_precision="ieee")
-        else:  # one row: faster without tensor cores, and by additions (see _nearest) than by conversions
-            near = (codes.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True)
-            out += (near - 12582912.0) * x.to(tl.float32)
+        else:  # one row is faster without tensor cores
+            out += codes.to(tl.float32) * x.to(tl.float32)
     if MP == 1:
         out = tl.sum(out, 1)[None, :]
     _let_next_begin()
