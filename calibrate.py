@@ -877,7 +877,7 @@ def run_train(args: argparse.Namespace) -> None:
     With --state a later call goes on where this one stopped.
 
         python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
-        python calibrate.py train --from FOLDER --out NEW --distill --text books --stages 16x2048x6000 4x8192x900"""
+        python calibrate.py train --from FOLDER --out NEW --distill --text books --stages 16x2048x6000"""
     if (args.method or args.distill) and not args.source:
         raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
