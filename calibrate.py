@@ -877,7 +877,7 @@ def run_train(args: argparse.Namespace) -> None:
     With --state a later call goes on where this one stopped.
 
         python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
-        python calibrate.py train --from FOLDER --out FOLDER-elitekv --text books --stages 4x8192x6000"""
+        python calibrate.py train --from FOLDER --out NEW --distill --text books --stages 16x2048x6000"""
     if (args.method or args.distill) and not args.source:
         raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
@@ -906,7 +906,7 @@ def run_train(args: argparse.Namespace) -> None:
     if args.distill:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         teacher = model_file.load_model(args.source, device, dtype).requires_grad_(False)
-    lr = args.lr or (1e-3 if args.source else 2e-3)
+    lr = args.lr or (5e-4 if args.source else 2e-3)
     loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
     done = train(model.to(device), hay, stages, *loop)
     save_checkpoint(model, args.out, args.source)
@@ -948,7 +948,7 @@ def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     for hook in hooks:
         hook.remove()
     values, vectors = eigen(torch.stack(sums))
-    values = values.clamp(min=1e-6 * values[:, :1])
+    values = values + 0.1 * values.mean(-1, keepdim=True)  # what the texts hardly have counts a little, too
     return {f"{i}.root": (v * e.sqrt()) @ v.T for i, (e, v) in enumerate(zip(values, vectors, strict=True))}
 
 
@@ -2418,7 +2418,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
     p.option("--text", str, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")
-    p.option("--lr", positive, None, "peak learning rate (default 2e-3, with --from 1e-3)")
+    p.option("--lr", positive, None, "peak learning rate (default 2e-3, with --from 5e-4)")
     about = "with --from: the fraction of the loss that is the KL to it (alone: 1), and not of labels"
     p.option("--distill", fraction, 0.0, about, nargs="?", const=1.0, metavar="SHARE")
     p.option("--seed", whole(0), 0, "of weights and batches")

@@ -1291,7 +1291,8 @@ def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str, root: Tensor | None = 
     two (c_k and c_v follow). root [dim, dim], the square root of E x x^T: the best for inputs x (ours)."""
     if root is not None:
         a, b = low_rank(*(torch.tensordot(root, t.double(), 1) for t in (k, v)), d_ckv, kind)
-        return torch.linalg.solve(root, a), b
+        a, mix = torch.linalg.qr(torch.linalg.solve(root, a))  # training wants A orthonormal again
+        return a, torch.tensordot(mix, b, 1)
     m = torch.cat((k, v), -1).double()
     if kind == "joint":
         a = left_singular(m)[1][:, :d_ckv]

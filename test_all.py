@@ -1473,6 +1473,7 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
         assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
         assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole  # Eckart-Young
         seen, best = compress.low_rank(k, v, d_ckv, "joint", root)  # for inputs x with x^T x = root^2
+        assert error(seen.T @ seen, torch.eye(d_ckv)) < 1e-8
         lost = (root @ (m - seen @ best.flatten(1))).square().sum()
         assert abs(lost - torch.linalg.svdvals(root @ m)[d_ckv:].square().sum()) < 1e-6 * lost.clamp(
             min=whole
