@@ -826,17 +826,16 @@ def attended_sets(pos, index, live, recent, entry: int, h: int) -> list[set]:
 CODED = [case for case in CASES if case[0] in ("elitekv", "fdc", "palu")]  # a prompt attends what is stored
 
 
-@pytest.mark.parametrize("case, group", [*((c, 2) for c in EVERYTHING), *itertools.product(CODED, (1, 2, 8))])
-def test_prefill_then_decode_equals_decode_all_the_way(case, group):
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("method, options", CODED)
+def test_prefill_then_decode_equals_decode_all_the_way(method, options, group):
     """So EliteKV's absorbed decode is its naive attention."""
-    (method, options), coded, ids = case, case in CODED, tuple(random_ids(70))
-    changes = {"head_dim": width_for(method), "qkv_bias": coded, "group": group}
+    changes, ids = {"head_dim": width_for(method), "qkv_bias": True, "group": group}, tuple(random_ids(70))
     options = options_for(tiny_config(**changes), options)
     engines = (make_engine(tiny_model(**changes), method, 1, 80, **options) for _ in range(2))
     late, early = (logits_through(e, [ids[:n]], [ids[n:]]) for e, n in zip(engines, (60, 1), strict=True))
     assert error(late, early[-len(late) :]) < (1e-4 if width_for(method) > 16 else 1e-5)
-    dense = dense_logits((ids[:60],), (ids[60:],), **changes)
-    assert not coded or error(late[0], dense[0]) > 1e-2
+    assert error(late[0], dense_logits((ids[:60],), (ids[60:],), **changes)[0]) > 1e-2
 
 
 SPLITS = [case for case in CASES if case[0] not in ("h2o", "keyformer", "lrqk", "infinigen")]
@@ -969,13 +968,10 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
 STORES = [
     *CASES,
     *((method, {}) for method in METHODS),
-    *(("sals", options) for options in ({"rank": 0.125, "bits": 2}, {"skip": ""})),
     *(("sals", {"skip_as": kind}) for kind in ("dense", "latent")),
-    *(("sals", options) for options in ({"bits": 16}, {"latent_bits": 16}, {"bits": 16, "keep": 0.5})),
-    *(("lrqk", {"k": 20, "slots": slots}) for slots in (0.0, 1.0, 1.5)),
+    ("lrqk", {"k": 20, "slots": 1.5}),
     ("elitekv", {"r": 1, "d_ckv": 33}),
     ("fdc", {"adaptive": False}),
-    ("palu", {"keep": 0.3}),
 ]
 
 
@@ -1019,13 +1015,11 @@ def test_bytes_of_the_paper():
 BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token are 2 * 4 heads * 16 * 4 = 512
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
-    ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
     ("sals", SPARSE | SPREAD, 80, 72 * (16 + 8 + 4 + 32 + 4 * 2) + 8 * 512),
     ("sals", SPARSE | {"latent_bits": 8, "skip": ""}, 80, 80 * 20 + 20 * (32 + 4 + 32 + 16) + (4 + 8) * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
     ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
-    ("h2o", {"keep": 24}, 10, 10 * (512 + 4 * 8)),
     ("topk", {"keep": 24}, 80, (80 + 24) * 256),
     ("quest", {"keep": 24, "page": 4, "skip": ""}, 80, (24 + 20) * 512),
     ("quest", {"keep": 20, "skip": ""}, 80, (48 + 5) * 512),  # at least 3 pages of 16
@@ -1117,11 +1111,6 @@ def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_c
     assert not back[3].any() and ((x * back).sum(-1) / energy - 1)[live].abs().max() < 2**-10
     far = ((back - x).square().sum(-1) / energy)[live].mean()
     assert abs(far * (1 - lost) / lost - 1) < 0.05
-    store = compress.ScaledStore(Context(tiny_model(), 1, 100), 4, 100, 512, bits, by_token=True)
-    store.write((0, slice(0, 100)), x)
-    weights, last = torch.rand(1, 4, 2, 100), torch.tensor([99])
-    assert error(store.read(last)[0], back.transpose(0, 1)) < 1e-6
-    assert error(store.mix(weights, last), weights @ store.read(last)) < 1e-5
 
 
 def test_mixed_codes_are_int8_numbers_with_one_scale():
@@ -1148,21 +1137,9 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     far, size = (((part / step)[3:] ** 2).split((lead, 48), -1) for part in (far, x))
     lost = [float(a.sum() / b.sum()) for a, b in zip(far, size, strict=True)]
     assert lost[0] < 2e-4 and 0.0105 < lost[1] < 0.015
-    store = compress.MixedStore(Context(tiny_model(), 1, 2000), 1, 2000, 64, lead)
-    store.write((0, slice(0, 2000)), x[:, None])
-    assert torch.equal(store.read(torch.tensor([1999]))[0, 0], back)
-    assert store.token_bytes == lead + 24 + 4 and store.formula() == sum(b.nbytes for b in store.parts())
 
 
 # -------------------------------------------------------------------------------------------- SALS invariants
-
-
-def test_sals_fit_is_optimal():
-    model, tokens = tiny_model(), tiny_tokens(6, 64)
-    tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
-    for i, (_, keys, _) in enumerate(observed(model, tokens)):
-        keys, basis = keys.flatten(0, 1).double(), tensors[f"{i}.key_basis"].double()
-        assert_best_basis(keys.flatten(1), basis, (8, 16, 32), tensors["key_eigenvalues"][i])
 
 
 def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4) -> None:
@@ -1192,6 +1169,8 @@ def test_sals_query_metric_keeps_the_logits_best(group):
     for i, (q, k, _) in enumerate(observed(model, tokens)):
         energy = pair_energy(q.double()).unflatten(-2, (-1, group)).sum((0, 1, 3))  # [Hkv, D / 2]
         k, n = k.double().flatten(0, 1), model.config.kv_dim
+        key_fit = tensors[f"{i}.key_basis"], (8, 16, 32), tensors["key_eigenvalues"][i]
+        assert_best_basis(k.flatten(1), *key_fit)  # the paper's
         scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
         weight = energy * (scale.square().sum() / (2 * energy.sum()))  # the fit's unit
         assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
@@ -1290,50 +1269,6 @@ def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
     assert torch.equal(scale[0, 0, 0] * 127, up[0, [0, 8]].abs().max())
     again = compress.quantize_basis(codes * scale)
     assert torch.equal(again[0], codes)  # a kernel takes its codes from what the PyTorch path multiplies
-
-
-def biased_model(size: float) -> Llama:
-    """A random Qwen2 with keys of rank 24 in 128 dims, and biases of this size in every eighth of these."""
-    shape = {"dim": 256, "ffn_dim": 512, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 4096}
-    shape |= {"max_positions": 2048, "norm_eps": 1e-6, "tied": True, "qkv_bias": True, "family": "qwen2"}
-    model = tiny_model(head_dim=64, **shape)
-    for name, p in model.named_parameters():
-        p.copy_(0.06 * torch.randn_like(p) if p.ndim > 1 else torch.full_like(p, float("norm" in name)))
-    for layer in model.layers:
-        linear = layer.attention.wqkv
-        linear.weight[256:384] = torch.randn(128, 24) @ torch.randn(24, 256) * 0.06 / 24**0.5
-        linear.bias[256:384:8] = size * torch.randn(16)
-    return model
-
-
-KEEP_ALL, HALF_KEPT = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5, "skip_as": "latent"}
-BIASED = {  # size of the biases -> options, the largest KL of centred keys, the least one of others
-    30: [(HALF_KEPT | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02), (HALF_KEPT | {"bits": 4}, 0.1, 0)],
-    100: [(KEEP_ALL | {"latent_bits": 8}, 0.008, 0.15), (KEEP_ALL | {"latent_bits": 4}, 0.075, 0.15)],
-}
-
-
-@pytest.mark.parametrize("size", BIASED)
-def test_sals_centres_keys_of_large_biases(size):
-    """The KL to dense stays small. Where biases are left to the latent it does not: a latent that is mostly
-    the mean, times int8 codes of the basis, errs by a fraction of it, and so do scores of whole blocks."""
-    model, tokens = biased_model(size), torch.randint(300, 4000, (9, 640), generator=torch.manual_seed(0))
-    moments = key_moments(model, tokens[:8, :512], "test")
-    k = observed(model, tokens[8:])[0][1]
-    assert k.mean((0, 1)).abs().max() > size * (k - k.mean((0, 1))).std()
-    raw = dataclasses.replace(moments["pre"], mean=torch.zeros_like(moments["pre"].mean))
-    ids, fits = tokens[8].tolist(), [fit_sals(model, None, m, 1.0)[0] for m in (moments, {"pre": raw})]
-
-    def run(method, artifact=None, **options):
-        engine = make_engine(copy.deepcopy(model), method, 1, 640, artifact, **options)
-        return logits_through(engine, [ids[:600]], [ids[600:]]).log_softmax(-1)
-
-    dense, lrqk = run("dense"), run("lrqk", k=236)
-    assert (dense.exp() * (dense - lrqk)).sum(-1).mean() < 2e-3
-    for options, most, least in BIASED[size]:
-        logits = (run("sals", fit, **options) for fit in fits[: 1 + (least > 0)])
-        near, *far = ((dense.exp() * (dense - other)).sum(-1).mean() for other in logits)
-        assert near < most and all(kl > least for kl in far), (near, far)
 
 
 def test_prefill_holds_one_layers_keys_and_values_at_a_time(monkeypatch):
@@ -1443,18 +1378,14 @@ def test_elite_orders_are_those_of_each_head_alone():
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
 
-def test_uniform_contribution_and_dims_of_pairs():
+def test_uniform_order_and_contribution_of_pairs():
     spread = [0, 5, 11, 17, 22, 28, 34, 40, 45, 51, 57, 63]
-    assert compress.uniform_order(64, 12)[:12].tolist() == spread
-    for half, r in ((32, 1), (32, 4), (32, 32), (64, 22)):
-        order = compress.uniform_order(half, r)
-        assert sorted(order.tolist()) == list(range(half)) and order[0] == 0
+    order = compress.uniform_order(64, 12).tolist()
+    assert order[:12] == spread and sorted(order) == list(range(64))
     q, k = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16)
     got = calibrate.contribution(q, k[:, :, 0])
     truth = math.prod(pair_energy(x)[..., 3].sqrt().mean() for x in (q, k))
     assert got.shape == (8,) and abs(got[3] / truth - 1) < 1e-5
-    dims = [2, 5, 10, 13, 0, 1, 3, 4, 6, 7, 8, 9, 11, 12, 14, 15]  # the pairs first, in halves
-    assert compress.elite_dims(torch.tensor([[5, 2, 0, 1, 3, 4, 6, 7]]), 2).tolist() == [dims]
 
 
 def test_joint_factors_are_optimal_and_beat_separate_ones():
@@ -1474,9 +1405,8 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
         assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole  # Eckart-Young
         seen, best = compress.low_rank(k, v, d_ckv, "joint", root)  # for inputs x with x^T x = root^2
         lost = (root @ (m - seen @ best.flatten(1))).square().sum()
-        assert abs(lost - torch.linalg.svdvals(root @ m)[d_ckv:].square().sum()) < 1e-6 * lost.clamp(
-            min=whole
-        )
+        least = torch.linalg.svdvals(root @ m)[d_ckv:].square().sum()
+        assert abs(lost - least) < 1e-6 * lost.clamp(min=whole)
         splits = range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
         best = min(parts[0][n:].sum() + parts[1][d_ckv - n :].sum() for n in splits)
         assert abs(separate - best) < 1e-6 * whole and separate > joint - 1e-6
@@ -1795,29 +1725,6 @@ def test_a_method_with_nothing_to_do_says_so(method, options, note):
 # ------------------------------------------------------------------------------------------- Loki invariants
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_loki_attends_as_exactly_as_dense(dtype):
-    """Logits are not rounded on their way to the softmax: with all tokens and components, Loki is dense."""
-    q, k, v = (x.to(dtype) for x in stream(60))
-    q, k = (x + 60 * (torch.arange(16) == 3) for x in (q, k))  # a biased channel, as Qwen's
-    exact, dense = (DenseCache(Context(tiny_model().to(t), 1, 64)) for t in (torch.float64, dtype))
-    loki, far = row_cache("loki", tiny_model().to(dtype), 1, 64, k=63, d=1.0), []
-    loki.basis = torch.eye(16, dtype=dtype).expand(4, -1, -1)
-    for cache in (exact, dense, loki):
-        x = [t.to(cache.context.dtype) for t in (q, k, v)]
-        reads(cache, 40, *x)
-        far.append(torch.cat([step(cache, n, *x) for n in range(40, 60)]))
-    assert error(far[2], far[0]) < 1.3 * error(far[1], far[0]) + 1e-6
-
-
-def test_loki_attends_floor_of_k_but_at_least_one():
-    """Of an entry's own length."""
-    loki, (q, _, _) = scene("loki", 40, 41, k=0.25)
-    for length, count in ((1, 1), (3, 1), (8, 2), (39, 9)):
-        index = loki.select(torch.tensor([length - 1]), loki.to_stored_basis(q[40:]))
-        assert compress.kept_tokens(0.25, length) == count and ((index >= 0).sum(-1) == count).all()
-
-
 @pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
 def test_pca_attention_is_full_attention_on_projected_keys(group, d):
     loki, qkv = scene("loki", 40, 41, group=group, reduced=True, d=d)
@@ -1960,13 +1867,11 @@ def test_lrqks_codes_fit_fp16_where_its_keys_do(mode):
     assert cache.a_k.abs().max() <= 1.01 * cache.kv.rows.abs().max() < torch.inf
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("mode", ["optimal", "paper"])
-def test_lrqk_says_that_weights_are_damaged(mode, value):
+def test_lrqk_says_that_weights_are_damaged():
     model = tiny_model()
-    model.layers[1].attention.wqkv.weight[130:140] = value  # of the keys
+    model.layers[1].attention.wqkv.weight[130:140] = 3e38  # of the keys
     with pytest.raises(UserError, match="^[^\n]*are not finite; the weights are damaged$"):
-        make_engine(model, "lrqk", 1, 60, mode=mode, rank=6).prefill([random_ids(40)])
+        make_engine(model, "lrqk", 1, 60, rank=6).prefill([random_ids(40)])
 
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
@@ -4391,12 +4296,6 @@ def test_explained_is_the_mean_of_the_heads_ranks():
     settings = compress.LokiSettings(explained=0.9)
     caches = METHODS["loki"].build(model, settings, Context(model, 1, 20), artifact)
     assert [cache.d for cache in caches] == [3] * 4
-
-
-def test_rank_at_counts_the_leading_eigenvalues():
-    values = torch.tensor([[5.0, 3.0, 1.0, 1.0], [10.0, 0.0, 0.0, 0.0]])
-    for share, ranks in ((0.5, [1, 1]), (0.8, [2, 1]), (0.9, [3, 1]), (1.0, [4, 1])):
-        assert compress.rank_at(values, share).tolist() == ranks
 
 
 def test_texts_come_once(tmp_path):
