@@ -914,6 +914,7 @@ SELECTORS = [
     ("streaming", {"sinks": 3, "recent": 6}, 9, 3, 6, 0, ""),
     ("h2o", {"keep": 24}, 24, 0, 12, 0, ""),
     ("h2o", {"keep": 12, "heavy": 0.0}, 12, 0, 12, 0, ""),  # without heavy hitters: streaming without sinks
+    ("keyformer", {"keep": 24, "window": 8}, 24, 0, 12, 0, ""),
     ("quest", {"keep": 24, "page": 4}, 24, 0, 1, 3, ""),
     ("quest", {"keep": 24, "page": 1}, 24, 0, 1, 0, "largest"),
     ("doublesparse", {"keep": 24, "channels": 0.25, "sinks": 2, "recent": 4}, 24, 2, 4, 0, ""),
@@ -928,8 +929,8 @@ SELECTORS = [
     ("lrqk", KEEP_15 | {"mode": "paper", "rank": 6}, 15, 0, 5, 0, ""),
     ("sals", SELECTIVE | {"sinks": 2, "critical": 20, "recent": 8}, 30, 2, 8, 0, ""),
     ("infinigen", {"keep": 24, "alpha": 1e9, "partial": 1.0, "recent": 4}, 24, 0, 4, 0, "largest old"),
-    ("shadowkv", SHADOW_1 | {"outliers": 0}, 60, 0, 6, 7, ""),
-    ("shadowkv", SHADOW_1, 60, 0, 6, 19, ""),  # a short prompt has no outliers
+    ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, ""),
+    ("shadowkv", SHADOW_1, 57, 0, 6, 16, ""),  # a short prompt has no outliers
 ]
 
 
@@ -937,6 +938,7 @@ SELECTORS = [
 def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prompt):
     """All tokens up to the budget's edge; then the sinks, the recent ones and the best, once each."""
     method, options, budget, sinks, recent, free, best = selector
+    assert budget == sum(compress.settings_from(method, options).budget(80))
     places, bound = torch.arange(80), 1e-4 if method == "shadowkv" else 1e-5
     cache, qkv = scene(method, n_prompt, 75, 80, group=group, **options)
     dense = reads(DenseCache(cache.context), n_prompt, *qkv)
@@ -1132,8 +1134,6 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     assert codes.dtype == torch.int8 and rest.dtype == torch.uint8 and rest.shape == (2000, 24)
     assert (far[:, :lead] <= 0.501 * step).all()
     assert (far[:, lead:] <= torch.maximum(4.001 * step, others.abs() - 59.99 * step)).all()
-    numbers = (back / torch.where(step == 0, 1, step)).round()[1:, lead:]
-    assert set(numbers.flatten().tolist()) == set(range(-60, 61, 8))
     far, size = (((part / step)[3:] ** 2).split((lead, 48), -1) for part in (far, x))
     lost = [float(a.sum() / b.sum()) for a, b in zip(far, size, strict=True)]
     assert lost[0] < 2e-4 and 0.0105 < lost[1] < 0.015
@@ -1708,7 +1708,6 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
 IDLE = [
     ("fdc", {"rate": 0.2}, "keeps no fewer bytes than dense, and reads no fewer"),  # D 16: no rank below
     ("doublesparse", {"keep": 20, "skip": "0,1,2,3"}, "--skip 0,1,2,3 names all 4 layers"),
-    ("sals", {"sinks": 1, "critical": 9, "recent": 4, "skip": "0,1,2,3", "rank": 0.25}, "all 4 layers"),
     ("sals", {"rank": 0.25, "critical": 200}, "the budget covers the context of 80 tokens"),
     *((method, options, "") for method, options in (("topk", {"keep": 20}), ("palu", {}), ("dense", {}))),
 ]
@@ -1828,7 +1827,6 @@ def test_lrqk_slot_table(ratio):
             assert sorted(old[p] for p in gone) == oldest  # ties aside
             used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
             assert dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
-            assert set(pos_of[where][stamp[where] == step].tolist()) == chosen
             assert torch.equal(hot[where][slots], rows[where][places])
 
 
@@ -4105,15 +4103,9 @@ def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
         assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
         places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
     assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
-
-
-def test_training_draws_every_task_but_uuid(nano_haystack):
+    # It is neither trained on nor evaluated unless it is named.
     assert set(calibrate.TASKS) - set(calibrate.KINDS) == {"uuid"}
-    assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS  # nor is it evaluated unless it is named
-    with mock.patch.object(calibrate, "make_tasks", wraps=calibrate.make_tasks) as make:
-        for seed in range(100):
-            calibrate.training_document(nano_haystack, random.Random(seed), 1024)
-    assert {call.args[0] for call in make.call_args_list} == set(calibrate.KINDS)
+    assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS
 
 
 def test_frequent_words_are_the_most_frequent():
@@ -4206,23 +4198,18 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
 
 
-@pytest.mark.parametrize("presses", [1, 2])
-def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, presses):
+def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path):
     model, path, steps = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
 
     def interrupt(*_):
         if next(steps) == 3:
-            for _ in range(presses):
-                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     def run(steps: int = 9) -> bool:
         return train(model, nano_haystack, [Stage(1, 64, steps)], 1e-3, 0, 0, path, math.inf)
 
     with register_optimizer_step_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
         run()
-    if presses == 2:  # at once
-        assert not path.exists()
-        return
     assert run(3)  # more than asked is done
     optimizer = calibrate.make_optimizer(model, 1e-3)
     assert calibrate.load_state(path, model, optimizer) == 4  # the step is done first
@@ -4274,12 +4261,7 @@ def test_windows_and_texts_of_training_begin_with_bos(tmp_path):
     assert calibrate.windows(tokenizer, files, 32, 3)[:, 0].tolist() == [tokenizer.bos_id] * 3
     ids = np.concatenate([tokenizer.encode(text) for text in calibrate.read_texts(files)])
     assert (calibrate.text_ids(tokenizer, files, len(ids) - 9, bos=True) == ids[:-9]).all()
-    with mock.patch.object(tokenizer, "encode", wraps=tokenizer.encode) as encode:
-        assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
-    assert len(encode.call_args.args[0]) == 64 * 9  # no more of a long text than it may need
-    (tmp_path / "c.txt").write_text(" " * 9000)
-    blanks = SimpleNamespace(encode=lambda text, bos: [7] * (len(text) // 64))  # tokens of 64, as many have
-    assert len(calibrate.text_ids(blanks, [tmp_path / "c.txt"], 100)) == 100
+    assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
 
 
 def test_texts_are_drawn_by_their_shares():
@@ -4347,22 +4329,6 @@ def knobs_of(method: str, aim: str) -> list[str]:
     return [f.name for f in fields if aim in f.metadata["sets"].split()]
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if knobs_of(m, "tokens")])
-def test_a_method_with_a_budget_says_what_it_attends(method):
-    """At half of the tokens some layer reports, and what it attends is what its budget says."""
-    model, capacity = tiny_model(head_dim=32), 256
-    most = {"alpha": 1e9} if method == "infinigen" else {}  # else it attends what lies near the largest
-    options = equalised(model, method, {"tokens": 0.5}, capacity, **most)
-    engine = watched_engine(model, method, 1, capacity, **options)
-    logits_through(engine, [random_ids(capacity - 1)], [[7]])
-    found = [cache.result() for cache in engine.caches if cache.result()]
-    assert found
-    budget = sum(METHODS[method].settings(**options).budget(capacity)) / capacity
-    for figures in found:
-        assert figures["attended"] <= min(1, budget) + 1e-6
-        assert not options or 0.4 < figures["attended"] <= budget <= 0.5  # {}: it cannot attend so few
-
-
 def costs_of(model: Llama, method: str, capacity: int, options: dict) -> dict[str, float]:
     settings, artifact = METHODS[method].settings(**options), artifact_of(method, model)
     caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
@@ -4394,6 +4360,7 @@ def test_equal_cost_is_the_most_within_the_share(method, aim, share):
 
 
 def test_equal_cost_by_method():
+    assert {m for m in METHODS if knobs_of(m, "tokens")} <= {method for method, *_ in SELECTORS}
     model = tiny_model(head_dim=32)
     assert equalised(model, "dense", {"bytes": 0.25, "tokens": 0.25}, 200) == {}
     both = equalised(model, "streaming", {"bytes": 0.5, "tokens": 0.25}, 200)
@@ -4711,7 +4678,6 @@ BAD_COMMANDS = {
     "train --out new --text few.txt --method elitekv": "with --from FOLDER",
     "train --out new --text few.txt --distill": "with --from FOLDER",
     "train --out new --text few.txt:nan": "write PATH or PATH:SHARE",
-    "train --out few.txt/new --text few.txt": "no file can be written into",
     "train --out new --text few.txt --lr -1": "--lr: -1 is not above 0",
     "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
     "train --out new --text few.txt --log again": "no file can be written there",
@@ -4766,14 +4732,6 @@ def test_too_little_memory_says_what_would_fit(method, options, monkeypatch):
             generate.check_memory(model, method, settings, {}, more, 60)
 
 
-def test_a_budget_beyond_the_context_says_so_and_equals_dense(cli, tmp_path):
-    line = f"generate --checkpoint {tiny_checkpoint(tmp_path)} --prompt 40 --max_new_tokens 10"
-    code, dense, told = cli(line)
-    assert code == 0 and "every token is attended" not in told
-    code, out, told = cli(f"{line} --method sals --rank 1 --bits 16 --latent_bits 16 --skip_as dense")
-    assert code == 0 and "every token is attended" in told and out == dense
-
-
 def test_json_is_the_last_line_and_complete(cli):
     names = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
         first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
@@ -4819,9 +4777,11 @@ def test_report_of_a_mixed_cache(cli):
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
     assert f"{report['miss_rate']:.1%} of the selected rows come from there" in cli.err
     report = cli.json(f"{line} --method shadowkv")  # which keeps values there
+    assert "every token is attended" in cli.err
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
     report = cli.json(line)
-    assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in cli.err
+    assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None
+    assert "host memory" not in cli.err and "every token is attended" not in cli.err
 
 
 def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path):
@@ -4900,7 +4860,6 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
         assert load_artifact(folder, method, model)
     tensors = load_artifact(folder, "sals", model)
     assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
-    assert tensors["scale"].shape == tensors["query_eigenvalues"].shape == (4, 64)
     assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
     assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
@@ -5121,14 +5080,10 @@ def test_random_prompts_differ_and_need_no_tokenizer(cli, folder):
     assert "no tokenizer.model" in cli.refusal(f"{line} --stop x")
 
 
-def test_streams_that_are_closed_or_know_other_characters(cli, monkeypatch):
+def test_streams_that_know_other_characters(cli, monkeypatch):
     for errors in ("strict", "surrogateescape"):  # as the locale has it
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
         assert "not UTF-8" in cli.refusal("generate --prompt -")
-    monkeypatch.setattr(sys, "stdin", None)
-    assert "the prompt is empty" in cli.refusal("generate --prompt -")
-    monkeypatch.setattr(sys, "stdin", None)
-    assert cli("generate --interactive --context 64")[0] == 0
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     generate.run_command(lambda: print("snow \u2603", flush=True))
