@@ -276,17 +276,21 @@ def step(cache, n: int, q, k, v) -> torch.Tensor:
     return cache.decode(pos, *(x[n].expand(rows, *x[n].shape) for x in (q, k, v)))
 
 
+def attended(cache, pos, index, live, recent) -> torch.Tensor:
+    """Which tokens each query head attends, as the cache has reported to `watch`: [B, Hq, S]."""
+    c, S = cache.config, cache.context.capacity
+    index, live = (x.view(*x.shape[:-1], *[1] * (4 - x.ndim), -1) for x in (index.long(), live))
+    index = index.where(live, S).expand(-1, c.n_kv_heads, c.group, -1)
+    chosen = torch.zeros(*index.shape[:3], S + 1, dtype=torch.bool).scatter(3, index, True)
+    age = pos.view(-1, 1, 1) - torch.arange(S)
+    return chosen[..., :S].flatten(1, 2) | (age >= 0) & (age < recent)
+
+
 def watched_step(cache, n: int, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of step n of row 0, and which tokens its query heads attend as the cache says, [Hq, S]."""
+    """The output of step n of row 0, and which tokens its query heads attend [Hq, S]."""
     seen = []
-    cache.watch = lambda pos, index, live, recent: seen.append((index[0].clone(), live[0], recent))
-    out, ((index, live, recent),) = step(cache, n, q, k, v), seen
-    heads, capacity = cache.config.n_kv_heads, cache.context.capacity
-    index = index.long().where(live, capacity)
-    index = (index[:, None] if index.ndim == 2 else index).expand(heads, cache.config.group, -1)
-    chosen = torch.zeros(heads, cache.config.group, capacity + 1, dtype=torch.bool).scatter(2, index, True)
-    chosen[..., max(0, n + 1 - recent) : n + 1] = True
-    return out, chosen[..., :capacity].flatten(0, 1)
+    cache.watch = lambda *said: seen.append(attended(cache, *said)[0])
+    return step(cache, n, q, k, v), seen[0]
 
 
 def tiny_tokens(rows: int, length: int) -> torch.Tensor:
@@ -783,7 +787,7 @@ def test_a_cache_is_the_papers_algorithm(case, group):
         cache.extend(entry, slice(0, n), *(x[:n] for x in tokens))
     ragged, seen = list(enumerate(zip(prompts, entries, strict=True))), []
     truth = [list(itertools.islice(pure(cache, entry, n, *tokens), 40)) for entry, (n, tokens) in ragged]
-    cache.watch = lambda *seen_: seen.append(seen_)
+    cache.watch = lambda *said: seen.append(attended(cache, *said).unflatten(1, (8 // group, group)))
     for i in range(40):
         pos = torch.tensor([n + i for n in prompts], dtype=torch.int32)
         new = zip(*([x[n + i] for x in tokens] for _, (n, tokens) in ragged), strict=True)
@@ -793,8 +797,9 @@ def test_a_cache_is_the_papers_algorithm(case, group):
             assert error(out[entry].flatten(), want) < 1e-5, (i, entry)
             for h, tokens in enumerate(chosen or ()):
                 if tokens is not None:  # one set [n], or each query head's [G, n]
-                    sets = [set(each.tolist()) for each in tokens.view(-1, tokens.shape[-1])]
-                    assert attended_sets(*seen[-1], entry, h) == sets, (i, entry, h)
+                    got = seen[-1][entry, h]
+                    sets = torch.zeros_like(got).scatter(1, tokens.expand(group, -1), True)
+                    assert torch.equal(got, sets), (i, entry, h)
 
 
 def test_infinigen_guesses_by_the_last_layers_input():
@@ -820,14 +825,6 @@ def test_infinigens_columns_are_the_queries_directions_the_largest_first():
     sums = skewed.abs().sum((0, 2)) + torch.einsum("shd,hde->she", k, A).abs().sum(0)
     assert error(gram, gram * torch.eye(16)) < 1e-5 and error(A.mT @ A, torch.eye(16).expand_as(A)) < 1e-5
     assert (sums.diff() <= 0).all() and torch.equal(columns(q, k, 5), A[..., :5])
-
-
-def attended_sets(pos, index, live, recent, entry: int, h: int) -> list[set]:
-    """What a cache reported for a KV head: one set, or one a query head."""
-    index, live = (x[entry] if x.ndim == 2 else x[entry, h] for x in (index, live))
-    last = set(range(max(0, int(pos[entry]) - recent + 1), int(pos[entry]) + 1)) if recent else set()
-    rows = zip(index.view(-1, index.shape[-1]), live.view(-1, live.shape[-1]), strict=True)
-    return [set(row[kept].tolist()) | last for row, kept in rows]
 
 
 CODED = [case for case in CASES if case[0] in ("elitekv", "fdc", "palu")]  # a prompt attends what is stored
@@ -2262,7 +2259,7 @@ def with_oracle(folder, data) -> tuple:
 
 
 DIGITS = {"type": "Digits", "individual_digits": True}  # SmolLM's
-SPLITS = [
+PRE_TOKENIZERS = [
     [BYTE_LEVEL],
     [DIGITS, BYTE_LEVEL],
     [SPLIT, DIGITS | {"individual_digits": False}, BYTE_LEVEL | {"use_regex": False}],
@@ -2271,7 +2268,7 @@ SPLITS = [
 ABSENT = [*range(0xC0, 0xC2), *range(0xF5, 0x100), 4, 0xF1]  # never in UTF-8, and two that SmolLM2 lacks
 WORDS = [c for c, b in zip(GPT2_BYTES, GPT2_VALUES, strict=True) if b not in ABSENT] + ["ab", "Ġab"]
 LACKING = {"vocab": {word: i for i, word in enumerate(WORDS)}, "merges": ["a b", "Ġ ab"]}
-BYTE_LEVELS = [{"merges": MERGES, "pre_tokenizer": in_turn(*splits)} for splits in SPLITS]
+BYTE_LEVELS = [{"merges": MERGES, "pre_tokenizer": in_turn(*splits)} for splits in PRE_TOKENIZERS]
 SPACED, WHOLE = BYTE_LEVEL | {"add_prefix_space": True}, [*GPT2_BYTES, "12", "Ġthe12", "12.12"]
 BYTE_LEVELS += [{"merges": MERGES, "pre_tokenizer": in_turn(*x)} for x in ([SPACED], [DIGITS, SPACED])]
 WHOLE = {"vocab": {word: i for i, word in enumerate(WHOLE)}, "merges": ["1 2"]}
