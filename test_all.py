@@ -102,29 +102,18 @@ def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
     return torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q.float().contiguous()
 
 
-def bases(model: Llama) -> dict[str, torch.Tensor]:
-    """Full-rank orthonormal bases, any scale and any mean in the place of fitted ones: all are exact then."""
-    n, layers = model.config.kv_dim, model.config.n_layers
-    made = {f"{i}.{metric}_basis": orthonormal(n, i) for i in range(layers) for metric in ("query", "key")}
-    made |= {f"{m}_eigenvalues": torch.arange(n, 0, -1.0).repeat(layers, 1) for m in ("query", "key")}
-    some = torch.rand(2, layers, n, generator=torch.Generator().manual_seed(0))
-    return made | {"scale": 2 ** (2 * some[0] - 1), "mean": some[1] - 0.5}
-
-
 def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
-    """An artifact without fitting: any rotation is exact at full rank."""
-    c, made = model.config, {}
+    """An artifact without fitting: any rotation is exact at full rank, with any scale and mean."""
+    c = model.config
+    made = compress.random_artifact(method, c) if METHODS[method].fitted else {}
     if method == "sals":
-        return bases(model)
+        made |= {name: orthonormal(c.kv_dim, i) for i, name in enumerate(made) if "basis" in name}
     if method == "elitekv":
         seeded = torch.Generator().manual_seed(0)
         order = torch.rand(c.n_layers, c.n_kv_heads, c.head_dim // 2, generator=seeded).argsort(-1)
         made = {"elite": order, "contribution": order.flip(-1), "r": torch.tensor(2)}
         made["d_ckv"] = torch.tensor(16)
-    elif METHODS[method].fitted:
-        made = compress.random_artifact(method, c)
-    # A file wants tensors that share no memory.
-    return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
+    return made
 
 
 PAPER = {"latent_bits": 16, "value_code": "grouped", "skip_as": "latent"}  # of SALS
@@ -4437,9 +4426,7 @@ FITTED = [name for name, method in METHODS.items() if method.fitted and not meth
 def checkpoint(tmp_path_factory):
     """A tiny checkpoint with bases of half the rank for SALS."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
-    made = bases(tiny_model()).items()
-    half = {name: t[:, :32].contiguous() if "basis" in name else t for name, t in made}
-    put_artifact(folder, "sals", half)
+    put_artifact(folder, "sals", compress.random_artifact("sals", tiny_config()))
     return folder
 
 
@@ -4474,8 +4461,10 @@ def move_weights(folder: Path, shard: str) -> None:
 
 
 def put_artifact(folder: Path, method: str, tensors: dict, model: Llama | None = None) -> None:
-    """As fitted to this folder's model by default."""
+    """As fitted to this folder's model by default; None: without this tensor."""
     model = model or load_model(folder, CPU, torch.float32)
+    # A file wants tensors that share no memory.
+    tensors = {name: t.contiguous().clone() for name, t in tensors.items() if t is not None}
     save_artifact(tensors, artifact_path(folder, method), compress.model_identity(model))
 
 
@@ -4511,7 +4500,7 @@ DAMAGE = [
     ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
     ("scale is missing; make it again: pyth", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)})),
-    ("fitted to another model", lambda f: put_artifact(f, "sals", bases(tiny_model()), tiny_model())),
+    ("fitted to another model", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
 ]
 
 
@@ -4980,8 +4969,7 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
     good = artifact_of(method, model)
 
     def reloaded(tensors: dict) -> dict:
-        given = {name: t.clone() for name, t in tensors.items() if t is not None}
-        put_artifact(tmp_path, method, given, model)
+        put_artifact(tmp_path, method, tensors, model)
         return load_artifact(tmp_path, method, model)
 
     for name, (kind, *shape) in METHODS[method].tensors(model.config).items():
