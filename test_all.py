@@ -2152,6 +2152,7 @@ GPT2_BYTES = [chr(b) for b in GPT2_VALUES] + [chr(256 + i) for i in range(68)]
 GPT2_VALUES += [b for b in range(256) if b not in GPT2_VALUES]
 MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
 
 
@@ -2162,7 +2163,7 @@ def in_turn(*parts, kind="pre") -> dict:
 
 def special_tokens(*names: str, first: int = 256) -> list[dict]:
     """Added tokens of a tokenizer.json, with ids from `first` on."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    flags = dict.fromkeys(FLAGS, False)
     return [{"id": first + i, "content": name, "special": True} | flags for i, name in enumerate(names)]
 
 
@@ -2316,9 +2317,6 @@ def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
     if not normalizer:  # sentencepiece would merge the pair that is left out
         with pytest.raises(UserError, match=NOT_BYTES):
             tokenizer_of(tmp_path, tokenizer=data | {"model": data["model"] | {"merges": merges[1:]}})
-
-
-FLAGS = "single_word lstrip rstrip normalized".split()
 
 
 @pytest.mark.parametrize("steps, scheme", [*OF_SENTENCEPIECE, (None, None), (None, "byte"), ("NFC", "byte")])
@@ -2899,14 +2897,11 @@ def test_convert_refuses_packages_and_folders(tmp_path, monkeypatch):
 
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "no_model").mkdir()
-    shutil.copytree(tmp_path, tmp_path / "two_models", ignore=lambda *_: ["two_models", "no_model"])
-    shutil.copy(path, tmp_path / "two_models" / "b.gguf")
     check_refusal("no such file", "nothing")
     check_refusal("no such file", "__main__")
     check_refusal("no such file", path, "--fit", "sals", "--text", "nothing")
     check_refusal("at least 200", path, "--fit", "sals", "--text", str(ROOT / "ruff.toml"))
     check_refusal("0 .gguf", "no-model")
-    check_refusal("2 .gguf", "two_models")
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
         check_refusal("pip install gguf")
     convert(path, out)
@@ -4240,12 +4235,6 @@ def test_the_weight_of_a_token_is_that_of_its_prediction(monkeypatch):
 # ------------------------------------------------------------------------------------------------- evaluation
 
 
-def watched_engine(model: Llama, method: str, rows: int, capacity: int, **options) -> Engine:
-    engine = make_engine(model, method, rows, capacity, **options)
-    engine.caches = [calibrate.Watched(cache) for cache in engine.caches]
-    return engine
-
-
 WATCHED = [
     ("sals", SPARSE | {"skip": ""}),
     ("loki", {"k": 0.3, "d": 0.25}),
@@ -4259,8 +4248,9 @@ WATCHED = [
 def test_watched_figures_equal_a_plain_count(method, options, group):
     """One step of two ragged rows, token sets and sums in plain Python against what Watched reports. To watch
     changes neither logits nor the ledger."""
-    makers, seen, prompts = (make_engine, watched_engine), [], [random_ids(47), random_ids(23, 1)]
-    engines = [make(tiny_model(group=group), method, 2, 50, **options) for make in makers]
+    seen, prompts = [], [random_ids(47), random_ids(23, 1)]
+    engines = [make_engine(tiny_model(group=group), method, 2, 50, **options) for _ in range(2)]
+    engines[1].caches = [calibrate.Watched(cache) for cache in engines[1].caches]
     for cache in engines[1].caches:  # which tokens each layer says
         cache.cache.watch = lambda *said, cache=cache: (seen.append((cache, *said)), cache.see(*said))
     assert torch.equal(*(logits_through(engine, prompts, [[7], [7]]) for engine in engines))
@@ -4326,7 +4316,7 @@ def test_equal_cost_by_method():
     assert equalised(model, "streaming", {"bytes": 0.125, "tokens": 0.25}, 200) == {"recent": 21}
     assert equalised(model, "loki", {"bytes": 0.25}, 200) == {}  # d is a knob of bytes with `reduced` only
     half = equalised(model, "loki", {"bytes": 0.75}, 200, reduced=True)
-    assert half["d"] == 0.5 or round(half["d"] * 32) == 16
+    assert round(half["d"] * 32) == 16
     assert equalised(model, "sals", {"tokens": 0.25}, 200) == {}  # 16 sinks and 64 recent are more
 
 
@@ -5379,7 +5369,6 @@ BAD_CSV = {  # a table, and what the error says; None: it can be drawn
     f"\ufeff{PLOT_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4": None,  # a byte-order mark, and what TeX refuses
     "method,bytes/token,single 64\ndense,1,9\nsals,2,3": None,  # one task, one cost
     f"{PLOT_HEAD}\ndense,1,2,0,0": "must be a positive integer, not 0",
-    f"{PLOT_HEAD}\ndense,x,2,0,9": "could not convert string to float: 'x'",
     f"{TIMES_HEAD}\na,1,64,sals,2": "KeyError('dense_us')",
 }
 
