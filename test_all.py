@@ -102,29 +102,18 @@ def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
     return torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q.float().contiguous()
 
 
-def bases(model: Llama) -> dict[str, torch.Tensor]:
-    """Full-rank orthonormal bases, any scale and any mean in the place of fitted ones: all are exact then."""
-    n, layers = model.config.kv_dim, model.config.n_layers
-    made = {f"{i}.{metric}_basis": orthonormal(n, i) for i in range(layers) for metric in ("query", "key")}
-    made |= {f"{m}_eigenvalues": torch.arange(n, 0, -1.0).repeat(layers, 1) for m in ("query", "key")}
-    some = torch.rand(2, layers, n, generator=torch.Generator().manual_seed(0))
-    return made | {"scale": 2 ** (2 * some[0] - 1), "mean": some[1] - 0.5}
-
-
 def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
-    """An artifact without fitting: any rotation is exact at full rank."""
-    c, made = model.config, {}
+    """An artifact without fitting: any rotation is exact at full rank, with any scale and mean."""
+    c = model.config
+    made = compress.random_artifact(method, c) if METHODS[method].fitted else {}
     if method == "sals":
-        return bases(model)
+        made |= {name: orthonormal(c.kv_dim, i) for i, name in enumerate(made) if "basis" in name}
     if method == "elitekv":
         seeded = torch.Generator().manual_seed(0)
         order = torch.rand(c.n_layers, c.n_kv_heads, c.head_dim // 2, generator=seeded).argsort(-1)
         made = {"elite": order, "contribution": order.flip(-1), "r": torch.tensor(2)}
         made["d_ckv"] = torch.tensor(16)
-    elif METHODS[method].fitted:
-        made = compress.random_artifact(method, c)
-    # A file wants tensors that share no memory.
-    return {name: t.clone(memory_format=torch.contiguous_format) for name, t in made.items()}
+    return made
 
 
 PAPER = {"latent_bits": 16, "value_code": "grouped", "skip_as": "latent"}  # of SALS
@@ -276,17 +265,21 @@ def step(cache, n: int, q, k, v) -> torch.Tensor:
     return cache.decode(pos, *(x[n].expand(rows, *x[n].shape) for x in (q, k, v)))
 
 
+def attended(cache, pos, index, live, recent) -> torch.Tensor:
+    """Which tokens each query head attends, as the cache has reported to `watch`: [B, Hq, S]."""
+    c, S = cache.config, cache.context.capacity
+    index, live = (x.view(*x.shape[:-1], *[1] * (4 - x.ndim), -1) for x in (index.long(), live))
+    index = index.where(live, S).expand(-1, c.n_kv_heads, c.group, -1)
+    chosen = torch.zeros(*index.shape[:3], S + 1, dtype=torch.bool).scatter(3, index, True)
+    age = pos.view(-1, 1, 1) - torch.arange(S)
+    return chosen[..., :S].flatten(1, 2) | (age >= 0) & (age < recent)
+
+
 def watched_step(cache, n: int, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of step n of row 0, and which tokens its query heads attend as the cache says, [Hq, S]."""
+    """The output of step n of row 0, and which tokens its query heads attend [Hq, S]."""
     seen = []
-    cache.watch = lambda pos, index, live, recent: seen.append((index[0].clone(), live[0], recent))
-    out, ((index, live, recent),) = step(cache, n, q, k, v), seen
-    heads, capacity = cache.config.n_kv_heads, cache.context.capacity
-    index = index.long().where(live, capacity)
-    index = (index[:, None] if index.ndim == 2 else index).expand(heads, cache.config.group, -1)
-    chosen = torch.zeros(heads, cache.config.group, capacity + 1, dtype=torch.bool).scatter(2, index, True)
-    chosen[..., max(0, n + 1 - recent) : n + 1] = True
-    return out, chosen[..., :capacity].flatten(0, 1)
+    cache.watch = lambda *said: seen.append(attended(cache, *said)[0])
+    return step(cache, n, q, k, v), seen[0]
 
 
 def tiny_tokens(rows: int, length: int) -> torch.Tensor:
@@ -607,13 +600,15 @@ def pure_lrqk(cache, entry, n, q, k, v):
 
 def pure_loki(cache, entry, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
-    bases = iter(cache.basis.repeat(len(q) - n, 1, 1))
+    basis, reduced = cache.basis[..., : cache.width], cache.settings.reduced
+    bases = iter(basis.repeat(len(q) - n, 1, 1))
 
     def step(i, q, k, v, stored):
-        count = compress.kept_tokens(cache.settings.k, i + 1)
-        return compress.loki_step(q, k, v, stored, next(bases), cache.d, count)
+        count = i + 1 if reduced else compress.kept_tokens(cache.settings.k, i + 1)
+        out, chosen, stored = compress.loki_step(q, k, v, stored, next(bases), cache.d, count)
+        return out, None if reduced else chosen, stored
 
-    return by_head(cache, q, k, v, n, lambda h: (k[:n, h] @ cache.basis[h], v[:n, h]), step)
+    return by_head(cache, q, k, v, n, lambda h: (k[:n, h] @ basis[h], v[:n, h]), step)
 
 
 def pure_kivi(cache, entry, n, q, k, v):
@@ -722,11 +717,14 @@ def pure_fdc(cache, entry, n, q, k, v, latent):
 
 
 def pure_palu(cache, entry, n, q, k, v, latent):
-    q, basis = cache.rope(q, slice(0, len(q))), cache.keys.basis
-    values, each = latent.unflatten(1, (cache.config.n_kv_heads, -1)), itertools.cycle(basis)
+    """The keys' bias is not in their latent (ours)."""
+    q, k, basis = cache.rope(q, slice(0, len(q))), k - cache.keys.bias, cache.keys.basis
+    values = latent.unflatten(1, (cache.config.n_kv_heads, -1))
+    each, rope_one = itertools.cycle(zip(basis, cache.keys.bias, strict=True)), cache.context.rope_one
 
     def step(i, q, k, v, stored):
-        out, stored = compress.palu_step(q, k, v, stored, next(each), cache.context.rope_one)
+        R, bias = next(each)
+        out, stored = compress.palu_step(q, k, v, stored, R, lambda x, at: rope_one(x + bias, at))
         return out, None, stored
 
     return by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
@@ -747,6 +745,7 @@ PURE = {  # method -> options beside the paper's, its steps, what a token has be
     "sals, ours": ({"sinks": 3, "critical": 12, "recent": 6, "score_block": 16}, pure_sals_ours, None),
     "lrqk": ({"rank": 4, "k": 12, "recent": 6}, pure_lrqk, None),
     "loki": ({"k": 0.4, "d": 0.5}, pure_loki, None),
+    "loki, reduced": ({"d": 0.5, "reduced": True}, pure_loki, None),
     "kivi": ({"bits": 4, "residual": 32}, pure_kivi, None),
     "kivi, 2 bits": ({"bits": 2, "residual": 64}, pure_kivi, None),
     "quest": ({"keep": 20, "page": 4}, pure_quest, None),
@@ -768,7 +767,8 @@ def test_a_cache_is_the_papers_algorithm(case, group):
     settings is the paper's with our changes, one after another."""
     (options, pure, parts), prompts, (method, *ours) = PURE[case], (8, 17, 30), case.split(", ")
     options, dim = ({} if ours else METHODS[method].paper) | options, width_for(method)
-    cache = row_cache(method, tiny_model(group=group, head_dim=dim), 3, 70, **options)
+    model = tiny_model(group=group, head_dim=dim, qkv_bias=method == "palu")
+    cache = row_cache(method, model, 3, 70, **options)
     torch.manual_seed(0)
     shapes = [(8, dim), *(parts(cache, group) if parts else [(8 // group, dim)] * 2)]
     entries = [[torch.randn(70, *shape) * 2 for shape in shapes] for _ in prompts]
@@ -776,7 +776,7 @@ def test_a_cache_is_the_papers_algorithm(case, group):
         cache.extend(entry, slice(0, n), *(x[:n] for x in tokens))
     ragged, seen = list(enumerate(zip(prompts, entries, strict=True))), []
     truth = [list(itertools.islice(pure(cache, entry, n, *tokens), 40)) for entry, (n, tokens) in ragged]
-    cache.watch = lambda *seen_: seen.append(seen_)
+    cache.watch = lambda *said: seen.append(attended(cache, *said).unflatten(1, (8 // group, group)))
     for i in range(40):
         pos = torch.tensor([n + i for n in prompts], dtype=torch.int32)
         new = zip(*([x[n + i] for x in tokens] for _, (n, tokens) in ragged), strict=True)
@@ -786,8 +786,9 @@ def test_a_cache_is_the_papers_algorithm(case, group):
             assert error(out[entry].flatten(), want) < 1e-5, (i, entry)
             for h, tokens in enumerate(chosen or ()):
                 if tokens is not None:  # one set [n], or each query head's [G, n]
-                    sets = [set(each.tolist()) for each in tokens.view(-1, tokens.shape[-1])]
-                    assert attended_sets(*seen[-1], entry, h) == sets, (i, entry, h)
+                    got = seen[-1][entry, h]
+                    sets = torch.zeros_like(got).scatter(1, tokens.expand(group, -1), True)
+                    assert torch.equal(got, sets), (i, entry, h)
 
 
 def test_infinigen_guesses_by_the_last_layers_input():
@@ -815,28 +816,19 @@ def test_infinigens_columns_are_the_queries_directions_the_largest_first():
     assert (sums.diff() <= 0).all() and torch.equal(columns(q, k, 5), A[..., :5])
 
 
-def attended_sets(pos, index, live, recent, entry: int, h: int) -> list[set]:
-    """What a cache reported for a KV head: one set, or one a query head."""
-    index, live = (x[entry] if x.ndim == 2 else x[entry, h] for x in (index, live))
-    last = set(range(max(0, int(pos[entry]) - recent + 1), int(pos[entry]) + 1)) if recent else set()
-    rows = zip(index.view(-1, index.shape[-1]), live.view(-1, live.shape[-1]), strict=True)
-    return [set(row[kept].tolist()) | last for row, kept in rows]
-
-
 CODED = [case for case in CASES if case[0] in ("elitekv", "fdc", "palu")]  # a prompt attends what is stored
 
 
-@pytest.mark.parametrize("case, group", [*((c, 2) for c in EVERYTHING), *itertools.product(CODED, (1, 2, 8))])
-def test_prefill_then_decode_equals_decode_all_the_way(case, group):
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("method, options", CODED)
+def test_prefill_then_decode_equals_decode_all_the_way(method, options, group):
     """So EliteKV's absorbed decode is its naive attention."""
-    (method, options), coded, ids = case, case in CODED, tuple(random_ids(70))
-    changes = {"head_dim": width_for(method), "qkv_bias": coded, "group": group}
+    changes, ids = {"head_dim": width_for(method), "qkv_bias": True, "group": group}, tuple(random_ids(70))
     options = options_for(tiny_config(**changes), options)
     engines = (make_engine(tiny_model(**changes), method, 1, 80, **options) for _ in range(2))
     late, early = (logits_through(e, [ids[:n]], [ids[n:]]) for e, n in zip(engines, (60, 1), strict=True))
     assert error(late, early[-len(late) :]) < (1e-4 if width_for(method) > 16 else 1e-5)
-    dense = dense_logits((ids[:60],), (ids[60:],), **changes)
-    assert not coded or error(late[0], dense[0]) > 1e-2
+    assert error(late[0], dense_logits((ids[:60],), (ids[60:],), **changes)[0]) > 1e-2
 
 
 SPLITS = [case for case in CASES if case[0] not in ("h2o", "keyformer", "lrqk", "infinigen")]
@@ -915,6 +907,7 @@ SELECTORS = [
     ("streaming", {"sinks": 3, "recent": 6}, 9, 3, 6, 0, ""),
     ("h2o", {"keep": 24}, 24, 0, 12, 0, ""),
     ("h2o", {"keep": 12, "heavy": 0.0}, 12, 0, 12, 0, ""),  # without heavy hitters: streaming without sinks
+    ("keyformer", {"keep": 24, "window": 8}, 24, 0, 12, 0, ""),
     ("quest", {"keep": 24, "page": 4}, 24, 0, 1, 3, ""),
     ("quest", {"keep": 24, "page": 1}, 24, 0, 1, 0, "largest"),
     ("doublesparse", {"keep": 24, "channels": 0.25, "sinks": 2, "recent": 4}, 24, 2, 4, 0, ""),
@@ -929,8 +922,9 @@ SELECTORS = [
     ("lrqk", KEEP_15 | {"mode": "paper", "rank": 6}, 15, 0, 5, 0, ""),
     ("sals", SELECTIVE | {"sinks": 2, "critical": 20, "recent": 8}, 30, 2, 8, 0, ""),
     ("infinigen", {"keep": 24, "alpha": 1e9, "partial": 1.0, "recent": 4}, 24, 0, 4, 0, "largest old"),
-    ("shadowkv", SHADOW_1 | {"outliers": 0}, 60, 0, 6, 7, ""),
-    ("shadowkv", SHADOW_1, 60, 0, 6, 19, ""),  # a short prompt has no outliers
+    ("sals_cann", {"keep": 24, "page": 4, "tail": 2}, 24, 0, 5, 3, ""),
+    ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, ""),
+    ("shadowkv", SHADOW_1, 57, 0, 6, 16, ""),  # a short prompt has no outliers
 ]
 
 
@@ -938,7 +932,8 @@ SELECTORS = [
 def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prompt):
     """All tokens up to the budget's edge; then the sinks, the recent ones and the best, once each."""
     method, options, budget, sinks, recent, free, best = selector
-    places, bound = torch.arange(80), 1e-4 if method == "shadowkv" else 1e-5
+    assert budget == sum(compress.settings_from(method, options).budget(80))
+    places, bound = torch.arange(80), {"shadowkv": 1e-4, "sals_cann": 0.05}.get(method, 1e-5)
     cache, qkv = scene(method, n_prompt, 75, 80, group=group, **options)
     dense = reads(DenseCache(cache.context), n_prompt, *qkv)
     for n in range(n_prompt, 75):
@@ -969,13 +964,10 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
 STORES = [
     *CASES,
     *((method, {}) for method in METHODS),
-    *(("sals", options) for options in ({"rank": 0.125, "bits": 2}, {"skip": ""})),
     *(("sals", {"skip_as": kind}) for kind in ("dense", "latent")),
-    *(("sals", options) for options in ({"bits": 16}, {"latent_bits": 16}, {"bits": 16, "keep": 0.5})),
-    *(("lrqk", {"k": 20, "slots": slots}) for slots in (0.0, 1.0, 1.5)),
+    ("lrqk", {"k": 20, "slots": 1.5}),
     ("elitekv", {"r": 1, "d_ckv": 33}),
     ("fdc", {"adaptive": False}),
-    ("palu", {"keep": 0.3}),
 ]
 
 
@@ -1019,13 +1011,11 @@ def test_bytes_of_the_paper():
 BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token are 2 * 4 heads * 16 * 4 = 512
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
-    ("sals", SPARSE | {"latent_bits": 8}, 80, 72 * (32 + 4 + 32 + 16) + 8 * 512),
     ("sals", SPARSE | SPREAD, 80, 72 * (16 + 8 + 4 + 32 + 4 * 2) + 8 * 512),
     ("sals", SPARSE | {"latent_bits": 8, "skip": ""}, 80, 80 * 20 + 20 * (32 + 4 + 32 + 16) + (4 + 8) * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
     ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
-    ("h2o", {"keep": 24}, 10, 10 * (512 + 4 * 8)),
     ("topk", {"keep": 24}, 80, (80 + 24) * 256),
     ("quest", {"keep": 24, "page": 4, "skip": ""}, 80, (24 + 20) * 512),
     ("quest", {"keep": 20, "skip": ""}, 80, (48 + 5) * 512),  # at least 3 pages of 16
@@ -1117,11 +1107,6 @@ def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_c
     assert not back[3].any() and ((x * back).sum(-1) / energy - 1)[live].abs().max() < 2**-10
     far = ((back - x).square().sum(-1) / energy)[live].mean()
     assert abs(far * (1 - lost) / lost - 1) < 0.05
-    store = compress.ScaledStore(Context(tiny_model(), 1, 100), 4, 100, 512, bits, by_token=True)
-    store.write((0, slice(0, 100)), x)
-    weights, last = torch.rand(1, 4, 2, 100), torch.tensor([99])
-    assert error(store.read(last)[0], back.transpose(0, 1)) < 1e-6
-    assert error(store.mix(weights, last), weights @ store.read(last)) < 1e-5
 
 
 def test_mixed_codes_are_int8_numbers_with_one_scale():
@@ -1143,26 +1128,12 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     assert codes.dtype == torch.int8 and rest.dtype == torch.uint8 and rest.shape == (2000, 24)
     assert (far[:, :lead] <= 0.501 * step).all()
     assert (far[:, lead:] <= torch.maximum(4.001 * step, others.abs() - 59.99 * step)).all()
-    numbers = (back / torch.where(step == 0, 1, step)).round()[1:, lead:]
-    assert set(numbers.flatten().tolist()) == set(range(-60, 61, 8))
     far, size = (((part / step)[3:] ** 2).split((lead, 48), -1) for part in (far, x))
     lost = [float(a.sum() / b.sum()) for a, b in zip(far, size, strict=True)]
     assert lost[0] < 2e-4 and 0.0105 < lost[1] < 0.015
-    store = compress.MixedStore(Context(tiny_model(), 1, 2000), 1, 2000, 64, lead)
-    store.write((0, slice(0, 2000)), x[:, None])
-    assert torch.equal(store.read(torch.tensor([1999]))[0, 0], back)
-    assert store.token_bytes == lead + 24 + 4 and store.formula() == sum(b.nbytes for b in store.parts())
 
 
 # -------------------------------------------------------------------------------------------- SALS invariants
-
-
-def test_sals_fit_is_optimal():
-    model, tokens = tiny_model(), tiny_tokens(6, 64)
-    tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
-    for i, (_, keys, _) in enumerate(observed(model, tokens)):
-        keys, basis = keys.flatten(0, 1).double(), tensors[f"{i}.key_basis"].double()
-        assert_best_basis(keys.flatten(1), basis, (8, 16, 32), tensors["key_eigenvalues"][i])
 
 
 def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4) -> None:
@@ -1192,6 +1163,8 @@ def test_sals_query_metric_keeps_the_logits_best(group):
     for i, (q, k, _) in enumerate(observed(model, tokens)):
         energy = pair_energy(q.double()).unflatten(-2, (-1, group)).sum((0, 1, 3))  # [Hkv, D / 2]
         k, n = k.double().flatten(0, 1), model.config.kv_dim
+        key_fit = tensors[f"{i}.key_basis"], (8, 16, 32), tensors["key_eigenvalues"][i]
+        assert_best_basis(k.flatten(1), *key_fit)  # the paper's
         scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
         weight = energy * (scale.square().sum() / (2 * energy.sum()))  # the fit's unit
         assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
@@ -1290,50 +1263,6 @@ def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
     assert torch.equal(scale[0, 0, 0] * 127, up[0, [0, 8]].abs().max())
     again = compress.quantize_basis(codes * scale)
     assert torch.equal(again[0], codes)  # a kernel takes its codes from what the PyTorch path multiplies
-
-
-def biased_model(size: float) -> Llama:
-    """A random Qwen2 with keys of rank 24 in 128 dims, and biases of this size in every eighth of these."""
-    shape = {"dim": 256, "ffn_dim": 512, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 4096}
-    shape |= {"max_positions": 2048, "norm_eps": 1e-6, "tied": True, "qkv_bias": True, "family": "qwen2"}
-    model = tiny_model(head_dim=64, **shape)
-    for name, p in model.named_parameters():
-        p.copy_(0.06 * torch.randn_like(p) if p.ndim > 1 else torch.full_like(p, float("norm" in name)))
-    for layer in model.layers:
-        linear = layer.attention.wqkv
-        linear.weight[256:384] = torch.randn(128, 24) @ torch.randn(24, 256) * 0.06 / 24**0.5
-        linear.bias[256:384:8] = size * torch.randn(16)
-    return model
-
-
-KEEP_ALL, HALF_KEPT = {"keep": 1.0, "skip": "", "bits": 16}, {"keep": 0.5, "skip_as": "latent"}
-BIASED = {  # size of the biases -> options, the largest KL of centred keys, the least one of others
-    30: [(HALF_KEPT | {"latent_bits": 16, "bits": 16}, 2e-3, 0.02), (HALF_KEPT | {"bits": 4}, 0.1, 0)],
-    100: [(KEEP_ALL | {"latent_bits": 8}, 0.008, 0.15), (KEEP_ALL | {"latent_bits": 4}, 0.075, 0.15)],
-}
-
-
-@pytest.mark.parametrize("size", BIASED)
-def test_sals_centres_keys_of_large_biases(size):
-    """The KL to dense stays small. Where biases are left to the latent it does not: a latent that is mostly
-    the mean, times int8 codes of the basis, errs by a fraction of it, and so do scores of whole blocks."""
-    model, tokens = biased_model(size), torch.randint(300, 4000, (9, 640), generator=torch.manual_seed(0))
-    moments = key_moments(model, tokens[:8, :512], "test")
-    k = observed(model, tokens[8:])[0][1]
-    assert k.mean((0, 1)).abs().max() > size * (k - k.mean((0, 1))).std()
-    raw = dataclasses.replace(moments["pre"], mean=torch.zeros_like(moments["pre"].mean))
-    ids, fits = tokens[8].tolist(), [fit_sals(model, None, m, 1.0)[0] for m in (moments, {"pre": raw})]
-
-    def run(method, artifact=None, **options):
-        engine = make_engine(copy.deepcopy(model), method, 1, 640, artifact, **options)
-        return logits_through(engine, [ids[:600]], [ids[600:]]).log_softmax(-1)
-
-    dense, lrqk = run("dense"), run("lrqk", k=236)
-    assert (dense.exp() * (dense - lrqk)).sum(-1).mean() < 2e-3
-    for options, most, least in BIASED[size]:
-        logits = (run("sals", fit, **options) for fit in fits[: 1 + (least > 0)])
-        near, *far = ((dense.exp() * (dense - other)).sum(-1).mean() for other in logits)
-        assert near < most and all(kl > least for kl in far), (near, far)
 
 
 def test_prefill_holds_one_layers_keys_and_values_at_a_time(monkeypatch):
@@ -1443,18 +1372,14 @@ def test_elite_orders_are_those_of_each_head_alone():
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
 
-def test_uniform_contribution_and_dims_of_pairs():
+def test_uniform_order_and_contribution_of_pairs():
     spread = [0, 5, 11, 17, 22, 28, 34, 40, 45, 51, 57, 63]
-    assert compress.uniform_order(64, 12)[:12].tolist() == spread
-    for half, r in ((32, 1), (32, 4), (32, 32), (64, 22)):
-        order = compress.uniform_order(half, r)
-        assert sorted(order.tolist()) == list(range(half)) and order[0] == 0
+    order = compress.uniform_order(64, 12).tolist()
+    assert order[:12] == spread and sorted(order) == list(range(64))
     q, k = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16)
     got = calibrate.contribution(q, k[:, :, 0])
     truth = math.prod(pair_energy(x)[..., 3].sqrt().mean() for x in (q, k))
     assert got.shape == (8,) and abs(got[3] / truth - 1) < 1e-5
-    dims = [2, 5, 10, 13, 0, 1, 3, 4, 6, 7, 8, 9, 11, 12, 14, 15]  # the pairs first, in halves
-    assert compress.elite_dims(torch.tensor([[5, 2, 0, 1, 3, 4, 6, 7]]), 2).tolist() == [dims]
 
 
 def test_joint_factors_are_optimal_and_beat_separate_ones():
@@ -1475,9 +1400,8 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
         seen, best = compress.low_rank(k, v, d_ckv, "joint", root)  # for inputs x with x^T x = root^2
         assert error(seen.T @ seen, torch.eye(d_ckv)) < 1e-8
         lost = (root @ (m - seen @ best.flatten(1))).square().sum()
-        assert abs(lost - torch.linalg.svdvals(root @ m)[d_ckv:].square().sum()) < 1e-6 * lost.clamp(
-            min=whole
-        )
+        least = torch.linalg.svdvals(root @ m)[d_ckv:].square().sum()
+        assert abs(lost - least) < 1e-6 * lost.clamp(min=whole)
         splits = range(max(0, d_ckv - 48), min(40, d_ckv) + 1)
         best = min(parts[0][n:].sum() + parts[1][d_ckv - n :].sum() for n in splits)
         assert abs(separate - best) < 1e-6 * whole and separate > joint - 1e-6
@@ -1727,7 +1651,6 @@ def test_methods_run_from_the_command_line(method, options, cli):
 REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
     ("topk", {"keep": 0}, r"--keep 0: give a number in \(0, inf\)"),
     ("topk", {"keep": 20, "sinks": 16, "recent": 8}, "--keep 20 of 80 tokens is fewer than 16 sinks and 8"),
-    ("topk", {"recent": 0}, r"--recent 0: give a number in \[1, inf\)"),
     ("h2o", {"heavy": 1.5}, r"--heavy 1.5: give a number in \[0, 1\]"),
     ("doublesparse", {"channels": 2.0}, r"--channels 2.0: give a number in \(0, 1\]"),
     ("hshare", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
@@ -1780,7 +1703,6 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
 IDLE = [
     ("fdc", {"rate": 0.2}, "keeps no fewer bytes than dense, and reads no fewer"),  # D 16: no rank below
     ("doublesparse", {"keep": 20, "skip": "0,1,2,3"}, "--skip 0,1,2,3 names all 4 layers"),
-    ("sals", {"sinks": 1, "critical": 9, "recent": 4, "skip": "0,1,2,3", "rank": 0.25}, "all 4 layers"),
     ("sals", {"rank": 0.25, "critical": 200}, "the budget covers the context of 80 tokens"),
     *((method, options, "") for method, options in (("topk", {"keep": 20}), ("palu", {}), ("dense", {}))),
 ]
@@ -1794,39 +1716,6 @@ def test_a_method_with_nothing_to_do_says_so(method, options, note):
 
 
 # ------------------------------------------------------------------------------------------- Loki invariants
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_loki_attends_as_exactly_as_dense(dtype):
-    """Logits are not rounded on their way to the softmax: with all tokens and components, Loki is dense."""
-    q, k, v = (x.to(dtype) for x in stream(60))
-    q, k = (x + 60 * (torch.arange(16) == 3) for x in (q, k))  # a biased channel, as Qwen's
-    exact, dense = (DenseCache(Context(tiny_model().to(t), 1, 64)) for t in (torch.float64, dtype))
-    loki, far = row_cache("loki", tiny_model().to(dtype), 1, 64, k=63, d=1.0), []
-    loki.basis = torch.eye(16, dtype=dtype).expand(4, -1, -1)
-    for cache in (exact, dense, loki):
-        x = [t.to(cache.context.dtype) for t in (q, k, v)]
-        reads(cache, 40, *x)
-        far.append(torch.cat([step(cache, n, *x) for n in range(40, 60)]))
-    assert error(far[2], far[0]) < 1.3 * error(far[1], far[0]) + 1e-6
-
-
-def test_loki_attends_floor_of_k_but_at_least_one():
-    """Of an entry's own length."""
-    loki, (q, _, _) = scene("loki", 40, 41, k=0.25)
-    for length, count in ((1, 1), (3, 1), (8, 2), (39, 9)):
-        index = loki.select(torch.tensor([length - 1]), loki.to_stored_basis(q[40:]))
-        assert compress.kept_tokens(0.25, length) == count and ((index >= 0).sum(-1) == count).all()
-
-
-@pytest.mark.parametrize("group, d", [(1, 0.25), (2, 0.5), (8, 0.75)])
-def test_pca_attention_is_full_attention_on_projected_keys(group, d):
-    loki, qkv = scene("loki", 40, 41, group=group, reduced=True, d=d)
-    dense, _ = scene("dense", 41, 41, group=group)
-    p = loki.basis[..., : round(d * 16)]
-    query, live = dense.rope(qkv[0][40:], torch.tensor([40])), torch.ones(1, 41, dtype=torch.bool)
-    keys = dense.keys.rows @ p @ p.mT
-    assert error(step(loki, 40, *qkv), attend(query, keys, dense.values.rows, live)) < 1e-5
 
 
 def test_loki_fit_is_a_centred_pca_of_each_head():
@@ -1864,25 +1753,15 @@ def test_lrqk_moments_count_every_token():
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_lrqk_gram_form_is_algorithm_1_and_the_closed_form_the_optimum(group, monkeypatch):
-    """Invariant 3: the iteration on D x D moments gives the A_Q and A_K of the explicit one, to 1e-10.
-
-    Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
+def test_lrqks_closed_form_is_the_optimum(group, monkeypatch):
+    """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
     closed form reaches it, for all heads of a group with one W_Q, in a gauge of equal diagonal Grams."""
     monkeypatch.setattr(compress, "add_ridge", lambda m, fraction: m)
     generator = torch.Generator().manual_seed(group)
     q, k = torch.randn(2, 2, 300 * group, 16, generator=generator, dtype=torch.float64)
     mix = orthonormal(16).double() * torch.logspace(1, -1, 16, dtype=torch.float64)
     q, k = q @ mix, k[:, :300] @ mix.roll(1, 1)  # of two KV heads, of falling spectra
-    grams, totals = [x.mT @ x for x in (q, k)], [x.abs().sum(1) for x in (q, k)]
-    columns = sum(totals).topk(6).indices[:, None]
-    start = (x.gather(2, columns.expand(-1, x.shape[1], -1)) for x in (q, k))
-    a_q, a_k = explicit_lrqk(q, k, *start, 2)
-    w_q, w_k, *bases = compress.lrqk_prompt(*grams, sum(totals), 6)
-    for x, w, a, b in zip((q, k), (w_q, w_k), (a_q, a_k), bases, strict=True):
-        assert error(x @ w, a) < 1e-10
-        # Least squares: the residual is orthogonal to A.
-        assert (a.mT @ (x - a @ b)).abs().max() < 1e-7 * (a.mT @ x).abs().max()
+    grams = [x.mT @ x for x in (q, k)]
     best, whole = compress.lrqk_optimum(*grams, 6), q @ k.mT
     kept, tail = (q @ best[0]) @ (k @ best[1]).mT, torch.linalg.svdvals(whole)[:, 6:].square().sum()
     assert abs((whole - kept).square().sum() - tail) < 1e-9 * whole.square().sum()
@@ -1923,7 +1802,6 @@ def test_lrqk_slot_table(ratio):
             assert sorted(old[p] for p in gone) == oldest  # ties aside
             used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
             assert dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
-            assert set(pos_of[where][stamp[where] == step].tolist()) == chosen
             assert torch.equal(hot[where][slots], rows[where][places])
 
 
@@ -1961,13 +1839,11 @@ def test_lrqks_codes_fit_fp16_where_its_keys_do(mode):
     assert cache.a_k.abs().max() <= 1.01 * cache.kv.rows.abs().max() < torch.inf
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("mode", ["optimal", "paper"])
-def test_lrqk_says_that_weights_are_damaged(mode, value):
+def test_lrqk_says_that_weights_are_damaged():
     model = tiny_model()
-    model.layers[1].attention.wqkv.weight[130:140] = value  # of the keys
+    model.layers[1].attention.wqkv.weight[130:140] = 3e38  # of the keys
     with pytest.raises(UserError, match="^[^\n]*are not finite; the weights are damaged$"):
-        make_engine(model, "lrqk", 1, 60, mode=mode, rank=6).prefill([random_ids(40)])
+        make_engine(model, "lrqk", 1, 60, rank=6).prefill([random_ids(40)])
 
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
@@ -2092,22 +1968,6 @@ def test_palu_is_the_whitened_svd_of_the_weights():
         weight = attention.wqkv.weight.split(attention.widths)[part][48:96].T.double()  # [dim, D]
         basis = tensors[f"{kind}.basis"][1, 1].double()
         assert_best_basis(x @ weight, basis, (8, 24))
-
-
-def test_palu_rebuilds_keys_before_rope_and_keeps_the_bias_whole():
-    """Keys that are a bias and a vector of the basis come back exactly; decode is attention over them."""
-    model, bias = tiny_model(head_dim=48), torch.randn(4, 48)
-    bases = torch.stack([orthonormal(48, h)[:, :12] for h in range(4)])
-    cache = compress.PaluCache(Context(model, 1, 33), bases, bias)
-    k = torch.einsum("shr,hdr->shd", torch.randn(33, 4, 12), bases) + bias
-    q, latent = torch.randn(33, 8, 48), torch.randn(33, 48)
-    cache.extend(0, slice(0, 32), q[:32], k[:32], k[:32, :0], latent[:32])
-    got = cache.decode(torch.tensor([32]), q[32:], k[32:], k[32:, :0], latent[32:])
-    keys, values = cache.rope(k, slice(0, 33)), latent.unflatten(1, (4, 12))
-    query = cache.rope(q[32:], slice(32, 33))
-    truth = attend(query, *(x.transpose(0, 1)[None] for x in (keys, values)), torch.ones(1, 33) > 0)
-    assert error(got, truth) < 1e-5
-    assert cache.measured() == 33 * 4 * (12 + 12) * 4
 
 
 # ------------------------------------------------------------------------------------ sampling and the engine
@@ -2293,6 +2153,7 @@ GPT2_BYTES = [chr(b) for b in GPT2_VALUES] + [chr(256 + i) for i in range(68)]
 GPT2_VALUES += [b for b in range(256) if b not in GPT2_VALUES]
 MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
 
 
@@ -2303,7 +2164,7 @@ def in_turn(*parts, kind="pre") -> dict:
 
 def special_tokens(*names: str, first: int = 256) -> list[dict]:
     """Added tokens of a tokenizer.json, with ids from `first` on."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    flags = dict.fromkeys(FLAGS, False)
     return [{"id": first + i, "content": name, "special": True} | flags for i, name in enumerate(names)]
 
 
@@ -2340,21 +2201,8 @@ def test_llama3_vector_and_special_tokens():
     assert tokenizer.encode("This", bos=False) == [2028]
     assert tokenizer.vocab_size == 128256 and tokenizer.bos_id == 128000
     assert tokenizer.stop_ids == {128001, 128008, 128009}
-    names = "reserved_special_token_1 finetune_right_pad_id step_id start_header_id end_header_id eom_id "
-    names = [*(names + "eot_id python_tag reserved_special_token_2").split(), "reserved_special_token_246"]
-    known = dict(zip((f"<|{name}|>" for name in names), (*range(128003, 128012), 128255), strict=True))
+    known = {"<|python_tag|>": 128010, "<|reserved_special_token_246|>": 128255}
     assert known.items() <= tokenizer.special_tokens.items() and len(tokenizer.special_tokens) == 256
-
-
-def test_stories_golden_text_and_join():
-    tokenizer = real(STORIES)
-    golden = json.loads((folder_of(STORIES) / "golden.json").read_text(encoding="utf-8"))
-    ids, text = golden["greedy_ids"], golden["greedy_text"]
-    assert tokenizer.encode(golden["prompt"]) == golden["prompt_ids"]
-    assert tokenizer.decode(ids) == tokenizer.decode(ids[1:]) == text
-    for cut in range(len(ids)):
-        assert tokenizer.decode(ids[:cut]) + tokenizer.decode(ids[cut:], after=ids[:cut]) == text
-    assert tokenizer.stop_ids == {1, 2}  # 1 is BOS: the next story
 
 
 # ---- round trips and oracles
@@ -2402,7 +2250,7 @@ def with_oracle(folder, data) -> tuple:
 
 
 DIGITS = {"type": "Digits", "individual_digits": True}  # SmolLM's
-SPLITS = [
+PRE_TOKENIZERS = [
     [BYTE_LEVEL],
     [DIGITS, BYTE_LEVEL],
     [SPLIT, DIGITS | {"individual_digits": False}, BYTE_LEVEL | {"use_regex": False}],
@@ -2411,7 +2259,7 @@ SPLITS = [
 ABSENT = [*range(0xC0, 0xC2), *range(0xF5, 0x100), 4, 0xF1]  # never in UTF-8, and two that SmolLM2 lacks
 WORDS = [c for c, b in zip(GPT2_BYTES, GPT2_VALUES, strict=True) if b not in ABSENT] + ["ab", "Ġab"]
 LACKING = {"vocab": {word: i for i, word in enumerate(WORDS)}, "merges": ["a b", "Ġ ab"]}
-BYTE_LEVELS = [{"merges": MERGES, "pre_tokenizer": in_turn(*splits)} for splits in SPLITS]
+BYTE_LEVELS = [{"merges": MERGES, "pre_tokenizer": in_turn(*splits)} for splits in PRE_TOKENIZERS]
 SPACED, WHOLE = BYTE_LEVEL | {"add_prefix_space": True}, [*GPT2_BYTES, "12", "Ġthe12", "12.12"]
 BYTE_LEVELS += [{"merges": MERGES, "pre_tokenizer": in_turn(*x)} for x in ([SPACED], [DIGITS, SPACED])]
 WHOLE = {"vocab": {word: i for i, word in enumerate(WHOLE)}, "merges": ["1 2"]}
@@ -2472,9 +2320,6 @@ def test_tokenizer_json_of_sentencepiece(tmp_path, normalizer, scheme):
             tokenizer_of(tmp_path, tokenizer=data | {"model": data["model"] | {"merges": merges[1:]}})
 
 
-FLAGS = "single_word lstrip rstrip normalized".split()
-
-
 @pytest.mark.parametrize("steps, scheme", [*OF_SENTENCEPIECE, (None, None), (None, "byte"), ("NFC", "byte")])
 def test_added_tokens_that_are_not_special_are_found_in_text(tmp_path, steps, scheme):
     """As Hugging Face finds them, of all flags, before and after normalising; special ones never are."""
@@ -2533,14 +2378,6 @@ def test_sentencepiece_models_of_other_habits(options, tmp_path):
         assert tokenizer.encode(text) == bos + ids and tokenizer.decode(ids) == sp.decode(ids)
     assert end in sp.encode("<|im_end|>a") and end not in tokenizer.encode("hello<|im_end|> a")
     assert tokenizer.encode_continuation("hello")[0] == sp.encode("hello")[0]
-
-
-def test_folders_do_not_share_a_vocabulary(tmp_path, monkeypatch):
-    ids = []
-    for name, merge in (("one", "ab"), ("two", "bc")):
-        monkeypatch.chdir(write_tiktoken(tmp_path / name, [merge]))
-        ids.append(load_tokenizer(Path(".")).encode("abc", bos=False))
-    assert ids == [[256, ord("c")], [ord("a"), 256]]
 
 
 def test_long_and_broken_text(tmp_path):
@@ -2635,10 +2472,6 @@ def test_added_tokens_above_sentencepiece(tmp_path):
         tokenizer = tokenizer_of(tmp_path, **files)
         assert encode_named(tokenizer, "Hello<|end|>Hello", False) == [*tokens[0], 32007, *tokens[after]]
     (tmp_path / "tokenizer.json").unlink()
-    old = {"legacy": True, "tokenizer_class": "LlamaTokenizer"}
-    for settings, after in ((old, 0), (old | {"legacy": False}, 1), ({"legacy": False}, 1)):
-        tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, added_tokens={"<|end|>": 32007})
-        assert encode_named(tokenizer, "Hello<|end|>Hello", False) == [*tokens[0], 32007, *tokens[after]]
     tokenizer = tokenizer_of(tmp_path, tokenizer_config={}, added_tokens={"<|end|>": 32007})
     assert encode_named(tokenizer, "Hello<|end|>") == [1, *hello, 32007]
 
@@ -2679,12 +2512,8 @@ def test_chat_ids():
     chatml = [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
     for name, style, expected in ((LLAMA3, "llama-3", llama3), (QWEN, "chatml", chatml)):
         tokenizer = real(name)
-        plain = encode(tokenizer, style, [USER])
-        assert plain == expected
+        assert encode(tokenizer, style, [USER]) == expected
         assert encode_named(tokenizer, PROMPTS[style]) == encode(tokenizer, style, CHAT)
-        attack = encode(tokenizer, style, [USER | {"content": "".join(tokenizer.special_tokens)}])
-        specials = set(tokenizer.special_tokens.values())
-        assert [i for i in attack if i in specials] == [i for i in plain if i in specials]
     with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
         encode(real(LLAMA3), "chatml", [USER])
     with pytest.raises(UserError, match="name one, such as --chat llama-2, of llama-3, chatml"):
@@ -2698,9 +2527,6 @@ TEMPLATES = {  # what the templates of models do: text between tokens, refusals,
         {%- elif m.role == 'user' %}{{ bos_token + '[INST] ' }}
             {%- if system is defined and loop.last %}{{ system + '\n' }}{% endif %}{{ m.content + '[/INST]' }}
         {%- else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
-    "Mistral 1": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
-    "[/INST]{% elif m.role == 'assistant' %}{{ m.content + eos_token + ' ' }}"
-    "{% else %}{{ raise_exception('Only user and\nassistant!') }}{% endif %}{% endfor %}",
     "Phi-3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
     "Llama 3.1": """{{- bos_token }}
@@ -2795,9 +2621,7 @@ DECODERS = [*({i: TOKEN} for i in ("x", "-99999", "1000000000")), {"256": {}}]
 BAD_BESIDE = [  # a JSON file beside a good tokenizer.json, and what it holds
     *(("added_tokens", {name: i}) for name, i in (("<x>", "256"), ("\ud800", 256))),
     *(("tokenizer_config", {"added_tokens_decoder": decoder}) for decoder in DECODERS),
-    ("tokenizer_config", {"eos_token": []}),
     *(("config", entry) for entry in ({"vocab_size": 10**9}, {"vocab_size": "x"}, {"eos_token_id": [[2]]})),
-    ("generation_config", {"eos_token_id": {}}),
 ]
 FLOODS = ['{"a":' * 99_999, f'{{"a": 1{"0" * 9999}}}', "\udcff"]
 BOS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}]}
@@ -2815,7 +2639,6 @@ CASELESS = {"type": "NFC"}, {"type": "Lowercase"}
 UNSUPPORTED = [  # parts of a tokenizer.json, and the message
     ({"model": {"type": "Unigram"}}, NOT_BYTES),
     ({"model": FALLBACK, "pre_tokenizer": None}, NOT_BYTES),
-    ({"pre_tokenizer": METASPACE}, NOT_BYTES),
     ({"pre_tokenizer": in_turn(METASPACE, BYTE_LEVEL)}, "the pre_tokenizer Metaspace is not supported"),
     ({"pre_tokenizer": in_turn(WITH_NEXT, BYTE_LEVEL)}, "the pre_tokenizer Split is not supported"),
     ({"normalizer": in_turn(*CASELESS, kind="norm")}, "the normalizer NFC, Lowercase is not supported"),
@@ -3037,8 +2860,7 @@ def truncate(path: Path, share: float = 0.5) -> None:
 HUGE = np.full((288, 48), 1e30, np.float32)
 BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or of the file, that it is about
     ("no GGUF file", lambda path: path.write_bytes(b"")),
-    ("truncated", lambda path: truncate(path, 0.01)),  # in its header
-    ("truncated", lambda path: truncate(path, 0.9)),  # in its tensors
+    ("truncated", lambda path: truncate(path, 0.9)),
     ("is not supported; supported: llama", {"general__architecture": "gpt2"}),
     ("one of 2 parts", {"split__count": 2}),
     ("attention.head_count", {"llama__attention__head_count": None}),
@@ -3046,7 +2868,6 @@ BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or 
     ("metadata cannot be used", {"llama__attention__head_count_kv": [4, 2]}),
     ("cannot be 262144 layers", {"llama__block_count": 1 << 18}),
     ("only a part of each head", {"llama__rope__dimension_count": 6}),
-    ("RoPE scaling longrope", {"llama__rope__scaling__type": "longrope"}),
     ("by rope_freqs.weight", {"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}),
     ("blk.0.ffn_gate_exps.weight has no place", {"blk__0__ffn_gate_exps__weight": HUGE}),
     ("tensor blk.2.attn_norm.weight is missing", {"llama__block_count": 3}),
@@ -3077,14 +2898,11 @@ def test_convert_refuses_packages_and_folders(tmp_path, monkeypatch):
 
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "no_model").mkdir()
-    shutil.copytree(tmp_path, tmp_path / "two_models", ignore=lambda *_: ["two_models", "no_model"])
-    shutil.copy(path, tmp_path / "two_models" / "b.gguf")
     check_refusal("no such file", "nothing")
     check_refusal("no such file", "__main__")
     check_refusal("no such file", path, "--fit", "sals", "--text", "nothing")
     check_refusal("at least 200", path, "--fit", "sals", "--text", str(ROOT / "ruff.toml"))
     check_refusal("0 .gguf", "no-model")
-    check_refusal("2 .gguf", "two_models")
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
         check_refusal("pip install gguf")
     convert(path, out)
@@ -4239,15 +4057,9 @@ def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
         assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
         places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
     assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
-
-
-def test_training_draws_every_task_but_uuid(nano_haystack):
+    # It is neither trained on nor evaluated unless it is named.
     assert set(calibrate.TASKS) - set(calibrate.KINDS) == {"uuid"}
-    assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS  # nor is it evaluated unless it is named
-    with mock.patch.object(calibrate, "make_tasks", wraps=calibrate.make_tasks) as make:
-        for seed in range(100):
-            calibrate.training_document(nano_haystack, random.Random(seed), 1024)
-    assert {call.args[0] for call in make.call_args_list} == set(calibrate.KINDS)
+    assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS
 
 
 def test_frequent_words_are_the_most_frequent():
@@ -4340,23 +4152,18 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
 
 
-@pytest.mark.parametrize("presses", [1, 2])
-def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, presses):
+def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path):
     model, path, steps = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
 
     def interrupt(*_):
         if next(steps) == 3:
-            for _ in range(presses):
-                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     def run(steps: int = 9) -> bool:
         return train(model, nano_haystack, [Stage(1, 64, steps)], 1e-3, 0, 0, path, math.inf)
 
     with register_optimizer_step_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
         run()
-    if presses == 2:  # at once
-        assert not path.exists()
-        return
     assert run(3)  # more than asked is done
     optimizer = calibrate.make_optimizer(model, 1e-3)
     assert calibrate.load_state(path, model, optimizer) == 4  # the step is done first
@@ -4394,12 +4201,6 @@ def test_explained_is_the_mean_of_the_heads_ranks():
     assert [cache.d for cache in caches] == [3] * 4
 
 
-def test_rank_at_counts_the_leading_eigenvalues():
-    values = torch.tensor([[5.0, 3.0, 1.0, 1.0], [10.0, 0.0, 0.0, 0.0]])
-    for share, ranks in ((0.5, [1, 1]), (0.8, [2, 1]), (0.9, [3, 1]), (1.0, [4, 1])):
-        assert compress.rank_at(values, share).tolist() == ranks
-
-
 def test_texts_come_once(tmp_path):
     once = "x = 1\n" * 99
     for name, text in {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000}.items():
@@ -4414,12 +4215,7 @@ def test_windows_and_texts_of_training_begin_with_bos(tmp_path):
     assert calibrate.windows(tokenizer, files, 32, 3)[:, 0].tolist() == [tokenizer.bos_id] * 3
     ids = np.concatenate([tokenizer.encode(text) for text in calibrate.read_texts(files)])
     assert (calibrate.text_ids(tokenizer, files, len(ids) - 9, bos=True) == ids[:-9]).all()
-    with mock.patch.object(tokenizer, "encode", wraps=tokenizer.encode) as encode:
-        assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
-    assert len(encode.call_args.args[0]) == 64 * 9  # no more of a long text than it may need
-    (tmp_path / "c.txt").write_text(" " * 9000)
-    blanks = SimpleNamespace(encode=lambda text, bos: [7] * (len(text) // 64))  # tokens of 64, as many have
-    assert len(calibrate.text_ids(blanks, [tmp_path / "c.txt"], 100)) == 100
+    assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
 
 
 def test_texts_are_drawn_by_their_shares():
@@ -4440,12 +4236,6 @@ def test_the_weight_of_a_token_is_that_of_its_prediction(monkeypatch):
 # ------------------------------------------------------------------------------------------------- evaluation
 
 
-def watched_engine(model: Llama, method: str, rows: int, capacity: int, **options) -> Engine:
-    engine = make_engine(model, method, rows, capacity, **options)
-    engine.caches = [calibrate.Watched(cache) for cache in engine.caches]
-    return engine
-
-
 WATCHED = [
     ("sals", SPARSE | {"skip": ""}),
     ("loki", {"k": 0.3, "d": 0.25}),
@@ -4459,8 +4249,9 @@ WATCHED = [
 def test_watched_figures_equal_a_plain_count(method, options, group):
     """One step of two ragged rows, token sets and sums in plain Python against what Watched reports. To watch
     changes neither logits nor the ledger."""
-    makers, seen, prompts = (make_engine, watched_engine), [], [random_ids(47), random_ids(23, 1)]
-    engines = [make(tiny_model(group=group), method, 2, 50, **options) for make in makers]
+    seen, prompts = [], [random_ids(47), random_ids(23, 1)]
+    engines = [make_engine(tiny_model(group=group), method, 2, 50, **options) for _ in range(2)]
+    engines[1].caches = [calibrate.Watched(cache) for cache in engines[1].caches]
     for cache in engines[1].caches:  # which tokens each layer says
         cache.cache.watch = lambda *said, cache=cache: (seen.append((cache, *said)), cache.see(*said))
     assert torch.equal(*(logits_through(engine, prompts, [[7], [7]]) for engine in engines))
@@ -4485,22 +4276,6 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
 def knobs_of(method: str, aim: str) -> list[str]:
     fields = dataclasses.fields(METHODS[method].settings)
     return [f.name for f in fields if aim in f.metadata["sets"].split()]
-
-
-@pytest.mark.parametrize("method", [m for m in METHODS if knobs_of(m, "tokens")])
-def test_a_method_with_a_budget_says_what_it_attends(method):
-    """At half of the tokens some layer reports, and what it attends is what its budget says."""
-    model, capacity = tiny_model(head_dim=32), 256
-    most = {"alpha": 1e9} if method == "infinigen" else {}  # else it attends what lies near the largest
-    options = equalised(model, method, {"tokens": 0.5}, capacity, **most)
-    engine = watched_engine(model, method, 1, capacity, **options)
-    logits_through(engine, [random_ids(capacity - 1)], [[7]])
-    found = [cache.result() for cache in engine.caches if cache.result()]
-    assert found
-    budget = sum(METHODS[method].settings(**options).budget(capacity)) / capacity
-    for figures in found:
-        assert figures["attended"] <= min(1, budget) + 1e-6
-        assert not options or 0.4 < figures["attended"] <= budget <= 0.5  # {}: it cannot attend so few
 
 
 def costs_of(model: Llama, method: str, capacity: int, options: dict) -> dict[str, float]:
@@ -4534,6 +4309,7 @@ def test_equal_cost_is_the_most_within_the_share(method, aim, share):
 
 
 def test_equal_cost_by_method():
+    assert {m for m in METHODS if knobs_of(m, "tokens")} <= {method for method, *_ in SELECTORS}
     model = tiny_model(head_dim=32)
     assert equalised(model, "dense", {"bytes": 0.25, "tokens": 0.25}, 200) == {}
     both = equalised(model, "streaming", {"bytes": 0.5, "tokens": 0.25}, 200)
@@ -4541,7 +4317,7 @@ def test_equal_cost_by_method():
     assert equalised(model, "streaming", {"bytes": 0.125, "tokens": 0.25}, 200) == {"recent": 21}
     assert equalised(model, "loki", {"bytes": 0.25}, 200) == {}  # d is a knob of bytes with `reduced` only
     half = equalised(model, "loki", {"bytes": 0.75}, 200, reduced=True)
-    assert half["d"] == 0.5 or round(half["d"] * 32) == 16
+    assert round(half["d"] * 32) == 16
     assert equalised(model, "sals", {"tokens": 0.25}, 200) == {}  # 16 sinks and 64 recent are more
 
 
@@ -4641,9 +4417,7 @@ FITTED = [name for name, method in METHODS.items() if method.fitted and not meth
 def checkpoint(tmp_path_factory):
     """A tiny checkpoint with bases of half the rank for SALS."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
-    made = bases(tiny_model()).items()
-    half = {name: t[:, :32].contiguous() if "basis" in name else t for name, t in made}
-    put_artifact(folder, "sals", half)
+    put_artifact(folder, "sals", compress.random_artifact("sals", tiny_config()))
     return folder
 
 
@@ -4678,8 +4452,10 @@ def move_weights(folder: Path, shard: str) -> None:
 
 
 def put_artifact(folder: Path, method: str, tensors: dict, model: Llama | None = None) -> None:
-    """As fitted to this folder's model by default."""
+    """As fitted to this folder's model by default; None: without this tensor."""
     model = model or load_model(folder, CPU, torch.float32)
+    # A file wants tensors that share no memory.
+    tensors = {name: t.contiguous().clone() for name, t in tensors.items() if t is not None}
     save_artifact(tensors, artifact_path(folder, method), compress.model_identity(model))
 
 
@@ -4690,7 +4466,6 @@ DAMAGE = [
     ("there are 38 tensors", {"num_hidden_layers": 500_000}),
     ("rope_theta is inf", {"rope_theta": math.inf}),
     ("RoPE rotates pairs of dims", {"head_dim": 15}),
-    ("not a usable config", {"hidden_size": "48"}),
     ("max_positions is None", {"max_position_embeddings": None}),
     ("not a usable config", {"rope_scaling": {"rope_type": "linear"}}),
     ("'longrope'", {"rope_scaling": {"rope_type": "longrope"}}),
@@ -4716,7 +4491,7 @@ DAMAGE = [
     ("calibrate.py fit", lambda f: artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(artifact_path(f, "sals"))),
     ("scale is missing; make it again: pyth", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)})),
-    ("fitted to another model", lambda f: put_artifact(f, "sals", bases(tiny_model()), tiny_model())),
+    ("fitted to another model", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
 ]
 
 
@@ -4822,13 +4597,10 @@ BAD_COMMANDS = {
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
     "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
     "generate --method elitekv --d_ckv 49 --prompt 5": "with r = 2 the latent can have 1 to 48 dims",
-    "generate --method loki --k 0 --prompt 5": "--k 0.0: give a number in (0, inf)",
     "generate --method lrqk --rank 17 --prompt 5": "r must be 1 to 16",
     "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
     "generate --method lrqk --rank 8 --kv_device cuda --device cpu --prompt 5": "the model runs on the CPU",
     "generate --method sals --sinks -1 --prompt 5": "--sinks -1: give a number in [0, inf)",
-    "generate --method fdc --rate 1 --prompt 5": "--rate 1.0: give a number in [-1, 1)",
-    "generate --method palu --keep 0 --prompt 5": "--keep 0.0: give a number in (0, 1]",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
     "generate --device cuda": "--device cpu",
@@ -4855,11 +4627,8 @@ BAD_COMMANDS = {
     "train --out new --text few.txt --method elitekv": "with --from FOLDER",
     "train --out new --text few.txt --distill": "with --from FOLDER",
     "train --out new --text few.txt:nan": "write PATH or PATH:SHARE",
-    "train --out few.txt/new --text few.txt": "no file can be written into",
     "train --out new --text few.txt --lr -1": "--lr: -1 is not above 0",
     "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
-    "train --out new --text few.txt --stages 0x32x1": "BATCHxLENGTHxSTEPS",
-    "train --out new --text few.txt --state few.txt/state": "no file can be written into",
     "train --out new --text few.txt --log again": "no file can be written there",
     "train --out again --text few.txt --stages 2147483647x64x1": "not enough memory: hidden states of",
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
@@ -4912,14 +4681,6 @@ def test_too_little_memory_says_what_would_fit(method, options, monkeypatch):
             generate.check_memory(model, method, settings, {}, more, 60)
 
 
-def test_a_budget_beyond_the_context_says_so_and_equals_dense(cli, tmp_path):
-    line = f"generate --checkpoint {tiny_checkpoint(tmp_path)} --prompt 40 --max_new_tokens 10"
-    code, dense, told = cli(line)
-    assert code == 0 and "every token is attended" not in told
-    code, out, told = cli(f"{line} --method sals --rank 1 --bits 16 --latent_bits 16 --skip_as dense")
-    assert code == 0 and "every token is attended" in told and out == dense
-
-
 def test_json_is_the_last_line_and_complete(cli):
     names = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
         first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
@@ -4965,9 +4726,11 @@ def test_report_of_a_mixed_cache(cli):
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
     assert f"{report['miss_rate']:.1%} of the selected rows come from there" in cli.err
     report = cli.json(f"{line} --method shadowkv")  # which keeps values there
+    assert "every token is attended" in cli.err
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
     report = cli.json(line)
-    assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None and "host memory" not in cli.err
+    assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None
+    assert "host memory" not in cli.err and "every token is attended" not in cli.err
 
 
 def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path):
@@ -5046,7 +4809,6 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
         assert load_artifact(folder, method, model)
     tensors = load_artifact(folder, "sals", model)
     assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
-    assert tensors["scale"].shape == tensors["query_eigenvalues"].shape == (4, 64)
     assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
     assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
@@ -5198,8 +4960,7 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
     good = artifact_of(method, model)
 
     def reloaded(tensors: dict) -> dict:
-        given = {name: t.clone() for name, t in tensors.items() if t is not None}
-        put_artifact(tmp_path, method, given, model)
+        put_artifact(tmp_path, method, tensors, model)
         return load_artifact(tmp_path, method, model)
 
     for name, (kind, *shape) in METHODS[method].tensors(model.config).items():
@@ -5267,14 +5028,10 @@ def test_random_prompts_differ_and_need_no_tokenizer(cli, folder):
     assert "no tokenizer.model" in cli.refusal(f"{line} --stop x")
 
 
-def test_streams_that_are_closed_or_know_other_characters(cli, monkeypatch):
+def test_streams_that_know_other_characters(cli, monkeypatch):
     for errors in ("strict", "surrogateescape"):  # as the locale has it
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
         assert "not UTF-8" in cli.refusal("generate --prompt -")
-    monkeypatch.setattr(sys, "stdin", None)
-    assert "the prompt is empty" in cli.refusal("generate --prompt -")
-    monkeypatch.setattr(sys, "stdin", None)
-    assert cli("generate --interactive --context 64")[0] == 0
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     generate.run_command(lambda: print("snow \u2603", flush=True))
@@ -5613,7 +5370,6 @@ BAD_CSV = {  # a table, and what the error says; None: it can be drawn
     f"\ufeff{PLOT_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4": None,  # a byte-order mark, and what TeX refuses
     "method,bytes/token,single 64\ndense,1,9\nsals,2,3": None,  # one task, one cost
     f"{PLOT_HEAD}\ndense,1,2,0,0": "must be a positive integer, not 0",
-    f"{PLOT_HEAD}\ndense,x,2,0,9": "could not convert string to float: 'x'",
     f"{TIMES_HEAD}\na,1,64,sals,2": "KeyError('dense_us')",
 }
 
