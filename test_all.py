@@ -2472,8 +2472,8 @@ def test_added_tokens_above_sentencepiece(tmp_path):
         tokenizer = tokenizer_of(tmp_path, **files)
         assert encode_named(tokenizer, "Hello<|end|>Hello", False) == [*tokens[0], 32007, *tokens[after]]
     (tmp_path / "tokenizer.json").unlink()
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config={}, added_tokens={"<|end|>": 32007})
-    assert encode_named(tokenizer, "Hello<|end|>") == [1, *hello, 32007]
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32007})
+    assert encode_named(tokenizer, "Hello<|end|>Hello") == [1, *tokens[0], 32007, *tokens[1]]
 
 
 # ---- chat
