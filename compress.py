@@ -1214,7 +1214,7 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
         if i in skipped and settings.skip_as == "dense":
             return DenseCache(context)
         if i in skipped and settings.skip_as == "kivi":  # to rebuild all keys would take longer
-            return kivi_cache(context, KiviSettings(4, 32))
+            return DenseCache(context, *kivi_kv(context, KiviSettings(4, 32)))
         maps = sals_layer_maps(c, settings, artifact, i, context.device)
         return SalsCache(context, settings, i not in skipped, maps, blocks)
 
@@ -1991,7 +1991,7 @@ class TopKCache(DenseCache):
     """K and V in full, or in KIVI's codes."""
 
     def __init__(self, context: Context, settings: TopKSettings):
-        stores = () if settings.kv_bits == 16 else kivi_stores(context, KiviSettings(settings.kv_bits))
+        stores = () if settings.kv_bits == 16 else kivi_kv(context, KiviSettings(settings.kv_bits))
         super().__init__(context, *stores, budget=settings.budget(context.capacity))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -2403,7 +2403,7 @@ class InfinigenCache(ProxyCache):
         super().__init__(context, *stores, budget=settings.budget(capacity))
         self.alpha, p = settings.alpha, max(1, round(settings.partial * c.head_dim))
         self.proxies = TokenStore(context, c.n_kv_heads, capacity, p)
-        self.register_buffer("basis", context.zeros(c.n_kv_heads, c.head_dim, p))
+        self.table("basis", c.n_kv_heads, c.head_dim, p, dtype=context.dtype)
         context.decode_steps = early_decode, early_layer, decode_logits
 
     def partial(self, x: Tensor, batch) -> Tensor:
@@ -2432,14 +2432,8 @@ class InfinigenCache(ProxyCache):
         count = near.sum(-1).double().mean((1, 2)).long()
         return self.context.select(scores, pos, self.budget, count, recent=True)
 
-    def formula(self) -> int:
-        return super().formula() + self.basis.nbytes
-
     def score_bytes(self, length: int) -> int:
         return super().score_bytes(length) + self.basis[0].nbytes
-
-    def host_bytes(self) -> int:
-        return dense_bytes(self.context)
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI
@@ -2604,13 +2598,9 @@ class TokenValues(RingStore):
         return [*self.coded.kernel_form(), self.ring.rows.transpose(1, 2)]
 
 
-def kivi_stores(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
+def kivi_kv(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
     keys = ChannelKeys(context, settings.bits, settings.residual)
     return keys, TokenValues(context, settings.bits, keys.R)
-
-
-def kivi_cache(context: Context, settings: KiviSettings) -> Cache:
-    return DenseCache(context, *kivi_stores(context, settings))
 
 
 # ------------------------------------------------------------------------------------------------- TurboQuant
@@ -2802,7 +2792,11 @@ class ShadowKvCache(Cache):
         index = self.select(pos, q, first - 1)
         tokens = torch.cat((self.tokens_of(self.outlier), index, near), 2)  # negative for none
         self.report_selected(pos, tokens, tokens >= 0)
-        chosen = self.reconstruct(index.clamp(min=0))
+        # K = RoPE(A U^T) and V of the selected tokens.
+        index = index.clamp(min=0)
+        latent = self.latent[batch[:, None, None], index]  # [B, Hkv, n, r]
+        rebuilt = latent @ self.basis.unflatten(1, (k.shape[1], -1)).transpose(-1, -2)
+        chosen = self.context.rope_one(rebuilt, index), self.values.read(None, index)
         parts = zip(self.outliers.rows.chunk(2, -1), chosen, self.ring.rows.chunk(2, -1), strict=True)
         k_all, v_all = (torch.cat(part, 2) for part in parts)
         return self.context.attend_rows(q, k_all, v_all, tokens >= 0)
@@ -2813,12 +2807,6 @@ class ShadowKvCache(Cache):
         outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
         scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
         return self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
-
-    def reconstruct(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """K = RoPE(A U^T) and V [B, Hkv, n, D] of tokens index [B, Hkv, n]."""
-        latent = self.latent[self.context.batch_ids[:, None, None], index]  # [B, Hkv, n, r]
-        k = latent @ self.basis.unflatten(1, (self.config.n_kv_heads, -1)).transpose(-1, -2)
-        return self.context.rope_one(k, index), self.values.read(None, index)
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
@@ -3206,7 +3194,7 @@ METHODS = {
     ),
     "hshare": Method(HshareSettings, each_layer(HshareCache, "importance"), artifact="doublesparse"),
     "infinigen": Method(InfinigenSettings, each_layer(InfinigenCache)),
-    "kivi": Method(KiviSettings, each_layer(kivi_cache)),
+    "kivi": Method(KiviSettings, each_layer(lambda context, s: DenseCache(context, *kivi_kv(context, s)))),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
     "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_values),
