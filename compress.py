@@ -189,9 +189,8 @@ class Context:
     def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, window=()) -> Tensor:
         """Attention of one query each over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, D of a value].
 
-        keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: the tokens that count, negative for
-        none; without it all up to pos. window: a pair of Windows, whose tokens are attended besides (and
-        without an index in the place of the last z)."""
+        keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: tokens, negative for none; else all up
+        to pos. window: two Windows, attended besides (without an index: in the place of the last z)."""
         fits = self.kernels and self.config.head_dim % 16 == 0 and keys.kind in self.kernels.KEYS
         if fits and (index is None or index.numel()):
             if index is not None:  # of one set an entry, entries may lie apart
@@ -284,8 +283,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
 def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
     """q . row of every token: q [B, H, N, d], rows [B, H, S, >= d] -> [B, H, N, S] fp32.
 
-    row_scale [B, H, S]: of rows that are codes. With `block` q is [B, n, H, N, d]: one for each block of so
-    many tokens, the last maybe of fewer."""
+    row_scale [B, H, S]: of rows that are codes. With `block` q is [B, n, H, N, d]: one for so many tokens."""
     rows = rows[..., : q.shape[-1]]
     if row_scale is not None:  # sums of products with codes can exceed fp16's range
         q, row_scale = q * 2**-7, row_scale * 128
@@ -382,8 +380,7 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
 
 
 def as_fp16(x: Tensor) -> Tensor:
-    """x in fp16, rounded for those who read it in fp32, too: Inductor drops x.half().float(), and here it
-    cannot, since the bits are whole numbers in between."""
+    """x in fp16, rounded for readers in fp32, too: Inductor drops x.half().float(), but not whole numbers."""
     return (x.half().view(torch.int16) & -1).view(torch.float16)
 
 
@@ -436,8 +433,7 @@ def rank_of(fraction: float, width: int) -> int:
 
 
 class TokenStore(nn.Module):
-    """The numbers as they are, in the model's dtype. The base of the stores that follow. by_token: in memory
-    a token's heads lie side by side, and not a head's tokens."""
+    """The numbers as they are; the base of other stores. by_token: a token's heads lie side by side."""
 
     kind, bits = "plain", 16
 
@@ -528,8 +524,7 @@ class Window(TokenStore):
 
 
 def ring_positions(pos: Tensor, z: int) -> Tensor:
-    """The position in each of a ring's z slots once pos [B] is written: in slot s the latest that is s modulo
-    z. [B, z], negative where still empty."""
+    """The position in each slot of a ring of z once pos [B] is written: [B, z], negative where empty."""
     return pos[:, None] - (pos[:, None] - torch.arange(z, device=pos.device)) % z
 
 
@@ -993,8 +988,7 @@ def mix_rotation(*sizes: int) -> Tensor:
 
 
 def mix_values(attention: Attention, c: ModelConfig) -> None:
-    """Rotates V of every head by mix_rotation's R, for quantize_spread: W_V becomes R^T W_V, W_O becomes W_O
-    R (ours). Outputs stay the same."""
+    """Rotates V of every head by mix_rotation's R: W_V becomes R^T W_V, W_O becomes W_O R (ours)."""
     linear, wo = attention.wqkv, attention.wo
     R = mix_rotation(c.head_dim).to(wo.weight.device)
     for name, parameter in list(linear.named_parameters()):
@@ -1042,8 +1036,7 @@ def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, 
 
 
 def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours), what RoPE does
-    to a key of which only the block is known."""
+    """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours)."""
     return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (context.cos, context.sin))
 
 
@@ -1076,9 +1069,8 @@ def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tens
 
 
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
-    """Layer i's attention with rotated values, and with W_k U_r, and for the sum rule (sum over each group of
-    W_q) U_r*, as rows of wqkv: where there are latents; the rows not where q and k have norms. Biases fold
-    the same way, and take off the mean key."""
+    """Layer i's attention with rotated values, and rows of wqkv where q and k have no norms: W_k U_r, and for
+    rule sum (sum over each group of W_q) U_r*. Biases fold the same way, and take off the mean key."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if skipped and settings.skip_as != "latent":
         return attention
@@ -1103,8 +1095,8 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
 
 
 class SalsCache(Cache):
-    """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. Of `sparse`
-    layers a step attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
+    """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. A `sparse`
+    layer attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
 
     maps: of sals_layer_maps; blocks: () or the tokens of a block, their mean_rotations, and, where the mean
     key counts token by token, cos beside sin of each [S, D], else None."""
@@ -1371,8 +1363,7 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
 
 
 def elite_attention(attention: Attention, c: ModelConfig, order: Tensor, r: int, factors, root=None):
-    """A layer's attention as EliteAttention, with its order [He, D/2]; factors(k, v): A and B of `low_rank`;
-    root: as there."""
+    """A layer as EliteAttention: order [He, D/2]; factors(k, v): A and B of `low_rank`; root: as there."""
     wqkv, d, heads = attention.wqkv, c.head_dim, c.n_kv_heads
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
@@ -1395,8 +1386,7 @@ def elite_attention(attention: Attention, c: ModelConfig, order: Tensor, r: int,
 
 class EliteCache(Cache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys. Decode
-    absorbs B_k into the query and B_v into the output: the latent is key and value at once. A query has zeros
-    where the elite keys of other heads stand."""
+    absorbs B_k into the query, zero at other heads' elite keys, and B_v into the output."""
 
     elite_rope = True
 
@@ -1523,8 +1513,7 @@ def loki_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int,
 
 
 class LokiCache(DenseCache):
-    """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V. The leading d
-    components score all tokens, so that no second copy of the keys is kept."""
+    """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V."""
 
     def __init__(self, context: Context, settings: LokiSettings, basis: Tensor, d: int):
         # Components that are cached: the scale of their logits stays that of the full head dim.
@@ -1544,8 +1533,7 @@ class LokiCache(DenseCache):
         return torch.einsum("nhc,hdc->nhd", keys, self.basis[..., : self.width]), values
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """Algorithm 1, lines 5-7: the k best tokens of each query head, by their leading d components,
-        [B, Hkv, G, k], or of a group by the largest weight of its heads (group_scores), [B, Hkv, k]."""
+        """Lines 5-7: the k best tokens of each query [B, Hkv, G, k], or of a group (group_scores)."""
         rule = {"query": "each", "group": "largest"}[self.settings.share]
         scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
         wanted = None
@@ -1725,12 +1713,11 @@ def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor
 
 
 def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives each selected token a hot slot: hits keep theirs, misses take the others (ours), with C > k those
-    unused for the longest time. Gives the slots [B, Hkv, k] and which miss.
+    """The hot slots [B, Hkv, k] of the selected tokens, and which miss: hits keep theirs, misses take the
+    others (ours), with C > k those unused for the longest time.
 
-    index [B, Hkv, k] positions, live which of them count: those are distinct, the others have no slot.
-    Tables: slot_of [B, Hkv, S], of a position, pos_of and stamp [B, Hkv, C], of a slot: the position in it
-    (-1: none) and the last step that used it."""
+    index [B, Hkv, k]: positions, distinct where live. Tables: slot_of [B, Hkv, S], of a position; pos_of and
+    stamp [B, Hkv, C], of a slot: the position in it (-1: none) and the last step that used it."""
     slot = slot_of.gather(-1, index).long()
     hit = slot >= 0  # what does not count has no slot
     # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
@@ -1783,8 +1770,7 @@ class LrqkCache(Cache):
     """A_K of every token, the K and V in use, and a ring of recent ones; all K and V in host memory.
 
     A token's key and value lie side by side: one read over the bus. `hot` holds C slots for selected tokens,
-    then the ring: slot C + p % z has position p. Host memory has every token from the start, so that a slot
-    is given up by forgetting it. Of the tokens that a KV head selects those without a slot are fetched."""
+    then the ring: slot C + p % z has position p. Selected tokens without a slot are fetched."""
 
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
@@ -1924,8 +1910,7 @@ class StreamingSettings:
 
 
 class StreamingCache(DenseCache):
-    """x sinks and a ring of the w most recent tokens, at their original positions. (The paper re-rotates by
-    the place within the cache, to go on beyond the trained length.)"""
+    """x sinks and a ring of the w last tokens, at their own positions (paper: at places in the cache)."""
 
     def __init__(self, context: Context, settings: StreamingSettings):
         shape = context.config.n_kv_heads, context.config.head_dim, *settings.budget(context.capacity)
@@ -2054,8 +2039,7 @@ class H2oCache(DenseCache):
         self.table("prompt")  # its length
 
     def weights(self, logits: Tensor, step: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
-        """What is accumulated, of logits [..., N], so many tokens after the prompt; first: where Keyformer's
-        noise begins, another number at each step."""
+        """What is accumulated, of logits [..., N]; step, from the prompt's end, and first: Keyformer's."""
         return logits.softmax(-1)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
@@ -2281,8 +2265,7 @@ def share_map(overlap: Tensor, merged: int) -> Tensor:
 
 
 class HshareCache(DoubleSparseCache):
-    """Double Sparsity's. A selection is held for `every` steps, while each new token joins it, and
-    `share_heads` heads use another head's, by a map made at the end of what was read at once."""
+    """A selection is held for `every` steps; each new token joins it. `share_heads` heads use another's."""
 
     def __init__(self, context: Context, settings: HshareSettings, importance: Tensor):
         super().__init__(context, settings, importance)
@@ -2326,7 +2309,6 @@ class HshareCache(DoubleSparseCache):
         return index.where(index <= pos[:, None, None], -1)
 
     def score_bytes(self, length: int) -> int:
-        """The labels of the heads that select, in one of `every` steps."""
         heads = self.config.n_kv_heads
         return super().score_bytes(length) * (heads - self.merged) // heads // self.every
 
@@ -2490,8 +2472,8 @@ class RingStore(nn.Module):
 
 
 class ChannelKeys(RingStore):
-    """Keys quantised per channel in groups of 32 tokens, R tokens at a time. The keys of an unfinished block
-    are exact. When a block is full, its slots of the ring get the decoded keys."""
+    """Keys quantised per channel in groups of 32 tokens. Those of an unfinished block of R tokens are exact.
+    When it is full, its slots of the ring get the decoded keys."""
 
     kind = "channels"
 
@@ -2848,8 +2830,7 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
 
 
 def fdc_tails(values: Tensor) -> Tensor:
-    """Fraction of the singular values theta [..., D], largest first, that is lost when the first m columns
-    stay, m = 1 .. D -> [..., D] fp64, falling to 0."""
+    """Fraction of the singular values [..., D] lost where the first m = 1 .. D stay -> [..., D] fp64."""
     tails = values.double().flip(-1).cumsum(-1).flip(-1)
     return F.pad(tails[..., 1:], (0, 1)) / tails[..., :1]
 
@@ -2895,8 +2876,7 @@ def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact
 
 
 class RaggedStore(nn.Module):
-    """Heads of unequal rank in one flat buffer: K' [B, S, d_qk] head by head, then V' [B, S, d_v] likewise.
-    It has the sum of the ranks, not the largest one for all."""
+    """Heads of unequal rank in one flat buffer: K' [B, S, d_qk] head by head, then V' [B, S, d_v]."""
 
     def __init__(self, context: Context, k_ranks: list[int], v_ranks: list[int]):
         super().__init__()
@@ -2934,8 +2914,8 @@ class RaggedStore(nn.Module):
 
 
 class FdcCache(Cache):
-    """Post-RoPE keys K' = K R and folded values V', each KV head at its own rank: q' K'^T needs no K. Bases
-    of each KV head: k_bases R [D, d_qk]; v_bases R [D, d_v], which the weights have."""
+    """K' = K R of keys after RoPE and folded values V', each KV head at its own rank: k_bases R [D, d_qk],
+    v_bases R [D, d_v], which the weights have."""
 
     def __init__(self, context: Context, k_bases: list[Tensor], v_bases: list[Tensor]):
         super().__init__(context)
@@ -3019,8 +2999,7 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
 
 class PaluCache(Cache):
     """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC). basis:
-    R [Hkv, D, r] of a whitened SVD of each head, whose V has rank r, too; bias [Hkv, D]: of the keys, not in
-    the latent."""
+    R [Hkv, D, r], of a whitened SVD of each head; bias [Hkv, D]: of the keys, not in the latent."""
 
     def __init__(self, context: Context, basis: Tensor, bias: Tensor):
         super().__init__(context)
@@ -3098,8 +3077,7 @@ def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
 
 
 def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str:
-    """What is wrong with a tensor of an artifact, "" if nothing. Whole numbers of a shape are orders: each
-    row holds every index below its length once."""
+    """What is wrong with a tensor of an artifact, "" if nothing. Whole numbers of a shape are orders."""
     if tensor is None:
         return "is missing"
     sizes = zip(tensor.shape, shape, strict=False)
@@ -3208,8 +3186,7 @@ def method_named(name: str) -> Method:
 
 
 def settings_from(method: str, options: dict) -> object:
-    """The method's settings with `options` (name -> value) over its defaults, or the paper's, as the option
-    `variant` says. Raises UserError for others."""
+    """The method's settings: `options` over the defaults of their `variant`. UserError for unknown ones."""
     row, options = method_named(method), dict(options)
     known = {f.name: f for f in dataclasses.fields(row.settings)}
     if row.paper and (variant := options.pop("variant", "ours")) != "ours":
