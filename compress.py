@@ -116,10 +116,6 @@ class Context:
         """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
         return apply_rope(x, self.cos[positions], self.sin[positions])
 
-    def rope_one(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """The same of x [..., D], of one head each."""
-        return self.rope(x[..., None, :], positions)[..., 0, :]
-
     def linear(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """linear_int8: the product with weights in int8."""
         if not self.kernels:
@@ -281,9 +277,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
 
 
 def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
-    """q . row of every token: q [B, H, N, d], rows [B, H, S, >= d] -> [B, H, N, S] fp32.
-
-    row_scale [B, H, S]: of rows that are codes. With `block` q is [B, n, H, N, d]: one for so many tokens."""
+    """q . row of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many; rows
+    [B, H, S, >= d]; row_scale [B, H, S]: of rows that are codes -> [B, H, N, S] fp32."""
     rows = rows[..., : q.shape[-1]]
     if row_scale is not None:  # sums of products with codes can exceed fp16's range
         q, row_scale = q * 2**-7, row_scale * 128
@@ -324,8 +319,7 @@ def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor |
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...]. No copy of x is made where in memory a
-    head's tokens or a token's heads lie side by side."""
+    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...], whether x lies by head or by token."""
     by_token = not x.is_contiguous()
     rows = x.transpose(1, 2).contiguous() if by_token else x
     number = row_numbers(rows.transpose(1, 2) if by_token else rows, index)
@@ -340,8 +334,7 @@ def row_numbers(x: Tensor, index: Tensor) -> Tensor:
 
 
 def compiled_for_cpu(x: Tensor) -> bool:
-    """Do products with x become one loop that never holds codes in floating point? A matrix product would
-    first write them to memory, four bytes or more for each."""
+    """Do products with x become one loop? A matrix product would write all codes to memory as floats."""
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
@@ -559,17 +552,13 @@ class MixedStore(Int8Store):
 
     def layout(self) -> dict[str, tuple]:
         packed = ((self.width - self.lead) // 2,), torch.uint8
-        return {"rows": ((self.lead,), torch.int8), "rest": packed, "scale": ((), torch.float32)}
+        return {"rows": ((self.lead,), torch.int8), "scale": ((), torch.float32), "rest": packed}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return quantize_mixed(x, self.lead)
 
-    def decode(self, rows: Tensor, rest: Tensor, scale: Tensor) -> Tensor:
+    def decode(self, rows: Tensor, scale: Tensor, rest: Tensor) -> Tensor:
         return super().decode(torch.cat((rows, unpack(rest, 4).to(torch.int8) * 8 - 60), -1), scale)
-
-    def kernel_form(self) -> list[Tensor]:
-        rows, rest, scale = super().kernel_form()
-        return [rows, scale, rest]
 
 
 class CodedStore(TokenStore):
@@ -635,8 +624,7 @@ class HostStore(TokenStore):
 
 class RebuiltKeys(nn.Module):
     """Keys RoPE(latent basis^T + bias), rebuilt where they are read: a store over `latents` [B, 1 or Hkv, S,
-    r], with basis [Hkv, D, r], bias [Hkv, D] or None. Latents in int8 go with a basis that int8 codes hold
-    (quantize_basis), so that kernels multiply codes."""
+    r], basis [Hkv, D, r], bias [Hkv, D] or None. Int8 latents go with a basis of quantize_basis."""
 
     kind = "latents"
 
@@ -654,7 +642,8 @@ class RebuiltKeys(nn.Module):
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         keys = torch.einsum("bhnr,hdr->bhnd", self.latents.read(pos, index), self.basis)
         keys = keys if self.bias is None else keys + self.bias[:, None]
-        keys = self.context.rope_one(keys, slice(0, keys.shape[2]) if index is None else index)
+        places = slice(0, keys.shape[2]) if index is None else index
+        keys = self.context.rope(keys[..., None, :], places)[..., 0, :]  # a head at a time
         return keys.to(self.context.dtype)  # a bias may be in fp32
 
     def past(self, batch: int, n: int) -> Tensor:
@@ -748,9 +737,8 @@ class DenseSettings:
 
 
 class DenseCache(Cache):
-    """Post-RoPE K and V of every token: the truth that all others are measured against. The base of the
-    caches that keep K and V by position, in two stores (plain ones if not given). A step attends `count`
-    tokens, those of a budget, which `select` names, or else all that are stored."""
+    """Post-RoPE K and V of every token: the truth. The base of caches that keep K and V in two stores. A step
+    attends `count` tokens, those of a budget, which `select` names, or else all that are stored."""
 
     def __init__(self, context: Context, keys=None, values=None, budget: tuple[int, ...] = ()):
         super().__init__(context)
@@ -885,15 +873,15 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of rows x [..., D] with one scale a row (ours): int8 [..., lead] of the leading numbers, uint8
-    [..., (D - lead) / 2] (`pack`) of the others in 4 bits, and scales [...] fp32. A code of 4 bits stands for
+    """Codes of rows x [..., D] with one scale a row (ours): int8 [..., lead] of the leading numbers, scales
+    [...] fp32, and uint8 [..., (D - lead) / 2] (`pack`) of the others in 4 bits. A code of 4 bits stands for
     an odd multiple of 4 up to 60: unpacked, all are int8 numbers again."""
     leading, rest = x.float().split((lead, x.shape[-1] - lead), -1)
     spread = rest.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
     scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
     step = torch.where(scale == 0, 1, scale)[..., None]
     codes = ((rest / step + 60) / 8).round().clamp(0, 15)
-    return (leading / step).round().to(torch.int8), pack(codes, 4), scale
+    return (leading / step).round().to(torch.int8), scale, pack(codes, 4)
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -972,8 +960,7 @@ def sals_step(
 
 def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
     """`down` (keys to latent) and `up` (latent to keys, queries to latent) [Hkv*D, r], of a basis U, its best
-    direction first: U_r twice (paper), or with scale S [Hkv*D] S U_r and S^-1 U_r (ours). U is then best for
-    the keys S k: S is as large as the queries make a dim count. down^T up is still I."""
+    direction first: U_r twice (paper), or with scale S [Hkv*D] S U_r and S^-1 U_r, U of keys S k (ours)."""
     basis = basis[:, :r]
     return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
 
@@ -2156,8 +2143,7 @@ class QuestCache(ProxyCache):
         self.proxies.write((batch, page), torch.cat((high, low), -1))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """[max(q, 0), min(q, 0)] [B, Hq, 2D] times a page's [largest, least] key is the largest logit that a
-        key between them could have (sec. 3.3)."""
+        """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec. 3.3)."""
         last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
         scores = self.context.scores(bounds, pos=last, rule="largest", **self.proxies.scored(last))
         return self.select_pages(scores, pos, self.page, 1)
@@ -2778,7 +2764,7 @@ class ShadowKvCache(Cache):
         index = index.clamp(min=0)
         latent = self.latent[batch[:, None, None], index]  # [B, Hkv, n, r]
         rebuilt = latent @ self.basis.unflatten(1, (k.shape[1], -1)).transpose(-1, -2)
-        chosen = self.context.rope_one(rebuilt, index), self.values.read(None, index)
+        chosen = self.rope(rebuilt[..., None, :], index)[..., 0, :], self.values.read(None, index)
         parts = zip(self.outliers.rows.chunk(2, -1), chosen, self.ring.rows.chunk(2, -1), strict=True)
         k_all, v_all = (torch.cat(part, 2) for part in parts)
         return self.context.attend_rows(q, k_all, v_all, tokens >= 0)

@@ -222,13 +222,13 @@ def _append_kernel(
 
 @operator(lambda *_: None, ("lead", "rest", "latent_scale", "codes", "scale"))
 def append(
-    latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, rest: Tensor, latent_scale: Tensor, codes: Tensor,
+    latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, latent_scale: Tensor, rest: Tensor, codes: Tensor,
     scale: Tensor, apart: float, rest_apart: float
 ) -> None:  # fmt: skip
     """Stores one new token of each batch entry at pos: its latent [B, r] and value [B, Hkv, D] in codes.
 
-    Entries of latent and v may lie any step apart. The latent goes to lead [B, 1, S, r*] int8, rest
-    [B, 1, S, (r - r*) / 2] uint8 and latent_scale [B, 1, S] fp32. v goes to codes [B, S, Hkv, D * bits / 8]
+    Entries of latent and v may lie any step apart. The latent goes to lead [B, 1, S, r*] int8,
+    latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2] uint8, v to codes [B, S, Hkv, D * bits / 8]
     uint8 and scale [B, S, Hkv] fp16. apart, rest_apart: how far levels of values, and of a latent's 4-bit
     codes, lie apart, in standard deviations. Truth: compress.quantize_mixed, quantize_spread."""
     (B, Hkv, D), S, LEAD, REST, BYTES = v.shape, *lead.shape[2:], rest.shape[3], codes.shape[3]

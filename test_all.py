@@ -521,9 +521,9 @@ def spread(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
 
 def mixed(x: torch.Tensor, lead: int) -> tuple[torch.Tensor, ...]:
     """What quantize_mixed gives, and what it stands for."""
-    codes, rest, scale = compress.quantize_mixed(x, lead)
+    codes, scale, rest = compress.quantize_mixed(x, lead)
     every = torch.cat((codes, compress.unpack(rest, 4).to(torch.int8) * 8 - 60), -1)
-    return codes, rest, scale, every * scale[..., None]
+    return codes, scale, rest, every * scale[..., None]
 
 
 # ---- the papers' algorithms: in the paper's settings a cache does what its NAME_step does
@@ -720,11 +720,11 @@ def pure_palu(cache, entry, n, q, k, v, latent):
     """The keys' bias is not in their latent (ours)."""
     q, k, basis = cache.rope(q, slice(0, len(q))), k - cache.keys.bias, cache.keys.basis
     values = latent.unflatten(1, (cache.config.n_kv_heads, -1))
-    each, rope_one = itertools.cycle(zip(basis, cache.keys.bias, strict=True)), cache.context.rope_one
+    each, rope = itertools.cycle(zip(basis, cache.keys.bias, strict=True)), cache.rope
 
     def step(i, q, k, v, stored):
         R, bias = next(each)
-        out, stored = compress.palu_step(q, k, v, stored, R, lambda x, at: rope_one(x + bias, at))
+        out, stored = compress.palu_step(q, k, v, stored, R, lambda x, t: rope((x + bias)[:, None], t)[:, 0])
         return out, None, stored
 
     return by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
@@ -1120,7 +1120,7 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     x = torch.randn(2000, 64) * energy.sqrt() @ R * gains
     x *= torch.logspace(-3, 3, 2000)[:, None]
     x[0], x[1, :lead], x[2, lead:] = 0, 0, 0
-    codes, rest, scale, back = mixed(x, lead)
+    codes, scale, rest, back = mixed(x, lead)
     leading, others = x.split((lead, 48), -1)
     least = leading.abs().amax(-1) / 127, others.square().mean(-1).sqrt() * 0.3352 / 8
     assert torch.allclose(scale, torch.maximum(*least)) and not back[0].any()
@@ -2980,7 +2980,7 @@ APPENDED = [(2, 2, 64, 20, 10, 50, 2), (3, 1, 32, 16, 8, 40, 4), (2, 3, 96, 33, 
 def appended(B, Hkv, D, lead, width, S, bits, dtype):
     """Arguments of append: latents and values side by side, as wqkv gives them, and poisoned stores."""
     latent, v = randn(B, lead + 2 * width + Hkv * D, dtype=dtype).split((lead + 2 * width, Hkv * D), 1)
-    shapes = [((1, S, lead), torch.int8), ((1, S, width), torch.uint8), ((1, S), torch.float32)]
+    shapes = [((1, S, lead), torch.int8), ((1, S), torch.float32), ((1, S, width), torch.uint8)]
     shapes += [((S, Hkv, D * bits // 8), torch.uint8), ((S, Hkv), torch.float16)]
     stores = [torch.full((B, *shape), 77, dtype=kind, device=DEVICE) for shape, kind in shapes]
     levels = compress.LEVELS_APART[bits], compress.LEVELS_APART[4]
@@ -3263,7 +3263,7 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
             chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
             lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
             lead = r // 4 if r % 512 == 0 else lead
-            codes, rest, scale, latent = mixed(randn(*latent.shape, dtype=dtype), lead)
+            codes, scale, rest, latent = mixed(randn(*latent.shape, dtype=dtype), lead)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
         basis, flat = basis_codes * basis_scale, [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)]
         flat.append(bias / flat[1])
@@ -3621,7 +3621,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
         tables = zeros(39, D // 2, dtype=fp32), zeros(39, D // 2, dtype=fp32)
-        codes = [mixed[0][:, :1].contiguous(), mixed[2][:, :1].contiguous(), scale[:, :1].contiguous()]
+        codes = [mixed[0][:, :1].contiguous(), scale[:, :1].contiguous(), mixed[2][:, :1].contiguous()]
         codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
         kernels.append(zeros(B, 512), zeros(B, 32, D), pos, *codes, 1.0, 1.0)
         kernels.block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
@@ -3888,7 +3888,7 @@ def good_arguments(name: str) -> dict:
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
     placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
-    names = "latent v pos lead rest latent_scale codes scale apart rest_apart".split()
+    names = "latent v pos lead latent_scale rest codes scale apart rest_apart".split()
     return {
         "append": dict(zip(names, appended(*APPENDED[0], torch.float32), strict=True)),
         "block_queries": placed,
