@@ -303,7 +303,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
         values, vectors = eigen(own.movedim(-1, 1))
         tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
         context = Context(model, *trial.shape)
-        caches = compress.loki_caches(model, compress.LokiSettings(basis=name), context, tensors)
+        caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
         engine = Engine(model, caches, context, Sampling())
         loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
         facts[f"perplexity_{name}"] = math.exp(loss.mean())

@@ -787,16 +787,16 @@ def dense_bytes(context: Context) -> int:
     return context.batch_size * context.capacity * 2 * context.config.kv_dim * context.dtype.itemsize
 
 
-def each_layer(make: Callable[..., Cache], *names: str) -> Callable[..., list[Cache]]:
-    """The `caches` of a method whose layers are alike, but for those of --skip, which are dense. make gets a
-    layer's part of each of these tensors of the artifact."""
+def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
+    """The `caches` of a method whose layers are alike, but for those of --skip, which are dense. make gets
+    context and settings, and of a fitted method the layer's attention, the artifact and its number."""
 
     def build(model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
-        caches, n = [], len(model.layers)
-        skipped = skipped_layers(settings, n) if hasattr(settings, "skip") else ()
-        for i in range(n):
-            parts = (artifact[name][i] for name in names)
-            caches.append(DenseCache(context) if i in skipped else make(context, settings, *parts))
+        caches = []
+        skipped = skipped_layers(settings, len(model.layers)) if hasattr(settings, "skip") else ()
+        for i, layer in enumerate(model.layers):
+            fitted = (layer.attention, artifact, i) if artifact else ()
+            caches.append(DenseCache(context) if i in skipped else make(context, settings, *fitted))
         return caches
 
     return build
@@ -1377,7 +1377,7 @@ class EliteCache(Cache):
 
     elite_rope = True
 
-    def __init__(self, context: Context, attention: EliteAttention):
+    def __init__(self, context: Context, settings: EliteSettings, attention: EliteAttention, *_):
         super().__init__(context)
         self.attention, self.r, self.d_ckv = attention, attention.r, attention.widths[2]
         self.latents = TokenStore(context, 1, context.capacity, sum(attention.widths[1:]))
@@ -1439,10 +1439,6 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
     return elite_attention(attention, c, order, r, factors, root)
 
 
-def elite_caches(model: Llama, settings: EliteSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    return [EliteCache(context, layer.attention) for layer in model.layers]
-
-
 def elite_tensors(c: ModelConfig) -> Stored:
     # An uptrained checkpoint's pairs are fixed, and its factors are not made from the weights.
     order, sizes = (int, c.n_layers, c.n_kv_heads, c.head_dim // 2), {"r": (int,), "d_ckv": (int,)}
@@ -1502,13 +1498,20 @@ def loki_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int,
 class LokiCache(DenseCache):
     """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V."""
 
-    def __init__(self, context: Context, settings: LokiSettings, basis: Tensor, d: int):
+    def __init__(self, context: Context, settings: LokiSettings, _, artifact: Artifact, i: int):
+        c = context.config
+        kind = ("pre", "post")[bool(artifact["better"])] if settings.basis == "auto" else settings.basis
+        d = max(1, round(settings.d * c.head_dim))
+        if settings.explained:
+            ranks = rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained)
+            d = round(ranks.double().mean().item())
         # Components that are cached: the scale of their logits stays that of the full head dim.
-        c, self.width = context.config, d if settings.reduced else context.config.head_dim
+        self.width = d if settings.reduced else c.head_dim
         keys = TokenStore(context, c.n_kv_heads, context.capacity, self.width)
         super().__init__(context, keys, budget=settings.budget(context.capacity))
         self.settings, self.d = settings, d
-        self.basis = basis.to(context.device, context.dtype)  # P [Hkv, D, D], columns by falling eigenvalue
+        basis = artifact[f"{kind}.basis"][i]  # P [Hkv, D, D], columns by falling eigenvalue
+        self.basis = basis.to(context.device, context.dtype)
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         """Each head in the basis of its KV head."""
@@ -1541,15 +1544,6 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
     """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold this fraction of their sum."""
     below = values.cumsum(-1) / values.sum(-1, keepdim=True) < fraction
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
-
-
-def loki_caches(model: Llama, settings: LokiSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    kind = ("pre", "post")[bool(artifact["better"])] if settings.basis == "auto" else settings.basis
-    ranks = [max(1, round(settings.d * model.config.head_dim))] * len(model.layers)
-    if settings.explained:
-        values = artifact[f"{kind}.eigenvalues"]
-        ranks = [round(d.item()) for d in rank_at(values, settings.explained).double().mean(-1)]
-    return [LokiCache(context, settings, artifact[f"{kind}.basis"][i], d) for i, d in enumerate(ranks)]
 
 
 def head_bases(c: ModelConfig, kinds: Sequence[str], values: str = "") -> Stored:
@@ -2165,7 +2159,7 @@ class SalsCannSettings(QuestSettings):
 class SalsCannCache(ProxyCache):
     """K and V in int8; the proxy of a key is its r leading components in 4 bits. Nothing is rebuilt."""
 
-    def __init__(self, context: Context, settings: SalsCannSettings, basis: Tensor):
+    def __init__(self, context: Context, settings: SalsCannSettings, _, artifact: Artifact, i: int):
         shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
         stores = (Int8Store(*shape, D) for _ in range(2))
         super().__init__(context, *stores, budget=settings.budget(context.capacity))
@@ -2173,7 +2167,7 @@ class SalsCannCache(ProxyCache):
         self.tail = min(settings.tail, self.count // self.size - 1)
         r = rank_of(settings.rank, D)
         r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
-        self.basis = basis[..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
+        self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
         self.proxies = ScaledStore(*shape, r, 4)
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
@@ -2204,11 +2198,11 @@ class DoubleSparseSettings(KeepSettings):
 class DoubleSparseCache(ProxyCache):
     """The proxy of a key is its label: its r_c most important channels, after RoPE."""
 
-    def __init__(self, context: Context, settings: DoubleSparseSettings, importance: Tensor):
+    def __init__(self, context: Context, settings: DoubleSparseSettings, _, artifact: Artifact, i: int):
         super().__init__(context, budget=settings.budget(context.capacity))
         c = context.config
         r = max(1, round(settings.channels * c.head_dim))
-        self.channels = importance.topk(r).indices.to(context.device)  # [Hkv, r_c]
+        self.channels = artifact["importance"][i].topk(r).indices.to(context.device)  # [Hkv, r_c]
         self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
 
     def labels(self, x: Tensor) -> Tensor:
@@ -2253,8 +2247,8 @@ def share_map(overlap: Tensor, merged: int) -> Tensor:
 class HshareCache(DoubleSparseCache):
     """A selection is held for `every` steps; each new token joins it. `share_heads` heads use another's."""
 
-    def __init__(self, context: Context, settings: HshareSettings, importance: Tensor):
-        super().__init__(context, settings, importance)
+    def __init__(self, context: Context, settings: HshareSettings, *fitted):
+        super().__init__(context, settings, *fitted)
         heads, every, merged = context.config.n_kv_heads, settings.every, settings.share_heads
         if merged >= heads:
             raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
@@ -2900,11 +2894,12 @@ class RaggedStore(nn.Module):
 
 
 class FdcCache(Cache):
-    """K' = K R of keys after RoPE and folded values V', each KV head at its own rank: k_bases R [D, d_qk],
-    v_bases R [D, d_v], which the weights have."""
+    """K' = K R of keys after RoPE and folded values V', whose basis the weights have: each KV head at its own
+    ranks d_qk and d_v."""
 
-    def __init__(self, context: Context, k_bases: list[Tensor], v_bases: list[Tensor]):
+    def __init__(self, context: Context, settings: FdcSettings, _, artifact: Artifact, i: int):
         super().__init__(context)
+        k_bases, v_bases = (settings.bases(artifact, i, kind) for kind in ("qk", "v"))
         self.k_ranks, self.v_ranks = ([basis.shape[1] for basis in bases] for bases in (k_bases, v_bases))
         padded = [F.pad(basis, (0, max(self.k_ranks) - basis.shape[1])) for basis in k_bases]
         self.basis = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
@@ -2943,11 +2938,6 @@ def own_columns(ranks: list[int], G: int) -> Tensor:
     return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
-def fdc_caches(model: Llama, settings: FdcSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    bases = ([settings.bases(artifact, i, kind) for kind in ("qk", "v")] for i in range(len(model.layers)))
-    return [FdcCache(context, *pair) for pair in bases]
-
-
 def fdc_tensors(c: ModelConfig) -> Stored:
     return head_bases(c, ("qk", "v"), "values") | {"rate": (float,)}
 
@@ -2984,11 +2974,12 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
 
 
 class PaluCache(Cache):
-    """Latents of the keys before RoPE and folded values: FDC without post-RoPE compression (its /PRC). basis:
-    R [Hkv, D, r], of a whitened SVD of each head; bias [Hkv, D]: of the keys, not in the latent."""
+    """Folded values, and latents of the keys before RoPE and bias, on R [Hkv, D, r] of a whitened SVD of each
+    head: FDC without post-RoPE compression (its /PRC)."""
 
-    def __init__(self, context: Context, basis: Tensor, bias: Tensor):
+    def __init__(self, context: Context, settings: PaluSettings, attention, artifact: Artifact, i: int):
         super().__init__(context)
+        basis, bias = settings.bases(artifact, i, "k"), kv_bias(attention, context.config)[0]
         shape = len(basis), context.capacity, basis.shape[2]
         latents, basis = TokenStore(context, *shape), basis.to(context.device)
         self.keys = RebuiltKeys(latents, basis, bias.to(context.dtype))
@@ -3008,11 +2999,6 @@ class PaluCache(Cache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.write((self.context.batch_ids, pos), k, latent)
         return self.context.attend(self.rope(q, pos), self.keys, self.values, pos)
-
-
-def palu_caches(model: Llama, settings: PaluSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    biases = (kv_bias(layer.attention, model.config)[0] for layer in model.layers)
-    return [PaluCache(context, settings.bases(artifact, i, "k"), bias) for i, bias in enumerate(biases)]
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts
@@ -3141,27 +3127,27 @@ SALS_PAPER |= {"sinks": 16, "critical": 432}
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),
     "sals": Method(SalsSettings, sals_caches, sals_tensors, fold=fold_sals, paper=SALS_PAPER),
-    "elitekv": Method(EliteSettings, elite_caches, elite_tensors, random_elitekv, fold_elitekv),
-    "loki": Method(LokiSettings, loki_caches, loki_tensors),
+    "elitekv": Method(EliteSettings, each_layer(EliteCache), elite_tensors, random_elitekv, fold_elitekv),
+    "loki": Method(LokiSettings, each_layer(LokiCache), loki_tensors),
     "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), paper={"mode": "paper"}),
-    "fdc": Method(FdcSettings, fdc_caches, fdc_tensors, random_fdc, fold_values),
+    "fdc": Method(FdcSettings, each_layer(FdcCache), fdc_tensors, random_fdc, fold_values),
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
     "topk": Method(TopKSettings, each_layer(TopKCache)),
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
     "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
-    "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache, "post.basis"), artifact="loki"),
+    "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache), artifact="loki"),
     "doublesparse": Method(
         DoubleSparseSettings,
-        each_layer(DoubleSparseCache, "importance"),
+        each_layer(DoubleSparseCache),
         lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
     ),
-    "hshare": Method(HshareSettings, each_layer(HshareCache, "importance"), artifact="doublesparse"),
+    "hshare": Method(HshareSettings, each_layer(HshareCache), artifact="doublesparse"),
     "infinigen": Method(InfinigenSettings, each_layer(InfinigenCache)),
     "kivi": Method(KiviSettings, each_layer(lambda context, s: DenseCache(context, *kivi_kv(context, s)))),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
-    "palu": Method(PaluSettings, palu_caches, lambda c: head_bases(c, "kv"), fold=fold_values),
+    "palu": Method(PaluSettings, each_layer(PaluCache), lambda c: head_bases(c, "kv"), fold=fold_values),
 }
 
 
