@@ -1546,15 +1546,17 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
-def head_bases(c: ModelConfig, kinds: Sequence[str], values: str = "") -> Stored:
-    """For each kind the bases of all KV heads, and the `values` by which their columns are sorted."""
-    heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
-    made = {f"{kind}.basis": (*heads, c.head_dim) for kind in kinds}
-    return made | ({f"{kind}.{values}": heads for kind in kinds} if values else {})
+def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], Stored]:
+    """The `tensors` of a method: of each KV head bases [D, D] or other numbers [D], and others."""
+
+    def tensors(c: ModelConfig) -> Stored:
+        heads = (float, c.n_layers, c.n_kv_heads, c.head_dim)
+        return {name: (*heads, c.head_dim) if "basis" in name else heads for name in names} | others
+
+    return tensors
 
 
-def loki_tensors(c: ModelConfig) -> Stored:
-    return head_bases(c, ("pre", "post"), "eigenvalues") | {"better": (int,)}
+loki_tensors = of_heads("pre.basis", "post.basis", "pre.eigenvalues", "post.eigenvalues", better=(int,))
 
 
 # ------------------------------------------------------------------------------------------------------- LRQK
@@ -2938,8 +2940,7 @@ def own_columns(ranks: list[int], G: int) -> Tensor:
     return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
-def fdc_tensors(c: ModelConfig) -> Stored:
-    return head_bases(c, ("qk", "v"), "values") | {"rate": (float,)}
+fdc_tensors = of_heads("qk.basis", "v.basis", "qk.values", "v.values", rate=(float,))
 
 
 def random_fdc(c: ModelConfig) -> Artifact:
@@ -3137,17 +3138,13 @@ METHODS = {
     "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
     "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache), artifact="loki"),
-    "doublesparse": Method(
-        DoubleSparseSettings,
-        each_layer(DoubleSparseCache),
-        lambda c: {"importance": (float, c.n_layers, c.n_kv_heads, c.head_dim)},
-    ),
+    "doublesparse": Method(DoubleSparseSettings, each_layer(DoubleSparseCache), of_heads("importance")),
     "hshare": Method(HshareSettings, each_layer(HshareCache), artifact="doublesparse"),
     "infinigen": Method(InfinigenSettings, each_layer(InfinigenCache)),
     "kivi": Method(KiviSettings, each_layer(lambda context, s: DenseCache(context, *kivi_kv(context, s)))),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
-    "palu": Method(PaluSettings, each_layer(PaluCache), lambda c: head_bases(c, "kv"), fold=fold_values),
+    "palu": Method(PaluSettings, each_layer(PaluCache), of_heads("k.basis", "v.basis"), fold=fold_values),
 }
 
 
