@@ -2896,8 +2896,7 @@ class RaggedStore(nn.Module):
 
 
 class FdcCache(Cache):
-    """K' = K R of keys after RoPE and folded values V', whose basis the weights have: each KV head at its own
-    ranks d_qk and d_v."""
+    """K' = K R of keys after RoPE and folded values V', each KV head at its own ranks d_qk and d_v."""
 
     def __init__(self, context: Context, settings: FdcSettings, _, artifact: Artifact, i: int):
         super().__init__(context)
@@ -2975,8 +2974,7 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
 
 
 class PaluCache(Cache):
-    """Folded values, and latents of the keys before RoPE and bias, on R [Hkv, D, r] of a whitened SVD of each
-    head: FDC without post-RoPE compression (its /PRC)."""
+    """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE compression."""
 
     def __init__(self, context: Context, settings: PaluSettings, attention, artifact: Artifact, i: int):
         super().__init__(context)
