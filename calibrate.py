@@ -89,9 +89,7 @@ def read_texts(files: list[Path]) -> Iterator[str]:
             yield text
 
 
-def text_ids(
-    tokenizer, files: list[Path], most: int, vocabulary: int | None = None, bos: bool = False
-) -> np.ndarray:
+def text_ids(tokenizer, files: list[Path], most: int, vocabulary: int | None = None, bos=False) -> np.ndarray:
     """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
     Raises UserError for an id outside the model's vocabulary."""
     bar = Progress("tokens", most)
@@ -183,11 +181,6 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
             raise UserError(f"{path}: cannot be written ({error})") from None
         os.umask(mask := os.umask(0))  # the only way to read it
         made.chmod(0o666 & ~mask)  # as other files: safetensors makes its own private
-
-
-def in_bf16(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, in bf16 what is floating point."""
-    return {name: t.detach().bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- fitting
@@ -379,20 +372,14 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> tuple[float, float]:
-    """Perplexity of tokens [N, S] in EliteKV form without uptraining, and the fraction of |W_k^n|^2 + |W_v|^2
-    that A B keeps, a mean over layers; leaves the model as it was."""
-    dense, kept = [layer.attention for layer in model.layers], []
+def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> float:
+    """Perplexity of tokens [N, S] in EliteKV form without uptraining; leaves the model as it was."""
+    dense = [layer.attention for layer in model.layers]
     METHODS["elitekv"].fold_all(model, settings, artifact)
-    for layer, before in zip(model.layers, dense, strict=True):
-        _, k, v = before.wqkv.weight.float().split(before.widths)
-        elite = layer.attention.wqkv.weight.float().split(layer.attention.widths)[1]
-        total = k.square().sum() + v.square().sum() - elite.square().sum()
-        kept.append(layer.attention.up.weight.float().square().sum() / total)  # A is orthonormal
     perplexity = full_passes(model, tokens)[1].item()
     for layer, before in zip(model.layers, dense, strict=True):
         layer.attention = before
-    return perplexity, torch.stack(kept).mean().item()
+    return perplexity
 
 
 def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
@@ -421,8 +408,8 @@ def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float)
         trials[r, d_ckv] = elite_trial(model, tokens[-4:], EliteSettings(r, d_ckv), tensors)
     r, d_ckv = min(trials, key=trials.get)
     tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
-    facts = {"r": r, "d_ckv": d_ckv, "energy": trials[r, d_ckv][1]}
-    return tensors, facts | {f"perplexity_{r}_{d}": p for (r, d), (p, _) in trials.items()}
+    facts = {f"perplexity_{r}_{d}": perplexity for (r, d), perplexity in trials.items()}
+    return tensors, {"r": r, "d_ckv": d_ckv} | facts
 
 
 @torch.inference_mode()
@@ -953,13 +940,14 @@ def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def elite_artifact(model: Llama) -> dict[str, Tensor]:
-    """What fold_elitekv needs to give a model's EliteAttention layers again: orders, r, d_ckv, A, B."""
+    """What gives a model's EliteAttention layers again, matrices in bf16: orders, r, d_ckv, A, B."""
     attentions = [layer.attention for layer in model.layers]
     _, _, d_ckv = attentions[0].widths
     order = torch.stack([attention.order for attention in attentions])
     tensors = {"elite": order, "r": torch.tensor(attentions[0].r), "d_ckv": torch.tensor(d_ckv)}
     for i, attention in enumerate(attentions):
-        tensors |= {f"{i}.A": attention.wqkv.weight[-d_ckv:].T, f"{i}.B": attention.up.weight.T}
+        a, b = attention.wqkv.weight[-d_ckv:].T, attention.up.weight.T
+        tensors |= {f"{i}.A": a.bfloat16(), f"{i}.B": b.bfloat16()}
     return tensors
 
 
@@ -995,12 +983,12 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
             for layer in model.layers:
                 layer.attention = dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        weights = in_bf16(dict(model_file.weight_slots(model)))
+        weights = {name: slot.detach().bfloat16() for name, slot in model_file.weight_slots(model)}
         save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
         if source:
             model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
             metadata = {"method": "elitekv"} | compress.model_identity(model)
-            save_artifact(in_bf16(artifact), artifact_path(partial, "elitekv"), metadata)
+            save_artifact(artifact, artifact_path(partial, "elitekv"), metadata)
     for layer, attention in zip(model.layers, attentions, strict=True):
         layer.attention = attention
 
@@ -1109,17 +1097,11 @@ def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
     return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
 
 
-def uuid_line(rng: random.Random) -> tuple[str, str, str]:
-    """A line of the task `uuid`, and its key and value: two random UUIDs."""
-    key, value = (str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2))
-    return f"\n{key}: {value}", key, value
-
-
 def tasks_uuid(rng: random.Random) -> list[Task]:
     """One UUID is the key of another, in a text of nothing else (Haystack.uuids): an exact copy is asked."""
-    line, key, value = uuid_line(rng)
+    key, value = (str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2))
     ask = f"What is the value of {key}?\nAnswer: The value of {key} is"
-    return [Task([line], ask, f" {value}.", [value])]
+    return [Task([f"\n{key}: {value}"], ask, f" {value}.", [value])]
 
 
 def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
@@ -1171,7 +1153,7 @@ class Haystack:
         """Lines of a text of n tokens: the fact at a random place among pairs of UUIDs. The first is cut."""
         lines, left = [], n - len(self.encode(fact))
         while left > 0:
-            lines.insert(0, self.encode(uuid_line(rng)[0])[-left:])
+            lines.insert(0, self.encode(*tasks_uuid(rng)[0].facts)[-left:])
             left -= len(lines[0])
         lines.insert(rng.randint(min(1, len(lines)), len(lines)), self.encode(fact))
         return lines
@@ -1445,10 +1427,9 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
     prompts, tasks = zip(*samples, strict=True)
     engine.prefill(prompts)
     context = max(len(hay.encode(task.answer)) for task in tasks) + 4
-    output = generate.decode_rows(
-        engine, context, lambda ids: "\n" in hay.tokenizer.decode(ids[-2:]), stride=16
-    )
-    return [t.score(hay.tokenizer.decode(ids)) for t, ids in zip(tasks, output.token_ids, strict=True)]
+    decode = hay.tokenizer.decode
+    output = generate.decode_rows(engine, context, lambda ids: "\n" in decode(ids[-2:]), stride=16)
+    return [task.score(decode(ids)) for task, ids in zip(tasks, output.token_ids, strict=True)]
 
 
 def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
@@ -2351,7 +2332,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         sub.option("--windows", whole(1), 128, "how many windows of text to read")
         sub.option("--window", whole(2), 2048, "tokens in a window")
 
-    def method_option(sub: Parser) -> None:
+    def row_options(sub: Parser) -> None:
+        generate.add_weights_option(sub)
         about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
         sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
 
@@ -2366,7 +2348,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
-    p = command(run_eval, model, generate.add_weights_option, method_option, json_option)
+    p = command(run_eval, model, row_options, json_option)
     p.option("--text", Path, None, "more text for perplexity; repeat it", action="append")
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
@@ -2383,7 +2365,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "settings with which layers that select attend at most this share of the tokens"
     p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
-    p = command(run_lm_eval, model, generate.add_weights_option, method_option, json_option)
+    p = command(run_lm_eval, model, row_options, json_option)
     p.option("--tasks", str, None, "tasks, groups or tags of the harness", nargs="+", required=True)
     p.option("--include_path", str, None, "a folder with tasks of your own (YAML)", metavar="FOLDER")
     p.option("--limit", positive, None, "documents of each task, or below 1 a fraction (default: all)")
