@@ -2314,7 +2314,7 @@ def infinigen_columns(q: Tensor, k: Tensor, p: int) -> Tensor:
     q [S, Hkv, G, D], k [S, Hkv, D]: after RoPE. Q = U Sigma V^T: few columns of Q V are large, and qV . kV is
     q . k. The paper's V is of another prompt. RoPE keeps V out of the weights: so the prompt's own (ours)."""
     V = torch.linalg.eigh(lrqk_moments(q)[0].cpu()).eigenvectors.to(q)  # [Hkv, D, D]
-    sums = lrqk_moments(q @ V)[1] + lrqk_moments(k[:, :, None] @ V)[1]
+    sums = sum(lrqk_moments(torch.einsum("shgd,hde->shge", x, V))[1] for x in (q, k[:, :, None]))
     return V.gather(2, sums.topk(p).indices[:, None].expand(-1, V.shape[1], -1))
 
 
@@ -2372,7 +2372,8 @@ class InfinigenCache(ProxyCache):
 
     def partial(self, x: Tensor, batch) -> Tensor:
         """The p columns [..., H, p] of queries or keys x [..., H, D] of these entries."""
-        return (x.unflatten(-2, (self.config.n_kv_heads, -1)) @ self.basis[batch]).flatten(-3, -2)
+        grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
+        return torch.einsum("...hgd,...hdp->...hgp", grouped, self.basis[batch]).flatten(-3, -2)
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         super().write(where, k, v)
