@@ -151,15 +151,16 @@ class Context:
             return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
         return logits if rule == "each" else group_scores(logits, live)
 
-    def append(self, pos: Tensor, latents, latent: Tensor, values, v: Tensor) -> None:
-        """Writes a token's latent [B, r] and values v [B, Hkv, D] to their stores."""
-        if self.kernels and isinstance(latents, MixedStore) and isinstance(values, ScaledStore):
+    def append(self, where: tuple, latents, latent: Tensor, values, v: Tensor) -> None:
+        """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it."""
+        fits = isinstance(latents, MixedStore) and isinstance(values, ScaledStore)
+        if self.kernels and fits and isinstance(where[1], Tensor):
             codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
             stored = *latents.parts(), *codes, LEVELS_APART[values.bits], LEVELS_APART[4]
-            self.kernels.append(latent, v, pos.int(), *stored)
+            self.kernels.append(latent, v, where[1].int(), *stored)
         else:
-            latents.write((self.batch_ids, pos), latent[:, None])
-            values.write((self.batch_ids, pos), v)
+            latents.write(where, latent[:, None])
+            values.write(where, v)
 
     def block_queries(self, q: Tensor, rotations: tuple, basis: Tensor, mean, rule: str) -> tuple:
         """What `block_queries` gives."""
@@ -246,13 +247,14 @@ class Context:
         return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], self.scale)
 
     def attend_ragged(self, q: Tensor, vectors, pos: Tensor) -> Tensor:
-        """Attention over a RaggedStore: q [B, Hkv, G, max d_qk] -> [B, sum of G d_v]."""
+        """Attention over a RaggedStore: q [B, Hq, max d_qk] -> [B, sum of G d_v]."""
         if vectors.table is not None:
             stored = vectors.packed, vectors.table, vectors.ranks, pos.int()
-            out = self.kernels.attend_ragged(q.flatten(1, 2).contiguous(), *stored, self.scale)
+            out = self.kernels.attend_ragged(q.contiguous(), *stored, self.scale)
             return out.flatten(1)[:, vectors.v_columns]
         views, live = vectors.views(), self.positions <= pos[:, None]
-        heads = zip(q.unbind(1), views[: vectors.n], views[vectors.n :], strict=True)
+        groups = q.unflatten(1, (vectors.n, -1)).unbind(1)
+        heads = zip(groups, views[: vectors.n], views[vectors.n :], strict=True)
         out = (attend(x[..., : k.shape[-1]], k[:, None], v[:, None], live, self.scale) for x, k, v in heads)
         return torch.cat([x.flatten(1) for x in out], -1)
 
@@ -375,6 +377,12 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
 def as_fp16(x: Tensor) -> Tensor:
     """x in fp16, rounded for readers in fp32, too: Inductor drops x.half().float(), but not whole numbers."""
     return (x.half().view(torch.int16) & -1).view(torch.float16)
+
+
+def in_basis(x: Tensor, basis: Tensor) -> Tensor:
+    """Heads x [..., H, D] in the bases [..., Hkv, D, r] of their KV heads -> [..., H, r]."""
+    grouped = x.unflatten(-2, (basis.shape[-3], -1))
+    return torch.einsum("...hgd,...hdr->...hgr", grouped, basis).flatten(-3, -2)
 
 
 def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
@@ -1049,10 +1057,9 @@ def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tens
 
     sum (paper, sec. 4.3): one for all heads, U^T sum over each group of q; its logits are the sums of theirs.
     softmax (ours): one a head, q_h U_h; their weights are summed, so that no loud head decides for all."""
-    grouped = q.unflatten(-2, (n_kv_heads, -1))  # [..., Hkv, G, D]
     if rule == "sum":
-        return grouped.sum(-2).flatten(-2)[..., None, :] @ basis
-    return torch.einsum("...hgd,hdr->...hgr", grouped, basis.unflatten(0, (n_kv_heads, -1))).flatten(-3, -2)
+        return q.unflatten(-2, (n_kv_heads, -1)).sum(-2).flatten(-2)[..., None, :] @ basis
+    return in_basis(q, basis.unflatten(0, (n_kv_heads, -1)))
 
 
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
@@ -1123,8 +1130,9 @@ class SalsCache(Cache):
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
         return folded[0] if folded else k.flatten(1) @ self.down - self.mean_latent
 
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        """Stores exact tokens, of k, v [n, Hkv, D] after RoPE, in the window."""
+    def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores tokens, of latents [n, r] and k, v [n, Hkv, D] after RoPE."""
+        self.context.append(where, self.latents, latent, self.values, v)
         for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
@@ -1133,9 +1141,7 @@ class SalsCache(Cache):
         return tuple(window.overlay(batch, store.past(batch, n)) for window, store in stores)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        self.latents.write((batch, span), self.latent(*rest)[:, None])
-        self.values.write((batch, span), v)
-        self.write((batch, span), k, v)
+        self.write((batch, span), self.latent(*rest), k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
@@ -1154,8 +1160,7 @@ class SalsCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
-        self.context.append(pos, self.latents, self.latent(k, *folded), self.values, v)
-        self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
+        self.write((self.context.batch_ids, pos), self.latent(k, *folded), self.rope(k, pos), v)
         if self.sparse:
             scores = self.score(pos, q, rotated, *folded[1:])
             index = self.context.select(scores, pos, self.budget)  # [B, x + y], -1 for none
@@ -1510,17 +1515,15 @@ class LokiCache(DenseCache):
         keys = TokenStore(context, c.n_kv_heads, context.capacity, self.width)
         super().__init__(context, keys, budget=settings.budget(context.capacity))
         self.settings, self.d = settings, d
-        basis = artifact[f"{kind}.basis"][i]  # P [Hkv, D, D], columns by falling eigenvalue
+        basis = artifact[f"{kind}.basis"][i, ..., : self.width]  # P [Hkv, D, .], by falling eigenvalue
         self.basis = basis.to(context.device, context.dtype)
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
-        """Each head in the basis of its KV head."""
-        grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
-        return torch.einsum("...ngd,ndc->...ngc", grouped, self.basis[..., : self.width]).flatten(-3, -2)
+        return in_basis(x, self.basis)
 
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
         keys, values = super().past(batch, n)
-        return torch.einsum("nhc,hdc->nhd", keys, self.basis[..., : self.width]), values
+        return in_basis(keys, self.basis.mT), values
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Lines 5-7: the k best tokens of each query [B, Hkv, G, k], or of a group (group_scores)."""
@@ -2174,12 +2177,11 @@ class SalsCannCache(ProxyCache):
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         super().write(where, k, v)
-        self.proxies.write(where, torch.einsum("nhd,hdr->nhr", k, self.basis))
+        self.proxies.write(where, in_basis(k, self.basis))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
-        grouped = q.unflatten(1, (self.config.n_kv_heads, -1))
-        query = torch.einsum("bhgd,hdr->bhr", grouped, self.basis) / grouped.shape[2]
+        query = in_basis(q.unflatten(1, (self.config.n_kv_heads, -1)).mean(2), self.basis)
         logits = self.context.scores(query, self.proxies.read(pos), pos, "each").flatten(2)  # [B, Hkv, S]
         logits = F.pad(logits, (0, -logits.shape[2] % self.size), value=-torch.inf)
         scores = logits.unflatten(2, (-1, self.size)).logsumexp(-1)
@@ -2370,14 +2372,9 @@ class InfinigenCache(ProxyCache):
         self.table("basis", c.n_kv_heads, c.head_dim, p, dtype=context.dtype)
         context.decode_steps = early_decode, early_layer, decode_logits
 
-    def partial(self, x: Tensor, batch) -> Tensor:
-        """The p columns [..., H, p] of queries or keys x [..., H, D] of these entries."""
-        grouped = x.unflatten(-2, (self.config.n_kv_heads, -1))
-        return torch.einsum("...hgd,...hdp->...hgp", grouped, self.basis[batch]).flatten(-3, -2)
-
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         super().write(where, k, v)
-        self.proxies.write(where, self.partial(k, where[0]))
+        self.proxies.write(where, in_basis(k, self.basis[where[0]]))
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         if not span.start:
@@ -2390,7 +2387,7 @@ class InfinigenCache(ProxyCache):
         return super().decode(pos, q, k, v)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        old, guess = pos - self.budget[2], self.partial(self.guess, self.context.batch_ids)
+        old, guess = pos - self.budget[2], in_basis(self.guess, self.basis)
         logits = self.context.scores(guess, pos=old, rule="each", **self.proxies.scored(old))
         near = logits > logits.amax(-1, keepdim=True) - self.alpha  # [B, Hkv, G, S]
         scores = group_scores(logits, self.context.positions <= old[:, None])
@@ -2883,7 +2880,7 @@ class RaggedStore(nn.Module):
         return [part.view(*tokens, rank) for part, rank in zip(parts, self.ranks, strict=True)]
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        """Stores tokens' K' [n, Hkv, 1, max d_qk] and V' [n, sum of d_v]; where: as other stores have it."""
+        """Stores tokens' K' [n, Hkv, max d_qk] and V' [n, sum of d_v]; where: as other stores have it."""
         (batch, tokens), x = where, torch.cat((k.flatten(1)[:, self.k_columns], v), -1)
         if isinstance(batch, int):
             for view, part in zip(self.views(), x.split(self.ranks, -1), strict=True):
@@ -2908,13 +2905,12 @@ class FdcCache(Cache):
         self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks)
 
     def compress(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """x [..., H, D] before RoPE -> x R after RoPE [..., Hkv, H / Hkv, max d_qk], zero beyond d_qk."""
-        grouped = self.rope(x, positions).unflatten(-2, (self.config.n_kv_heads, -1))
-        return torch.einsum("...hnd,hdr->...hnr", grouped, self.basis)
+        """x [..., H, D] before RoPE -> x R after RoPE [..., H, max d_qk], zero beyond d_qk."""
+        return in_basis(self.rope(x, positions), self.basis)
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.vectors.write((batch, span), self.compress(k, span), latent)
-        q, n = self.compress(q, span), len(self.k_ranks)
+        q, n = self.compress(q, span).unflatten(1, (len(self.k_ranks), -1)), len(self.k_ranks)
         stored = [view[batch, : span.stop] for view in self.vectors.views()]  # K' of n heads, then V' of them
         # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing
         # (of those beyond d_qk some are cut off), and heads of one width go together.
@@ -2987,7 +2983,7 @@ class PaluCache(Cache):
 
     def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
         """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]."""
-        self.keys.latents.write(where, torch.einsum("nhd,hdr->nhr", k - self.keys.bias, self.keys.basis))
+        self.keys.latents.write(where, in_basis(k - self.keys.bias, self.keys.basis))
         self.values.write(where, latent.unflatten(-1, (self.config.n_kv_heads, -1)))
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
