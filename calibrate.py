@@ -941,7 +941,7 @@ def elite_artifact(model: Llama) -> dict[str, Tensor]:
 
 
 def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
-    """The inverse of elite_attention, without biases: W_k and W_v expanded from A B, dims as they were."""
+    """The inverse of fold_elitekv, without biases: W_k and W_v expanded from A B, dims as they were."""
     c, r = elite.config, elite.r
     back = compress.elite_dims(elite.order, r).argsort(-1).expand(c.n_kv_heads, -1)  # [Hkv, D]
     q, k, a = elite.wqkv.weight.split(elite.widths)

@@ -406,17 +406,14 @@ def left_to_select(keep: float, total: int, capacity: int, x: int, z: int) -> in
 
 
 def within(capacity: int, *parts: int) -> tuple[int, ...]:
-    """The parts of a budget, in tokens, each cut to what those before it leave of the capacity."""
-    ends = [min(end, capacity) for end in itertools.accumulate(parts)]
-    return tuple(end - start for start, end in zip((0, *ends), ends, strict=False))
+    """The parts of a budget, in tokens, each cut to what those after it leave of the capacity."""
+    ends = [min(end, capacity) for end in itertools.accumulate(reversed(parts))]
+    return tuple(end - start for start, end in zip((0, *ends), ends, strict=False))[::-1]
 
 
 def rank_of(fraction: float, width: int) -> int:
-    """r = fraction * width, to the nearest. Raises UserError where that is not 1 to width."""
-    r = round(min(max(fraction, 0.0), 2.0) * width)  # beyond both all is wrong, and may be no whole number
-    if not 1 <= r <= width:
-        raise UserError(f"--rank {fraction:g}: r must lie in 1 to {width}, a fraction of at most 1")
-    return r
+    """A fraction of so many dims, to the nearest but at least 1."""
+    return max(1, round(fraction * width))
 
 
 # -------------------------------------------------------------------------------------------------- stores
@@ -647,26 +644,26 @@ class RebuiltKeys(nn.Module):
             given = codes, scale, bias
             self.paired = [x if x is None else kernels.interleave_rope(x.flatten(0, 1), n) for x in given]
 
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        keys = torch.einsum("bhnr,hdr->bhnd", self.latents.read(pos, index), self.basis)
+    def rebuilt(self, latents: Tensor, places: Tensor | slice) -> Tensor:
+        """Keys of latents [..., 1 or Hkv, n, r] at positions `places`, a slice or [..., 1 or Hkv, n]."""
+        keys = torch.einsum("...hnr,hdr->...hnd", latents, self.basis)
         keys = keys if self.bias is None else keys + self.bias[:, None]
-        places = slice(0, keys.shape[2]) if index is None else index
         keys = self.context.rope(keys[..., None, :], places)[..., 0, :]  # a head at a time
         return keys.to(self.context.dtype)  # a bias may be in fp32
 
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        latents = self.latents.read(pos, index)
+        return self.rebuilt(latents, slice(0, latents.shape[2]) if index is None else index)
+
     def past(self, batch: int, n: int) -> Tensor:
-        keys = torch.einsum("nhr,hdr->nhd", self.latents.past(batch, n), self.basis)
-        keys = keys if self.bias is None else keys + self.bias
-        return self.context.rope(keys, slice(0, n)).to(self.context.dtype)
+        return self.rebuilt(self.latents.past(batch, n).transpose(0, 1), slice(0, n)).transpose(0, 1)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return q @ self.read(pos).mT
 
     def kernel_form(self) -> list[Tensor | None]:
-        heads = len(self.basis)
-        stored = [x.expand(-1, heads, *x.shape[2:]) for x in self.latents.kernel_form()]
-        rows, scale, rest = (*stored, None, None)[:3]
-        return [rows, scale, rest, *self.paired, self.context.rope_pairs]
+        stored = [x.expand(-1, len(self.basis), *x.shape[2:]) for x in self.latents.kernel_form()]
+        return [*stored, *[None] * (3 - len(stored)), *self.paired, self.context.rope_pairs]
 
 
 # ------------------------------------------------------------------------------ the base of all caches, dense
@@ -690,8 +687,7 @@ class Cache(nn.Module):
 
     def table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
         """A buffer [B, *shape] beside the stores, such as positions of slots. The formula counts it."""
-        zeros = self.context.zeros(*shape, dtype=dtype)
-        self.register_buffer(name, zeros + fill if fill else zeros)
+        self.register_buffer(name, self.context.zeros(*shape, dtype=dtype).fill_(fill))
         self.table_bytes += self.context.batch_size * math.prod(shape) * dtype.itemsize
 
     def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
@@ -719,8 +715,8 @@ class Cache(nn.Module):
         return [part for part in self.modules() if part is not self and hasattr(part, "formula")]
 
     def token_bytes(self) -> int:
-        """Bytes of one token, where all its stores hold all tokens."""
-        return sum(store.token_bytes for store in self.stores())
+        """Bytes of one token in the stores that hold all of them."""
+        return sum(store.token_bytes for store in self.stores() if not isinstance(store, Window))
 
     def formula(self) -> int:
         """Bytes that stores and tables say they hold, for the whole batch; tests hold measured() to it."""
@@ -871,8 +867,7 @@ LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes of rows spread like normal numbers, x = (2 code - top) scale, top = 2**bits - 1 (ours; as in
-    RaBitQ): x [..., D] -> codes [..., D * bits / 8] uint8 (`pack`), scales [...] fp16. x . decoded = x . x,
-    so that decoded rows are not too short on the mean, as by least squares they would be."""
+    RaBitQ): x [..., D] -> codes [..., D * bits / 8] uint8, scales [...] fp16, so that x . decoded = x . x."""
     x, top = x.float(), 2**bits - 1
     step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
     codes = ((x / step + top) / 2).round().clamp(0, top)
@@ -899,7 +894,7 @@ def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.0, "d_r: rank of the latent, a fraction of Hkv*D; 0: half, <= 1024", sets="bytes")
+    rank: float = setting(0.0, "d_r of the latent, of Hkv*D; 0: half, <= 1024", sets="bytes", within="[0, 1]")
     score_rank: float = setting(0.25, "r*/r: fraction of a latent's dims that scoring reads", within="(0, 1]")
     latent_bits: int = setting(4, "bits of a latent; 4: r* dims in int8, others in 4 (ours)", (4, 8, 16))
     bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
@@ -918,13 +913,13 @@ class SalsSettings:
         x, y, z = self.sinks, self.critical, self.recent
         if self.keep:
             y = left_to_select(self.keep, round(self.keep * capacity), capacity, x, z)
-        return within(capacity, z, y, x)[::-1]
+        return within(capacity, x, y, z)
 
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
         keys (ours). With 4-bit codes the number of the other dims is even: a byte holds two."""
         r = rank_of(self.rank, c.kv_dim) if self.rank else min(c.kv_dim // 2, 1024)
-        lead = max(1, round(self.score_rank * r))
+        lead = rank_of(self.score_rank, r)
         return r, lead + (r - lead) % 2 if self.latent_bits == 4 else lead
 
 
@@ -975,8 +970,7 @@ def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tens
 
 @functools.lru_cache
 def mix_rotation(*sizes: int) -> Tensor:
-    """A fixed random rotation of consecutive parts of so many dims (ours). It changes no logit or score, and
-    spreads a part's energy evenly over its dims: one scale serves all (so does Palu, arXiv 2407.21118)."""
+    """A fixed random rotation of consecutive parts of so many dims (ours): it spreads their energy evenly."""
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in sizes)
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
@@ -1003,16 +997,14 @@ def rest_gain(values: Tensor, lead: int, r: int) -> Tensor:
 
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1] that the two dims of a RoPE pair
-    have in common: a kernel can rotate the codes' products and leave the scale to the query."""
+    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], one for both dims of a RoPE pair."""
     codes, scale = quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
 def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device) -> tuple:
-    """`down` and `up` of sals_maps for layer i at rank r, for codes mixed and scaled, and `up` as int8 codes
-    hold it; and the mean key [Hkv*D], which is taken off before the latent and added to rebuilt keys (ours):
-    key biases can be a hundred times as large as the keys' spread. UserError at too high a rank."""
+    """Layer i's `down` and `up` of sals_maps at rank r, for codes mixed, scaled and `up` as int8 codes hold
+    it, and the mean key [Hkv*D] or None, which latents lack (ours). UserError at too high a rank."""
     basis = artifact[f"{i}.{settings.metric}_basis"].float().to(device)  # [Hkv*D, fitted rank]
     centred = settings.metric == "query"
     scale, mean = (artifact[name][i].to(device) if centred else None for name in ("scale", "mean"))
@@ -1053,10 +1045,8 @@ def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor, rule: str) -> Tensor
 
 
 def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
-    """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*].
-
-    sum (paper, sec. 4.3): one for all heads, U^T sum over each group of q; its logits are the sums of theirs.
-    softmax (ours): one a head, q_h U_h; their weights are summed, so that no loud head decides for all."""
+    """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*]. Rule sum
+    (paper, sec. 4.3): one, whose logits are the sums of all heads'. Rule softmax (ours): one a head."""
     if rule == "sum":
         return q.unflatten(-2, (n_kv_heads, -1)).sum(-2).flatten(-2)[..., None, :] @ basis
     return in_basis(q, basis.unflatten(0, (n_kv_heads, -1)))
@@ -1101,7 +1091,7 @@ class SalsCache(Cache):
         self.budget = settings.budget(context.capacity)
         self.block, self.rotations, self.token_rotations = blocks or (0, (), None)
         self.r, self.r_score = settings.ranks(c)
-        down, up, self.mean = (m if m is None else m.to(context.device) for m in maps)
+        down, up, self.mean = maps
         self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
         self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it, and the mean's latent
         self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
@@ -1168,22 +1158,16 @@ class SalsCache(Cache):
             index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
         return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)
 
-    def token_bytes(self) -> int:
-        """Bytes of one compressed token: latent + codes + (minimum, scale) of each group."""
-        return self.latents.token_bytes + self.values.token_bytes
-
     def bytes_read(self, length: int) -> int:
         """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
         what a step computes: the blocks' queries, and of key biases one fp32 number a token and head."""
-        x, y, z = self.budget
+        x, y, z = self.budget if self.sparse else (0, length, self.budget[2])
+        scale = 4 if self.settings.latent_bits < 16 else 0
+        scored = self.r_score * self.latents.rows.element_size() + scale if self.sparse else 0
         recent, exact_bytes = min(z, length), sum(store.token_bytes for store in self.window)
-        if not self.sparse:
-            return (length - recent) * self.token_bytes() + recent * exact_bytes
         chosen = min(x + y, length - recent)
         exact = min(x, chosen)
-        scale = 4 if self.settings.latent_bits < 16 else 0
-        scored = length * (self.r_score * self.latents.rows.element_size() + scale)
-        return scored + (chosen - exact) * self.token_bytes() + (exact + recent) * exact_bytes
+        return length * scored + (chosen - exact) * self.token_bytes() + (exact + recent) * exact_bytes
 
 
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
@@ -1306,10 +1290,10 @@ def shared_elite(q: Tensor, k: Tensor, root: Tensor | None) -> tuple[Tensor, Ten
     return torch.cat((q.real, q.imag), 2), torch.cat((shared.real, shared.imag))[None]
 
 
-def linear_of(weight: Tensor, bias: Tensor | None) -> Linear:
+def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
     layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.contiguous(), False)
-    layer.bias = bias if bias is None else nn.Parameter(bias.contiguous(), False)
+    layer.weight = nn.Parameter(weight.to(dtype).contiguous(), False)
+    layer.bias = bias if bias is None else nn.Parameter(bias.to(dtype).contiguous(), False)
     return layer
 
 
@@ -1354,28 +1338,6 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
     return rows.gather(2, dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape))
 
 
-def elite_attention(attention: Attention, c: ModelConfig, order: Tensor, r: int, factors, root=None):
-    """A layer as EliteAttention: order [He, D/2]; factors(k, v): A and B of `low_rank`; root: as there."""
-    wqkv, d, heads = attention.wqkv, c.head_dim, c.n_kv_heads
-    order = order.to(wqkv.weight.device)
-    dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
-    rows = wqkv.weight if wqkv.bias is None else torch.cat((wqkv.weight, wqkv.bias[:, None]), 1)
-    q, k, v = rows.split(attention.widths)
-    q, k, v = in_order(q, dims), in_order(k, dims)[:, 0], v.unflatten(0, (heads, -1))
-    elite, rest = k.split((2 * r, d - 2 * r), 1)
-    if len(order) < heads:
-        turned, elite = shared_elite(q[:, :, : 2 * r], elite, root)
-        q = torch.cat((turned.to(q), q[:, :, 2 * r :]), 2)
-    a, b = factors(*(t[..., : c.dim].permute(2, 0, 1) for t in (rest, v)))  # [dim, Hkv, ...]
-    stacked, up = torch.cat((q.flatten(0, 2), elite.flatten(0, 1).to(q))), b.flatten(1).T.to(q)
-    biases = (None, None)
-    if wqkv.bias is not None:  # A x has none: what it would add comes with the biases of `up`
-        own = torch.cat((stacked[:, -1], q.new_zeros(a.shape[1])))
-        biases = own, torch.cat((rest, v), 1)[..., -1].flatten()
-    stacked = linear_of(torch.cat((stacked[:, : c.dim], a.T.to(q))), biases[0])
-    return EliteAttention(c, order, r, stacked, linear_of(up, biases[1]), attention.wo)
-
-
 class EliteCache(Cache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys. Decode
     absorbs B_k into the query, zero at other heads' elite keys, and B_v into the output."""
@@ -1411,9 +1373,8 @@ class EliteCache(Cache):
         return out.flatten(1, 2)
 
 
-def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, artifact: Artifact, i: int):
-    """Layer i's attention in the EliteKV form. Uptrained factors A, B come from the artifact, others from the
-    weights. Raises UserError where r and d_ckv do not fit the model, or the model not the method."""
+def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
+    """r and d_ckv. Raises UserError where they do not fit the model, or the model not the method."""
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
     if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
@@ -1426,22 +1387,39 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
     most = min(c.dim, c.n_kv_heads * (2 * c.head_dim - 2 * r))
     if not 1 <= d_ckv <= most:
         raise UserError(f"--d_ckv {d_ckv}: with r = {r} the latent can have 1 to {most} dims")
-    same = (r, d_ckv, settings.lrd) == (int(artifact["r"]), int(artifact["d_ckv"]), "joint")
-    uniform = uniform_order(c.head_dim // 2, r).expand(c.n_kv_heads, -1)  # [Hkv, D/2]
-    root = artifact.get(f"{i}.root")  # only of uptraining
+    return r, d_ckv
 
-    def factors(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if not (same and f"{i}.A" in artifact):
-            return low_rank(k, v, d_ckv, settings.lrd, root)
-        a, b = (artifact[f"{i}.{name}"].to(k.device) for name in "AB")
-        if a.shape[1] != d_ckv or b.shape != (d_ckv, c.n_kv_heads * (2 * c.head_dim - 2 * r)):
-            raise UserError(f"the factors A and B of layer {i} do not fit r {r} and d_ckv {d_ckv}")
-        return a, b.unflatten(1, (c.n_kv_heads, -1))
 
-    order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
+def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, artifact: Artifact, i: int):
+    """Layer i as EliteAttention. Uptrained factors A, B come from the artifact, others from the weights."""
+    (r, d_ckv), d, heads = elite_sizes(c, settings, artifact), c.head_dim, c.n_kv_heads
+    wqkv, root = attention.wqkv, artifact.get(f"{i}.root")  # only of uptraining
+    if settings.pairs == "uniform":
+        order = uniform_order(d // 2, r).expand(heads, -1)  # [Hkv, D/2]
+    else:
+        order = artifact[settings.pairs][i]
     if settings.shared:  # the pairs that come first in the mean over the heads
         order = order.argsort(-1).float().mean(0, keepdim=True).argsort(-1)
-    return elite_attention(attention, c, order, r, factors, root)
+    order = order.to(wqkv.weight.device)
+    dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
+    rows = wqkv.weight if wqkv.bias is None else torch.cat((wqkv.weight, wqkv.bias[:, None]), 1)
+    q, k, v = rows.split(attention.widths)
+    q, k, v = in_order(q, dims), in_order(k, dims)[:, 0], v.unflatten(0, (heads, -1))
+    elite, rest = k.split((2 * r, d - 2 * r), 1)
+    if len(order) < heads:
+        turned, elite = shared_elite(q[:, :, : 2 * r], elite, root)
+        q = torch.cat((turned.to(q), q[:, :, 2 * r :]), 2)
+    if f"{i}.A" in artifact and (r, d_ckv, settings.lrd) == (artifact["r"], artifact["d_ckv"], "joint"):
+        a, b = (artifact[f"{i}.{name}"].to(order.device) for name in "AB")
+    else:
+        a, b = low_rank(*(x[..., : c.dim].permute(2, 0, 1) for x in (rest, v)), d_ckv, settings.lrd, root)
+    stacked, up = torch.cat((q.flatten(0, 2), elite.flatten(0, 1).to(q))), b.flatten(1).T.to(q)
+    bias = up_bias = None
+    if wqkv.bias is not None:  # A x has none: what it would add comes with the biases of `up`
+        bias = torch.cat((stacked[:, -1], q.new_zeros(a.shape[1])))
+        up_bias = torch.cat((rest, v), 1)[..., -1].flatten()
+    stacked = linear_of(torch.cat((stacked[:, : c.dim], a.T.to(q))), bias)
+    return EliteAttention(c, order, r, stacked, linear_of(up, up_bias), attention.wo)
 
 
 def elite_tensors(c: ModelConfig) -> Stored:
@@ -1506,7 +1484,7 @@ class LokiCache(DenseCache):
     def __init__(self, context: Context, settings: LokiSettings, _, artifact: Artifact, i: int):
         c = context.config
         kind = ("pre", "post")[bool(artifact["better"])] if settings.basis == "auto" else settings.basis
-        d = max(1, round(settings.d * c.head_dim))
+        d = rank_of(settings.d, c.head_dim)
         if settings.explained:
             ranks = rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained)
             d = round(ranks.double().mean().item())
@@ -1579,7 +1557,7 @@ class LrqkSettings:
     def budget(self, capacity: int) -> tuple[int, int]:
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
-        return within(capacity, self.recent, self.k)[::-1]
+        return within(capacity, self.k, self.recent)
 
 
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
@@ -1676,8 +1654,7 @@ def add_ridge(m: Tensor, fraction: float) -> Tensor:
 
 
 def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [S, Hkv, G, D] after RoPE -> X^T X [Hkv, D, D] and the sum of |X| [Hkv, D], fp64. A group's queries
-    are rows alike: they share W_Q. The ridge keeps proxies near q . k where short prompts say nothing."""
+    """x [S, Hkv, G, D] after RoPE -> X^T X with a ridge [Hkv, D, D], and the sum of |X| [Hkv, D], fp64."""
     gram, total = 0.0, 0.0
     if not x.isfinite().all():
         raise UserError("the queries or keys of this prompt are not finite; the weights are damaged")
@@ -1689,8 +1666,7 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
     """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least (ours; mode optimal). Q = O_Q L_Q^T with O_Q
-    orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K (Eckart-Young). In this gauge A_Q^T A_Q =
-    A_K^T A_K, diagonal, which makes low precision safe."""
+    orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K. A_Q^T A_Q = A_K^T A_K, diagonal."""
     l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in (gram_q, gram_k))
     u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
     root = s[..., None, :r].sqrt()
@@ -1734,8 +1710,7 @@ def least_recent(stamp: Tensor, step: Tensor, k: int) -> Tensor:
 
 
 def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
-    """hot[place] = rows[index] where miss: rows [B, Hkv, S, W], hot [B, Hkv, n, W]; index, place (distinct),
-    miss [B, Hkv, k]. On CUDA kernels.fetch_rows reads the missing rows only."""
+    """hot[place] = rows[index] where miss: rows [B, Hkv, S, W], hot [B, Hkv, n, W], the rest [B, Hkv, k]."""
     new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
     hot.view(-1, hot.shape[-1]).index_copy_(0, row_numbers(hot, place).flatten(), new.flatten(0, 2))
 
@@ -1892,7 +1867,7 @@ class StreamingSettings:
     recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int]:
-        return within(capacity, self.recent, self.sinks)[::-1]
+        return within(capacity, self.sinks, self.recent)
 
 
 class StreamingCache(DenseCache):
@@ -1939,16 +1914,29 @@ class TopKSettings(KeepSettings):
     kv_bits: int = setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
 
 
+def page_tokens(pages: Tensor, page: int) -> Tensor:
+    """The positions [..., n * page] of the tokens of pages [..., n]; of negative pages they are negative."""
+    return (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(-2)
+
+
 class ProxyCache(DenseCache):
-    """K and V in full, and `proxies`, a store of what scoring reads instead of K: a row for `page` tokens."""
+    """K and V in full, and `proxies`, a store of what scoring reads instead of K, a row for `page` tokens:
+    keys in a `basis` [Hkv, D, r], or [B, Hkv, D, r], one of each entry."""
 
     page = 1
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        self.write_proxies(where, k)
+
+    def write_proxies(self, where: tuple, k: Tensor) -> None:
+        basis = self.basis if self.basis.ndim == 3 else self.basis[where[0]]
+        self.proxies.write(where, in_basis(k, basis))
 
     def select_pages(self, scores: Tensor, pos: Tensor, page: int, tail: int) -> Tensor:
         """Tokens [B, Hkv, n], negative for none, of the last pages and the best by scores [B, Hkv, pages]."""
         budget = 0, self.count // page - tail, tail
-        pages = self.context.select(scores, pos // page, budget, recent=True)
-        index = (pages[..., None] * page + torch.arange(page, device=pos.device)).flatten(-2)
+        index = page_tokens(self.context.select(scores, pos // page, budget, recent=True), page)
         return index.where(index <= pos[:, None, None], -1)
 
     def score_bytes(self, length: int) -> int:
@@ -2127,8 +2115,7 @@ class QuestCache(ProxyCache):
         c, self.page = context.config, min(settings.page, context.capacity)
         self.proxies = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
 
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        super().write(where, k, v)
+    def write_proxies(self, where: tuple, k: Tensor) -> None:
         batch, pos = where
         if isinstance(batch, int):  # whole pages, the first from its beginning; the last token fills up
             page = slice(pos.start // self.page, -(-pos.stop // self.page))
@@ -2157,7 +2144,7 @@ class SalsCannSettings(QuestSettings):
 
     keep: float = keep_setting(0.25)
     skip: str = setting("", "layers that attend every token")
-    rank: float = setting(0.5, "rank of a head's keys that are scored, a fraction of D", sets="bytes")
+    rank: float = setting(0.5, "r/D: components that are scored", sets="bytes", within="(0, 1]")
     tail: int = setting(8, "last pages, which are always attended", within="[1, inf)")
 
 
@@ -2174,10 +2161,6 @@ class SalsCannCache(ProxyCache):
         r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
         self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
         self.proxies = ScaledStore(*shape, r, 4)
-
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        super().write(where, k, v)
-        self.proxies.write(where, in_basis(k, self.basis))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
@@ -2205,22 +2188,15 @@ class DoubleSparseCache(ProxyCache):
     def __init__(self, context: Context, settings: DoubleSparseSettings, _, artifact: Artifact, i: int):
         super().__init__(context, budget=settings.budget(context.capacity))
         c = context.config
-        r = max(1, round(settings.channels * c.head_dim))
-        self.channels = artifact["importance"][i].topk(r).indices.to(context.device)  # [Hkv, r_c]
+        r = rank_of(settings.channels, c.head_dim)
+        channels = F.one_hot(artifact["importance"][i].topk(r).indices, c.head_dim).mT  # [Hkv, D, r_c]
+        self.basis = channels.to(context.device, context.dtype)
         self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
-
-    def labels(self, x: Tensor) -> Tensor:
-        """The r_c channels of x [..., H, D], each head those of its KV head -> [..., H, r_c]."""
-        index = self.channels.repeat_interleave(x.shape[-2] // len(self.channels), 0)
-        return x.gather(-1, index.expand(*x.shape[:-1], -1))
-
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        super().write(where, k, v)
-        self.proxies.write(where, self.labels(k))
 
     def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores, (x, _, z) = self.context.scores(self.labels(q), label, pos, "largest"), self.budget
+        scores = self.context.scores(in_basis(q, self.basis), label, pos, "largest")
+        x, _, z = self.budget
         return self.context.select(scores, pos, (x, count - x - z, z), recent=True)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -2314,9 +2290,10 @@ def infinigen_columns(q: Tensor, k: Tensor, p: int) -> Tensor:
     """The p columns A [Hkv, D, p] in which a prompt's skewed queries and keys are largest (secs. 4.2, 4.3).
 
     q [S, Hkv, G, D], k [S, Hkv, D]: after RoPE. Q = U Sigma V^T: few columns of Q V are large, and qV . kV is
-    q . k. The paper's V is of another prompt. RoPE keeps V out of the weights: so the prompt's own (ours)."""
+    q . k. V is the prompt's own (ours), since RoPE keeps it out of the weights."""
     V = torch.linalg.eigh(lrqk_moments(q)[0].cpu()).eigenvectors.to(q)  # [Hkv, D, D]
-    sums = sum(lrqk_moments(torch.einsum("shgd,hde->shge", x, V))[1] for x in (q, k[:, :, None]))
+    skewed = (torch.einsum("shgd,hde->hsge", x, V) for x in (q, k[:, :, None]))
+    sums = sum(x.abs().sum((1, 2), dtype=torch.float64) for x in skewed)  # [Hkv, D]
     return V.gather(2, sums.topk(p).indices[:, None].expand(-1, V.shape[1], -1))
 
 
@@ -2367,14 +2344,10 @@ class InfinigenCache(ProxyCache):
         c, capacity = context.config, context.capacity
         stores = (HostStore(context, c.n_kv_heads, capacity, c.head_dim) for _ in range(2))
         super().__init__(context, *stores, budget=settings.budget(capacity))
-        self.alpha, p = settings.alpha, max(1, round(settings.partial * c.head_dim))
+        self.alpha, p = settings.alpha, rank_of(settings.partial, c.head_dim)
         self.proxies = TokenStore(context, c.n_kv_heads, capacity, p)
         self.table("basis", c.n_kv_heads, c.head_dim, p, dtype=context.dtype)
         context.decode_steps = early_decode, early_layer, decode_logits
-
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        super().write(where, k, v)
-        self.proxies.write(where, in_basis(k, self.basis[where[0]]))
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         if not span.start:
@@ -2452,8 +2425,7 @@ class RingStore(nn.Module):
 
 
 class ChannelKeys(RingStore):
-    """Keys quantised per channel in groups of 32 tokens. Those of an unfinished block of R tokens are exact.
-    When it is full, its slots of the ring get the decoded keys."""
+    """Keys quantised per channel in groups of 32 tokens. Those of an unfinished block of R are exact."""
 
     kind = "channels"
 
@@ -2631,14 +2603,14 @@ class ShadowKvSettings:
     """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
 
     keep: float = keep_setting(1024)
-    rank: float = setting(0.15625, "rank of the keys, a fraction of Hkv*D (paper: 160 of 1024)", sets="bytes")
+    rank: float = setting(0.15625, "of keys, r / (Hkv*D); paper: 160 / 1024", sets="bytes", within="(0, 1]")
     chunk: int = setting(8, "tokens of a chunk", within="[1, inf)")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(selected, outliers, recent) in tokens that are attended at most."""
-        return within(capacity, *self.layout(capacity)[::-1])[::-1]
+        return within(capacity, *self.layout(capacity))
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
         """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
@@ -2703,17 +2675,13 @@ class ShadowKvCache(Cache):
         self.ring = Window(context, heads, 2 * d, 0, self.z)
         self.values = HostStore(context, heads, context.capacity, d)
 
-    def tokens_of(self, chunks: Tensor) -> Tensor:
-        """Chunk ids [..., n] -> the positions of their tokens [..., n * chunk]."""
-        return (chunks[..., None] * self.chunk + torch.arange(self.chunk, device=chunks.device)).flatten(-2)
-
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
         keys = (self.latent[batch, :n] @ self.basis[batch].T).unflatten(1, (self.config.n_kv_heads, -1))
         kv = torch.cat((self.rope(keys, slice(0, n)), self.values.past(batch, n)), -1)
-        index = self.tokens_of(self.outlier[batch]).T.long()  # [m, Hkv], negative for none
-        index = index.where(index >= 0, n)[..., None].expand(-1, -1, kv.shape[-1])
-        kv = F.pad(kv, (0, 0, 0, 0, 0, 1)).scatter(0, index, self.outliers.rows[batch].transpose(0, 1))[:n]
+        index = page_tokens(self.outlier[batch], self.chunk)  # [Hkv, m], negative for none
+        head, place = (index >= 0).nonzero(as_tuple=True)
+        kv[index[head, place], head] = self.outliers.rows[batch, head, place]
         return self.ring.overlay(batch, kv).chunk(2, -1)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
@@ -2733,7 +2701,7 @@ class ShadowKvCache(Cache):
             likeness = F.cosine_similarity(chunks[:old], landmark[:old, None], dim=-1).amin(1)  # [old, Hkv]
             ids = likeness.T.topk(min(self.outlier.shape[-1], old), largest=False).indices  # [Hkv, n]
             self.outlier[batch], self.outlier[batch, :, : ids.shape[1]] = -1, ids.int()
-            tokens, heads = self.tokens_of(ids), torch.arange(len(ids), device=k.device)[:, None]
+            tokens, heads = page_tokens(ids, self.chunk), torch.arange(len(ids), device=k.device)[:, None]
             self.outliers.rows[batch, :, : tokens.shape[1]] = kv[tokens, heads]
         self.values.write((batch, span), v)
         self.ring.write((batch, span), kv)
@@ -2745,14 +2713,14 @@ class ShadowKvCache(Cache):
         self.ring.write((batch, pos), torch.cat((k, v), -1))
         self.values.write((batch, pos), v)
         # The mean of the last chunk is written at every step and read when the chunk is whole.
-        newest = self.tokens_of((pos // self.chunk)[:, None]) % self.z
+        newest = page_tokens((pos // self.chunk)[:, None], self.chunk) % self.z
         mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
         self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
         first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
         near = ring_positions(pos, self.z)[:, None].expand(-1, k.shape[1], -1)  # [B, Hkv, z]
         near = near.where(near >= (first * self.chunk)[:, None, None], -1)
         index = self.select(pos, q, first - 1)
-        tokens = torch.cat((self.tokens_of(self.outlier), index, near), 2)  # negative for none
+        tokens = torch.cat((page_tokens(self.outlier, self.chunk), index, near), 2)  # negative for none
         self.report_selected(pos, tokens, tokens >= 0)
         # K = RoPE(A U^T) and V of the selected tokens.
         index = index.clamp(min=0)
@@ -2768,7 +2736,8 @@ class ShadowKvCache(Cache):
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
         outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
         scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
-        return self.tokens_of(self.context.select(scores, last, (0, self.selected // self.chunk, 0)))
+        chunks = self.context.select(scores, last, (0, self.selected // self.chunk, 0))
+        return page_tokens(chunks, self.chunk)
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
@@ -2833,23 +2802,21 @@ def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
 def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact: Artifact, i: int):
     """Layer i's attention with W_V R in the place of W_V and R^T W_O in that of W_O, for FDC and Palu: the
     cache holds and returns x W_V R. V's bias moves into W_O's, since attention weights sum to one."""
-    heads, device = (c.n_kv_heads, -1), attention.wqkv.weight.device
-    bases = [basis.to(device) for basis in settings.bases(artifact, i, "v")]  # R [D, d_v] of each KV head
-    q, k, v = attention.wqkv.weight.float().split(attention.widths)
+    wqkv, wo = attention.wqkv, attention.wo
+    heads, weight, bias, constant = (c.n_kv_heads, -1), wqkv.weight, wqkv.bias, wo.bias
+    bases = [basis.to(weight.device) for basis in settings.bases(artifact, i, "v")]  # R [D, d_v] of KV heads
+    q, k, v = weight.float().split(attention.widths)
     values = [basis.T @ rows for basis, rows in zip(bases, v.unflatten(0, heads), strict=True)]  # [d_v, dim]
-    columns = attention.wo.weight.float().unflatten(1, (c.n_kv_heads, c.group, -1))  # [dim, Hkv, G, D]
+    columns = wo.weight.float().unflatten(1, (c.n_kv_heads, c.group, -1))  # [dim, Hkv, G, D]
     output = [(columns[:, h] @ basis).flatten(1) for h, basis in enumerate(bases)]  # [dim, G * d_v]
-    width = sum(basis.shape[1] for basis in bases)
-    changed = {"weight": (torch.cat((q, k, *values)), torch.cat(output, 1))}
-    if attention.wqkv.bias is not None:
-        q, k, v = attention.wqkv.bias.float().split(attention.widths)
-        constant = 0 if attention.wo.bias is None else attention.wo.bias
-        constant = constant + torch.einsum("ohgd,hd->o", columns, v.unflatten(0, heads))
-        changed["bias"] = (torch.cat((q, k, v.new_zeros(width))), constant)
-    for name, pair in changed.items():
-        for linear, parameter in zip((attention.wqkv, attention.wo), pair, strict=True):
-            setattr(linear, name, nn.Parameter(parameter.to(linear.weight.dtype), False))
-            linear.out_features, linear.in_features = linear.weight.shape
+    width = sum(map(len, values))
+    if bias is not None:
+        *own, v_bias = bias.float().split(attention.widths)
+        constant = 0 if constant is None else constant
+        constant = constant + torch.einsum("ohgd,hd->o", columns, v_bias.unflatten(0, heads))
+        bias = torch.cat((*own, bias.new_zeros(width)))
+    attention.wqkv = linear_of(torch.cat((q, k, *values)), bias, weight.dtype)
+    attention.wo = linear_of(torch.cat(output, 1), constant, weight.dtype)
     # `attend` gets v of no heads, and the latents of all heads as its last argument.
     attention.widths = [*attention.widths[:2], 0, width]
     return attention
@@ -2958,7 +2925,7 @@ class PaluSettings:
     def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
         """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
         basis = artifact[f"{kind}.basis"][i]
-        return basis[..., : max(1, round(self.keep * basis.shape[-1]))]
+        return basis[..., : rank_of(self.keep, basis.shape[-1])]
 
 
 def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
@@ -3161,9 +3128,9 @@ def settings_from(method: str, options: dict) -> object:
         if name not in known:
             fault = f"--{name} is not a setting of {method}"
             raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
-        choices, within = (known[name].metadata[key] for key in ("choices", "within"))
+        choices, interval = (known[name].metadata[key] for key in ("choices", "within"))
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-        if not isinstance(value, str) and not inside(value, within):
-            raise UserError(f"--{name} {value}: give a number in {within}")
+        if not isinstance(value, str) and not inside(value, interval):
+            raise UserError(f"--{name} {value}: give a number in {interval}")
     return row.settings(**options)

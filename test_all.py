@@ -873,7 +873,7 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     places = torch.arange(40)[:, None]
     exact = {"sals": (places < 4) | (places >= 32)}  # its window
     if method == "shadowkv":
-        outliers = cache.tokens_of(cache.outlier[0])  # [Hkv, n]
+        outliers = compress.page_tokens(cache.outlier[0], cache.chunk)  # [Hkv, n]
         exact[method] = (places >= 31) | (places[..., None] == outliers).any(-1)
     near = (past[0] - k_all[:40][: len(past[0])]).abs().amax(-1) < 1e-5  # [n, Hkv]
     assert torch.equal(near, exact.get(method, near).expand_as(near))
@@ -1511,7 +1511,8 @@ def test_keyformers_weights_have_gumbel_noise_and_a_temperature_that_grows_since
 def test_double_sparse_scores_on_its_channels_alone():
     """Whatever the keys hold in the others."""
     cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
-    expected = cache.keys.rows[0, :, :59].gather(2, cache.channels[:, None].expand(-1, 59, -1))
+    channels = cache.basis.argmax(1)[:, None].expand(-1, 59, -1)
+    expected = cache.keys.rows[0, :, :59].gather(2, channels)
     assert torch.equal(cache.proxies.rows[0, :, :59], expected)
     pos = torch.tensor([58])
     asked = pos, cache.rope(q[58:59], pos)
@@ -1571,7 +1572,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
     for keep, n in ((24, 12), (16, 50)):
         options = {"keep": keep, "channels": 1.0}
         cache = row_cache("hshare", tiny_model(), 1, 100, share_heads=1, every=1, **options)
-        cache.channels = torch.arange(16).expand(4, -1)
+        cache.basis = torch.eye(16).expand(4, -1, -1)
         heads = reads(cache, n, q, k, v).head[0].tolist()
         assert heads == [of if head == twin else head for head in range(4)]
     for n in range(50, 60):
@@ -4604,7 +4605,7 @@ BAD_COMMANDS = {
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
     "generate --device cuda": "--device cpu",
-    "generate --checkpoint nano --method sals --rank 2": "1 to",  # before the dense run of the demo
+    "generate --checkpoint nano --method sals --rank 2": "--rank 2.0: give a number in [0, 1]",  # before the dense run of the demo
     "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
     "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave them out",
     "fly": "invalid choice",
@@ -4663,10 +4664,10 @@ def test_bad_commands_end_in_one_line_before_anything_runs(line, desk, cli, monk
 
 
 def test_a_rank_is_the_nearest_to_its_share():
-    assert [compress.rank_of(share, 256) for share in (1, 0.25, 0.0039, 1.001)] == [256, 64, 1, 256]
-    for share in (0, 0.001, 1.01, -1e308, 1e308):  # the last two times 256 are infinite
-        with pytest.raises(UserError, match="r must lie in 1 to 256"):
-            compress.rank_of(share, 256)
+    assert [compress.rank_of(share, 256) for share in (1, 0.25, 0.0039, 0.001)] == [256, 64, 1, 1]
+    for method, low in (("sals", "["), ("shadowkv", "("), ("sals_cann", "(")):
+        with pytest.raises(UserError, match=re.escape(f"--rank 1.01: give a number in {low}0, 1]")):
+            compress.settings_from(method, {"rank": 1.01})
 
 
 @pytest.mark.parametrize("method, options", [("dense", {}), ("lrqk", LRQK)])
