@@ -34,20 +34,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from model import (
-    Attention,
-    Linear,
-    Llama,
-    ModelConfig,
-    UserError,
-    apply_rope,
-    causal_attention,
-    decode_logits,
-    linear_int8,
-    local_part,
-    quantize_int8,
-    rope_tables,
-)
+import model as model_file
+from model import Attention, Linear, Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
 Stored = dict[str, tuple]
@@ -119,7 +107,7 @@ class Context:
     def linear(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """linear_int8: the product with weights in int8."""
         if not self.kernels:
-            return linear_int8(x, codes, scale, bias)
+            return model_file.linear_int8(x, codes, scale, bias)
         return self.kernels.linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)
 
     def scores(
@@ -535,7 +523,7 @@ class Int8Store(TokenStore):
         return {"rows": ((self.width,), torch.int8), "scale": ((), torch.float32)}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scale = quantize_int8(x)
+        codes, scale = model_file.quantize_int8(x)
         return codes, scale[..., 0]
 
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
@@ -998,7 +986,7 @@ def rest_gain(values: Tensor, lead: int, r: int) -> Tensor:
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
     """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], one for both dims of a RoPE pair."""
-    codes, scale = quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
+    codes, scale = model_file.quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
@@ -1199,7 +1187,7 @@ def sals_local_part(artifact: Artifact, c: ModelConfig) -> None:
     """Replaces each U by one of this rank's heads alone (ours): U_h diag(eigenvalues) U_h^T, of the rows U_h
     of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
     for i, metric in itertools.product(range(c.n_layers), ("query", "key")):
-        own = local_part(artifact[name := f"{i}.{metric}_basis"], (c.kv_dim, None)).double()
+        own = model_file.local_part(artifact[name := f"{i}.{metric}_basis"], (c.kv_dim, None)).double()
         values = artifact[f"{metric}_eigenvalues"][i]  # of all heads, then of these
         roots = values[: own.shape[1]].double().clamp(min=0).sqrt()
         U, singular, _ = torch.linalg.svd(own * roots, full_matrices=False)
@@ -2347,7 +2335,7 @@ class InfinigenCache(ProxyCache):
         self.alpha, p = settings.alpha, rank_of(settings.partial, c.head_dim)
         self.proxies = TokenStore(context, c.n_kv_heads, capacity, p)
         self.table("basis", c.n_kv_heads, c.head_dim, p, dtype=context.dtype)
-        context.decode_steps = early_decode, early_layer, decode_logits
+        context.decode_steps = early_decode, early_layer, model_file.decode_logits
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
         if not span.start:
@@ -3005,7 +2993,7 @@ def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
     if method == "sals" and shards > 1:
         sals_local_part(tensors, model.config)
     for name, (_, *shape) in METHODS[method].tensors(model.config).items():
-        tensors[name] = local_part(tensors[name], shape)
+        tensors[name] = model_file.local_part(tensors[name], shape)
     if "d_ckv" in tensors:  # EliteKV: each rank has a latent of its own heads, made of its weights (ours)
         tensors["d_ckv"] = (tensors["d_ckv"] // shards).clamp(min=1)
     return tensors

@@ -1253,7 +1253,7 @@ def test_folded_projections_equal_unfolded(group, biases, score, latent_bits):
 def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
     x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 3)[:, None]
     x[0, 0] = 0
-    codes, scale = compress.quantize_int8(x)
+    codes, scale = model_file.quantize_int8(x)
     assert codes.dtype == torch.int8 and scale.shape == (5, 3, 1) and codes.abs().max() == 127
     assert ((codes * scale - x).abs() <= scale * 0.5001).all()
     up = (torch.randn(64, 12) * torch.logspace(-2, 2, 64)[:, None]).unflatten(0, (4, 16))
@@ -1596,7 +1596,7 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     decoded = compress.dequantize(codes, low_scale, bits, min(32, head_dim), torch.float32)
     mixed = compress.mix_codes(weights, codes, low_scale, bits)
     assert error(mixed, weights @ decoded) < 1e-5
-    codes, scale = compress.quantize_int8(x)
+    codes, scale = model_file.quantize_int8(x)
     q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
     logits = compress.token_logits(q, codes, scale[..., 0])
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
@@ -3033,7 +3033,7 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, 
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
     x = randn(B, S, H, r, dtype=dtype)
-    rows, scale = compress.quantize_int8(x) if int8 else (x, None)
+    rows, scale = model_file.quantize_int8(x) if int8 else (x, None)
     decoded = (rows * scale if int8 else x).float()[..., :r_score].transpose(1, 2)
     n = -(-S // block) if block else 1
     queries = 2 * randn(B, n, H, N, r_score, seed=1, dtype=dtype)
@@ -3258,7 +3258,7 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
     basis, bias = r**-0.5 * randn(Hkv * D, r, seed=2, dtype=dtype), randn(Hkv * D, 1, seed=3)
     dead = ~read.any(1, keepdim=True) if joint else ~read  # those of all heads, as SALS has them
     if coded:
-        rest, (codes, scale) = None, compress.quantize_int8(latent)
+        rest, (codes, scale) = None, model_file.quantize_int8(latent)
         scale, latent = scale[..., 0], codes * scale
         if "mixed" in form:
             chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
@@ -4605,7 +4605,7 @@ BAD_COMMANDS = {
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
     "generate --device cuda": "--device cpu",
-    "generate --checkpoint nano --method sals --rank 2": "--rank 2.0: give a number in [0, 1]",  # before the dense run of the demo
+    "generate --checkpoint nano --method sals --rank 2": "in [0, 1]",  # before the dense run of the demo
     "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
     "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave them out",
     "fly": "invalid choice",
