@@ -43,9 +43,8 @@ Artifact = dict[str, Tensor]
 
 
 def setting(default, text: str, choices: tuple | None = None, sets: str = "", within: str = "[0, inf)"):
-    """A field of a settings dataclass, and so a command-line option. within: the interval of the numbers
-    allowed. sets: what calibrate.py eval turns it for, at equal cost: "bytes" (per token), "tokens"
-    (attended, the sum of the `budget`) or "bytes tokens"."""
+    """A field of a settings dataclass: a command-line option. within: the interval of the numbers allowed.
+    sets: what calibrate.py eval turns it for, "bytes" (a token), "tokens" (attended, of `budget`) or both."""
     return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "within": within})
 
 
@@ -53,8 +52,8 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
     """The module kernels.py, on Hopper hopper.py, or None for plain PyTorch. wanted None: where they run,
     on CUDA, with triton, for head dims from 16 up (a tensor core's tile). UserError if wanted elsewhere."""
     fits = importlib.util.find_spec("triton") is not None and config.head_dim >= 16
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
-    if wanted and not (fits and (device.type == "cuda" or interpreted)):
+    runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
+    if wanted and not (fits and runs):
         raise UserError("the kernels need CUDA, triton and a head dim of at least 16; use --no-kernels")
     if not (wanted or wanted is None and fits and device.type == "cuda"):
         return None
@@ -241,17 +240,14 @@ class Context:
             out = self.kernels.attend_ragged(q.contiguous(), *stored, self.scale)
             return out.flatten(1)[:, vectors.v_columns]
         views, live = vectors.views(), self.positions <= pos[:, None]
-        groups = q.unflatten(1, (vectors.n, -1)).unbind(1)
-        heads = zip(groups, views[: vectors.n], views[vectors.n :], strict=True)
+        heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
         out = (attend(x[..., : k.shape[-1]], k[:, None], v[:, None], live, self.scale) for x, k, v in heads)
         return torch.cat([x.flatten(1) for x in out], -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None, index=None) -> Tensor:
-    """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D].
-
-    A group is G queries over one key/value head: K and V are never repeated. index: of each query's own k
-    [B, Hq, n, D] the rows in v, which is then not copied, either."""
+    """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D]. A
+    group's queries share K and V. index: of each query's own k [B, Hq, n, D] the rows in v."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
     if q.shape[-1] == v.shape[-1] and index is None:
@@ -635,9 +631,8 @@ class RebuiltKeys(nn.Module):
     def rebuilt(self, latents: Tensor, places: Tensor | slice) -> Tensor:
         """Keys of latents [..., 1 or Hkv, n, r] at positions `places`, a slice or [..., 1 or Hkv, n]."""
         keys = torch.einsum("...hnr,hdr->...hnd", latents, self.basis)
-        keys = keys if self.bias is None else keys + self.bias[:, None]
-        keys = self.context.rope(keys[..., None, :], places)[..., 0, :]  # a head at a time
-        return keys.to(self.context.dtype)  # a bias may be in fp32
+        keys = keys if self.bias is None else keys + self.bias[:, None]  # which may be in fp32
+        return self.context.rope(keys[..., None, :], places)[..., 0, :].to(self.context.dtype)
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         latents = self.latents.read(pos, index)
@@ -865,8 +860,7 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of rows x [..., D] with one scale a row (ours): int8 [..., lead] of the leading numbers, scales
-    [...] fp32, and uint8 [..., (D - lead) / 2] (`pack`) of the others in 4 bits. A code of 4 bits stands for
-    an odd multiple of 4 up to 60: unpacked, all are int8 numbers again."""
+    [...] fp32, and uint8 [..., (D - lead) / 2] (`pack`) of the others in 4 bits: odd multiples of 4 to 60."""
     leading, rest = x.float().split((lead, x.shape[-1] - lead), -1)
     spread = rest.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
     scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
@@ -1070,8 +1064,7 @@ class SalsCache(Cache):
     """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. A `sparse`
     layer attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
 
-    maps: of sals_layer_maps; blocks: () or the tokens of a block, their mean_rotations, and, where the mean
-    key counts token by token, cos beside sin of each [S, D], else None."""
+    maps: of sals_layer_maps. blocks: () or (tokens, mean_rotations, cos beside sin [S, D] or None)."""
 
     def __init__(self, context: Context, settings: SalsSettings, sparse: bool, maps: Sequence, blocks=()):
         super().__init__(context)
@@ -1099,8 +1092,7 @@ class SalsCache(Cache):
         x, _, z = self.budget
         exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
         self.window = nn.ModuleList(Window(context, *exact, by_token=True) for _ in range(2))  # K, V
-        # YaRN multiplies cos and sin by a factor, so q . k contains its square, which queries that are not
-        # rotated lack. cos at position 0 equals the factor.
+        # What YaRN multiplies cos and sin by, as cos(0) shows: queries that are not rotated lack its square.
         factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
         self.logit_scale = context.scale * factor**2
 
@@ -1159,8 +1151,7 @@ class SalsCache(Cache):
 
 
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    c = model.config
-    skipped = skipped_layers(settings, c.n_layers)
+    c, skipped = model.config, skipped_layers(settings, len(model.layers))
     block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
     biased = c.qkv_bias and settings.metric == "query"  # the mean's logits may change from token to token
     by_token = torch.cat((context.cos, context.sin), -1) if biased else None
@@ -1243,8 +1234,7 @@ def low_rank(k: Tensor, v: Tensor, d_ckv: int, kind: str, root: Tensor | None = 
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
     k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D - 2r], keys
-    before values; fp64. J-LRD truncates the SVD of both; S-LRD takes the d_ckv largest singular values of the
-    two (c_k and c_v follow). root [dim, dim], the square root of E x x^T: the best for inputs x (ours)."""
+    before values; fp64. root [dim, dim], the square root of E x x^T: the best for inputs x (ours)."""
     if root is not None:
         a, b = low_rank(*(torch.tensordot(root, t.double(), 1) for t in (k, v)), d_ckv, kind)
         a, mix = torch.linalg.qr(torch.linalg.solve(root, a))  # training wants A orthonormal again
@@ -1267,9 +1257,8 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shared_elite(q: Tensor, k: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n]. RoPE turns
-    a pair as a complex number, and so do complex factors: k_h ~ conj(f_h) k, by the SVD over the heads, is a
-    key times a factor that the queries of the head can take. root: see low_rank."""
+    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n]. Pairs are
+    complex numbers: k_h ~ conj(f_h) k, by the SVD over the heads, and q_h takes f_h. root: see low_rank."""
     keys = torch.complex(*k.double().chunk(2, 1)).transpose(0, 1)  # [r, Hkv, n]
     seen = keys if root is None else keys[..., : len(root)] @ root.to(keys)
     factors = torch.linalg.svd(seen.mT, full_matrices=False)[2][:, :1].conj()  # [r, 1, Hkv]
@@ -1382,10 +1371,8 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
     """Layer i as EliteAttention. Uptrained factors A, B come from the artifact, others from the weights."""
     (r, d_ckv), d, heads = elite_sizes(c, settings, artifact), c.head_dim, c.n_kv_heads
     wqkv, root = attention.wqkv, artifact.get(f"{i}.root")  # only of uptraining
-    if settings.pairs == "uniform":
-        order = uniform_order(d // 2, r).expand(heads, -1)  # [Hkv, D/2]
-    else:
-        order = artifact[settings.pairs][i]
+    uniform = uniform_order(d // 2, r).expand(heads, -1)  # [Hkv, D/2]
+    order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
     if settings.shared:  # the pairs that come first in the mean over the heads
         order = order.argsort(-1).float().mean(0, keepdim=True).argsort(-1)
     order = order.to(wqkv.weight.device)
@@ -1663,8 +1650,7 @@ def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor
 
 
 def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor) -> tuple[Tensor, Tensor]:
-    """The hot slots [B, Hkv, k] of the selected tokens, and which miss: hits keep theirs, misses take the
-    others (ours), with C > k those unused for the longest time.
+    """The hot slots [B, Hkv, k] of the selected tokens, and which miss: these take slots of no hit (ours).
 
     index [B, Hkv, k]: positions, distinct where live. Tables: slot_of [B, Hkv, S], of a position; pos_of and
     stamp [B, Hkv, C], of a slot: the position in it (-1: none) and the last step that used it."""
@@ -1716,10 +1702,8 @@ def host_rows(context: Context, *shape: int) -> Tensor:
 
 
 class LrqkCache(Cache):
-    """A_K of every token, the K and V in use, and a ring of recent ones; all K and V in host memory.
-
-    A token's key and value lie side by side: one read over the bus. `hot` holds C slots for selected tokens,
-    then the ring: slot C + p % z has position p. Selected tokens without a slot are fetched."""
+    """A_K of every token, K beside V of those in use, in host memory of all. `hot` has C slots of selected
+    tokens, which are fetched if they miss, then a ring of recent ones: slot C + p % z has position p."""
 
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
@@ -1731,8 +1715,7 @@ class LrqkCache(Cache):
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
         self.slots = round(min(settings.slots * k, capacity - z)) if self.reuse else k
-        store = {"cpu": HostStore, "cuda": TokenStore}[settings.kv_device]
-        self.kv = store(context, heads, capacity, width)
+        self.kv = {"cpu": HostStore, "cuda": TokenStore}[settings.kv_device](context, heads, capacity, width)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
         for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
             self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)
@@ -1908,10 +1891,8 @@ def page_tokens(pages: Tensor, page: int) -> Tensor:
 
 
 class ProxyCache(DenseCache):
-    """K and V in full, and `proxies`, a store of what scoring reads instead of K, a row for `page` tokens:
-    keys in a `basis` [Hkv, D, r], or [B, Hkv, D, r], one of each entry."""
-
-    page = 1
+    """K and V in full, and `proxies`, a store of what scoring reads instead of K: keys in a `basis` [Hkv, D,
+    r], or [B, Hkv, D, r], one of each entry."""
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         super().write(where, k, v)
@@ -1921,14 +1902,14 @@ class ProxyCache(DenseCache):
         basis = self.basis if self.basis.ndim == 3 else self.basis[where[0]]
         self.proxies.write(where, in_basis(k, basis))
 
-    def select_pages(self, scores: Tensor, pos: Tensor, page: int, tail: int) -> Tensor:
+    def select_pages(self, scores: Tensor, pos: Tensor, tail: int) -> Tensor:
         """Tokens [B, Hkv, n], negative for none, of the last pages and the best by scores [B, Hkv, pages]."""
-        budget = 0, self.count // page - tail, tail
-        index = page_tokens(self.context.select(scores, pos // page, budget, recent=True), page)
+        budget = 0, self.count // self.page - tail, tail
+        index = page_tokens(self.context.select(scores, pos // self.page, budget, recent=True), self.page)
         return index.where(index <= pos[:, None, None], -1)
 
     def score_bytes(self, length: int) -> int:
-        return -(-length // self.page) * self.proxies.token_bytes
+        return length * self.proxies.token_bytes
 
     def bytes_read(self, length: int) -> int:
         return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
@@ -2057,8 +2038,7 @@ class KeyformerCache(H2oCache):
 
     def weights(self, logits: Tensor, step: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
         draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
-        logits = (logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)
-        return logits.softmax(-1)
+        return ((logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)).softmax(-1)
 
 
 # ------------------------------------------------------------------------------------------------------ Quest
@@ -2120,7 +2100,10 @@ class QuestCache(ProxyCache):
         """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec. 3.3)."""
         last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
         scores = self.context.scores(bounds, pos=last, rule="largest", **self.proxies.scored(last))
-        return self.select_pages(scores, pos, self.page, 1)
+        return self.select_pages(scores, pos, 1)
+
+    def score_bytes(self, length: int) -> int:
+        return super().score_bytes(-(-length // self.page))
 
 
 # ------------------------------------------------------------------------------------------- SALS as deployed
@@ -2143,8 +2126,8 @@ class SalsCannCache(ProxyCache):
         shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
         stores = (Int8Store(*shape, D) for _ in range(2))
         super().__init__(context, *stores, budget=settings.budget(context.capacity))
-        self.size = min(settings.page, context.capacity)
-        self.tail = min(settings.tail, self.count // self.size - 1)
+        self.page = min(settings.page, context.capacity)
+        self.tail = min(settings.tail, self.count // self.page - 1)
         r = rank_of(settings.rank, D)
         r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
         self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
@@ -2154,9 +2137,9 @@ class SalsCannCache(ProxyCache):
         """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
         query = in_basis(q.unflatten(1, (self.config.n_kv_heads, -1)).mean(2), self.basis)
         logits = self.context.scores(query, self.proxies.read(pos), pos, "each").flatten(2)  # [B, Hkv, S]
-        logits = F.pad(logits, (0, -logits.shape[2] % self.size), value=-torch.inf)
-        scores = logits.unflatten(2, (-1, self.size)).logsumexp(-1)
-        return self.select_pages(scores, pos, self.size, self.tail)
+        logits = F.pad(logits, (0, -logits.shape[2] % self.page), value=-torch.inf)
+        scores = logits.unflatten(2, (-1, self.page)).logsumexp(-1)
+        return self.select_pages(scores, pos, self.tail)
 
 
 # ------------------------------------------------------------------------------------ Double Sparsity, HShare
@@ -2183,8 +2166,7 @@ class DoubleSparseCache(ProxyCache):
 
     def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores = self.context.scores(in_basis(q, self.basis), label, pos, "largest")
-        x, _, z = self.budget
+        scores, (x, _, z) = self.context.scores(in_basis(q, self.basis), label, pos, "largest"), self.budget
         return self.context.select(scores, pos, (x, count - x - z, z), recent=True)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -2249,11 +2231,10 @@ class HshareCache(DoubleSparseCache):
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
         self.held.copy_(torch.where(due[:, None, None], index, self.held))
-        newer = torch.arange(1, self.every, device=pos.device).expand(*index.shape[:2], -1)
-        newer = newer + self.since[:, None, None]
+        newer = self.since[:, None, None] + torch.arange(1, self.every, device=pos.device)  # [B, 1, .]
         # An entry that the budget covers is attended whole: its first `count` places, as far as written.
         whole, places = (pos < self.count)[:, None, None], self.context.positions[: self.count]
-        index = torch.where(whole, places, torch.cat((self.held, newer), -1))
+        index = torch.where(whole, places, torch.cat((self.held, newer.expand(-1, index.shape[1], -1)), -1))
         return index.where(index <= pos[:, None, None], -1)
 
     def score_bytes(self, length: int) -> int:
@@ -2275,10 +2256,8 @@ class InfinigenSettings(KeepSettings):
 
 
 def infinigen_columns(q: Tensor, k: Tensor, p: int) -> Tensor:
-    """The p columns A [Hkv, D, p] in which a prompt's skewed queries and keys are largest (secs. 4.2, 4.3).
-
-    q [S, Hkv, G, D], k [S, Hkv, D]: after RoPE. Q = U Sigma V^T: few columns of Q V are large, and qV . kV is
-    q . k. V is the prompt's own (ours), since RoPE keeps it out of the weights."""
+    """The p columns A [Hkv, D, p] of V where a prompt's q V and k V are largest (secs. 4.2, 4.3), of its own
+    Q = U Sigma V^T (ours: the paper's V is of another text). q [S, Hkv, G, D], k [S, Hkv, D]: after RoPE."""
     V = torch.linalg.eigh(lrqk_moments(q)[0].cpu()).eigenvectors.to(q)  # [Hkv, D, D]
     skewed = (torch.einsum("shgd,hde->hsge", x, V) for x in (q, k[:, :, None]))
     sums = sum(x.abs().sum((1, 2), dtype=torch.float64) for x in skewed)  # [Hkv, D]
@@ -2425,8 +2404,7 @@ class ChannelKeys(RingStore):
         self.tokens = -(-capacity // self.R) * self.R
         self.token_bytes = heads * width * (bits + 1) / 8  # codes, and a part of their (minimum, scale)
         self.register_buffer("codes", context.zeros(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
-        groups = context.zeros(heads, self.tokens // 32, width, 2, dtype=torch.float16)
-        self.register_buffer("low_scale", groups)
+        self.register_buffer("low_scale", context.zeros(heads, self.tokens // 32, width, 2, dtype=torch.half))
 
     def decode(self, codes: Tensor, low_scale: Tensor) -> Tensor:
         """Codes [..., S, width * bits / 8] to keys [..., S, width]."""
@@ -2653,11 +2631,10 @@ class ShadowKvCache(Cache):
         c, self.settings, self.chunk = context.config, settings, min(settings.chunk, context.capacity)
         self.selected, self.outlier_tokens, self.z = settings.layout(context.capacity)
         self.r = rank_of(settings.rank, c.kv_dim)
-        self.chunks = -(-context.capacity // self.chunk)
         heads, d = c.n_kv_heads, c.head_dim
         self.table("basis", c.kv_dim, self.r, dtype=context.dtype)
         self.table("latent", context.capacity, self.r, dtype=context.dtype)
-        self.table("landmark", heads, self.chunks, d, dtype=context.dtype)
+        self.table("landmark", heads, -(-context.capacity // self.chunk), d, dtype=context.dtype)
         self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
         self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
         self.ring = Window(context, heads, 2 * d, 0, self.z)
@@ -2722,10 +2699,10 @@ class ShadowKvCache(Cache):
     def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
         """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
-        outlier = (self.outlier[..., None] == torch.arange(self.chunks, device=pos.device)).any(2)
+        outlier = (self.outlier[..., None] == torch.arange(self.landmark.shape[2], device=pos.device)).any(2)
         scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
-        chunks = self.context.select(scores, last, (0, self.selected // self.chunk, 0))
-        return page_tokens(chunks, self.chunk)
+        best = self.context.select(scores, last, (0, self.selected // self.chunk, 0))
+        return page_tokens(best, self.chunk)
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
@@ -3040,11 +3017,10 @@ def random_basis(*shape: int) -> Tensor:
 
 @dataclass
 class Method:
-    """A row of METHODS: its settings, whose docstring `--help` shows; caches(model, settings, context,
-    artifact), one a layer; what must be fitted first, the tensors of its artifact, or the method whose
-    `artifact` serves it; random: those of random_artifact that are not any numbers near 1. fold(attention,
-    config, settings, artifact, i): layer i's attention with what the method folds into its weights, maybe on
-    the meta device. paper: the settings of --variant paper that are not the defaults (ours)."""
+    """A row of METHODS. settings: their docstring is in `--help`. caches(model, settings, context, artifact):
+    one a layer. tensors: of its artifact, if it is fitted, or `artifact`: the method whose it uses; random:
+    those of random_artifact that are not numbers near 1. fold(attention, config, settings, artifact, i):
+    layer i's attention with what it folds into weights, maybe on the meta device. paper: --variant paper."""
 
     settings: type
     caches: Callable[..., list[Cache]]

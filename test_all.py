@@ -654,13 +654,13 @@ def pure_sals_cann(cache, entry, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     low = spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
     k, v = (codes * scale for codes, scale in map(model_file.quantize_int8, (k, v)))
-    pages = torch.arange(len(k)) // cache.size
+    pages = torch.arange(len(k)) // cache.page
 
     def step(i, q, k, v, h):
-        logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.size  # D is 16
-        scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.size)])
+        logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page  # D is 16
+        scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.page)])
         old = max(0, last + 1 - cache.tail)
-        best = scores[:old].topk(min(old, cache.count // cache.size - cache.tail)).indices
+        best = scores[:old].topk(min(old, cache.count // cache.page - cache.tail)).indices
         chosen = (torch.isin(pages, best) | (pages >= old))[: i + 1].nonzero()[:, 0]
         return (q @ keys[chosen, h].mT / 4).softmax(-1) @ values[chosen, h], chosen, h
 
