@@ -252,7 +252,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = 
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
     if q.shape[-1] == v.shape[-1] and index is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
-    # Where widths differ, it would first copy K and V.
+    # Where widths differ, SDPA would first copy K and V.
     logits = matmul_codes(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
     weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
     if index is None:
@@ -876,7 +876,7 @@ def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.0, "d_r of the latent, of Hkv*D; 0: half, <= 1024", sets="bytes", within="[0, 1]")
+    rank: float = setting(0.0, "d_r: latent's rank / (Hkv*D); 0: half, <= 1024", sets="bytes", within="[0, 1]")
     score_rank: float = setting(0.25, "r*/r: fraction of a latent's dims that scoring reads", within="(0, 1]")
     latent_bits: int = setting(4, "bits of a latent; 4: r* dims in int8, others in 4 (ours)", (4, 8, 16))
     bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
@@ -2115,7 +2115,7 @@ class SalsCannSettings(QuestSettings):
 
     keep: float = keep_setting(0.25)
     skip: str = setting("", "layers that attend every token")
-    rank: float = setting(0.5, "r/D: components that are scored", sets="bytes", within="(0, 1]")
+    rank: float = setting(0.5, "rank of the keys that are scored / D", sets="bytes", within="(0, 1]")
     tail: int = setting(8, "last pages, which are always attended", within="[1, inf)")
 
 
@@ -2569,7 +2569,7 @@ class ShadowKvSettings:
     """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
 
     keep: float = keep_setting(1024)
-    rank: float = setting(0.15625, "of keys, r / (Hkv*D); paper: 160 / 1024", sets="bytes", within="(0, 1]")
+    rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", sets="bytes", within="(0, 1]")
     chunk: int = setting(8, "tokens of a chunk", within="[1, inf)")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
