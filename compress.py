@@ -876,7 +876,7 @@ def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.0, "d_r: latent's rank / (Hkv*D); 0: half, <= 1024", sets="bytes", within="[0, 1]")
+    rank: float = setting(0.0, "d_r: latent's rank / (Hkv*D); 0: half, <=1024", sets="bytes", within="[0, 1]")
     score_rank: float = setting(0.25, "r*/r: fraction of a latent's dims that scoring reads", within="(0, 1]")
     latent_bits: int = setting(4, "bits of a latent; 4: r* dims in int8, others in 4 (ours)", (4, 8, 16))
     bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
