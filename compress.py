@@ -2296,7 +2296,7 @@ def early_layer(layer, x: Tensor, update: Tensor, before: Tensor, pos: Tensor, c
 
 
 def early_decode(model: Llama, tokens: Tensor, pos: Tensor, caches: list, step, last) -> Tensor:
-    """Llama.decode in early_layers. The first has no last layer, and guesses from its own input."""
+    """Llama.decode in early_layers. The first layer has none before it: it guesses from its own input."""
     x = model.embed(tokens)
     update, before = torch.zeros_like(x), model.layers[0].attention_norm(x)
     for layer, cache in zip(model.layers, caches, strict=True):
