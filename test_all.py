@@ -4664,7 +4664,7 @@ def test_bad_commands_end_in_one_line_before_anything_runs(line, desk, cli, monk
 
 
 def test_a_rank_is_the_nearest_to_its_share():
-    assert [compress.rank_of(share, 256) for share in (1, 0.25, 0.0039, 0.001)] == [256, 64, 1, 1]
+    assert [compress.rank_of(share, 256) for share in (1, 0.25, 0.0059, 0.001)] == [256, 64, 2, 1]
     for method, low in (("sals", "["), ("shadowkv", "("), ("sals_cann", "(")):
         with pytest.raises(UserError, match=re.escape(f"--rank 1.01: give a number in {low}0, 1]")):
             compress.settings_from(method, {"rank": 1.01})
