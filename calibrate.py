@@ -979,8 +979,6 @@ raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune e
 juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
 """.split()
 ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2  # of the loss, where a token of plain text has 1
-KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
-TASKS = (*KINDS, "uuid")  # training draws from KINDS alone
 
 
 @dataclass
@@ -1014,35 +1012,45 @@ def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
     return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
 
 
-def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
-    """single (1 fact) and multikey (more): one number is asked for at a time."""
-    pairs = numbered_keys(rng, n_facts)
-    facts = number_facts(pairs)
+def fitting(rng: random.Random, n_tokens: int, least: int, most: int, each: int = 1) -> int:
+    """How many times `each` facts, which of about 14 tokens should fill a third of the text at most."""
+    return rng.randint(least, max(least, min(most, n_tokens // 48 // each)))
+
+
+# Each kind of task makes some for a text of n_tokens. n_facts: as evaluation asks for (None: a random number).
+
+
+def tasks_multikey(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+    """One number is asked for at a time; of a single fact the task `single`."""
+    n = n_facts or fitting(rng, n_tokens, 2, 32)
+    pairs = numbered_keys(rng, n)
+    facts, asked = number_facts(pairs), rng.sample(pairs, 1 if n_facts else min(n, 8))
     ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
-    return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
+    return [Task(facts, ask.format(key), f" {value}.", [value]) for key, value in asked]
 
 
-def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
-    """One key with several values, asked for all at once, in the order of the text."""
-    pairs = numbered_keys(rng, n_keys, n_values)
+def tasks_multivalue(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+    """Keys with four values each, asked for all at once, in the order of the text."""
+    pairs = numbered_keys(rng, 1 if n_facts else fitting(rng, n_tokens, 1, 4, 4), 4)
     rng.shuffle(pairs)
     groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
     ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
     return [Task(number_facts(pairs), ask.format(k), f" {', '.join(ns)}.", ns) for k, ns in groups.items()]
 
 
-def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
-    """Several keys asked for in one question; the answer repeats each key."""
-    pairs = numbered_keys(rng, n_facts)
-    asked = rng.sample(pairs, n_asked)
+def tasks_multiquery(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+    """Four keys asked for in one question; the answer repeats each key."""
+    pairs = numbered_keys(rng, n_facts or fitting(rng, n_tokens, 4, 16))
+    asked = rng.sample(pairs, 4)
     question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
     answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
     return [Task(number_facts(pairs), question, answer, [f"{k} is {v}" for k, v in asked])]
 
 
-def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
-    """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
-    names = rng.sample(NAMES, n_chains * (n_hops + 1))
+def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+    """Variable tracking: a number is stored, then copied four times to a new variable; name all that hold it."""
+    n_chains = 2 if n_facts else fitting(rng, n_tokens, 1, 3, 5)
+    names = rng.sample(NAMES, 5 * n_chains)
     chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
     facts = []
     for chain, value in chains:
@@ -1053,41 +1061,28 @@ def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task
     return [Task(facts, ask.format(value), f" {', '.join(chain)}.", chain) for chain, value in chains]
 
 
-def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
+def tasks_frequent(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
     """Frequent words: three of nine code words are mentioned far more often; name them, most often first."""
     words = rng.sample(NAMES, 9)
     shares = [(0.34, 5), (0.24, 4), (0.17, 3), *[(0.25 / 6, 1)] * 6]  # and the least
-    counts = [max(least, round(n_mentions * share)) for share, least in shares]
+    counts = [max(least, round(n_tokens // 100 * share)) for share, least in shares]
     facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
     rng.shuffle(facts)
     question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
     return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
 
 
-def tasks_uuid(rng: random.Random) -> list[Task]:
+def tasks_uuid(rng: random.Random, *_) -> list[Task]:
     """One UUID is the key of another, in a text of nothing else (Haystack.uuids): an exact copy is asked."""
     key, value = (str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2))
     ask = f"What is the value of {key}?\nAnswer: The value of {key} is"
     return [Task([f"\n{key}: {value}"], ask, f" {value}.", [value])]
 
 
-def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
-    """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
-    context = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
-    if kind == "single":
-        return tasks_numbers(rng, 1, 1)
-    if kind == "multikey":
-        n = n_facts or rng.randint(2, max(2, min(32, context)))
-        return tasks_numbers(rng, n, 1 if n_facts else min(n, 8))
-    if kind == "multivalue":
-        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, context // 4))), 4)
-    if kind == "multiquery":
-        return tasks_multiquery(rng, n_facts or rng.randint(4, max(4, min(16, context))), 4)
-    if kind == "variables":
-        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, context // 5))), 4)
-    if kind == "uuid":
-        return tasks_uuid(rng)
-    return tasks_frequent(rng, n_tokens // 100)
+TASKS = (tasks_multikey, tasks_multivalue, tasks_multiquery, tasks_variables, tasks_frequent, tasks_uuid)
+TASKS = {make.__name__.removeprefix("tasks_"): make for make in TASKS}
+TASKS = {"single": lambda rng, *_: tasks_multikey(rng, 0, 1)} | TASKS
+KINDS = [kind for kind in TASKS if kind != "uuid"]  # what training draws from
 
 
 class Haystack:
@@ -1150,7 +1145,7 @@ def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nda
 def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[np.ndarray, float]]:
     """Pieces of n tokens and their loss weights: a text with facts of one to three kinds, then questions."""
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
-    tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
+    tasks = [TASKS[kind](rng, n // len(kinds), None) for kind in kinds]
     labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
     rng.shuffle(labels)
     queues = [iter(group[0].facts) for group in tasks]
@@ -1166,7 +1161,7 @@ def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[
 def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
     """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
     rng = random.Random(f"{kind}-{seed}")
-    task = make_tasks(kind, rng, n_tokens, n_facts)[0]
+    task = TASKS[kind](rng, n_tokens, n_facts)[0]
     question = hay.encode(f"\nQuestion: {task.question}").tolist()
     bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
     room = n_tokens - len(question) - len(bos)

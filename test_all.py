@@ -4064,7 +4064,7 @@ def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
 
 def test_frequent_words_are_the_most_frequent():
     for seed in range(5):
-        task = calibrate.make_tasks("frequent", random.Random(seed), 2000)[0]
+        task = calibrate.TASKS["frequent"](random.Random(seed), 2000, None)[0]
         counts = {w: sum(w in f for f in task.facts) for w in {f.split()[-1][:-1] for f in task.facts}}
         ordered = sorted(counts, key=lambda w: -counts[w])
         assert ordered[:3] == task.references and counts[ordered[2]] > counts[ordered[3]]
