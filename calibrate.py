@@ -93,16 +93,15 @@ def read_texts(files: list[Path]) -> Iterator[str]:
 def text_ids(tokenizer, files: list[Path], most: int, vocabulary: int | None = None, bos=False) -> np.ndarray:
     """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
     Raises UserError for an id outside the model's vocabulary."""
-    bar = Progress("tokens", most)
 
-    def stream() -> Iterator[int]:
+    def stream(bar: Progress) -> Iterator[int]:
         for text in read_texts(files):
             ids = tokenizer.encode(text[: 64 * most], bos=bos)  # even a token of blanks is hardly longer
             bar.tick(len(ids))
             yield from ids
 
-    ids = np.fromiter(itertools.islice(stream(), most), np.int32)
-    bar.close()
+    with Progress("tokens", most) as bar:
+        ids = np.fromiter(itertools.islice(stream(bar), most), np.int32)
     if not len(ids):
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
     if vocabulary and ids.max() >= vocabulary:
@@ -259,9 +258,7 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of the covariance of its keys k before RoPE (SALS sec. 4.2), and
-    of S (k - mean) (ours). An error e of a key changes a logit by q^T R e, where R rotates each pair p. Over
-    all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2, U of S k keeps logits best.
-    The mean key is stored beside U."""
+    of S (k - mean), where S is the rms of the queries in each pair that RoPE rotates (ours)."""
     c, keys = model.config, moments["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
@@ -285,18 +282,17 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
-    bar = Progress("trial", 2 * (trial.shape[1] - prefix))
-    for name in ("pre", "post"):
-        joint = moments[name].covariance()
-        own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
-        values, vectors = eigen(own.movedim(-1, 1))
-        tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
-        context = Context(model, *trial.shape)
-        caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
-        engine = Engine(model, caches, context, Sampling())
-        loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
-        facts[f"perplexity_{name}"] = math.exp(loss.mean())
-    bar.close()
+    with Progress("trial", 2 * (trial.shape[1] - prefix)) as bar:
+        for name in ("pre", "post"):
+            joint = moments[name].covariance()
+            own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
+            values, vectors = eigen(own.movedim(-1, 1))
+            tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
+            context = Context(model, *trial.shape)
+            caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
+            engine = Engine(model, caches, context, Sampling())
+            loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
+            facts[f"perplexity_{name}"] = math.exp(loss.mean())
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
     return tensors, facts | {"energy of 25%": kept.mean().item()}
@@ -352,7 +348,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
-    bar, found = Progress("elitekv", c.n_layers * c.n_kv_heads), []
+    found = []
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
@@ -361,8 +357,8 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
             found.append((ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)), order.cpu()))
             bar.tick()
 
-    observe(model, tokens.to(device), see)
-    bar.close()
+    with Progress("elitekv", c.n_layers * c.n_kv_heads) as bar:
+        observe(model, tokens.to(device), see)
     heads = (torch.stack(each).unflatten(0, (c.n_layers, -1)) for each in zip(*found, strict=True))
     return dict(zip(("elite", "contribution"), heads, strict=True))
 
@@ -430,7 +426,7 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     c, device = model.config, next(model.parameters()).device
     positions = min(positions or c.max_positions, c.max_positions)
     generator = torch.Generator().manual_seed(0)
-    shape = (-(-RANDOM_TOKENS // tokens.shape[1]), tokens.shape[1])
+    shape = (-(-(1 << 15) // tokens.shape[1]), tokens.shape[1])  # 32K tokens; the paper: at least 8K
     noise = torch.randint(0, c.vocab_size, shape, generator=generator)
     cos, sin = rope_tables(c, positions, device)
 
@@ -446,16 +442,12 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     v_squares, v_basis = eigen(weights @ weights.transpose(-1, -2))
     tensors = {"qk.values": qk_values, "qk.basis": qk_basis, "v.values": v_squares.sqrt(), "v.basis": v_basis}
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    rate, reached, perplexity = fdc_search(model, tokens[-FLOOR_WINDOWS:], tensors, accuracy)
+    rate, reached, perplexity = fdc_search(model, tokens[-8:], tensors, accuracy)
     facts = {"floor": accuracy, "positions": positions, "rate": rate}
     facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
     ranks = {kind: kept.sum(-1).double().mean().item() for kind, kept in fdc_kept(tensors, rate).items()}
     facts |= {"mean rank of q and k": ranks["qk"], "mean rank of v": ranks["v"]}
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
-
-
-RANDOM_TOKENS = 1 << 15  # the paper: at least 8K
-FLOOR_WINDOWS = 8  # windows of text on which accuracy is measured
 
 
 def fdc_kept(tensors: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
@@ -475,16 +467,15 @@ def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accurac
     """F_p (FDC sec. 5.2): the largest rate that keeps `accuracy` of the dense model's on tokens [N, S].
     -> the rate, its accuracy and perplexity over the dense ones, by bisection of the rates that matter."""
     rates = fdc_rates(tensors["qk.values"], tensors["v.values"])  # of them 0 holds the floor
-    bar = Progress("rate", len(rates).bit_length() + 1)
 
     @lru_cache(None)
     def found(rate: float) -> Tensor:
         bar.tick()
         return fdc_accuracy(model, tokens, tensors, rate)
 
-    dense = found(0.0)
-    held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
-    bar.close()
+    with Progress("rate", len(rates).bit_length() + 1) as bar:
+        dense = found(0.0)
+        held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
     return rates[held - 1], *(found(rates[held - 1]) / dense).tolist()
 
 
@@ -509,9 +500,8 @@ def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate:
 
 
 def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W on the text.
-    With X^T X = L L^T and L^T W = U S R^T, the optimum A = L^-T U S, B = R^T has A = W R, and R holds the
-    eigenvectors of W^T X^T X W: the Gram matrix of the head's keys (or values) themselves, less the bias."""
+    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T, where
+    R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less the bias."""
     biases = [compress.kv_bias(layer.attention, model.config) for layer in model.layers]
 
     def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -1017,7 +1007,7 @@ def fitting(rng: random.Random, n_tokens: int, least: int, most: int, each: int 
     return rng.randint(least, max(least, min(most, n_tokens // 48 // each)))
 
 
-# Each kind of task makes some for a text of n_tokens. n_facts: as evaluation asks for (None: a random number).
+# Each kind of task makes some for a text of n_tokens. n_facts: as evaluation asks for; None: a random number.
 
 
 def tasks_multikey(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
@@ -1048,7 +1038,7 @@ def tasks_multiquery(rng: random.Random, n_tokens: int, n_facts: int | None) -> 
 
 
 def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    """Variable tracking: a number is stored, then copied four times to a new variable; name all that hold it."""
+    """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
     n_chains = 2 if n_facts else fitting(rng, n_tokens, 1, 3, 5)
     names = rng.sample(NAMES, 5 * n_chains)
     chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
@@ -1165,10 +1155,7 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
     question = hay.encode(f"\nQuestion: {task.question}").tolist()
     bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
     room = n_tokens - len(question) - len(bos)
-    if kind == "uuid":
-        pieces = hay.uuids(rng, *task.facts, room)
-    else:
-        pieces = hay.bury(rng, task.facts, room, depth)
+    pieces = hay.uuids(rng, *task.facts, room) if kind == "uuid" else hay.bury(rng, task.facts, room, depth)
     ids = [*bos, *np.concatenate(pieces).tolist(), *question]
     if len(ids) > n_tokens:
         fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
@@ -1479,30 +1466,29 @@ def run_eval(args: argparse.Namespace) -> dict:
 
     length = args.prefix + args.continuation
     capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
-    for tokens in texts.values():
-        capacities[length] = max(len(tokens), capacities.get(length, 0))
+    capacities |= {length: max(map(len, texts.values()))} if texts else {}
     check_candidates(candidates, args, capacities)
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     prompts = len(args.lengths) * len(args.tasks) * args.samples
-    bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
     results, reference = [], {}
-    for candidate in candidates:
-        try:
-            row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-            tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
-        except (UserError, MemoryError, torch.OutOfMemoryError) as error:
-            if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
-                raise
-            bar.note(f"{candidate.label}: no row: {error or 'not enough memory'}")
-            continue
-        row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
-        results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
-        columns = eval_columns(results)
-        bar.note(f"{candidate.label}: " + ", ".join(f"{c} {row[c]:.4g}" for c in columns[1:] if c in row))
-        if table:
-            save_csv(table, columns, results)
-    bar.close()
+    with Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts)) as bar:
+        for candidate in candidates:
+            try:
+                row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
+                tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
+            except (UserError, MemoryError, torch.OutOfMemoryError) as error:
+                if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
+                    raise
+                bar.note(f"{candidate.label}: no row: {error or 'not enough memory'}")
+                continue
+            row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
+            results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
+            columns = eval_columns(results)
+            figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
+            bar.note(f"{candidate.label}: {figures}")
+            if table:
+                save_csv(table, columns, results)
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
         print_equal(args, candidates)
@@ -1628,15 +1614,14 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
             size = max(n for _, n, _ in requests)
             engine = candidate.engine(args, min(args.rows, len(requests)), size, least=1)
             self.ledgers[size], rows = ledger(engine, size), engine.context.batch_size
-            answers, bar = {}, Progress(f"{candidate.label}: {label}", len(requests))
-            order = sorted(range(len(requests)), key=lambda i: requests[i][:2], reverse=True)
-            for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
-                while some := [*itertools.islice(alike, rows)]:
-                    batch = some + some[-1:] * (rows - len(some))
-                    made = decode(engine, [requests[i][2] for i in batch], *options)
-                    answers |= zip(batch, made, strict=True)
-                    bar.tick(len(some))
-            bar.close()
+            order, answers = sorted(range(len(requests)), key=lambda i: requests[i][:2], reverse=True), {}
+            with Progress(f"{candidate.label}: {label}", len(requests)) as bar:
+                for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
+                    while some := [*itertools.islice(alike, rows)]:
+                        batch = some + some[-1:] * (rows - len(some))
+                        made = decode(engine, [requests[i][2] for i in batch], *options)
+                        answers |= zip(batch, made, strict=True)
+                        bar.tick(len(some))
             return [answers[i] for i in range(len(requests))]
 
         def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
@@ -1768,10 +1753,7 @@ def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool
     """A layer of random weights; its cache, which holds S - 1 tokens a row; the next token's position; and
     an output of wqkv for it."""
     candidate = Candidate.parse(speed_cases(B, S, device.type)[case])
-    llama, method = model_file.outline(config, device, dtype), METHODS[candidate.method]
-    for part in model_file.allocated(llama, device):
-        for weight in part.parameters():
-            weight.normal_(0, 0.02)
+    llama, method = model_file.random_model(config, device, dtype), METHODS[candidate.method]
     context = Context(llama, B, S, kernels)
     artifact = compress.random_artifact(candidate.method, config) if method.fitted else {}
     caches = method.build(llama, settings_from(candidate.method, candidate.options), context, artifact)
@@ -2082,9 +2064,9 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    with path.open("wb") as file:
+    # Not tensors are counted, but bytes: the first tensor is often the largest.
+    with path.open("wb") as file, Progress("convert, MB", end / 1e6) as bar:
         file.write(len(head).to_bytes(8, "little") + head)
-        bar = Progress("convert, MB", end / 1e6)  # not tensors: the first is often the largest
         for shape, tensor, heads in plan.values():
             data = tensor.data
             if heads:
@@ -2094,7 +2076,6 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
                 if not part.isfinite().all():
                     raise UserError(f"tensor {tensor.name} holds numbers that are not finite in {dtype}")
                 bar.tick(file.write(part.flatten().view(torch.uint8).numpy()) / 1e6)
-        bar.close()
 
 
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
@@ -2298,6 +2279,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         generate.add_weights_option(sub)
         about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
         sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
+        about = "settings with which a cache has at most this share of dense's bytes per token"
+        sub.option("--equal_bytes", fraction, None, about, metavar="SHARE")
+        about = "settings with which layers that select attend at most this share of the tokens"
+        sub.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
@@ -2322,10 +2307,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--rows", whole(1), 10, "prompts decoded as one batch, fewer where the memory holds no more")
     p.option("--haystack", Path, None, "text to hide facts in (default: held-out Python sources)")
     p.option("--csv", Path, None, "also write the table to this file")
-    about = "settings with which a cache has at most this share of dense's bytes per token"
-    p.option("--equal_bytes", fraction, None, about, metavar="SHARE")
-    about = "settings with which layers that select attend at most this share of the tokens"
-    p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
     p = command(run_lm_eval, model, row_options, json_option)
     p.option("--tasks", str, None, "tasks, groups or tags of the harness", nargs="+", required=True)
@@ -2336,7 +2317,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--max_length", whole(2), 1 << 32, "cut texts on the left to so many (default: the model's)")
     p.option("--rows", whole(1), 16, "requests decoded as one batch, fewer where the memory holds no more")
     p.option("--output_path", str, None, "folder for the harness's files of results", metavar="FOLDER")
-    p.set_defaults(equal_bytes=None, equal_tokens=None)
 
     p = command(run_plot)
     p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv or speed --csv")

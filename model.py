@@ -708,15 +708,13 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Cal
     return model
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, fold=None) -> Llama:
-    """A model of a published shape with random weights, for benchmarks; it takes a million tokens."""
-    model = outline(replace(SHAPES[name], max_positions=1 << 20), device, dtype, bool(fold))
-    generator = torch.Generator(device).manual_seed(seed)
-    model.fingerprint = f"random-{name}-{seed}"
+def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed=0, fold=None) -> Llama:
+    """A model with random weights, for benchmarks. fold: as in `allocated`."""
+    model, generator = outline(config, device, dtype, bool(fold)), torch.Generator(device).manual_seed(seed)
     for part in allocated(model, device, fold):
-        for name_, parameter in part.named_parameters():
+        for name, parameter in part.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(0.0 if name_.endswith("bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 parameter.normal_(0, 0.02, generator=generator)
     return model

@@ -5293,12 +5293,11 @@ def test_a_prompt_may_fill_all_positions():
 
 def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
     monkeypatch.setattr(generate.Progress, "outer", None)
-    bar = generate.Progress("slow", 4)
-    bar.started -= 30
-    bar.tick()
-    bar.shown = 0
-    bar.tick(9)
-    bar.close()
+    with generate.Progress("slow", 4) as bar:
+        bar.started -= 30
+        bar.tick()
+        bar.shown = 0
+        bar.tick(9)
     out, err = capsys.readouterr()
     assert out == "" and "slow [#######...." in err and "1/4, 90 s left" in err and "4/4, 0 s left" in err
 
@@ -5509,13 +5508,12 @@ def test_shares_of_a_layer_sum_to_the_layer(family, n, int8, tmp_path, monkeypat
 
 
 def test_random_weights_follow_the_seed_and_ranks_agree_on_those_not_shared(monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
-    models = []
+    given, models = (tiny_config(), CPU, torch.float32), []
     for rank in range(2):
         play_rank(monkeypatch, rank, 2)
-        models.append(random_model("tiny", CPU, torch.float32))
+        models.append(random_model(*given))
     first, second = models
-    assert not torch.equal(first.output.weight, random_model("tiny", CPU, torch.float32, 1).output.weight)
+    assert not torch.equal(first.output.weight, random_model(*given, 1).output.weight)
     assert torch.equal(first.output.weight, second.output.weight)
     assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
     assert first.config.n_kv_heads == 2 and first.whole.n_kv_heads == 4
