@@ -1484,7 +1484,9 @@ def run_eval(args: argparse.Namespace) -> dict:
                 continue
             row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
             results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
-            columns = eval_columns(results)
+            named = {key for row in results for key, x in row.items() if not isinstance(x, dict | list)}
+            leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
+            columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
             figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
             bar.note(f"{candidate.label}: {figures}")
             if table:
@@ -1505,16 +1507,7 @@ def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[di
         files[path.stem] = text_files(path)
     length, rows = args.prefix + args.continuation, args.perplexity_rows
     texts = {name: windows(tokenizer, f, length, rows, vocabulary) for name, f in files.items() if rows}
-    hay_files = text_files(args.haystack) if args.haystack else files["python"]
-    hidden_in = text_ids(tokenizer, hay_files, 1 << 19, vocabulary)
-    return texts, Haystack(tokenizer, [hidden_in])
-
-
-def eval_columns(rows: list[dict]) -> list[str]:
-    """The columns that any of the rows has."""
-    leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
-    named = {key for row in rows for key, value in row.items() if not isinstance(value, (dict, list))}
-    return [key for key in dict.fromkeys((*leading, *rows[0])) if key in named]
+    return texts, Haystack(tokenizer, [text_ids(tokenizer, files["python"], 1 << 19, vocabulary)])
 
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
@@ -2279,10 +2272,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         generate.add_weights_option(sub)
         about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
         sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
-        about = "settings with which a cache has at most this share of dense's bytes per token"
-        sub.option("--equal_bytes", fraction, None, about, metavar="SHARE")
-        about = "settings with which layers that select attend at most this share of the tokens"
-        sub.option("--equal_tokens", fraction, None, about, metavar="SHARE")
+        for what in ("bytes", "tokens"):
+            about = f"settings with which a cache has at most this share of dense's {what}"
+            sub.option(f"--equal_{what}", fraction, None, about, metavar="SHARE")
 
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
@@ -2305,7 +2297,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
     p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
     p.option("--rows", whole(1), 10, "prompts decoded as one batch, fewer where the memory holds no more")
-    p.option("--haystack", Path, None, "text to hide facts in (default: held-out Python sources)")
     p.option("--csv", Path, None, "also write the table to this file")
 
     p = command(run_lm_eval, model, row_options, json_option)

@@ -4621,7 +4621,7 @@ BAD_COMMANDS = {
     "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
     "eval --lengths 200 --prefix 9": "ask for longer prompts",
-    "eval --haystack few.txt": "no text of at least 200 characters",
+    "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals": "calibrated already",
     "fit --method sals --text none": "there is no such file or folder",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
