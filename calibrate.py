@@ -481,20 +481,17 @@ def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accurac
 
 def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float) -> Tensor:
     """full_passes of tokens [N, S] by FDC at `rate`: the share predicted right, and the perplexity.
-    q R (k R)^T on the kept columns is (q P) (k P)^T, P = R R^T: one plain forward pass is the same."""
-    c, weight = model.config, model.tok_embeddings.weight
-    projectors = {}
+    q R (k R)^T on the kept columns is q (k P)^T, P = R R^T: one plain forward pass is the same."""
+    projectors, weight = {}, model.tok_embeddings.weight
     for kind, kept in fdc_kept(tensors, rate).items():
         basis = tensors[f"{kind}.basis"] * kept[:, :, None]
         projectors[kind] = (basis @ basis.transpose(-1, -2)).to(weight)  # [L, Hkv, D, D]
 
     def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        grouped = q.unflatten(2, (c.n_kv_heads, -1)) @ projectors["qk"][i]  # [1, S, Hkv, G, D]
-        k = torch.einsum("bshd,hde->bshe", k, projectors["qk"][i])
-        _, bias = compress.kv_bias(model.layers[i].attention, c)  # stays whole: it is folded into W_O's
+        k = torch.einsum("bshd,hde->bshe", apply_rope(k, cos, sin), projectors["qk"][i])
+        _, bias = compress.kv_bias(model.layers[i].attention, model.config)  # stays whole: folded into W_O's
         v = torch.einsum("bshd,hde->bshe", v - bias, projectors["v"][i]) + bias
-        return model_file.causal_attention(grouped.flatten(2, 3), k, v)
+        return model_file.causal_attention(apply_rope(q, cos, sin), k, v)
 
     return full_passes(model, tokens, attend)
 
@@ -666,10 +663,10 @@ def training_loss(
             y, targets = forward(teacher, inputs)
     x, outputs = forward(model, inputs)
     x, y, a = x.flatten(0, 1), teacher and y.flatten(0, 1), (1 - share) * weights.flatten() / weights.sum()
-    rest, loss = (share / len(labels), model.output.weight, teacher and teacher.output.weight), 0.0
+    rest = share / len(labels), model.output.weight, teacher and teacher.output.weight
     parts = ([None] * len(x) if t is None else t.split(HEAD_CHUNK) for t in (x, labels, a, y))
-    for part in zip(*parts, strict=False):  # few tokens' logits exist at once: backward makes them again
-        loss = loss + checkpoint(head, *part, *rest, use_reentrant=False)
+    # Few tokens' logits exist at once: backward makes them again.
+    loss = sum(checkpoint(head, *part, *rest, use_reentrant=False) for part in zip(*parts, strict=False))
     for x, y in zip(outputs, targets, strict=True) if layers else ():
         loss = loss + F.mse_loss(x.float(), y.float()) / y.float().square().mean() / len(outputs)
     return loss
@@ -1091,12 +1088,12 @@ class Haystack:
         return np.resize(source[start : start + n], n).astype(np.int32)
 
     def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
-        """Pieces of a text of n tokens, the facts at random places in their order; odd pieces are facts."""
+        """Pieces of a text of n tokens, odd ones are facts: in order at random places, one alone at depth."""
         encoded = [self.encode(f) for f in facts]
         plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
         starts = np.flatnonzero(self.starts_word[plain])
         starts = starts if len(starts) else np.zeros(1, np.int64)
-        where = [depth] if depth is not None else [rng.random() for _ in facts]
+        where = [rng.random() if depth is None or len(facts) > 1 else depth for _ in facts]
         places = sorted(int(starts[int(w * len(starts))]) for w in where)
         *parts, last = np.split(plain, places)
         return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
@@ -1136,10 +1133,9 @@ def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[
     """Pieces of n tokens and their loss weights: a text with facts of one to three kinds, then questions."""
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
     tasks = [TASKS[kind](rng, n // len(kinds), None) for kind in kinds]
-    labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
-    rng.shuffle(labels)
-    queues = [iter(group[0].facts) for group in tasks]
-    facts = [next(queues[label]) for label in labels]
+    turns = [queue for group in tasks for queue in [iter(group[0].facts)] * len(group[0].facts)]
+    rng.shuffle(turns)
+    facts = [next(queue) for queue in turns]  # those of one kind in their order
     tail, questions = [], [task for group in tasks for task in group]
     for task in rng.sample(questions, len(questions)):
         tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
@@ -1167,10 +1163,9 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
 
 
 class Watched:
-    """A cache with the exact keys beside it: of the tokens that it should attend, how many does it attend?
-    These are as many as it attends, of the largest attention weights: of a query head, or of the heads that
-    share a selection together. Sinks and recent tokens count on both sides. sums: NAMES, each a mean over
-    heads and rows, and 1, summed over steps (fp64, on the device: a CUDA graph adds to them)."""
+    """A cache with the exact keys beside it: how many it attends of as many tokens of the largest attention
+    weights, which are of a query head, or of all heads that share a selection. Sinks and recent tokens count.
+    sums [5]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA graph adds to them)."""
 
     NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a fraction of the length
 
@@ -1369,9 +1364,8 @@ def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tens
 
 @torch.inference_mode()
 def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_facts, depths) -> list[float]:
-    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily.
-    depths: where the fact of each `single` lies, from 0 (the start) to 1; other kinds lie at random."""
-    places = zip(seeds, depths if kind == "single" else [None] * len(seeds), strict=True)
+    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily."""
+    places = zip(seeds, depths, strict=True)
     samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in places]
     prompts, tasks = zip(*samples, strict=True)
     engine.prefill(prompts)
@@ -1493,7 +1487,11 @@ def run_eval(args: argparse.Namespace) -> dict:
                 save_csv(table, columns, results)
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
-        print_equal(args, candidates)
+        print("the settings at each capacity; * where none gets down to the share of dense's")
+        for candidate in candidates:
+            for capacity, options in candidate.used.items():
+                chosen = ", ".join(f"{name}={value}" for name, value in options.items())
+                print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}")
     device = generate.device_name(torch.device(args.device))
     return {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
 
@@ -1517,16 +1515,6 @@ def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
-    """What --equal_bytes and --equal_tokens made of each method, for each capacity of a cache."""
-    shares = f"bytes {args.equal_bytes or '-'}, tokens {args.equal_tokens or '-'}"
-    print(f"at most this share of dense: {shares}; * where no setting gets there")
-    for candidate in candidates:
-        for capacity, options in candidate.used.items():
-            chosen = ", ".join(f"{k}={v}" for k, v in options.items() if candidate.options.get(k) != v)
-            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}")
 
 
 def print_table(rows: list[dict], columns: list[str]) -> None:
@@ -1683,8 +1671,7 @@ def run_lm_eval(args: argparse.Namespace) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------ speed
-# Weights are random, and all rows are full. Sets of inputs take turns, so that they come from memory, as in a
-# model, where other layers' weights push them out of the chip's caches.
+# Weights are random, and all rows are full.
 SPEED_MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8b", ["8x32768", "1x131072"])}
 SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
@@ -1736,8 +1723,8 @@ def call_time(calls: list[Callable], device: torch.device, between=lambda: None,
 
 
 def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
-    """x and deep copies of it, which share what is kept: as many as leave a cache of 60 MB cold, if a call
-    reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
+    """x and deep copies of it, which share what is kept: as many as leave a cache of 60 MB cold, as other layers
+    do in a model, if a call reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
     n = max(2, min(256, math.ceil(240e6 / max(1, read)), int(16e9 / stored)))
     return [x, *(copy.deepcopy(x, {id(each): each for each in kept}) for _ in range(n - 1))]
 
@@ -2272,6 +2259,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         generate.add_weights_option(sub)
         about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
         sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
+        sub.option("--rows", whole(1), 10, "prompts in a batch, fewer where the memory holds no more")
         for what in ("bytes", "tokens"):
             about = f"settings with which a cache has at most this share of dense's {what}"
             sub.option(f"--equal_{what}", fraction, None, about, metavar="SHARE")
@@ -2296,7 +2284,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
     p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
-    p.option("--rows", whole(1), 10, "prompts decoded as one batch, fewer where the memory holds no more")
     p.option("--csv", Path, None, "also write the table to this file")
 
     p = command(run_lm_eval, model, row_options, json_option)
@@ -2306,7 +2293,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--num_fewshot", whole(0), None, "examples before each question (default: the task's)")
     p.option("--length", whole(1), 4096, "tokens of a prompt of RULER's tasks")
     p.option("--max_length", whole(2), 1 << 32, "cut texts on the left to so many (default: the model's)")
-    p.option("--rows", whole(1), 16, "requests decoded as one batch, fewer where the memory holds no more")
     p.option("--output_path", str, None, "folder for the harness's files of results", metavar="FOLDER")
 
     p = command(run_plot)
@@ -2317,15 +2303,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--energy", fraction, 0.9, "share of the energy to keep")
     p.option("--png", Path, None, "also draw it (needs matplotlib)")
 
-    p = command(run_speed, json_option)
+    p = command(run_speed, json_option, generate.add_device_option)
     lists = {"table": ("operation", "method"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
     for name, choices in (lists | {"method": speed_cases(1, 1)}).items():
         p.option(f"--{name}", str, None, ", ".join(choices), nargs="+", choices=[*choices], metavar="NAME")
     p.option("--csv", Path, None, "also write the rows to this file")
-    generate.add_device_option(p)
     p.set_defaults(dtype="auto")
 
-    p = command(run_train)
+    p = command(run_train, generate.add_device_option)
     p.option("--out", Path, None, "folder for config.json and model.safetensors", required=True)
     p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
     about = "what --from is uptrained for (default: elitekv)"
@@ -2342,7 +2327,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--minutes", positive, math.inf, "stop (and keep the state) after this time")
     p.option("--log", Path, None, "CSV of tokens read and mean loss, a line every 20 steps")
     p.option("--max_tokens", whole(1), 200_000_000, "tokens read from each text")
-    generate.add_device_option(p)
     p.set_defaults(dtype="fp32")
 
     p = command(run_convert)

@@ -4942,7 +4942,7 @@ def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
     line = f"eval --method {sals_} --method streaming --samples 0 --equal_bytes 0.5"
     line += " --equal_tokens 0.25 --perplexity_rows 2 --prefix 56 --continuation 8"
     dense, sals, streaming = cli.json(line)["rows"]
-    assert "dense *" in cli.out and f"{sals_}, 64 tokens: keep=0.25, rank=" in cli.out
+    assert "dense *" in cli.out and f"{sals_}, 64 tokens: " in cli.out and ", keep=0.25, rank=" in cli.out
     assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
     assert dense["mass python"] == [None] * 4 and sals["mass"] in sals["mass python"]
     for row in (sals, streaming):
