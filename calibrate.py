@@ -1723,8 +1723,8 @@ def call_time(calls: list[Callable], device: torch.device, between=lambda: None,
 
 
 def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
-    """x and deep copies of it, which share what is kept: as many as leave a cache of 60 MB cold, as other layers
-    do in a model, if a call reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
+    """x and deep copies of it, which share what is kept: as many as leave a cache of 60 MB cold, as a model's
+    layers do, if a call reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
     n = max(2, min(256, math.ceil(240e6 / max(1, read)), int(16e9 / stored)))
     return [x, *(copy.deepcopy(x, {id(each): each for each in kept}) for _ in range(n - 1))]
 

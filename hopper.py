@@ -33,6 +33,15 @@ def aligned(*tensors: Tensor) -> bool:
     return all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
 
 
+@gluon.jit
+def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """A barrier for each slot of a ring, which waits for so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(barriers.index(slot), count=ARRIVALS)
+    return barriers
+
+
 # ------------------------------------------------------------------------------ attention over stored tokens
 
 
@@ -234,11 +243,7 @@ def _streamed_logits_kernel(
     ring = gl.allocate_shared_memory(basis.dtype, [SLOTS, D, KB], basis.layout)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=1)
-        hopper.mbarrier.init(free.index(slot), count=2)  # both consumers
+    ready, free = _barriers(SLOTS, 1), _barriers(SLOTS, 2)  # free: for both consumers
     hopper.fence_async_shared()
     barrier()
     gl.warp_specialize(
@@ -409,10 +414,13 @@ def _both_halves(products):
 
 
 @gluon.jit
-def _soften(logits, top, total, out):
-    """Online softmax: logits [8, T] -> their weights [T, 8] as tensor cores take them; top [8], total [8, T]
-    (summed over T at the end, not in every tile) and out [D, 8] to match."""
+def _soften(query, k, live, scale, top, total, out, N: gl.constexpr):
+    """Online softmax over a tile's keys k [T, D]: weights [T, 8] as tensor cores take them; top [8], total
+    [8, T] (summed over T at the end, not in every tile) and out [D, 8] to match."""
     MMA: gl.constexpr = out.type.layout
+    k = gl.convert_layout(_key_columns(k, N), gl.DotOperandLayout(1, MMA, 2))
+    logits, _ = _both_halves(ampere.mma_v2(query, k, gl.full([16, k.shape[1]], 0.0, gl.float32, MMA)))
+    logits = gl.where(live[None, :], logits * scale, float("-inf"))
     new_top = gl.maximum(top, gl.max(logits, 1))
     if gl.max(new_top - top, 0) > 0:
         shrink = gl.exp2(top - new_top)
@@ -459,7 +467,6 @@ def _shared_keys_kernel(
     D: gl.constexpr = codes.block_shape[1] * 32 // BITS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
     split, splits = gl.program_id(0), gl.num_programs(0)
     h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
@@ -472,9 +479,7 @@ def _shared_keys_kernel(
     stores, firsts = (keys, key_pairs, codes, pairs), (first_k, first_k, first_v, first_v)
     stages = (_ring_of(keys, STAGES), _ring_of(key_pairs, STAGES),
               _ring_of(codes, STAGES), _ring_of(pairs, STAGES))  # fmt: skip
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        hopper.mbarrier.init(ready.index(slot), count=len(stores))
+    ready = _barriers(STAGES, len(stores))
     hopper.fence_async_shared()
     barrier()
     for slot in gl.static_range(STAGES):
@@ -485,8 +490,7 @@ def _shared_keys_kernel(
     query = gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0).to(gl.float16)
     query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
     query = gl.convert_layout(gl.permute(_key_columns(query, N), (1, 0)), LEFT)
-    nothing = gl.full([16, T], 0.0, gl.float32, MMA)
-    half, _ = _both_halves(nothing)
+    half, _ = _both_halves(gl.full([16, T], 0.0, gl.float32, MMA))
     LOGITS: gl.constexpr = half.type.layout
     QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
     top = gl.full([8], -1e30, gl.float32, QUERY)
@@ -498,10 +502,7 @@ def _shared_keys_kernel(
         place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
         at = ((b * R + place) * Hkv + h)[:, None] * D + d
         k = gl.load(k_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
-        k = gl.convert_layout(_key_columns(k, N), RIGHT)
-        logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
-        logits = gl.where((start + token <= pos)[None, :], logits * scale, float("-inf"))
-        weight, top, total, out = _soften(logits, top, total, out)
+        weight, top, total, out = _soften(query, k, start + token <= pos, scale, top, total, out, N)
         v = gl.load(v_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
         out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
     # 4. The others.
@@ -512,10 +513,7 @@ def _shared_keys_kernel(
         token += splits * T
         hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         k = _decoded_keys(stages[0].index(stage), stages[1].index(stage), KEY_BITS)
-        k = gl.convert_layout(_key_columns(k, N), RIGHT)
-        logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
-        logits = gl.where(live[None, :], logits * scale, float("-inf"))
-        weight, top, total, out = _soften(logits, top, total, out)
+        weight, top, total, out = _soften(query, k, live, scale, top, total, out, N)
         v = _decoded_values(stages[2].index(stage), stages[3].index(stage), live, BITS)
         out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
         barrier()
@@ -865,11 +863,7 @@ def _linear_chain_kernel(
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
     ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
     xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, KB], attended.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=2)  # both producers
-        hopper.mbarrier.init(free.index(slot), count=1)
+    ready, free = _barriers(SLOTS, 2), _barriers(SLOTS, 1)  # ready: by both producers
     hopper.fence_async_shared()
     barrier()
     gl.warp_specialize(
