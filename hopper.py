@@ -901,12 +901,11 @@ def linear_chain(
 
     The kernel before must not write the first weights, which are read while it still runs (see overlapped).
     The first call on a device must not be in a capture. Truth: model.Layer."""
-    listed, matrices = [len(each) for each in (weights, biases, norms, eps)], (x, *weights)
+    listed, dtype = [len(each) for each in (weights, biases, norms, eps)], x.dtype
     kernels.need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
-    fits = all(each.ndim == 2 for each in matrices) and len(x)
-    kernels.need(fits, f"x and weights must be matrices: {[list(each.shape) for each in matrices]}")
-    (rows, dim), heads_dim, ffn, N = x.shape, weights[0].shape[1], weights[2].shape[1], len(weights[3])
-    sizes, dtype = {"wo": (dim, heads_dim), "w13": (2 * ffn, dim), "w2": (dim, ffn), "w": (N, dim)}, x.dtype
+    (rows, dim), (wo, _, w2, w) = (len(x), x.shape[-1]), weights
+    heads_dim, ffn, N = wo.shape[-1], w2.shape[-1], len(w)
+    sizes = {"wo": (dim, heads_dim), "w13": (2 * ffn, dim), "w2": (dim, ffn), "w": (N, dim)}
     given = {"x": (x, dtype, rows, dim), "attended": (attended, dtype, rows, heads_dim)}
     given |= {"norm": (norms[0], dtype, dim), "next norm": (norms[1], dtype, dim)}
     for name, weight, bias in zip(sizes, weights, biases, strict=True):
@@ -940,7 +939,7 @@ def linear_chain(
 def chains_linears(x: Tensor, *inputs: int) -> bool:
     """Whether `linear_chain` serves rows x in layers of so many inputs. It does not in fp16, which may not
     hold x before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
-    fits = len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
+    fits = 0 < len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
     return fits and kernels.nvidia_generation(x.device) == 9
 
 

@@ -5948,8 +5948,8 @@ def test_kernel_hopper_linear_chain_refuses(hopper):
             must = "bias of w must be" if name == "w" else f"{name} must be"
             refused(must, **{what: other(place, lambda x: x[1:].clone())})
     refused("attended must be", attended=lambda x: x[:1])
-    refused("must be matrices", x=lambda x: x[None])
-    refused("must be matrices", x=lambda x: x[:0])
+    refused("x must be", x=lambda x: x[None])
+    refused("attended must be", x=lambda x: x[:0])
     refused("4 weights and biases, 2 norms", norms=lambda norms: norms[:1])
     refused("x .* must be contiguous", x=turned)
     refused("next norm must be", norms=other(1, lambda norm: norm[:32]))
