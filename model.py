@@ -593,11 +593,8 @@ def fingerprint(files: list[Path]) -> str:
 
 
 def human(n: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if n < 1000:
-            return f"{n:.4g} {unit}"
-        n /= 1000
-    return f"{n:.4g} GB"
+    power = sum(n >= 1000**p for p in (1, 2, 3))
+    return f"{n / 1000**power:.4g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 def free_memory(device: torch.device) -> int:
@@ -606,9 +603,8 @@ def free_memory(device: torch.device) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, unused
         return torch.cuda.mem_get_info(device)[0] + kept
     try:
-        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+        return int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+    except (OSError, TypeError):
         return sys.maxsize
 
 
@@ -663,10 +659,10 @@ def copy_local_part(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConf
 
 def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]) -> None:
     """Raises UserError for the first tensor of the files that is not the model's, or that they lack."""
-    slots, unused = dict(weight_slots(model, headers)), {"lm_head.weight"} if model.config.tied else set()
+    slots, unused = dict(weight_slots(model, headers)), ("lm_head.weight", "rotary_emb.inv_freq")
     for name, (file, shape, dtype) in headers.items():
         fault = ""
-        if name not in slots and name not in unused and not name.endswith("rotary_emb.inv_freq"):
+        if name not in slots and not name.endswith(unused):
             fault = f"has no place in a {model.config.family} model of this config.json"
         elif name in slots and list(slots[name].shape) != shape:
             fault = f"is {shape}, but config.json asks for {list(slots[name].shape)}"
@@ -735,7 +731,6 @@ LLAMA3_SPECIAL = (
 ).split() + [f"reserved_special_token_{i}" for i in range(2, 247)]
 STOP_TOKENS = "</s> <|end_of_text|> <|eot_id|> <|eom_id|> <|endoftext|> <|im_end|> <|end|>".split()
 
-MAX_IDS = 1 << 22  # several times what any vocabulary has
 NOT_EXACT = "tokenizer.json cannot be computed exactly here: put the model's tokenizer.model beside it"
 PREPEND = {"type": "Prepend", "prepend": "▁"}  # sentencepiece's spaces, as a tokenizer.json has them
 ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -895,15 +890,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ends = {key: token for key, token in settings.items() if key.endswith("_token")}
         ends = {key: token["content"] if isinstance(token, dict) else token for key, token in ends.items()}
         named, bos, eos = {*ends.values()}, ends.get("bos_token"), ends.get("eos_token")
+        legacy = settings.get("legacy")
     with checked(folder / "tokenizer.json"):
         for token in data.get("added_tokens") or []:
             tokenizer.add_token(token["id"], token, named)
         if is_model and data:
             tokenizer.space_after = (data.get("pre_tokenizer") or {}).get("prepend_scheme") or ""
-        elif is_model and "Llama" in str(settings.get("tokenizer_class")):
-            tokenizer.space_after = "always" if settings.get("legacy") else "first"
-        elif is_model and settings.get("legacy") is False:
-            tokenizer.space_after = "first"
+        elif is_model and (legacy is False or "Llama" in str(settings.get("tokenizer_class"))):
+            tokenizer.space_after = "always" if legacy else "first"
     with checked(folder / "tokenizer_config.json"):
         for i, token in (settings.get("added_tokens_decoder") or {}).items():
             tokenizer.add_token(int(i), token, named)
@@ -935,13 +929,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def token_id(value) -> int:
     """`value`, where it can be a token id. Raises ValueError for others, before memory goes to so many."""
-    if type(value) is not int or not 0 <= value < MAX_IDS:
+    if type(value) is not int or not 0 <= value < 1 << 22:  # several times what any vocabulary has
         raise ValueError(f"{value!r:.40} is no token id")
     return value
 
 
 def load_tokenizer_model(data: bytes) -> Tokenizer:
-    """The contents of a tokenizer.model: lines of "base64 rank" (Llama 3), else a sentencepiece model."""
+    """The contents of a tokenizer.model: lines of "base64 rank" (Llama 3), else a sentencepiece model as its
+    trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", data):
         lines = [line.split() for line in data.splitlines()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -950,11 +945,6 @@ def load_tokenizer_model(data: bytes) -> Tokenizer:
         special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
         encode = bpe_encoder(ranks, list(ranks.values()), [LLAMA3_SPLIT])
         return Tokenizer(encode, [*ranks] + [b""] * len(special), special, len(ranks), add_bos=True)
-    return load_sentencepiece(data)
-
-
-def load_sentencepiece(data: bytes) -> Tokenizer:
-    """A sentencepiece model, as its trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
     if not data:  # sentencepiece would load this as a model without pieces
         raise ValueError("empty file")
     from sentencepiece import SentencePieceProcessor
@@ -1100,7 +1090,7 @@ def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     kinds = dict.fromkeys(normal, 1) | dict.fromkeys(control, 3) | dict.fromkeys(to_bytes, 6) | {unknown: 2}
     scores = {word: -rank for rank, word in enumerate(ranked)}
     words = sorted(vocab, key=vocab.get)
-    tokenizer = load_sentencepiece(sentencepiece_model((w, scores.get(w, 0), kinds[w]) for w in words))
+    tokenizer = load_tokenizer_model(sentencepiece_model((w, scores.get(w, 0), kinds[w]) for w in words))
     scheme = steps[0].get("prepend_scheme", "always" if PREPEND in steps else "never")
     spaced, encode = scheme != "never", tokenizer.encode_text
     if ESCAPE in steps:  # the space comes before the text is split at some of the added tokens, else after
