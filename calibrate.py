@@ -29,7 +29,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.machinery import PathFinder
@@ -166,9 +166,8 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
         is_new = False
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # somebody else's file is there
-                folder.rmdir()
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -1209,7 +1208,6 @@ class Watched:
         n = chosen.sum(-1)
         least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
         hits = (chosen & (scores >= least)).sum(-1)
-        # Loki's Figure 6 shows recall under the name of the Jaccard index.
         means = [each.mean() for each in (n / (pos + 1)[:, None, None], hits / n, hits / (2 * n - hits))]
         self.sums += torch.stack((*means, mass, torch.ones_like(mass)))
 
@@ -1458,9 +1456,8 @@ def run_eval(args: argparse.Namespace) -> dict:
     tokenizer = load_tokenizer(args.checkpoint)
     texts, hay = eval_texts(args, tokenizer, config.vocab_size)
 
-    length = args.prefix + args.continuation
     capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
-    capacities |= {length: max(map(len, texts.values()))} if texts else {}
+    capacities |= {args.prefix + args.continuation: max(map(len, texts.values()))} if texts else {}
     check_candidates(candidates, args, capacities)
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
@@ -1671,7 +1668,6 @@ def run_lm_eval(args: argparse.Namespace) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------ speed
-# Weights are random, and all rows are full.
 SPEED_MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8b", ["8x32768", "1x131072"])}
 SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
@@ -2044,7 +2040,6 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    # Not tensors are counted, but bytes: the first tensor is often the largest.
     with path.open("wb") as file, Progress("convert, MB", end / 1e6) as bar:
         file.write(len(head).to_bytes(8, "little") + head)
         for shape, tensor, heads in plan.values():
