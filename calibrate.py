@@ -2255,9 +2255,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
         sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
         sub.option("--rows", whole(1), 10, "prompts in a batch, fewer where the memory holds no more")
-        for what in ("bytes", "tokens"):
-            about = f"settings with which a cache has at most this share of dense's {what}"
-            sub.option(f"--equal_{what}", fraction, None, about, metavar="SHARE")
+        for name, cost in (("bytes", "bytes per token"), ("tokens", "attended tokens")):
+            about = f"settings with at most this share of dense's {cost}"
+            sub.option(f"--equal_{name}", fraction, None, about, metavar="SHARE")
 
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
