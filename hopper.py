@@ -34,12 +34,16 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 @gluon.jit
-def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """A barrier for each slot of a ring, which waits for so many arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+def _ring_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Barriers for each slot of a ring: it is ready, of all producers, and free, of all consumers."""
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(barriers.index(slot), count=ARRIVALS)
-    return barriers
+        hopper.mbarrier.init(ready.index(slot), count=PRODUCERS)
+        hopper.mbarrier.init(free.index(slot), count=CONSUMERS)
+    hopper.fence_async_shared()
+    barrier()
+    return ready, free
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
@@ -243,9 +247,7 @@ def _streamed_logits_kernel(
     ring = gl.allocate_shared_memory(basis.dtype, [SLOTS, D, KB], basis.layout)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
-    ready, free = _barriers(SLOTS, 1), _barriers(SLOTS, 2)  # free: for both consumers
-    hopper.fence_async_shared()
-    barrier()
+    ready, free = _ring_barriers(SLOTS, 1, 2)
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
@@ -393,18 +395,15 @@ def _decoded_values(codes, pairs, live, BITS: gl.constexpr):
 def _key_columns(k, N: gl.constexpr):
     """Keys [T, D] as columns [D, T], in the order in which threads have them: of a plane, the N words of
     which lie in quarters, (word // 2 of a quarter, byte, quarter, word % 2)."""
-    T: gl.constexpr = k.shape[0]
-    D: gl.constexpr = k.shape[1]
-    k = gl.reshape(k, [T, D // (4 * N), 4, N // 8, 2, 4])
-    return gl.reshape(gl.permute(k, (1, 3, 5, 2, 4, 0)), [D, T])
+    parts = gl.reshape(k, [k.shape[0], k.shape[1] // (4 * N), 4, N // 8, 2, 4])
+    return gl.reshape(gl.permute(parts, (1, 3, 5, 2, 4, 0)), [k.shape[1], k.shape[0]])
 
 
 @gluon.jit
 def _value_columns(v):
     """Values [T, D] as columns [D, T], in runs of 32 channels, (byte, word) of each."""
-    T: gl.constexpr = v.shape[0]
-    D: gl.constexpr = v.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(v, [T, D // 32, 8, 4]), (1, 3, 2, 0)), [D, T])
+    parts = gl.reshape(v, [v.shape[0], v.shape[1] // 32, 8, 4])
+    return gl.reshape(gl.permute(parts, (1, 3, 2, 0)), [v.shape[1], v.shape[0]])
 
 
 @gluon.jit
@@ -479,7 +478,9 @@ def _shared_keys_kernel(
     stores, firsts = (keys, key_pairs, codes, pairs), (first_k, first_k, first_v, first_v)
     stages = (_ring_of(keys, STAGES), _ring_of(key_pairs, STAGES),
               _ring_of(codes, STAGES), _ring_of(pairs, STAGES))  # fmt: skip
-    ready = _barriers(STAGES, len(stores))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        hopper.mbarrier.init(ready.index(slot), count=len(stores))
     hopper.fence_async_shared()
     barrier()
     for slot in gl.static_range(STAGES):
@@ -859,13 +860,10 @@ def _linear_chain_kernel(
     # never rests, where launches of a layer each would lose some 3 us. A slot has two halves of HALF weight
     # rows: gate and up of w13, else the same outputs (there are fewer) over two runs of inputs. The halves
     # take turns of eight rows, so that a thread has both of an output. MP, PP: rows and programs, padded.
-    KB: gl.constexpr = wo.block_shape[1]
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
-    ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
-    xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, KB], attended.layout)
-    ready, free = _barriers(SLOTS, 2), _barriers(SLOTS, 1)  # ready: by both producers
-    hopper.fence_async_shared()
-    barrier()
+    ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, wo.block_shape[1]], wo.layout)
+    xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, wo.block_shape[1]], attended.layout)
+    ready, free = _ring_barriers(SLOTS, 2, 1)
     gl.warp_specialize(
         [
             (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
