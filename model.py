@@ -775,13 +775,13 @@ class Tokenizer:
                 # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 text = text.lstrip() if ids and ids[-1] in self.strip_after else text
-                ids += self.encode_plain(text, self.spaced(text) if ids else True)
+                ids += self.encode_continuation(text, self.spaced(text) if ids else True)
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
-    def encode_plain(self, text: str, space: bool) -> list[int]:
-        """Token ids of text, none of a special token; space: does it get the space that some put first?"""
+    def encode_continuation(self, text: str, space: bool = False) -> list[int]:
+        """Token ids, none special, of text that goes on. space: does it get the space that some put first?"""
         ids, special = [], {*self.special_tokens.values()}
         for raw, token in split_at(text, self.plain_tokens[0]):
             space = self.spaced(raw) if ids else space
@@ -812,10 +812,6 @@ class Tokenizer:
             self.special_tokens[text] = i
         elif text:
             self.plain_tokens[normalized][self.normalize(text, True) if normalized else text] = i, token
-
-    def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of text that goes on from earlier text: no BOS, no first space."""
-        return self.encode_plain(text, False)
 
     def decode(self, ids: Iterable[int], after: Iterable[int] = ()) -> str:
         """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
