@@ -29,7 +29,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.machinery import PathFinder
@@ -42,6 +42,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import compress
@@ -92,16 +93,15 @@ def read_texts(files: list[Path]) -> Iterator[str]:
 def text_ids(tokenizer, files: list[Path], most: int, vocabulary: int | None = None, bos=False) -> np.ndarray:
     """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
     Raises UserError for an id outside the model's vocabulary."""
-    bar = Progress("tokens", most)
 
-    def stream() -> Iterator[int]:
+    def stream(bar: Progress) -> Iterator[int]:
         for text in read_texts(files):
             ids = tokenizer.encode(text[: 64 * most], bos=bos)  # even a token of blanks is hardly longer
             bar.tick(len(ids))
             yield from ids
 
-    ids = np.fromiter(itertools.islice(stream(), most), np.int32)
-    bar.close()
+    with Progress("tokens", most) as bar:
+        ids = np.fromiter(itertools.islice(stream(bar), most), np.int32)
     if not len(ids):
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
     if vocabulary and ids.max() >= vocabulary:
@@ -166,9 +166,8 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
         is_new = False
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # somebody else's file is there
-                folder.rmdir()
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -258,9 +257,7 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of the covariance of its keys k before RoPE (SALS sec. 4.2), and
-    of S (k - mean) (ours). An error e of a key changes a logit by q^T R e, where R rotates each pair p. Over
-    all angles the mean square is sum_p |q_p|^2 |e_p|^2 / 2: with S^2 = E |q_p|^2, U of S k keeps logits best.
-    The mean key is stored beside U."""
+    of S (k - mean), where S is the rms of the queries in each pair that RoPE rotates (ours)."""
     c, keys = model.config, moments["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
@@ -284,18 +281,17 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
-    bar = Progress("trial", 2 * (trial.shape[1] - prefix))
-    for name in ("pre", "post"):
-        joint = moments[name].covariance()
-        own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
-        values, vectors = eigen(own.movedim(-1, 1))
-        tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
-        context = Context(model, *trial.shape)
-        caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
-        engine = Engine(model, caches, context, Sampling())
-        loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
-        facts[f"perplexity_{name}"] = math.exp(loss.mean())
-    bar.close()
+    with Progress("trial", 2 * (trial.shape[1] - prefix)) as bar:
+        for name in ("pre", "post"):
+            joint = moments[name].covariance()
+            own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
+            values, vectors = eigen(own.movedim(-1, 1))
+            tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
+            context = Context(model, *trial.shape)
+            caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
+            engine = Engine(model, caches, context, Sampling())
+            loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
+            facts[f"perplexity_{name}"] = math.exp(loss.mean())
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
     return tensors, facts | {"energy of 25%": kept.mean().item()}
@@ -351,7 +347,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
-    bar, found = Progress("elitekv", c.n_layers * c.n_kv_heads), []
+    found = []
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
@@ -360,8 +356,8 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
             found.append((ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)), order.cpu()))
             bar.tick()
 
-    observe(model, tokens.to(device), see)
-    bar.close()
+    with Progress("elitekv", c.n_layers * c.n_kv_heads) as bar:
+        observe(model, tokens.to(device), see)
     heads = (torch.stack(each).unflatten(0, (c.n_layers, -1)) for each in zip(*found, strict=True))
     return dict(zip(("elite", "contribution"), heads, strict=True))
 
@@ -429,7 +425,7 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     c, device = model.config, next(model.parameters()).device
     positions = min(positions or c.max_positions, c.max_positions)
     generator = torch.Generator().manual_seed(0)
-    shape = (-(-RANDOM_TOKENS // tokens.shape[1]), tokens.shape[1])
+    shape = (-(-(1 << 15) // tokens.shape[1]), tokens.shape[1])  # 32K tokens; the paper: at least 8K
     noise = torch.randint(0, c.vocab_size, shape, generator=generator)
     cos, sin = rope_tables(c, positions, device)
 
@@ -445,16 +441,12 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     v_squares, v_basis = eigen(weights @ weights.transpose(-1, -2))
     tensors = {"qk.values": qk_values, "qk.basis": qk_basis, "v.values": v_squares.sqrt(), "v.basis": v_basis}
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    rate, reached, perplexity = fdc_search(model, tokens[-FLOOR_WINDOWS:], tensors, accuracy)
+    rate, reached, perplexity = fdc_search(model, tokens[-8:], tensors, accuracy)
     facts = {"floor": accuracy, "positions": positions, "rate": rate}
     facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
     ranks = {kind: kept.sum(-1).double().mean().item() for kind, kept in fdc_kept(tensors, rate).items()}
     facts |= {"mean rank of q and k": ranks["qk"], "mean rank of v": ranks["v"]}
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
-
-
-RANDOM_TOKENS = 1 << 15  # the paper: at least 8K
-FLOOR_WINDOWS = 8  # windows of text on which accuracy is measured
 
 
 def fdc_kept(tensors: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
@@ -474,43 +466,38 @@ def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accurac
     """F_p (FDC sec. 5.2): the largest rate that keeps `accuracy` of the dense model's on tokens [N, S].
     -> the rate, its accuracy and perplexity over the dense ones, by bisection of the rates that matter."""
     rates = fdc_rates(tensors["qk.values"], tensors["v.values"])  # of them 0 holds the floor
-    bar = Progress("rate", len(rates).bit_length() + 1)
 
     @lru_cache(None)
     def found(rate: float) -> Tensor:
         bar.tick()
         return fdc_accuracy(model, tokens, tensors, rate)
 
-    dense = found(0.0)
-    held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
-    bar.close()
+    with Progress("rate", len(rates).bit_length() + 1) as bar:
+        dense = found(0.0)
+        held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
     return rates[held - 1], *(found(rates[held - 1]) / dense).tolist()
 
 
 def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float) -> Tensor:
     """full_passes of tokens [N, S] by FDC at `rate`: the share predicted right, and the perplexity.
-    q R (k R)^T on the kept columns is (q P) (k P)^T, P = R R^T: one plain forward pass is the same."""
-    c, weight = model.config, model.tok_embeddings.weight
-    projectors = {}
+    q R (k R)^T on the kept columns is q (k P)^T, P = R R^T: one plain forward pass is the same."""
+    projectors, weight = {}, model.tok_embeddings.weight
     for kind, kept in fdc_kept(tensors, rate).items():
         basis = tensors[f"{kind}.basis"] * kept[:, :, None]
         projectors[kind] = (basis @ basis.transpose(-1, -2)).to(weight)  # [L, Hkv, D, D]
 
     def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        grouped = q.unflatten(2, (c.n_kv_heads, -1)) @ projectors["qk"][i]  # [1, S, Hkv, G, D]
-        k = torch.einsum("bshd,hde->bshe", k, projectors["qk"][i])
-        _, bias = compress.kv_bias(model.layers[i].attention, c)  # stays whole: it is folded into W_O's
+        k = torch.einsum("bshd,hde->bshe", apply_rope(k, cos, sin), projectors["qk"][i])
+        _, bias = compress.kv_bias(model.layers[i].attention, model.config)  # stays whole: folded into W_O's
         v = torch.einsum("bshd,hde->bshe", v - bias, projectors["v"][i]) + bias
-        return model_file.causal_attention(grouped.flatten(2, 3), k, v)
+        return model_file.causal_attention(apply_rope(q, cos, sin), k, v)
 
     return full_passes(model, tokens, attend)
 
 
 def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W on the text.
-    With X^T X = L L^T and L^T W = U S R^T, the optimum A = L^-T U S, B = R^T has A = W R, and R holds the
-    eigenvectors of W^T X^T X W: the Gram matrix of the head's keys (or values) themselves, less the bias."""
+    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T, where
+    R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less the bias."""
     biases = [compress.kv_bias(layer.attention, model.config) for layer in model.layers]
 
     def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -636,45 +623,20 @@ def initialise(model: Llama, seed: int) -> None:
             torch.nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(2 * layers), generator)
 
 
-HEAD_CHUNK = 4096  # tokens whose logits exist at once
-
-
-def head_chunk(x, labels, a, y, b, weight, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
-    """HeadLoss of a few tokens, and its gradients with respect to x and weight; all but matmuls in fp32."""
-    log_p = (x @ weight.T).float().log_softmax(-1)  # [N, V]
-    p, is_label = log_p.exp(), torch.arange(len(weight), device=x.device) == labels[:, None]
-    loss = -(a * log_p.gather(-1, labels[:, None])[:, 0]).sum()
-    gradient = a[:, None] * (p - is_label.float())
-    if y is not None:
-        log_q = (y @ teacher_weight.T).float().log_softmax(-1)
-        q = log_q.exp()
-        loss = loss + b * (q * (log_q - log_p)).sum()
-        gradient = gradient + b * (p - q)
-    gradient = gradient.to(torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype)
-    return loss, gradient @ weight, gradient.T @ x
-
-
-class HeadLoss(torch.autograd.Function):
+def head_loss(x, labels, a, y, b, weight, teacher_weight) -> Tensor:
     """a times the cross entropy plus b times the KL to the teacher's distribution, summed over tokens.
 
     The model's logits are x [N, dim] times weight [V, dim], the teacher's y times teacher_weight (or None);
-    labels, a [N]. The gradients are made with the loss, so that few tokens' logits exist at a time."""
+    labels, a [N]."""
+    log_p = (x @ weight.T).float().log_softmax(-1)  # [N, V]
+    loss = -(a * log_p.gather(-1, labels[:, None])[:, 0]).sum()
+    if y is not None:
+        log_q = (y @ teacher_weight.T).float().log_softmax(-1)
+        loss = loss + b * (log_q.exp() * (log_q - log_p)).sum()
+    return loss
 
-    @staticmethod
-    def forward(ctx, chunk, x, labels, a, y, b, weight, teacher_weight):
-        loss, dx, d_weight = 0.0, [], torch.zeros_like(weight)
-        parts = [[None] * len(x) if t is None else t.split(HEAD_CHUNK) for t in (x, labels, a, y)]
-        for part in zip(*parts, strict=False):
-            part_loss, part_dx, part_d_weight = chunk(*part, b, weight, teacher_weight)
-            loss, d_weight = loss + part_loss, d_weight.add_(part_d_weight)
-            dx.append(part_dx.to(x.dtype))
-        ctx.save_for_backward(torch.cat(dx), d_weight)
-        return loss
 
-    @staticmethod
-    def backward(ctx, gradient):
-        dx, d_weight = ctx.saved_tensors
-        return None, gradient * dx, *[None] * 4, gradient * d_weight, None
+HEAD_CHUNK = 4096  # tokens whose logits exist at once
 
 
 def attention_outputs(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -689,19 +651,21 @@ def attention_outputs(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor
 
 
 def training_loss(
-    model, tokens, weights, teacher=None, share=0.0, layers=False, forward=attention_outputs, chunk=head_chunk
+    model, tokens, weights, teacher=None, share=0.0, layers=False, forward=attention_outputs, head=head_loss
 ) -> Tensor:
     """1 - share times the mean next-token cross entropy under weights [B, S], and share times the mean KL of
     the teacher's distribution to the model's; tokens [B, S + 1]. layers: and the mean relative squared error
-    of what the heads give. forward, chunk: these functions, or compiled."""
+    of what the heads give. forward, head: these functions, or compiled."""
     inputs, labels, y, targets = tokens[:, :-1], tokens[:, 1:].flatten(), None, []
     if teacher:
         with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
             y, targets = forward(teacher, inputs)
     x, outputs = forward(model, inputs)
     x, y, a = x.flatten(0, 1), teacher and y.flatten(0, 1), (1 - share) * weights.flatten() / weights.sum()
-    heads = model.output.weight, teacher and teacher.output.weight
-    loss = HeadLoss.apply(chunk, x, labels, a, y, share / len(labels), *heads)
+    rest = share / len(labels), model.output.weight, teacher and teacher.output.weight
+    parts = ([None] * len(x) if t is None else t.split(HEAD_CHUNK) for t in (x, labels, a, y))
+    # Few tokens' logits exist at once: backward makes them again.
+    loss = sum(checkpoint(head, *part, *rest, use_reentrant=False) for part in zip(*parts, strict=False))
     for x, y in zip(outputs, targets, strict=True) if layers else ():
         loss = loss + F.mse_loss(x.float(), y.float()) / y.float().square().mean() / len(outputs)
     return loss
@@ -764,7 +728,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     -> whether it is done, before `minutes` ran out."""
     device = next(model.parameters()).device
     compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
-    forward, chunk = compiled(attention_outputs), compiled(head_chunk)
+    forward, head = compiled(attention_outputs), compiled(head_loss)
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
@@ -785,7 +749,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
             with torch.autocast(device.type, torch.bfloat16):
                 early = bool(teacher) and 10 * done < total
-                loss = training_loss(model, tokens, weights, teacher, share, early, forward, chunk)
+                loss = training_loss(model, tokens, weights, teacher, share, early, forward, head)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -1001,8 +965,6 @@ raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune e
 juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
 """.split()
 ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2  # of the loss, where a token of plain text has 1
-KINDS = ("single", "multikey", "multivalue", "multiquery", "variables", "frequent")
-TASKS = (*KINDS, "uuid")  # training draws from KINDS alone
 
 
 @dataclass
@@ -1036,35 +998,45 @@ def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
     return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
 
 
-def tasks_numbers(rng: random.Random, n_facts: int, n_questions: int) -> list[Task]:
-    """single (1 fact) and multikey (more): one number is asked for at a time."""
-    pairs = numbered_keys(rng, n_facts)
-    facts = number_facts(pairs)
+def fitting(rng: random.Random, n_tokens: int, least: int, most: int, each: int = 1) -> int:
+    """How many times `each` facts, which of about 14 tokens should fill a third of the text at most."""
+    return rng.randint(least, max(least, min(most, n_tokens // 48 // each)))
+
+
+# Each kind of task makes some for a text of n_tokens. n_facts: as evaluation asks for; None: a random number.
+
+
+def tasks_multikey(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+    """One number is asked for at a time; of a single fact the task `single`."""
+    n = n_facts or fitting(rng, n_tokens, 2, 32)
+    pairs = numbered_keys(rng, n)
+    facts, asked = number_facts(pairs), rng.sample(pairs, 1 if n_facts else min(n, 8))
     ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
-    return [Task(facts, ask.format(key), f" {n}.", [n]) for key, n in rng.sample(pairs, n_questions)]
+    return [Task(facts, ask.format(key), f" {value}.", [value]) for key, value in asked]
 
 
-def tasks_multivalue(rng: random.Random, n_keys: int, n_values: int) -> list[Task]:
-    """One key with several values, asked for all at once, in the order of the text."""
-    pairs = numbered_keys(rng, n_keys, n_values)
+def tasks_multivalue(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+    """Keys with four values each, asked for all at once, in the order of the text."""
+    pairs = numbered_keys(rng, 1 if n_facts else fitting(rng, n_tokens, 1, 4, 4), 4)
     rng.shuffle(pairs)
     groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
     ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
     return [Task(number_facts(pairs), ask.format(k), f" {', '.join(ns)}.", ns) for k, ns in groups.items()]
 
 
-def tasks_multiquery(rng: random.Random, n_facts: int, n_asked: int) -> list[Task]:
-    """Several keys asked for in one question; the answer repeats each key."""
-    pairs = numbered_keys(rng, n_facts)
-    asked = rng.sample(pairs, n_asked)
+def tasks_multiquery(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+    """Four keys asked for in one question; the answer repeats each key."""
+    pairs = numbered_keys(rng, n_facts or fitting(rng, n_tokens, 4, 16))
+    asked = rng.sample(pairs, 4)
     question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
     answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
     return [Task(number_facts(pairs), question, answer, [f"{k} is {v}" for k, v in asked])]
 
 
-def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task]:
+def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
     """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
-    names = rng.sample(NAMES, n_chains * (n_hops + 1))
+    n_chains = 2 if n_facts else fitting(rng, n_tokens, 1, 3, 5)
+    names = rng.sample(NAMES, 5 * n_chains)
     chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
     facts = []
     for chain, value in chains:
@@ -1075,41 +1047,28 @@ def tasks_variables(rng: random.Random, n_chains: int, n_hops: int) -> list[Task
     return [Task(facts, ask.format(value), f" {', '.join(chain)}.", chain) for chain, value in chains]
 
 
-def tasks_frequent(rng: random.Random, n_mentions: int) -> list[Task]:
+def tasks_frequent(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
     """Frequent words: three of nine code words are mentioned far more often; name them, most often first."""
     words = rng.sample(NAMES, 9)
     shares = [(0.34, 5), (0.24, 4), (0.17, 3), *[(0.25 / 6, 1)] * 6]  # and the least
-    counts = [max(least, round(n_mentions * share)) for share, least in shares]
+    counts = [max(least, round(n_tokens // 100 * share)) for share, least in shares]
     facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
     rng.shuffle(facts)
     question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
     return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
 
 
-def tasks_uuid(rng: random.Random) -> list[Task]:
+def tasks_uuid(rng: random.Random, *_) -> list[Task]:
     """One UUID is the key of another, in a text of nothing else (Haystack.uuids): an exact copy is asked."""
     key, value = (str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2))
     ask = f"What is the value of {key}?\nAnswer: The value of {key} is"
     return [Task([f"\n{key}: {value}"], ask, f" {value}.", [value])]
 
 
-def make_tasks(kind: str, rng: random.Random, n_tokens: int, n_facts: int | None = None) -> list[Task]:
-    """Tasks of one kind for a text of n_tokens; `n_facts` fixes the size where evaluation asks for it."""
-    context = max(1, n_tokens // 48)  # facts of about 14 tokens each should fill a third of the text at most
-    if kind == "single":
-        return tasks_numbers(rng, 1, 1)
-    if kind == "multikey":
-        n = n_facts or rng.randint(2, max(2, min(32, context)))
-        return tasks_numbers(rng, n, 1 if n_facts else min(n, 8))
-    if kind == "multivalue":
-        return tasks_multivalue(rng, 1 if n_facts else rng.randint(1, max(1, min(4, context // 4))), 4)
-    if kind == "multiquery":
-        return tasks_multiquery(rng, n_facts or rng.randint(4, max(4, min(16, context))), 4)
-    if kind == "variables":
-        return tasks_variables(rng, 2 if n_facts else rng.randint(1, max(1, min(3, context // 5))), 4)
-    if kind == "uuid":
-        return tasks_uuid(rng)
-    return tasks_frequent(rng, n_tokens // 100)
+TASKS = (tasks_multikey, tasks_multivalue, tasks_multiquery, tasks_variables, tasks_frequent, tasks_uuid)
+TASKS = {make.__name__.removeprefix("tasks_"): make for make in TASKS}
+TASKS = {"single": lambda rng, *_: tasks_multikey(rng, 0, 1)} | TASKS
+KINDS = [kind for kind in TASKS if kind != "uuid"]  # what training draws from
 
 
 class Haystack:
@@ -1128,12 +1087,12 @@ class Haystack:
         return np.resize(source[start : start + n], n).astype(np.int32)
 
     def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
-        """Pieces of a text of n tokens, the facts at random places in their order; odd pieces are facts."""
+        """Pieces of a text of n tokens, odd ones are facts: in order at random places, one alone at depth."""
         encoded = [self.encode(f) for f in facts]
         plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
         starts = np.flatnonzero(self.starts_word[plain])
         starts = starts if len(starts) else np.zeros(1, np.int64)
-        where = [depth] if depth is not None else [rng.random() for _ in facts]
+        where = [rng.random() if depth is None or len(facts) > 1 else depth for _ in facts]
         places = sorted(int(starts[int(w * len(starts))]) for w in where)
         *parts, last = np.split(plain, places)
         return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
@@ -1172,11 +1131,10 @@ def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nda
 def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[np.ndarray, float]]:
     """Pieces of n tokens and their loss weights: a text with facts of one to three kinds, then questions."""
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)) if n >= 1024 else 1)
-    tasks = [make_tasks(kind, rng, n // len(kinds)) for kind in kinds]
-    labels = [i for i, group in enumerate(tasks) for _ in group[0].facts]
-    rng.shuffle(labels)
-    queues = [iter(group[0].facts) for group in tasks]
-    facts = [next(queues[label]) for label in labels]
+    tasks = [TASKS[kind](rng, n // len(kinds), None) for kind in kinds]
+    turns = [queue for group in tasks for queue in [iter(group[0].facts)] * len(group[0].facts)]
+    rng.shuffle(turns)
+    facts = [next(queue) for queue in turns]  # those of one kind in their order
     tail, questions = [], [task for group in tasks for task in group]
     for task in rng.sample(questions, len(questions)):
         tail.append((hay.encode(f"\nQuestion: {task.question}"), FACT_WEIGHT))
@@ -1188,14 +1146,11 @@ def retrieval_document(hay: Haystack, rng: random.Random, n: int) -> list[tuple[
 def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
     """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
     rng = random.Random(f"{kind}-{seed}")
-    task = make_tasks(kind, rng, n_tokens, n_facts)[0]
+    task = TASKS[kind](rng, n_tokens, n_facts)[0]
     question = hay.encode(f"\nQuestion: {task.question}").tolist()
     bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
     room = n_tokens - len(question) - len(bos)
-    if kind == "uuid":
-        pieces = hay.uuids(rng, *task.facts, room)
-    else:
-        pieces = hay.bury(rng, task.facts, room, depth)
+    pieces = hay.uuids(rng, *task.facts, room) if kind == "uuid" else hay.bury(rng, task.facts, room, depth)
     ids = [*bos, *np.concatenate(pieces).tolist(), *question]
     if len(ids) > n_tokens:
         fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
@@ -1207,10 +1162,9 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
 
 
 class Watched:
-    """A cache with the exact keys beside it: of the tokens that it should attend, how many does it attend?
-    These are as many as it attends, of the largest attention weights: of a query head, or of the heads that
-    share a selection together. Sinks and recent tokens count on both sides. sums: NAMES, each a mean over
-    heads and rows, and 1, summed over steps (fp64, on the device: a CUDA graph adds to them)."""
+    """A cache with the exact keys beside it: how many it attends of as many tokens of the largest attention
+    weights, which are of a query head, or of all heads that share a selection. Sinks and recent tokens count.
+    sums [5]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA graph adds to them)."""
 
     NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a fraction of the length
 
@@ -1254,7 +1208,6 @@ class Watched:
         n = chosen.sum(-1)
         least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
         hits = (chosen & (scores >= least)).sum(-1)
-        # Loki's Figure 6 shows recall under the name of the Jaccard index.
         means = [each.mean() for each in (n / (pos + 1)[:, None, None], hits / n, hits / (2 * n - hits))]
         self.sums += torch.stack((*means, mass, torch.ones_like(mass)))
 
@@ -1409,9 +1362,8 @@ def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tens
 
 @torch.inference_mode()
 def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_facts, depths) -> list[float]:
-    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily.
-    depths: where the fact of each `single` lies, from 0 (the start) to 1; other kinds lie at random."""
-    places = zip(seeds, depths if kind == "single" else [None] * len(seeds), strict=True)
+    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily."""
+    places = zip(seeds, depths, strict=True)
     samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in places]
     prompts, tasks = zip(*samples, strict=True)
     engine.prefill(prompts)
@@ -1504,35 +1456,39 @@ def run_eval(args: argparse.Namespace) -> dict:
     tokenizer = load_tokenizer(args.checkpoint)
     texts, hay = eval_texts(args, tokenizer, config.vocab_size)
 
-    length = args.prefix + args.continuation
     capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
-    for tokens in texts.values():
-        capacities[length] = max(len(tokens), capacities.get(length, 0))
+    capacities |= {args.prefix + args.continuation: max(map(len, texts.values()))} if texts else {}
     check_candidates(candidates, args, capacities)
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     prompts = len(args.lengths) * len(args.tasks) * args.samples
-    bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts))
     results, reference = [], {}
-    for candidate in candidates:
-        try:
-            row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-            tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
-        except (UserError, MemoryError, torch.OutOfMemoryError) as error:
-            if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
-                raise
-            bar.note(f"{candidate.label}: no row: {error or 'not enough memory'}")
-            continue
-        row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
-        results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
-        columns = eval_columns(results)
-        bar.note(f"{candidate.label}: " + ", ".join(f"{c} {row[c]:.4g}" for c in columns[1:] if c in row))
-        if table:
-            save_csv(table, columns, results)
-    bar.close()
+    with Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts)) as bar:
+        for candidate in candidates:
+            try:
+                row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
+                tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
+            except (UserError, MemoryError, torch.OutOfMemoryError) as error:
+                if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
+                    raise
+                bar.note(f"{candidate.label}: no row: {error or 'not enough memory'}")
+                continue
+            row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
+            results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
+            named = {key for row in results for key, x in row.items() if not isinstance(x, dict | list)}
+            leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
+            columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
+            figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
+            bar.note(f"{candidate.label}: {figures}")
+            if table:
+                save_csv(table, columns, results)
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
-        print_equal(args, candidates)
+        print("the settings at each capacity; * where none gets down to the share of dense's")
+        for candidate in candidates:
+            for capacity, options in candidate.used.items():
+                chosen = ", ".join(f"{name}={value}" for name, value in options.items())
+                print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}")
     device = generate.device_name(torch.device(args.device))
     return {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
 
@@ -1546,16 +1502,7 @@ def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[di
         files[path.stem] = text_files(path)
     length, rows = args.prefix + args.continuation, args.perplexity_rows
     texts = {name: windows(tokenizer, f, length, rows, vocabulary) for name, f in files.items() if rows}
-    hay_files = text_files(args.haystack) if args.haystack else files["python"]
-    hidden_in = text_ids(tokenizer, hay_files, 1 << 19, vocabulary)
-    return texts, Haystack(tokenizer, [hidden_in])
-
-
-def eval_columns(rows: list[dict]) -> list[str]:
-    """The columns that any of the rows has."""
-    leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
-    named = {key for row in rows for key, value in row.items() if not isinstance(value, (dict, list))}
-    return [key for key in dict.fromkeys((*leading, *rows[0])) if key in named]
+    return texts, Haystack(tokenizer, [text_ids(tokenizer, files["python"], 1 << 19, vocabulary)])
 
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
@@ -1565,16 +1512,6 @@ def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def print_equal(args: argparse.Namespace, candidates: list[Candidate]) -> None:
-    """What --equal_bytes and --equal_tokens made of each method, for each capacity of a cache."""
-    shares = f"bytes {args.equal_bytes or '-'}, tokens {args.equal_tokens or '-'}"
-    print(f"at most this share of dense: {shares}; * where no setting gets there")
-    for candidate in candidates:
-        for capacity, options in candidate.used.items():
-            chosen = ", ".join(f"{k}={v}" for k, v in options.items() if candidate.options.get(k) != v)
-            print(f"{candidate.label}, {capacity} tokens: {chosen or 'as it is'}")
 
 
 def print_table(rows: list[dict], columns: list[str]) -> None:
@@ -1655,15 +1592,14 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
             size = max(n for _, n, _ in requests)
             engine = candidate.engine(args, min(args.rows, len(requests)), size, least=1)
             self.ledgers[size], rows = ledger(engine, size), engine.context.batch_size
-            answers, bar = {}, Progress(f"{candidate.label}: {label}", len(requests))
-            order = sorted(range(len(requests)), key=lambda i: requests[i][:2], reverse=True)
-            for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
-                while some := [*itertools.islice(alike, rows)]:
-                    batch = some + some[-1:] * (rows - len(some))
-                    made = decode(engine, [requests[i][2] for i in batch], *options)
-                    answers |= zip(batch, made, strict=True)
-                    bar.tick(len(some))
-            bar.close()
+            order, answers = sorted(range(len(requests)), key=lambda i: requests[i][:2], reverse=True), {}
+            with Progress(f"{candidate.label}: {label}", len(requests)) as bar:
+                for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
+                    while some := [*itertools.islice(alike, rows)]:
+                        batch = some + some[-1:] * (rows - len(some))
+                        made = decode(engine, [requests[i][2] for i in batch], *options)
+                        answers |= zip(batch, made, strict=True)
+                        bar.tick(len(some))
             return [answers[i] for i in range(len(requests))]
 
         def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
@@ -1732,8 +1668,6 @@ def run_lm_eval(args: argparse.Namespace) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------ speed
-# Weights are random, and all rows are full. Sets of inputs take turns, so that they come from memory, as in a
-# model, where other layers' weights push them out of the chip's caches.
 SPEED_MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8b", ["8x32768", "1x131072"])}
 SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
 
@@ -1785,8 +1719,8 @@ def call_time(calls: list[Callable], device: torch.device, between=lambda: None,
 
 
 def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
-    """x and deep copies of it, which share what is kept: as many as leave a cache of 60 MB cold, if a call
-    reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
+    """x and deep copies of it, which share what is kept: as many as leave a cache of 60 MB cold, as a model's
+    layers do, if a call reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
     n = max(2, min(256, math.ceil(240e6 / max(1, read)), int(16e9 / stored)))
     return [x, *(copy.deepcopy(x, {id(each): each for each in kept}) for _ in range(n - 1))]
 
@@ -1795,10 +1729,7 @@ def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool
     """A layer of random weights; its cache, which holds S - 1 tokens a row; the next token's position; and
     an output of wqkv for it."""
     candidate = Candidate.parse(speed_cases(B, S, device.type)[case])
-    llama, method = model_file.outline(config, device, dtype), METHODS[candidate.method]
-    for part in model_file.allocated(llama, device):
-        for weight in part.parameters():
-            weight.normal_(0, 0.02)
+    llama, method = model_file.random_model(config, device, dtype), METHODS[candidate.method]
     context = Context(llama, B, S, kernels)
     artifact = compress.random_artifact(candidate.method, config) if method.fitted else {}
     caches = method.build(llama, settings_from(candidate.method, candidate.options), context, artifact)
@@ -2109,9 +2040,8 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    with path.open("wb") as file:
+    with path.open("wb") as file, Progress("convert, MB", end / 1e6) as bar:
         file.write(len(head).to_bytes(8, "little") + head)
-        bar = Progress("convert, MB", end / 1e6)  # not tensors: the first is often the largest
         for shape, tensor, heads in plan.values():
             data = tensor.data
             if heads:
@@ -2121,7 +2051,6 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
                 if not part.isfinite().all():
                     raise UserError(f"tensor {tensor.name} holds numbers that are not finite in {dtype}")
                 bar.tick(file.write(part.flatten().view(torch.uint8).numpy()) / 1e6)
-        bar.close()
 
 
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
@@ -2325,6 +2254,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         generate.add_weights_option(sub)
         about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
         sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
+        sub.option("--rows", whole(1), 10, "prompts in a batch, fewer where the memory holds no more")
+        for name, cost in (("bytes", "bytes per token"), ("tokens", "attended tokens")):
+            about = f"settings with at most this share of dense's {cost}"
+            sub.option(f"--equal_{name}", fraction, None, about, metavar="SHARE")
 
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
@@ -2346,13 +2279,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
     p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
-    p.option("--rows", whole(1), 10, "prompts decoded as one batch, fewer where the memory holds no more")
-    p.option("--haystack", Path, None, "text to hide facts in (default: held-out Python sources)")
     p.option("--csv", Path, None, "also write the table to this file")
-    about = "settings with which a cache has at most this share of dense's bytes per token"
-    p.option("--equal_bytes", fraction, None, about, metavar="SHARE")
-    about = "settings with which layers that select attend at most this share of the tokens"
-    p.option("--equal_tokens", fraction, None, about, metavar="SHARE")
 
     p = command(run_lm_eval, model, row_options, json_option)
     p.option("--tasks", str, None, "tasks, groups or tags of the harness", nargs="+", required=True)
@@ -2361,9 +2288,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--num_fewshot", whole(0), None, "examples before each question (default: the task's)")
     p.option("--length", whole(1), 4096, "tokens of a prompt of RULER's tasks")
     p.option("--max_length", whole(2), 1 << 32, "cut texts on the left to so many (default: the model's)")
-    p.option("--rows", whole(1), 16, "requests decoded as one batch, fewer where the memory holds no more")
     p.option("--output_path", str, None, "folder for the harness's files of results", metavar="FOLDER")
-    p.set_defaults(equal_bytes=None, equal_tokens=None)
 
     p = command(run_plot)
     p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv or speed --csv")
@@ -2373,15 +2298,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--energy", fraction, 0.9, "share of the energy to keep")
     p.option("--png", Path, None, "also draw it (needs matplotlib)")
 
-    p = command(run_speed, json_option)
+    p = command(run_speed, json_option, generate.add_device_option)
     lists = {"table": ("operation", "method"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
     for name, choices in (lists | {"method": speed_cases(1, 1)}).items():
         p.option(f"--{name}", str, None, ", ".join(choices), nargs="+", choices=[*choices], metavar="NAME")
     p.option("--csv", Path, None, "also write the rows to this file")
-    generate.add_device_option(p)
     p.set_defaults(dtype="auto")
 
-    p = command(run_train)
+    p = command(run_train, generate.add_device_option)
     p.option("--out", Path, None, "folder for config.json and model.safetensors", required=True)
     p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
     about = "what --from is uptrained for (default: elitekv)"
@@ -2398,7 +2322,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--minutes", positive, math.inf, "stop (and keep the state) after this time")
     p.option("--log", Path, None, "CSV of tokens read and mean loss, a line every 20 steps")
     p.option("--max_tokens", whole(1), 200_000_000, "tokens read from each text")
-    generate.add_device_option(p)
     p.set_defaults(dtype="fp32")
 
     p = command(run_convert)

@@ -51,7 +51,7 @@ COMPILE_FROM = 4000  # new tokens: on two CPU cores compiling takes 6 to 22 s an
 
 
 class Progress:
-    """A plain progress bar on stderr; silent for less than two seconds, and within another bar."""
+    """A plain progress bar on stderr, in a with statement; silent for two seconds, and within another bar."""
 
     outer = None
 
@@ -80,7 +80,10 @@ class Progress:
         if self.shown and sys.stderr.isatty():
             print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
         if self is Progress.outer:
             Progress.outer = None
         self.clear()
@@ -88,11 +91,10 @@ class Progress:
 
 def tracked(label: str, items: Collection) -> Iterator:
     """The items, one by one, with a progress bar."""
-    bar = Progress(label, len(items))
-    for item in items:
-        yield item
-        bar.tick()
-    bar.close()
+    with Progress(label, len(items)) as bar:
+        for item in items:
+            yield item
+            bar.tick()
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -218,15 +220,14 @@ class Engine:
         """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
         n, pending = self.model.PROMPT_CHUNK, self.tokens.clone()
         chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
-        bar = Progress("reading", len(chunks) * len(self.model.layers))
-        hooks = [layer.attention.register_forward_hook(lambda *_: bar.tick()) for layer in self.model.layers]
-        for row, ids in chunks:
-            tokens = torch.tensor(ids, device=self.context.device)
-            self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches)
-            self.pos[row] += len(ids)
-        for hook in hooks:
-            hook.remove()
-        bar.close()
+        with Progress("reading", len(chunks) * len(self.model.layers)) as bar:
+            hooks = [x.attention.register_forward_hook(lambda *_: bar.tick()) for x in self.model.layers]
+            for row, ids in chunks:
+                tokens = torch.tensor(ids, device=self.context.device)
+                self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches)
+                self.pos[row] += len(ids)
+            for hook in hooks:
+                hook.remove()
         self.check_logits()
         self._sample()
         fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
@@ -431,7 +432,8 @@ def load(args, needs_tokenizer: bool = True, fold: Callable | None = None) -> tu
     """The model and its tokenizer (None where it cannot be had, nor is needed). fold: what fold_of gives."""
     device, dtype = device_and_dtype(args)
     if args.random_weights:
-        return model_file.random_model(args.random_weights, device, dtype, args.seed, fold), None
+        config = dataclasses.replace(model_file.SHAPES[args.random_weights], max_positions=1 << 20)
+        return model_file.random_model(config, device, dtype, args.seed, fold), None
     if not args.checkpoint.is_dir():
         fault = "a file of another format" if args.checkpoint.is_file() else "there is no such folder"
         raise UserError(f"{args.checkpoint}: {fault}; give a Hugging Face checkpoint folder")

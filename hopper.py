@@ -33,6 +33,19 @@ def aligned(*tensors: Tensor) -> bool:
     return all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
 
 
+@gluon.jit
+def _ring_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Barriers for each slot of a ring: it is ready, of all producers, and free, of all consumers."""
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(ready.index(slot), count=PRODUCERS)
+        hopper.mbarrier.init(free.index(slot), count=CONSUMERS)
+    hopper.fence_async_shared()
+    barrier()
+    return ready, free
+
+
 # ------------------------------------------------------------------------------ attention over stored tokens
 
 
@@ -234,13 +247,7 @@ def _streamed_logits_kernel(
     ring = gl.allocate_shared_memory(basis.dtype, [SLOTS, D, KB], basis.layout)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=1)
-        hopper.mbarrier.init(free.index(slot), count=2)  # both consumers
-    hopper.fence_async_shared()
-    barrier()
+    ready, free = _ring_barriers(SLOTS, 1, 2)
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
@@ -388,18 +395,15 @@ def _decoded_values(codes, pairs, live, BITS: gl.constexpr):
 def _key_columns(k, N: gl.constexpr):
     """Keys [T, D] as columns [D, T], in the order in which threads have them: of a plane, the N words of
     which lie in quarters, (word // 2 of a quarter, byte, quarter, word % 2)."""
-    T: gl.constexpr = k.shape[0]
-    D: gl.constexpr = k.shape[1]
-    k = gl.reshape(k, [T, D // (4 * N), 4, N // 8, 2, 4])
-    return gl.reshape(gl.permute(k, (1, 3, 5, 2, 4, 0)), [D, T])
+    parts = gl.reshape(k, [k.shape[0], k.shape[1] // (4 * N), 4, N // 8, 2, 4])
+    return gl.reshape(gl.permute(parts, (1, 3, 5, 2, 4, 0)), [k.shape[1], k.shape[0]])
 
 
 @gluon.jit
 def _value_columns(v):
     """Values [T, D] as columns [D, T], in runs of 32 channels, (byte, word) of each."""
-    T: gl.constexpr = v.shape[0]
-    D: gl.constexpr = v.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(v, [T, D // 32, 8, 4]), (1, 3, 2, 0)), [D, T])
+    parts = gl.reshape(v, [v.shape[0], v.shape[1] // 32, 8, 4])
+    return gl.reshape(gl.permute(parts, (1, 3, 2, 0)), [v.shape[1], v.shape[0]])
 
 
 @gluon.jit
@@ -409,10 +413,13 @@ def _both_halves(products):
 
 
 @gluon.jit
-def _soften(logits, top, total, out):
-    """Online softmax: logits [8, T] -> their weights [T, 8] as tensor cores take them; top [8], total [8, T]
-    (summed over T at the end, not in every tile) and out [D, 8] to match."""
+def _soften(query, k, live, scale, top, total, out, N: gl.constexpr):
+    """Online softmax over a tile's keys k [T, D]: weights [T, 8] as tensor cores take them; top [8], total
+    [8, T] (summed over T at the end, not in every tile) and out [D, 8] to match."""
     MMA: gl.constexpr = out.type.layout
+    k = gl.convert_layout(_key_columns(k, N), gl.DotOperandLayout(1, MMA, 2))
+    logits, _ = _both_halves(ampere.mma_v2(query, k, gl.full([16, k.shape[1]], 0.0, gl.float32, MMA)))
+    logits = gl.where(live[None, :], logits * scale, float("-inf"))
     new_top = gl.maximum(top, gl.max(logits, 1))
     if gl.max(new_top - top, 0) > 0:
         shrink = gl.exp2(top - new_top)
@@ -459,7 +466,6 @@ def _shared_keys_kernel(
     D: gl.constexpr = codes.block_shape[1] * 32 // BITS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
     split, splits = gl.program_id(0), gl.num_programs(0)
     h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
@@ -485,8 +491,7 @@ def _shared_keys_kernel(
     query = gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0).to(gl.float16)
     query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
     query = gl.convert_layout(gl.permute(_key_columns(query, N), (1, 0)), LEFT)
-    nothing = gl.full([16, T], 0.0, gl.float32, MMA)
-    half, _ = _both_halves(nothing)
+    half, _ = _both_halves(gl.full([16, T], 0.0, gl.float32, MMA))
     LOGITS: gl.constexpr = half.type.layout
     QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
     top = gl.full([8], -1e30, gl.float32, QUERY)
@@ -498,10 +503,7 @@ def _shared_keys_kernel(
         place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
         at = ((b * R + place) * Hkv + h)[:, None] * D + d
         k = gl.load(k_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
-        k = gl.convert_layout(_key_columns(k, N), RIGHT)
-        logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
-        logits = gl.where((start + token <= pos)[None, :], logits * scale, float("-inf"))
-        weight, top, total, out = _soften(logits, top, total, out)
+        weight, top, total, out = _soften(query, k, start + token <= pos, scale, top, total, out, N)
         v = gl.load(v_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
         out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
     # 4. The others.
@@ -512,10 +514,7 @@ def _shared_keys_kernel(
         token += splits * T
         hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         k = _decoded_keys(stages[0].index(stage), stages[1].index(stage), KEY_BITS)
-        k = gl.convert_layout(_key_columns(k, N), RIGHT)
-        logits, _ = _both_halves(ampere.mma_v2(query, k, nothing))
-        logits = gl.where(live[None, :], logits * scale, float("-inf"))
-        weight, top, total, out = _soften(logits, top, total, out)
+        weight, top, total, out = _soften(query, k, live, scale, top, total, out, N)
         v = _decoded_values(stages[2].index(stage), stages[3].index(stage), live, BITS)
         out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
         barrier()
@@ -861,17 +860,10 @@ def _linear_chain_kernel(
     # never rests, where launches of a layer each would lose some 3 us. A slot has two halves of HALF weight
     # rows: gate and up of w13, else the same outputs (there are fewer) over two runs of inputs. The halves
     # take turns of eight rows, so that a thread has both of an output. MP, PP: rows and programs, padded.
-    KB: gl.constexpr = wo.block_shape[1]
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
-    ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, KB], wo.layout)
-    xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, KB], attended.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=2)  # both producers
-        hopper.mbarrier.init(free.index(slot), count=1)
-    hopper.fence_async_shared()
-    barrier()
+    ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, wo.block_shape[1]], wo.layout)
+    xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, wo.block_shape[1]], attended.layout)
+    ready, free = _ring_barriers(SLOTS, 2, 1)
     gl.warp_specialize(
         [
             (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
@@ -907,12 +899,11 @@ def linear_chain(
 
     The kernel before must not write the first weights, which are read while it still runs (see overlapped).
     The first call on a device must not be in a capture. Truth: model.Layer."""
-    listed, matrices = [len(each) for each in (weights, biases, norms, eps)], (x, *weights)
+    listed, dtype = [len(each) for each in (weights, biases, norms, eps)], x.dtype
     kernels.need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
-    fits = all(each.ndim == 2 for each in matrices) and len(x)
-    kernels.need(fits, f"x and weights must be matrices: {[list(each.shape) for each in matrices]}")
-    (rows, dim), heads_dim, ffn, N = x.shape, weights[0].shape[1], weights[2].shape[1], len(weights[3])
-    sizes, dtype = {"wo": (dim, heads_dim), "w13": (2 * ffn, dim), "w2": (dim, ffn), "w": (N, dim)}, x.dtype
+    (rows, dim), (wo, _, w2, w) = (len(x), x.shape[-1]), weights
+    heads_dim, ffn, N = wo.shape[-1], w2.shape[-1], len(w)
+    sizes = {"wo": (dim, heads_dim), "w13": (2 * ffn, dim), "w2": (dim, ffn), "w": (N, dim)}
     given = {"x": (x, dtype, rows, dim), "attended": (attended, dtype, rows, heads_dim)}
     given |= {"norm": (norms[0], dtype, dim), "next norm": (norms[1], dtype, dim)}
     for name, weight, bias in zip(sizes, weights, biases, strict=True):
@@ -946,7 +937,7 @@ def linear_chain(
 def chains_linears(x: Tensor, *inputs: int) -> bool:
     """Whether `linear_chain` serves rows x in layers of so many inputs. It does not in fp16, which may not
     hold x before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
-    fits = len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
+    fits = 0 < len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
     return fits and kernels.nvidia_generation(x.device) == 9
 
 

@@ -593,11 +593,8 @@ def fingerprint(files: list[Path]) -> str:
 
 
 def human(n: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if n < 1000:
-            return f"{n:.4g} {unit}"
-        n /= 1000
-    return f"{n:.4g} GB"
+    power = sum(n >= 1000**p for p in (1, 2, 3))
+    return f"{n / 1000**power:.4g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 def free_memory(device: torch.device) -> int:
@@ -606,9 +603,8 @@ def free_memory(device: torch.device) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, unused
         return torch.cuda.mem_get_info(device)[0] + kept
     try:
-        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+        return int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+    except (OSError, TypeError):
         return sys.maxsize
 
 
@@ -663,10 +659,10 @@ def copy_local_part(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConf
 
 def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]) -> None:
     """Raises UserError for the first tensor of the files that is not the model's, or that they lack."""
-    slots, unused = dict(weight_slots(model, headers)), {"lm_head.weight"} if model.config.tied else set()
+    slots, unused = dict(weight_slots(model, headers)), ("lm_head.weight", "rotary_emb.inv_freq")
     for name, (file, shape, dtype) in headers.items():
         fault = ""
-        if name not in slots and name not in unused and not name.endswith("rotary_emb.inv_freq"):
+        if name not in slots and not name.endswith(unused):
             fault = f"has no place in a {model.config.family} model of this config.json"
         elif name in slots and list(slots[name].shape) != shape:
             fault = f"is {shape}, but config.json asks for {list(slots[name].shape)}"
@@ -708,15 +704,13 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Cal
     return model
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0, fold=None) -> Llama:
-    """A model of a published shape with random weights, for benchmarks; it takes a million tokens."""
-    model = outline(replace(SHAPES[name], max_positions=1 << 20), device, dtype, bool(fold))
-    generator = torch.Generator(device).manual_seed(seed)
-    model.fingerprint = f"random-{name}-{seed}"
+def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed=0, fold=None) -> Llama:
+    """A model with random weights, for benchmarks. fold: as in `allocated`."""
+    model, generator = outline(config, device, dtype, bool(fold)), torch.Generator(device).manual_seed(seed)
     for part in allocated(model, device, fold):
-        for name_, parameter in part.named_parameters():
+        for name, parameter in part.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(0.0 if name_.endswith("bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 parameter.normal_(0, 0.02, generator=generator)
     return model
@@ -737,7 +731,6 @@ LLAMA3_SPECIAL = (
 ).split() + [f"reserved_special_token_{i}" for i in range(2, 247)]
 STOP_TOKENS = "</s> <|end_of_text|> <|eot_id|> <|eom_id|> <|endoftext|> <|im_end|> <|end|>".split()
 
-MAX_IDS = 1 << 22  # several times what any vocabulary has
 NOT_EXACT = "tokenizer.json cannot be computed exactly here: put the model's tokenizer.model beside it"
 PREPEND = {"type": "Prepend", "prepend": "▁"}  # sentencepiece's spaces, as a tokenizer.json has them
 ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -782,13 +775,13 @@ class Tokenizer:
                 # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 text = text.lstrip() if ids and ids[-1] in self.strip_after else text
-                ids += self.encode_plain(text, self.spaced(text) if ids else True)
+                ids += self.encode_continuation(text, self.spaced(text) if ids else True)
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
-    def encode_plain(self, text: str, space: bool) -> list[int]:
-        """Token ids of text, none of a special token; space: does it get the space that some put first?"""
+    def encode_continuation(self, text: str, space: bool = False) -> list[int]:
+        """Token ids, none special, of text that goes on. space: does it get the space that some put first?"""
         ids, special = [], {*self.special_tokens.values()}
         for raw, token in split_at(text, self.plain_tokens[0]):
             space = self.spaced(raw) if ids else space
@@ -819,10 +812,6 @@ class Tokenizer:
             self.special_tokens[text] = i
         elif text:
             self.plain_tokens[normalized][self.normalize(text, True) if normalized else text] = i, token
-
-    def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of text that goes on from earlier text: no BOS, no first space."""
-        return self.encode_plain(text, False)
 
     def decode(self, ids: Iterable[int], after: Iterable[int] = ()) -> str:
         """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
@@ -897,15 +886,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ends = {key: token for key, token in settings.items() if key.endswith("_token")}
         ends = {key: token["content"] if isinstance(token, dict) else token for key, token in ends.items()}
         named, bos, eos = {*ends.values()}, ends.get("bos_token"), ends.get("eos_token")
+        legacy = settings.get("legacy")
     with checked(folder / "tokenizer.json"):
         for token in data.get("added_tokens") or []:
             tokenizer.add_token(token["id"], token, named)
         if is_model and data:
             tokenizer.space_after = (data.get("pre_tokenizer") or {}).get("prepend_scheme") or ""
-        elif is_model and "Llama" in str(settings.get("tokenizer_class")):
-            tokenizer.space_after = "always" if settings.get("legacy") else "first"
-        elif is_model and settings.get("legacy") is False:
-            tokenizer.space_after = "first"
+        elif is_model and (legacy is False or "Llama" in str(settings.get("tokenizer_class"))):
+            tokenizer.space_after = "always" if legacy else "first"
     with checked(folder / "tokenizer_config.json"):
         for i, token in (settings.get("added_tokens_decoder") or {}).items():
             tokenizer.add_token(int(i), token, named)
@@ -937,13 +925,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def token_id(value) -> int:
     """`value`, where it can be a token id. Raises ValueError for others, before memory goes to so many."""
-    if type(value) is not int or not 0 <= value < MAX_IDS:
+    if type(value) is not int or not 0 <= value < 1 << 22:  # several times what any vocabulary has
         raise ValueError(f"{value!r:.40} is no token id")
     return value
 
 
 def load_tokenizer_model(data: bytes) -> Tokenizer:
-    """The contents of a tokenizer.model: lines of "base64 rank" (Llama 3), else a sentencepiece model."""
+    """The contents of a tokenizer.model: lines of "base64 rank" (Llama 3), else a sentencepiece model as its
+    trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", data):
         lines = [line.split() for line in data.splitlines()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -952,11 +941,6 @@ def load_tokenizer_model(data: bytes) -> Tokenizer:
         special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
         encode = bpe_encoder(ranks, list(ranks.values()), [LLAMA3_SPLIT])
         return Tokenizer(encode, [*ranks] + [b""] * len(special), special, len(ranks), add_bos=True)
-    return load_sentencepiece(data)
-
-
-def load_sentencepiece(data: bytes) -> Tokenizer:
-    """A sentencepiece model, as its trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
     if not data:  # sentencepiece would load this as a model without pieces
         raise ValueError("empty file")
     from sentencepiece import SentencePieceProcessor
@@ -1102,7 +1086,7 @@ def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
     kinds = dict.fromkeys(normal, 1) | dict.fromkeys(control, 3) | dict.fromkeys(to_bytes, 6) | {unknown: 2}
     scores = {word: -rank for rank, word in enumerate(ranked)}
     words = sorted(vocab, key=vocab.get)
-    tokenizer = load_sentencepiece(sentencepiece_model((w, scores.get(w, 0), kinds[w]) for w in words))
+    tokenizer = load_tokenizer_model(sentencepiece_model((w, scores.get(w, 0), kinds[w]) for w in words))
     scheme = steps[0].get("prepend_scheme", "always" if PREPEND in steps else "never")
     spaced, encode = scheme != "never", tokenizer.encode_text
     if ESCAPE in steps:  # the space comes before the text is split at some of the added tokens, else after

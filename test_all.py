@@ -4065,7 +4065,7 @@ def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
 
 def test_frequent_words_are_the_most_frequent():
     for seed in range(5):
-        task = calibrate.make_tasks("frequent", random.Random(seed), 2000)[0]
+        task = calibrate.TASKS["frequent"](random.Random(seed), 2000, None)[0]
         counts = {w: sum(w in f for f in task.facts) for w in {f.split()[-1][:-1] for f in task.facts}}
         ordered = sorted(counts, key=lambda w: -counts[w])
         assert ordered[:3] == task.references and counts[ordered[2]] > counts[ordered[3]]
@@ -4109,14 +4109,17 @@ def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
 @pytest.mark.parametrize("chunk", [3, 99])
 def test_the_loss_in_chunks_is_that_of_whole_logits(chunk, monkeypatch):
     monkeypatch.setattr(calibrate, "HEAD_CHUNK", chunk)
-    shapes, labels, a = ((10, 8), (50, 8)), torch.randint(50, (10,)), torch.rand(10)
-    x, weight, y, teacher_weight = (torch.randn(s, requires_grad=True) for s in shapes * 2)
-    for b in (0.7, 0.0):
-        given = (x, labels, a, y if b else None, b, weight, teacher_weight)
-        loss = calibrate.HeadLoss.apply(calibrate.head_chunk, *given)
-        log_p, log_q = (x @ weight.T).log_softmax(-1), (y @ teacher_weight.T).detach().log_softmax(-1)
-        truth = (a * F.cross_entropy(x @ weight.T, labels, reduction="none")).sum()
-        truth = truth + b * F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+    tokens, weights = torch.randint(50, (1, 11)), torch.rand(1, 10)
+    x, weight, y, other = (torch.randn(s, requires_grad=True) for s in ((1, 10, 8), (50, 8)) * 2)
+    model, teacher = (
+        SimpleNamespace(x=x, output=SimpleNamespace(weight=w)) for x, w in ((x, weight), (y, other))
+    )
+    for share in (0.7, 0.0):
+        given = (model, tokens, weights, teacher if share else None, share)
+        loss = calibrate.training_loss(*given, forward=lambda model, _: (model.x, []))
+        log_p, log_q = (x @ weight.T).log_softmax(-1)[0], (y @ other.T).detach().log_softmax(-1)[0]
+        truth = (1 - share) * F.nll_loss(log_p, tokens[0, 1:], reduction="none") @ weights[0] / weights.sum()
+        truth = truth + share * F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
         got, wanted = (torch.autograd.grad(2 * each, (x, weight)) for each in (loss, truth))
         assert abs(loss / truth - 1) < 1e-5 and max(map(error, got, wanted)) < 1e-5
 
@@ -4619,7 +4622,7 @@ BAD_COMMANDS = {
     "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
     "eval --lengths 200 --prefix 9": "ask for longer prompts",
-    "eval --haystack few.txt": "no text of at least 200 characters",
+    "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals": "calibrated already",
     "fit --method sals --text none": "there is no such file or folder",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
@@ -4940,7 +4943,7 @@ def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
     line = f"eval --method {sals_} --method streaming --samples 0 --equal_bytes 0.5"
     line += " --equal_tokens 0.25 --perplexity_rows 2 --prefix 56 --continuation 8"
     dense, sals, streaming = cli.json(line)["rows"]
-    assert "dense *" in cli.out and f"{sals_}, 64 tokens: keep=0.25, rank=" in cli.out
+    assert "dense *" in cli.out and f"{sals_}, 64 tokens: " in cli.out and ", keep=0.25, rank=" in cli.out
     assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
     assert dense["mass python"] == [None] * 4 and sals["mass"] in sals["mass python"]
     for row in (sals, streaming):
@@ -5291,12 +5294,11 @@ def test_a_prompt_may_fill_all_positions():
 
 def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
     monkeypatch.setattr(generate.Progress, "outer", None)
-    bar = generate.Progress("slow", 4)
-    bar.started -= 30
-    bar.tick()
-    bar.shown = 0
-    bar.tick(9)
-    bar.close()
+    with generate.Progress("slow", 4) as bar:
+        bar.started -= 30
+        bar.tick()
+        bar.shown = 0
+        bar.tick(9)
     out, err = capsys.readouterr()
     assert out == "" and "slow [#######...." in err and "1/4, 90 s left" in err and "4/4, 0 s left" in err
 
@@ -5507,13 +5509,12 @@ def test_shares_of_a_layer_sum_to_the_layer(family, n, int8, tmp_path, monkeypat
 
 
 def test_random_weights_follow_the_seed_and_ranks_agree_on_those_not_shared(monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
-    models = []
+    given, models = (tiny_config(), CPU, torch.float32), []
     for rank in range(2):
         play_rank(monkeypatch, rank, 2)
-        models.append(random_model("tiny", CPU, torch.float32))
+        models.append(random_model(*given))
     first, second = models
-    assert not torch.equal(first.output.weight, random_model("tiny", CPU, torch.float32, 1).output.weight)
+    assert not torch.equal(first.output.weight, random_model(*given, 1).output.weight)
     assert torch.equal(first.output.weight, second.output.weight)
     assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
     assert first.config.n_kv_heads == 2 and first.whole.n_kv_heads == 4
@@ -5948,8 +5949,8 @@ def test_kernel_hopper_linear_chain_refuses(hopper):
             must = "bias of w must be" if name == "w" else f"{name} must be"
             refused(must, **{what: other(place, lambda x: x[1:].clone())})
     refused("attended must be", attended=lambda x: x[:1])
-    refused("must be matrices", x=lambda x: x[None])
-    refused("must be matrices", x=lambda x: x[:0])
+    refused("x must be", x=lambda x: x[None])
+    refused("attended must be", x=lambda x: x[:0])
     refused("4 weights and biases, 2 norms", norms=lambda norms: norms[:1])
     refused("x .* must be contiguous", x=turned)
     refused("next norm must be", norms=other(1, lambda norm: norm[:32]))
