@@ -703,7 +703,7 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list]:
-    """A list that takes the first Ctrl-C; KeyboardInterrupt comes when the block ends, or at the second."""
+    """A list that takes the first Ctrl-C; the second is a KeyboardInterrupt."""
     interrupts, process = [], os.getpid()
 
     def interrupt(*_) -> None:
@@ -711,21 +711,19 @@ def deferred_interrupts() -> Iterator[list]:
             raise KeyboardInterrupt
         if os.getpid() == process:  # its workers end with it
             interrupts.append(True)
-            print("stopping after this step; Ctrl-C again: at once, without --state", file=sys.stderr)
+            print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
-    if interrupts:
-        raise KeyboardInterrupt
 
 
 def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teacher=None, share=0.0) -> bool:
     """AdamW under a warm-up and a cosine over all stages, weights in fp32 with bf16 autocast.
     state and log: files or None, as --state and --log; teacher and share: of training_loss.
-    -> whether it is done, before `minutes` ran out."""
+    -> whether it is done, before `minutes` ran out or a Ctrl-C came."""
     device = next(model.parameters()).device
     compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
     forward, head = compiled(attention_outputs), compiled(head_loss)
@@ -850,7 +848,7 @@ def run_train(args: argparse.Namespace) -> None:
     loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
     done = train(model.to(device), hay, stages, *loop)
     save_checkpoint(model, args.out, args.source)
-    print("finished" if done else "not finished: run the same command again with the same --state")
+    print("finished" if done else "not finished: the same command goes on, if it had a --state")
 
 
 def uptraining_model(args: argparse.Namespace, device: torch.device, files: list[list[Path]]) -> tuple:

@@ -4166,8 +4166,8 @@ def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path):
     def run(steps: int = 9) -> bool:
         return train(model, nano_haystack, [Stage(1, 64, steps)], 1e-3, 0, 0, path, math.inf)
 
-    with register_optimizer_step_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
-        run()
+    with register_optimizer_step_pre_hook(interrupt):
+        assert not run()
     assert run(3)  # more than asked is done
     optimizer = calibrate.make_optimizer(model, 1e-3)
     assert calibrate.load_state(path, model, optimizer) == 4  # the step is done first
