@@ -42,7 +42,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import compress
@@ -623,20 +622,45 @@ def initialise(model: Llama, seed: int) -> None:
             torch.nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(2 * layers), generator)
 
 
-def head_loss(x, labels, a, y, b, weight, teacher_weight) -> Tensor:
+HEAD_CHUNK = 4096  # tokens whose logits exist at once
+
+
+def head_chunk(x, labels, a, y, b, weight, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
+    """HeadLoss of a few tokens, and its gradients with respect to x and weight; all but matmuls in fp32."""
+    log_p = (x @ weight.T).float().log_softmax(-1)  # [N, V]
+    p, is_label = log_p.exp(), torch.arange(len(weight), device=x.device) == labels[:, None]
+    loss = -(a * log_p.gather(-1, labels[:, None])[:, 0]).sum()
+    gradient = a[:, None] * (p - is_label.float())
+    if y is not None:
+        log_q = (y @ teacher_weight.T).float().log_softmax(-1)
+        q = log_q.exp()
+        loss = loss + b * (q * (log_q - log_p)).sum()
+        gradient = gradient + b * (p - q)
+    gradient = gradient.to(torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype)
+    return loss, gradient @ weight, gradient.T @ x
+
+
+class HeadLoss(torch.autograd.Function):
     """a times the cross entropy plus b times the KL to the teacher's distribution, summed over tokens.
 
     The model's logits are x [N, dim] times weight [V, dim], the teacher's y times teacher_weight (or None);
-    labels, a [N]."""
-    log_p = (x @ weight.T).float().log_softmax(-1)  # [N, V]
-    loss = -(a * log_p.gather(-1, labels[:, None])[:, 0]).sum()
-    if y is not None:
-        log_q = (y @ teacher_weight.T).float().log_softmax(-1)
-        loss = loss + b * (log_q.exp() * (log_q - log_p)).sum()
-    return loss
+    labels, a [N]. The gradients are made with the loss, so that few tokens' logits exist at a time."""
 
+    @staticmethod
+    def forward(ctx, chunk, x, labels, a, y, b, weight, teacher_weight):
+        loss, dx, d_weight = 0.0, [], torch.zeros_like(weight)
+        parts = [[None] * len(x) if t is None else t.split(HEAD_CHUNK) for t in (x, labels, a, y)]
+        for part in zip(*parts, strict=False):
+            part_loss, part_dx, part_d_weight = chunk(*part, b, weight, teacher_weight)
+            loss, d_weight = loss + part_loss, d_weight.add_(part_d_weight)
+            dx.append(part_dx.to(x.dtype))
+        ctx.save_for_backward(torch.cat(dx), d_weight)
+        return loss
 
-HEAD_CHUNK = 4096  # tokens whose logits exist at once
+    @staticmethod
+    def backward(ctx, gradient):
+        dx, d_weight = ctx.saved_tensors
+        return None, gradient * dx, *[None] * 4, gradient * d_weight, None
 
 
 def attention_outputs(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -651,21 +675,19 @@ def attention_outputs(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor
 
 
 def training_loss(
-    model, tokens, weights, teacher=None, share=0.0, layers=False, forward=attention_outputs, head=head_loss
+    model, tokens, weights, teacher=None, share=0.0, layers=False, forward=attention_outputs, chunk=head_chunk
 ) -> Tensor:
     """1 - share times the mean next-token cross entropy under weights [B, S], and share times the mean KL of
     the teacher's distribution to the model's; tokens [B, S + 1]. layers: and the mean relative squared error
-    of what the heads give. forward, head: these functions, or compiled."""
+    of what the heads give. forward, chunk: these functions, or compiled."""
     inputs, labels, y, targets = tokens[:, :-1], tokens[:, 1:].flatten(), None, []
     if teacher:
         with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
             y, targets = forward(teacher, inputs)
     x, outputs = forward(model, inputs)
     x, y, a = x.flatten(0, 1), teacher and y.flatten(0, 1), (1 - share) * weights.flatten() / weights.sum()
-    rest = share / len(labels), model.output.weight, teacher and teacher.output.weight
-    parts = ([None] * len(x) if t is None else t.split(HEAD_CHUNK) for t in (x, labels, a, y))
-    # Few tokens' logits exist at once: backward makes them again.
-    loss = sum(checkpoint(head, *part, *rest, use_reentrant=False) for part in zip(*parts, strict=False))
+    heads = model.output.weight, teacher and teacher.output.weight
+    loss = HeadLoss.apply(chunk, x, labels, a, y, share / len(labels), *heads)
     for x, y in zip(outputs, targets, strict=True) if layers else ():
         loss = loss + F.mse_loss(x.float(), y.float()) / y.float().square().mean() / len(outputs)
     return loss
@@ -726,7 +748,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     -> whether it is done, before `minutes` ran out or a Ctrl-C came."""
     device = next(model.parameters()).device
     compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
-    forward, head = compiled(attention_outputs), compiled(head_loss)
+    forward, chunk = compiled(attention_outputs), compiled(head_chunk)
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
@@ -747,7 +769,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
             with torch.autocast(device.type, torch.bfloat16):
                 early = bool(teacher) and 10 * done < total
-                loss = training_loss(model, tokens, weights, teacher, share, early, forward, head)
+                loss = training_loss(model, tokens, weights, teacher, share, early, forward, chunk)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -4109,17 +4109,14 @@ def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
 @pytest.mark.parametrize("chunk", [3, 99])
 def test_the_loss_in_chunks_is_that_of_whole_logits(chunk, monkeypatch):
     monkeypatch.setattr(calibrate, "HEAD_CHUNK", chunk)
-    tokens, weights = torch.randint(50, (1, 11)), torch.rand(1, 10)
-    x, weight, y, other = (torch.randn(s, requires_grad=True) for s in ((1, 10, 8), (50, 8)) * 2)
-    model, teacher = (
-        SimpleNamespace(x=x, output=SimpleNamespace(weight=w)) for x, w in ((x, weight), (y, other))
-    )
-    for share in (0.7, 0.0):
-        given = (model, tokens, weights, teacher if share else None, share)
-        loss = calibrate.training_loss(*given, forward=lambda model, _: (model.x, []))
-        log_p, log_q = (x @ weight.T).log_softmax(-1)[0], (y @ other.T).detach().log_softmax(-1)[0]
-        truth = (1 - share) * F.nll_loss(log_p, tokens[0, 1:], reduction="none") @ weights[0] / weights.sum()
-        truth = truth + share * F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
+    shapes, labels, a = ((10, 8), (50, 8)), torch.randint(50, (10,)), torch.rand(10)
+    x, weight, y, teacher_weight = (torch.randn(s, requires_grad=True) for s in shapes * 2)
+    for b in (0.7, 0.0):
+        given = (x, labels, a, y if b else None, b, weight, teacher_weight)
+        loss = calibrate.HeadLoss.apply(calibrate.head_chunk, *given)
+        log_p, log_q = (x @ weight.T).log_softmax(-1), (y @ teacher_weight.T).detach().log_softmax(-1)
+        truth = (a * F.cross_entropy(x @ weight.T, labels, reduction="none")).sum()
+        truth = truth + b * F.kl_div(log_p, log_q, reduction="sum", log_target=True)
         got, wanted = (torch.autograd.grad(2 * each, (x, weight)) for each in (loss, truth))
         assert abs(loss / truth - 1) < 1e-5 and max(map(error, got, wanted)) < 1e-5
 
