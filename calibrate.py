@@ -611,6 +611,7 @@ class TrainingBatches(Dataset):
 NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
 # Long documents come before the last stage: at the end, few and noisy, they undo what retrieval has learnt.
 NANO_STAGES = ("128x512x3000", "64x2048x2500", "4x32768x300", "16x8192x7000")
+HEAD_CHUNK = 4096  # tokens whose logits exist at once
 
 
 def initialise(model: Llama, seed: int) -> None:
@@ -620,9 +621,6 @@ def initialise(model: Llama, seed: int) -> None:
         if parameter.ndim > 1:  # a norm's are ones already
             layers = model.config.n_layers if name.endswith(("wo.weight", "w2.weight")) else 0.5
             torch.nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(2 * layers), generator)
-
-
-HEAD_CHUNK = 4096  # tokens whose logits exist at once
 
 
 def head_chunk(x, labels, a, y, b, weight, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
