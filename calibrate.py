@@ -1861,15 +1861,6 @@ class Bench:
             yield {"operator": f"{case} {name}", "us": us, "limit_us": limit, "fraction": limit / us}
 
 
-def breakeven(rows: list[dict]) -> dict[tuple, int | None]:
-    """(model, batch, method) -> the length from which on it beats dense; None where not at the longest."""
-    found = {}
-    for row in sorted((row for row in rows if "method" in row), key=lambda row: row["length"]):
-        key = row["model"], row["batch"], row["method"]
-        found[key] = (found.get(key) or row["length"]) if row["us"] < row["dense_us"] else None
-    return found
-
-
 @torch.no_grad()
 def run_speed(args: argparse.Namespace) -> dict:
     """Time kernels, and each method's attention beside dense.
@@ -1907,8 +1898,6 @@ def run_speed(args: argparse.Namespace) -> dict:
                 save_csv(args.csv, list(dict.fromkeys(key for row in rows for key in row)), rows)
             gc.collect()
             torch.cuda.empty_cache()
-    for (model, batch, method), length in breakeven(rows).items():
-        print(f"{model}, batch {batch}: {method} beats PyTorch's attention from {length or 'no'} tokens on")
     return {"device": generate.device_name(device), "rows": rows}
 
 

@@ -5068,7 +5068,7 @@ def test_speed_times_a_methods_operators_and_its_attention(cli, tmp_path, monkey
     for row in rows:
         assert (row["model"], row["batch"], row["length"]) == ("8b", 1, 1024) and row["us"] > row["limit_us"]
     assert len((tmp_path / "t.csv").read_text().splitlines()) == 1 + len(rows)
-    assert "8b, batch 1: dense beats PyTorch's attention from " in cli.out and "TB/s" in cli.out
+    assert "TB/s" in cli.out
 
 
 @pytest.mark.parametrize(
@@ -5112,17 +5112,6 @@ def test_speed_counts_what_a_call_must_do():
     assert flops == 2 * B * S * r * Hkv * D * 2  # fp32 at half the rate of bf16
     scored = (randn(B, Hkv, 2, D // 4), k, None, pos, 1.0, "each")
     assert calibrate.work_of("scores", scored, None) == (calibrate.bytes_of(scored) / 4, 0)
-
-
-def test_speed_finds_from_which_length_a_method_is_faster():
-    def row(length, us, method="a", batch=1):
-        return {"model": "7b", "batch": batch, "length": length, "method": method, "us": us, "dense_us": 10}
-
-    rows = [row(4096, 9), row(1024, 12), row(2048, 8), row(8192, 5)]
-    rows += [row(1024, 9, "b"), row(2048, 11, "b"), row(4096, 9, "b"), row(1024, 8, "c"), row(2048, 10, "c")]
-    rows += [row(1024, 9, batch=8), {"operator": "attend", "us": 1}]
-    expected = {("7b", 1, "a"): 2048, ("7b", 1, "b"): 4096, ("7b", 1, "c"): None, ("7b", 8, "a"): 1024}
-    assert calibrate.breakeven(rows) == expected
 
 
 def test_nothing_imports_triton_or_transformers_at_start():
