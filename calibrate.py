@@ -829,7 +829,7 @@ def text_share(text: str) -> tuple[Path, float]:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV.
+    """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV or Palu.
 
     A document is plain text, repeated random segments, or facts with questions. Stages follow one another.
     With --state a later call goes on where this one stopped.
@@ -860,10 +860,8 @@ def run_train(args: argparse.Namespace) -> None:
         initialise(model, args.seed)
     tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
     hay = Haystack(tokenizer, tokens, list(shares))
-    teacher = None
-    if args.distill:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        teacher = model_file.load_model(args.source, device, dtype).requires_grad_(False)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    teacher = model_file.load_model(args.source, device, dtype) if args.distill else None
     lr = args.lr or (5e-4 if args.source else 2e-3)
     loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
     done = train(model.to(device), hay, stages, *loop)
@@ -872,21 +870,27 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def uptraining_model(args: argparse.Namespace, device: torch.device, files: list[list[Path]]) -> tuple:
-    """The model of --from in EliteKV form, ready to train in fp32, and its tokenizer. Its factors keep most
-    of what the layers compute on the files of each text."""
+    """The model of --from as --method computes it, ready to train in fp32, and its tokenizer. EliteKV's
+    factors keep most of what the layers compute on the files of each text."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
-    if candidate.method != "elitekv":
-        raise UserError(f"--method {args.method}: only elitekv is uptrained; give elitekv:SETTING=VALUE,...")
+    if candidate.method not in ("elitekv", "palu"):
+        raise UserError(f"--method {args.method}: only elitekv and palu are uptrained; give one of these")
     model = model_file.load_model(args.source, device, torch.float32)
-    if model.config.qkv_bias or model.config.elitekv:
-        raise UserError(f"--from {args.source}: uptraining starts from a dense checkpoint without qkv biases")
-    artifact = load_artifact(args.source, "elitekv", model)
-    tokenizer = load_tokenizer(args.source)
+    if model.config.qkv_bias or model.config.qk_norm or model.config.elitekv:
+        raise UserError(f"--from {args.source}: give a dense checkpoint, without qkv biases or q/k norms")
+    artifact = load_artifact(args.source, candidate.method, model)
+    settings, tokenizer = settings_from(candidate.method, candidate.options), load_tokenizer(args.source)
+    if candidate.method == "palu":
+        for i, layer in enumerate(model.layers):
+            bases = torch.cat([settings.bases(artifact, i, kind) for kind in "kv"]).to(device)
+            kept = torch.block_diag(torch.eye(layer.attention.widths[0], device=device), *bases @ bases.mT)
+            layer.attention.wqkv.register_forward_hook(lambda _, x, y, kept=kept: y @ kept)
+        return model.requires_grad_(True), tokenizer
     texts = [text_ids(tokenizer, each, (1 << 17) // len(files), bos=True) for each in files]
     artifact |= input_roots(model, torch.from_numpy(np.concatenate(texts)).long())
-    METHODS["elitekv"].fold_all(model, settings_from("elitekv", candidate.options), artifact)
+    METHODS["elitekv"].fold_all(model, settings, artifact)
     return model.requires_grad_(True), tokenizer
 
 
@@ -922,8 +926,13 @@ def elite_artifact(model: Llama) -> dict[str, Tensor]:
     return tensors
 
 
-def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
-    """The inverse of fold_elitekv, without biases: W_k and W_v expanded from A B, dims as they were."""
+def dense_attention(elite: torch.nn.Module) -> model_file.Attention:
+    """The inverse of fold_elitekv, without biases: W_k and W_v expanded from A B, dims as they were. Or of
+    Palu's hook: the weights that give what it gives."""
+    if not isinstance(elite, compress.EliteAttention):
+        units = torch.eye(elite.wqkv.in_features, device=elite.wqkv.weight.device)
+        elite.wqkv = compress.linear_of(elite.wqkv(units).T, None)
+        return elite
     c, r = elite.config, elite.r
     back = compress.elite_dims(elite.order, r).argsort(-1).expand(c.n_kv_heads, -1)  # [Hkv, D]
     q, k, a = elite.wqkv.weight.split(elite.widths)
@@ -940,17 +949,18 @@ def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
 @torch.no_grad()
 def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download.
-    source: what the model, in EliteKV form, was uptrained from. Its other files are copied, W_k and W_v are
-    the expanded A B, and the artifact has the elite pairs, A and B: EliteKV alone can run the checkpoint."""
+    source: what the model, in a method's form, was uptrained from; it becomes dense. Other files are copied,
+    Palu's artifact, too. EliteKV's has the elite pairs, A and B: EliteKV alone can run the checkpoint."""
     config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
-    attentions = [layer.attention for layer in model.layers]
     with replacing(folder, "checkpoint") as partial:
         if source:
             for file in source.iterdir():
                 if file.suffix in (".json", ".model", ".txt", ".jinja") and ".index." not in file.name:
                     shutil.copy(file, partial)
-            config = model_file.read_json(partial / "config.json") | {"elitekv": True}
-            artifact = elite_artifact(model)
+            elite = isinstance(model.layers[0].attention, compress.EliteAttention)
+            config = model_file.read_json(partial / "config.json") | {"elitekv": elite}
+            method = "elitekv" if elite else "palu"
+            artifact = elite_artifact(model) if elite else load_artifact(source, method, model)
             for layer in model.layers:
                 layer.attention = dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -958,10 +968,8 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
         save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
         if source:
             model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
-            metadata = {"method": "elitekv"} | compress.model_identity(model)
-            save_artifact(artifact, artifact_path(partial, "elitekv"), metadata)
-    for layer, attention in zip(model.layers, attentions, strict=True):
-        layer.attention = attention
+            metadata = {"method": method} | compress.model_identity(model)
+            save_artifact(artifact, artifact_path(partial, method), metadata)
 
 
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
@@ -2315,8 +2323,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command(run_train, generate.add_device_option)
     p.option("--out", Path, None, "folder for config.json and model.safetensors", required=True)
     p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
-    about = "what --from is uptrained for (default: elitekv)"
-    p.option("--method", str, None, about, metavar="elitekv[:SETTING=VALUE,...]")
+    about = "what --from is uptrained for: elitekv (default) or palu"
+    p.option("--method", str, None, about, metavar="METHOD[:SETTING=VALUE,...]")
     about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
     p.option("--text", text_share, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")

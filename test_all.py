@@ -1441,11 +1441,24 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
     assert abs(exact_trial / whole - 1) < 1e-3
 
 
+def trained_logits(monkeypatch, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Will have the logits of the model that calibrate.train leaves, for tokens [B, S]."""
+    seen = []
+
+    def train_and_see(model: Llama, *given) -> bool:
+        done = train(model, *given)
+        seen.append(model.output(model(tokens)).detach())
+        return done
+
+    monkeypatch.setattr(calibrate, "train", train_and_see)
+    return seen
+
+
 def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
     """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
     source, out, log = tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
-    training = mock.Mock(wraps=calibrate.train)
-    monkeypatch.setattr(calibrate, "train", training)
+    tokens = torch.randint(3, 4096, (1, 50))
+    seen = trained_logits(monkeypatch, tokens)
     method = "elitekv:r=3,d_ckv=24,shared=1"
     uptrain = f"train --from {source} --method {method} --out {out} --text {ROOT / 'model.py'} "
     uptrain += f"--stages 2x64x40 --workers 1 --log {log} --lr 5e-3"
@@ -1459,9 +1472,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     METHODS["elitekv"].fold_all(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
     settings = compress.EliteSettings(3, 24, shared=True)
     METHODS["elitekv"].fold_all(start, settings, load_artifact(source, "elitekv", start))
-    tokens = torch.randint(3, 4096, (1, 50))
-    trained = training.call_args.args[0].eval()
-    assert error(model(tokens), trained(tokens).detach()) < 5e-2  # bf16 weights
+    assert error(model.output(model(tokens)), seen[0]) < 5e-2  # bf16 weights
     before, after = (m.layers[2].attention for m in (start, model))
     for name in ("wqkv", "up", "wo"):  # all of them were trained
         assert error(getattr(after, name).weight, getattr(before, name).weight) > 1e-3
@@ -1470,10 +1481,23 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     report = cli.json(f"generate --checkpoint {out} --prompt hello --max_new_tokens 4 --method elitekv")
     assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 + 24)  # one elite key
     assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
-    assert "only elitekv is uptrained" in cli.refusal(uptrain.replace(method, "sals"))
+    assert "only elitekv and palu are uptrained" in cli.refusal(uptrain.replace(method, "sals"))
     table = f"eval --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
     rows = cli.json(f"{table} --continuation 4")["rows"]
     assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
+
+
+def test_palus_cache_gives_the_logits_of_what_was_trained(checkpoint, tmp_path, monkeypatch, cli):
+    tokens, out = torch.randint(3, 4096, (1, 50)), tmp_path / "out"
+    seen = trained_logits(monkeypatch, tokens)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # the folder is to have it all
+    uptrain = f"train --from {checkpoint} --method palu:keep=0.25 --out {out} --text {ROOT / 'model.py'}"
+    assert cli(f"{uptrain} --distill --stages 2x64x20 --workers 1 --lr 5e-3")[0] == 0
+    for keep in (0.25, 1.0):  # the weights have no more than the rank that was trained
+        logits = logits_through(fitted_engine(out, "palu", 1, 60, keep=keep), *tokens.view(2, 1, 25).tolist())
+        assert error(logits[:, 0], seen[0][0, 24:]) < 1e-5
+    qwen3 = tiny_checkpoint(tmp_path / "qwen3", family="qwen3", qk_norm=True)
+    assert "q/k norms" in cli.refusal(uptrain.replace(str(checkpoint), str(qwen3)))
 
 
 # -------------------------------------------------------------------------------------------- comparison rows
