@@ -877,7 +877,7 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(0.0, "d_r: latent's rank / (Hkv*D); 0: half, <=1024", sets="bytes", within="[0, 1]")
-    score_rank: float = setting(0.25, "r*/r: fraction of a latent's dims that scoring reads", within="(0, 1]")
+    score_rank: float = setting(0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 16 dims", within="[0, 1]")
     latent_bits: int = setting(4, "bits of a latent; 4: r* dims in int8, others in 4 (ours)", (4, 8, 16))
     bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
     value_code: str = setting("spread", "rotated, one scale a head; or groups (paper)", ("spread", "grouped"))
@@ -899,9 +899,9 @@ class SalsSettings:
 
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
-        keys (ours). With 4-bit codes the number of the other dims is even: a byte holds two."""
+        keys; r* a quarter, but 16 dims (ours). With 4-bit codes the other dims are even: a byte holds two."""
         r = rank_of(self.rank, c.kv_dim) if self.rank else min(c.kv_dim // 2, 1024)
-        lead = rank_of(self.score_rank, r)
+        lead = rank_of(self.score_rank, r) if self.score_rank else min(r, max(16, rank_of(0.25, r)))
         return r, lead + (r - lead) % 2 if self.latent_bits == 4 else lead
 
 

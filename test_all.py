@@ -741,8 +741,8 @@ def pure_elitekv(cache, entry, n, q, k, latent):
 
 
 PURE = {  # method -> options beside the paper's, its steps, what a token has beside q if that is not k and v
-    "sals": ({"sinks": 3, "critical": 12, "recent": 6}, pure_sals, None),
-    "sals, ours": ({"sinks": 3, "critical": 12, "recent": 6, "score_block": 16}, pure_sals_ours, None),
+    "sals": (FEW := {"sinks": 3, "critical": 12, "recent": 6}, pure_sals, None),
+    "sals, ours": (FEW | {"score_rank": 0.25, "score_block": 16}, pure_sals_ours, None),
     "lrqk": ({"rank": 4, "k": 12, "recent": 6}, pure_lrqk, None),
     "loki": ({"k": 0.4, "d": 0.5}, pure_loki, None),
     "loki, reduced": ({"d": 0.5, "reduced": True}, pure_loki, None),
