@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -869,6 +870,17 @@ def run_train(args: argparse.Namespace) -> None:
     print("finished" if done else "not finished: the same command goes on, if it had a --state")
 
 
+class KeptDims(torch.nn.Module):
+    """W_qkv [n, dim] as Palu's cache keeps it: each head's keys and values times R R^T, in `kept` [n, n]."""
+
+    def __init__(self, kept: Tensor):
+        super().__init__()
+        self.register_buffer("kept", kept)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.kept @ weight
+
+
 def uptraining_model(args: argparse.Namespace, device: torch.device, files: list[list[Path]]) -> tuple:
     """The model of --from as --method computes it, ready to train in fp32, and its tokenizer. EliteKV's
     factors keep most of what the layers compute on the files of each text."""
@@ -886,7 +898,7 @@ def uptraining_model(args: argparse.Namespace, device: torch.device, files: list
         for i, layer in enumerate(model.layers):
             bases = torch.cat([settings.bases(artifact, i, kind) for kind in "kv"]).to(device)
             kept = torch.block_diag(torch.eye(layer.attention.widths[0], device=device), *bases @ bases.mT)
-            layer.attention.wqkv.register_forward_hook(lambda _, x, y, kept=kept: y @ kept)
+            parametrize.register_parametrization(layer.attention.wqkv, "weight", KeptDims(kept))
         return model.requires_grad_(True), tokenizer
     texts = [text_ids(tokenizer, each, (1 << 17) // len(files), bos=True) for each in files]
     artifact |= input_roots(model, torch.from_numpy(np.concatenate(texts)).long())
@@ -926,13 +938,8 @@ def elite_artifact(model: Llama) -> dict[str, Tensor]:
     return tensors
 
 
-def dense_attention(elite: torch.nn.Module) -> model_file.Attention:
-    """The inverse of fold_elitekv, without biases: W_k and W_v expanded from A B, dims as they were. Or of
-    Palu's hook: the weights that give what it gives."""
-    if not isinstance(elite, compress.EliteAttention):
-        units = torch.eye(elite.wqkv.in_features, device=elite.wqkv.weight.device)
-        elite.wqkv = compress.linear_of(elite.wqkv(units).T, None)
-        return elite
+def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
+    """The inverse of fold_elitekv, without biases: W_k and W_v expanded from A B, dims as they were."""
     c, r = elite.config, elite.r
     back = compress.elite_dims(elite.order, r).argsort(-1).expand(c.n_kv_heads, -1)  # [Hkv, D]
     q, k, a = elite.wqkv.weight.split(elite.widths)
@@ -962,7 +969,10 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
             method = "elitekv" if elite else "palu"
             artifact = elite_artifact(model) if elite else load_artifact(source, method, model)
             for layer in model.layers:
-                layer.attention = dense_attention(layer.attention)
+                if elite:
+                    layer.attention = dense_attention(layer.attention)
+                else:  # its weight becomes the product
+                    parametrize.remove_parametrizations(layer.attention.wqkv, "weight")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         weights = {name: slot.detach().bfloat16() for name, slot in model_file.weight_slots(model)}
         save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
@@ -1601,7 +1611,7 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
 
     folder = candidate.folder or args.checkpoint
     tokenizer, c = load_tokenizer(folder), ModelConfig.from_folder(folder)
-    longest = min(args.max_length, c.max_positions, c.sliding_window or c.max_positions)
+    longest = min(args.max_length or c.max_positions, c.max_positions, c.sliding_window or c.max_positions)
     eos = tokenizer.special_tokens.get(tokenizer.chat_variables.get("eos_token"))
 
     class CompressedLM(TemplateLM):
@@ -1685,7 +1695,8 @@ def run_lm_eval(args: argparse.Namespace) -> dict:
         about, tracker = {"model": candidate.label}, EvaluationTracker(args.output_path)
         how = {"model_args": about, "task_manager": manager, "evaluation_tracker": tracker}
         results = simple_evaluate(lm, tasks=tasks, **how, **limits)
-        results["cache"] = {"method": candidate.label} | lm.ledgers[max(lm.ledgers)]  # the longest
+        n = max(lm.ledgers)  # tokens of the longest request
+        results["cache"] = {"method": candidate.label, "settings": candidate.used[n]} | lm.ledgers[n]
         tracker.save_results_aggregated(results)
         print(", ".join(f"{name} {value}" for name, value in results["cache"].items()))
         print(*(make_table(results, part) for part in ("results", "groups") if part in results), sep="\n")
@@ -1899,7 +1910,7 @@ def run_speed(args: argparse.Namespace) -> dict:
                 for row in rows_of(c, B, S, case):
                     row = {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
                     rows.append({"model": model, "batch": B, "length": S} | row)
-                    print("".join(f"{name} {x:<10}" for name, x in rows[-1].items()), flush=True)
+                    print("  ".join(f"{name} {x:<9}" for name, x in rows[-1].items()), flush=True)
             except Exception as error:  # most often for lack of memory
                 print(f"{model} {B}x{S} {case}: {type(error).__name__}: {error}".partition("\n")[0])
             if args.csv:
@@ -2302,7 +2313,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--limit", positive, None, "documents of each task, or below 1 a fraction (default: all)")
     p.option("--num_fewshot", whole(0), None, "examples before each question (default: the task's)")
     p.option("--length", whole(1), 4096, "tokens of a prompt of RULER's tasks")
-    p.option("--max_length", whole(2), 1 << 32, "cut texts on the left to so many (default: the model's)")
+    p.option("--max_length", whole(2), None, "cut texts on the left to so many (default: the model's)")
     p.option("--output_path", str, None, "folder for the harness's files of results", metavar="FOLDER")
 
     p = command(run_plot)

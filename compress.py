@@ -899,7 +899,7 @@ class SalsSettings:
 
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
-        keys; r* a quarter, but 16 dims (ours). With 4-bit codes the other dims are even: a byte holds two."""
+        keys; r* is r / 4, at least 16 (ours). With 4-bit codes r - r* is even: a byte holds two."""
         r = rank_of(self.rank, c.kv_dim) if self.rank else min(c.kv_dim // 2, 1024)
         lead = rank_of(self.score_rank, r) if self.score_rank else min(r, max(16, rank_of(0.25, r)))
         return r, lead + (r - lead) % 2 if self.latent_bits == 4 else lead

@@ -4693,6 +4693,8 @@ def test_a_rank_is_the_nearest_to_its_share():
     for method, low in (("sals", "["), ("shadowkv", "("), ("sals_cann", "(")):
         with pytest.raises(UserError, match=re.escape(f"--rank 1.01: give a number in {low}0, 1]")):
             compress.settings_from(method, {"rank": 1.01})
+    for heads, sizes in ((1, (8, 8)), (2, (16, 16)), (4, (32, 16)), (16, (128, 32))):  # r and r*
+        assert compress.SalsSettings().ranks(tiny_config(n_heads=heads, n_kv_heads=heads)) == sizes
 
 
 @pytest.mark.parametrize("method, options", [("dense", {}), ("lrqk", LRQK)])
