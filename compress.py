@@ -2759,8 +2759,8 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
 
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
     """The biases of the key and value projections, [Hkv, D] each (V folded: [Hkv, 0]), or zeros."""
-    bias, device = attention.wqkv.bias, attention.wqkv.weight.device
-    bias = torch.zeros(sum(attention.widths), device=device) if bias is None else bias
+    bias = attention.wqkv.bias
+    bias = attention.wqkv.weight.new_zeros(sum(attention.widths)) if bias is None else bias
     return tuple(b.view(c.n_kv_heads, len(b) // c.n_kv_heads) for b in bias.split(attention.widths)[1:3])
 
 
