@@ -2235,11 +2235,23 @@ def plot_times(rows: list[dict], png: Path) -> None:
                 axis.plot(lengths, dense, "--", color=color, label=f"{case}, dense (PyTorch)")
 
 
+def plot_losses(rows: list[dict], png: Path) -> None:
+    """Training loss against tokens, a line a run (without the column `run` one, of the file's name)."""
+    runs = {}
+    for row in rows:
+        runs.setdefault(row.get("run", png.stem), []).append((float(row["tokens"]), float(row["loss"])))
+    with picture(png, 1, 1, 6.5, 4.5) as ((axis,),):
+        axis.set(xlabel="tokens", ylabel="training loss", xscale="log", yscale="log")
+        for run, points in runs.items():
+            axis.plot(*zip(*points, strict=True), label=run)
+
+
 def run_plot(args: argparse.Namespace) -> None:
-    """Draw the CSV files of eval --csv and speed --csv; each becomes NAME.png (needs adjustText).
+    """Draw CSV files of eval --csv, speed --csv and train --log; each becomes NAME.png (needs adjustText).
 
     An evaluation becomes quality against bytes: retrieval as a part of dense's, and KL, against bytes/token
-    and read/step. Times of speed --table method become a panel for each method, with dense dashed.
+    and read/step. Times of speed --table method become a panel for each method, with dense dashed. Losses
+    become a line a run against tokens; a column `run` tells several runs of one file apart.
 
         python calibrate.py plot docs/eval-nano.csv docs/speed.csv --out docs"""
     require("adjustText", "pictures need matplotlib and adjustText")
@@ -2248,10 +2260,10 @@ def run_plot(args: argparse.Namespace) -> None:
         try:
             text = generate.read_text(path).replace("$", r"\$")  # matplotlib would read it as mathematics
             rows = list(csv.DictReader(text.splitlines()))
-            plot = plot_times if "us" in rows[0] else plot_quality
+            plot = plot_times if "us" in rows[0] else plot_losses if "loss" in rows[0] else plot_quality
             plot(rows, args.out / f"{path.stem}.png")
-        except (csv.Error, AttributeError, LookupError, ValueError) as error:
-            raise UserError(f"{path}: no table of eval or speed that can be drawn ({error!r})") from None
+        except (csv.Error, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: no table of eval, speed or train --log ({error!r})") from None
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -2317,7 +2329,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--output_path", str, None, "folder for the harness's files of results", metavar="FOLDER")
 
     p = command(run_plot)
-    p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv or speed --csv")
+    p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv, speed --csv or train --log")
     p.option("--out", Path, Path("."), "folder of the pictures", metavar="FOLDER")
 
     p = command(run_ranks, model, json_option, text_options)

@@ -5355,7 +5355,7 @@ def test_ranks_prints_what_its_json_has(cli):
 PLOT_HEAD, TIMES_HEAD = "method,bytes/token,read/step,kl python,single 64", "model,batch,length,method,us"
 
 
-def test_plot_names_each_method_once_and_draws_its_times_beside_dense(cli, tmp_path, monkeypatch):
+def test_plot_draws_methods_named_once_times_beside_dense_and_a_line_a_run(cli, tmp_path, monkeypatch):
     pytest.importorskip("adjustText")
     figure, drawn = importlib.import_module("matplotlib.figure").Figure, []
     save = figure.savefig
@@ -5364,9 +5364,12 @@ def test_plot_names_each_method_once_and_draws_its_times_beside_dense(cli, tmp_p
     (tmp_path / "q.csv").write_text(f'{table}"sals, default",2,2,0.1,40\nloki k 1/8,3,3,1,60\n')
     table = f"{TIMES_HEAD},dense_us\n7b,1,1024,sals,16,4\n7b,1,4096,sals,16,64\n"
     (tmp_path / "t.csv").write_text(f"{table}7b,1,4096,loki,80,64\n7b,8,1024,sals,9,30\n")
-    assert cli(f"plot {tmp_path}/q.csv {tmp_path}/t.csv --out {tmp_path}")[0] == 0, cli.err
-    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in "qt")
-    (retrieval, *_, loss), (sals, loki, *empty) = drawn
+    (tmp_path / "l.csv").write_text("run,tokens,loss\na,64,4\nb,64,3\na,128,2\n")
+    assert cli(f"plot {tmp_path}/q.csv {tmp_path}/t.csv {tmp_path}/l.csv --out {tmp_path}")[0] == 0, cli.err
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in "qtl")
+    (retrieval, *_, loss), (sals, loki, *empty), (runs,) = drawn
+    lines = {line.get_label(): line.get_xydata().tolist() for line in runs.lines}
+    assert lines == {"a": [[64, 4], [128, 2]], "b": [[64, 3]]} and runs.get_xscale() == "log"
     assert sorted(text.get_text() for text in retrieval.texts) == ["dense", "loki", "sals"]
     (points,), (best,) = retrieval.collections, retrieval.lines
     assert [tuple(xy) for xy in points.get_offsets()] == [(8, 100), (6, 25), (1, 10), (2, 50), (3, 75)]
@@ -5387,6 +5390,8 @@ BAD_CSV = {  # a table, and what the error says; None: it can be drawn
     "method,bytes/token,single 64\ndense,1,9\nsals,2,3": None,  # one task, one cost
     f"{PLOT_HEAD}\ndense,1,2,0,0": "must be a positive integer, not 0",
     f"{TIMES_HEAD}\na,1,64,sals,2": "KeyError('dense_us')",
+    "tokens,loss\n64,2\n128,1": None,
+    "tokens,loss\n64,2\n128": "train --log (TypeError",
 }
 
 
