@@ -347,19 +347,18 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     c, device = model.config, next(model.parameters()).device
     cos, sin = rope_tables(c, tokens.shape[1], device)
     rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
-    found = []
+    orders = {"elite": [], "contribution": []}
 
     def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
         for h in range(c.n_kv_heads):
-            order = contribution(q[:, :, h], k[:, :, h]).argsort(descending=True)
-            found.append((ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)), order.cpu()))
+            orders["elite"].append(ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)))
+            orders["contribution"].append(contribution(q[:, :, h], k[:, :, h]).argsort(descending=True).cpu())
             bar.tick()
 
     with Progress("elitekv", c.n_layers * c.n_kv_heads) as bar:
         observe(model, tokens.to(device), see)
-    heads = (torch.stack(each).unflatten(0, (c.n_layers, -1)) for each in zip(*found, strict=True))
-    return dict(zip(("elite", "contribution"), heads, strict=True))
+    return {name: torch.stack(heads).unflatten(0, (c.n_layers, -1)) for name, heads in orders.items()}
 
 
 @torch.inference_mode()
@@ -390,13 +389,12 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
 def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
     lowest perplexity on the last windows without uptraining (App. C)."""
-    tensors = elite_orders(model, tokens[:ELITE_WINDOWS]) | {"r": torch.tensor(0), "d_ckv": torch.tensor(0)}
+    tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
     allocations = elite_allocations(model.config, 0.25)
     if not allocations:
         raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
-    trials = {}
-    for r, d_ckv in tracked("elitekv", allocations):
-        trials[r, d_ckv] = elite_trial(model, tokens[-4:], EliteSettings(r, d_ckv), tensors)
+    sizes = tracked("elitekv", allocations)
+    trials = {size: elite_trial(model, tokens[-4:], EliteSettings(*size), tensors) for size in sizes}
     r, d_ckv = min(trials, key=trials.get)
     tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
     facts = {f"perplexity_{r}_{d}": perplexity for (r, d), perplexity in trials.items()}
@@ -444,16 +442,10 @@ def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, posi
     rate, reached, perplexity = fdc_search(model, tokens[-8:], tensors, accuracy)
     facts = {"floor": accuracy, "positions": positions, "rate": rate}
     facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
-    ranks = {kind: kept.sum(-1).double().mean().item() for kind, kept in fdc_kept(tensors, rate).items()}
-    facts |= {"mean rank of q and k": ranks["qk"], "mean rank of v": ranks["v"]}
+    for kind, name in (("qk", "q and k"), ("v", "v")):
+        ranks = compress.fdc_ranks(tensors[f"{kind}.values"], rate)
+        facts[f"mean rank of {name}"] = ranks.double().mean().item()
     return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
-
-
-def fdc_kept(tensors: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
-    """Which columns of R stay at a rate, for q and k ("qk") and for v: [L, Hkv, D] bool."""
-    values = {kind: tensors[f"{kind}.values"] for kind in ("qk", "v")}
-    ranks = {kind: compress.fdc_ranks(each, rate) for kind, each in values.items()}
-    return {kind: torch.arange(values[kind].shape[-1]) < r[..., None] for kind, r in ranks.items()}
 
 
 def fdc_rates(*values: Tensor) -> list[float]:
@@ -482,8 +474,9 @@ def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate:
     """full_passes of tokens [N, S] by FDC at `rate`: the share predicted right, and the perplexity.
     q R (k R)^T on the kept columns is q (k P)^T, P = R R^T: one plain forward pass is the same."""
     projectors, weight = {}, model.tok_embeddings.weight
-    for kind, kept in fdc_kept(tensors, rate).items():
-        basis = tensors[f"{kind}.basis"] * kept[:, :, None]
+    for kind in ("qk", "v"):
+        ranks = compress.fdc_ranks(tensors[f"{kind}.values"], rate)[..., None, None]
+        basis = tensors[f"{kind}.basis"] * (torch.arange(model.config.head_dim) < ranks)
         projectors[kind] = (basis @ basis.transpose(-1, -2)).to(weight)  # [L, Hkv, D, D]
 
     def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -504,10 +497,9 @@ def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
         return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
 
     values, basis = head_bases(model, tokens, "palu", keys_and_values)
-    energy = values.square()
-    kept = energy[..., : model.config.head_dim // 2].sum() / energy.sum()
+    kept = values[..., : model.config.head_dim // 2].norm() / values.norm()
     k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
-    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item()}
+    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item() ** 2}
 
 
 FITS = (fit_sals, fit_elitekv, fit_loki, fit_fdc, fit_palu, fit_doublesparse)

@@ -1957,15 +1957,15 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
     """One forward pass with projectors gives the perplexity of token-by-token decoding through the cache. The
     cache holds each head at its rank, and the weights of V and its output shrink to the ranks."""
     _, tokens, tensors, _ = fdc_fit
-    model, kept = tiny_model(head_dim=48, qkv_bias=True), calibrate.fdc_kept(tensors, rate)
+    model = tiny_model(head_dim=48, qkv_bias=True)
+    qk, v = (compress.fdc_ranks(tensors[f"{kind}.values"], rate) for kind in ("qk", "v"))
     searched = calibrate.fdc_accuracy(model, tokens, tensors, rate)[1].item()
     before = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     engine = make_engine(model, "fdc", *tokens.shape, tensors, rate=rate)
     losses, _, _ = calibrate.eval_perplexity(engine, tokens, 1, None, generate.Progress("test", 1000))
     assert math.exp(losses.mean()) == pytest.approx(searched, 1e-4)
-    numbers = sum(int(columns.sum()) for columns in kept.values())
-    assert sum(cache.measured() for cache in engine.caches) == tokens.numel() * numbers * 4
-    lost = int((~kept["v"]).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
+    assert sum(cache.measured() for cache in engine.caches) == tokens.numel() * int((qk + v).sum()) * 4
+    lost = int((48 - v).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
     assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == before - lost
 
 
