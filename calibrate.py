@@ -180,16 +180,16 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 # ---------------------------------------------------------------------------------------------------- fitting
 
 
-def observe(model: Llama, tokens: Tensor, see: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
-    """Runs tokens [B, S] and calls see(layer, q, k, v) with each layer's tensors before RoPE."""
+def observe(model: Llama, tokens: Tensor, see: Callable) -> None:
+    """Runs tokens [B, S] and calls see(layer, cos, sin, q, k, v) with each layer's tensors before RoPE."""
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
 
-    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        see(i, q, k, v)
-        return model_file.causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+    def attend(i: int, cos: Tensor, sin: Tensor, *qkv: Tensor) -> Tensor:
+        see(i, cos, sin, *qkv)
+        return model.layers[i].attention.causal(cos, sin)(*qkv)
 
-    model(tokens, attend)
+    model(tokens.to(model.norm.weight.device), attend)
 
 
 @torch.inference_mode()
@@ -222,27 +222,22 @@ class KeyMoments:
 @torch.inference_mode()
 def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
-    c, device = model.config, next(model.parameters()).device
-    shapes = (c.kv_dim, c.kv_dim), (c.kv_dim,), (c.n_kv_heads, c.head_dim), (c.n_kv_heads, c.head_dim // 2)
-    zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-    sums = {name: [zeros(c.n_layers, *shape) for shape in shapes] for name in ("pre", "post")}
-    cos, sin = rope_tables(c, tokens.shape[1], device)
+    sums = {name: [[0.0] * 4] * model.config.n_layers for name in ("pre", "post")}
 
-    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         rotated = (apply_rope(x, cos, sin) for x in (q, k))
         for name, queries, keys in (("pre", q, k), ("post", *rotated)):
-            second, mean, product, pairs = (total[i] for total in sums[name])
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
-            second.addmm_(rows.T, rows)
-            mean += rows.sum(0)
-            grouped = queries.unflatten(-2, (c.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
-            product += (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
-            pairs += grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
+            grouped = queries.unflatten(-2, (model.config.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
+            product = (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
+            pairs = grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
+            new = rows.T @ rows, rows.sum(0), product, pairs
+            sums[name][i] = [total + x for total, x in zip(sums[name][i], new, strict=True)]
 
     for window in tracked(label, tokens):
-        observe(model, window[None].to(device), see)
-    n = tokens.numel()
-    return {name: KeyMoments(*((total / n).cpu() for total in totals)) for name, totals in sums.items()}
+        observe(model, window[None], see)
+    totals = {name: map(torch.stack, zip(*layers, strict=True)) for name, layers in sums.items()}
+    return {name: KeyMoments(*(x.cpu() / tokens.numel() for x in each)) for name, each in totals.items()}
 
 
 Moments = dict[str, KeyMoments]
@@ -344,12 +339,11 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     """The pairs of every KV head, best first, by RoPElite ("elite") and by Contribution: [L, Hkv, D/2] each.
     One forward pass over tokens [N, S], of each window ELITE_ROWS random queries; the search is exact."""
-    c, device = model.config, next(model.parameters()).device
-    cos, sin = rope_tables(c, tokens.shape[1], device)
-    rows = torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))[:ELITE_ROWS].to(device)
-    orders = {"elite": [], "contribution": []}
+    c, orders = model.config, {"elite": [], "contribution": []}
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(tokens.shape[1], generator=generator)[:ELITE_ROWS].to(model.norm.weight.device)
 
-    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
         for h in range(c.n_kv_heads):
             orders["elite"].append(ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)))
@@ -357,7 +351,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
             bar.tick()
 
     with Progress("elitekv", c.n_layers * c.n_kv_heads) as bar:
-        observe(model, tokens.to(device), see)
+        observe(model, tokens, see)
     return {name: torch.stack(heads).unflatten(0, (c.n_layers, -1)) for name, heads in orders.items()}
 
 
@@ -407,12 +401,12 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
     On tokens [N, S], in fp64: fp32 noise in a Gram matrix is larger than the small singular values."""
     grams = [0] * model.config.n_layers
 
-    def see(i: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         x = rows(i, q[0], k[0], v[0]).transpose(0, 1).double()  # [H, n, D]
         grams[i] = grams[i] + x.transpose(1, 2) @ x
 
     for window in tracked(label, tokens):
-        observe(model, window[None].to(next(model.parameters()).device), see)
+        observe(model, window[None], see)
     values, vectors = eigen(torch.stack(grams).cpu())
     return values.sqrt(), vectors
 
@@ -1310,9 +1304,8 @@ class Candidate:
 
         for capacity in sorted(rows):
             if capacity not in self.used:
-                at_capacity = partial(costs, capacity=capacity)
-                options = equal_options(method.settings, self.options, shares, at_capacity, capacity)
-                paid = at_capacity(options)
+                options = equal_options(method.settings, self.options, shares, costs, capacity)
+                paid = costs(options, capacity)
                 self.over |= {name for name in shares if paid[name] > shares[name]}
                 self.used[capacity] = options
             settings = settings_from(self.method, self.used[capacity])
@@ -1322,8 +1315,8 @@ class Candidate:
 
 def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:
     """Options with each knob (compress.setting's `sets`) at the most that its share of dense allows.
-    shares: of bytes, of tokens, or of both; costs(options) -> what these cost of each. Knobs of tokens come
-    first, since attended tokens may take bytes too. A knob of which no value is allowed stays as it is."""
+    shares: of bytes, of tokens, or of both; costs(options, capacity) -> what these cost of each. Knobs of
+    tokens come first, since attended tokens may take bytes too. A knob of no allowed value stays as it is."""
     for knob in sorted(dataclasses.fields(settings), key=lambda f: "tokens" not in f.metadata["sets"]):
         limits = {name: shares[name] for name in knob.metadata["sets"].split() if name in shares}
         if limits and (best := dearest(knob, options, limits, costs, capacity)) is not None:
@@ -1336,9 +1329,8 @@ def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callabl
     Shares lie in (0, 1], whole numbers in 1 .. capacity. Every round looks closer around the best one."""
 
     def cost(value) -> float | None:
-        """The larger of the limited costs; None where one is above its limit."""
         try:
-            paid = costs(options | {knob.name: value})
+            paid = costs(options | {knob.name: value}, capacity)
         except UserError:  # not a value for this method and model
             return None
         return max(paid[n] for n in limits) if all(paid[n] <= limits[n] for n in limits) else None
@@ -1887,11 +1879,10 @@ def run_speed(args: argparse.Namespace) -> dict:
     for table, model in itertools.product(tables, args.model or SPEED_MODELS):
         shape, usual = SPEED_MODELS[model]
         c = dataclasses.replace(model_file.SHAPES[shape], n_layers=4, vocab_size=256, max_positions=1 << 20)
-        rows_of = bench.operation if table == "operation" else bench.method
         shapes = [SPEED_SHAPES[x] for x in args.shape or (["1x4096"] if device.type == "cpu" else usual)]
         for (B, S), case in itertools.product(shapes, args.method or speed_cases(1, 1)):
             try:
-                for row in rows_of(c, B, S, case):
+                for row in getattr(bench, table)(c, B, S, case):
                     row = {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
                     rows.append({"model": model, "batch": B, "length": S} | row)
                     print("  ".join(f"{name} {x:<9}" for name, x in rows[-1].items()), flush=True)

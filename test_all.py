@@ -289,7 +289,7 @@ def tiny_tokens(rows: int, length: int) -> torch.Tensor:
 def observed(model: Llama, tokens: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """q, k, v before RoPE of each layer, [N, S, heads, D]."""
     seen = {}
-    calibrate.observe(model, tokens, lambda i, *qkv: seen.setdefault(i, []).append(qkv))
+    calibrate.observe(model, tokens, lambda i, cos, sin, *qkv: seen.setdefault(i, []).append(qkv))
     return [tuple(map(torch.cat, zip(*seen[i], strict=True))) for i in range(len(seen))]
 
 
@@ -4304,14 +4304,14 @@ def knobs_of(method: str, aim: str) -> list[str]:
     return [f.name for f in fields if aim in f.metadata["sets"].split()]
 
 
-def costs_of(model: Llama, method: str, capacity: int, options: dict) -> dict[str, float]:
+def costs_of(model: Llama, method: str, options: dict, capacity: int) -> dict[str, float]:
     settings, artifact = METHODS[method].settings(**options), artifact_of(method, model)
     caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
     return generate.cost_shares(settings, caches)
 
 
 def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
-    settings, costs = METHODS[method].settings, functools.partial(costs_of, model, method, capacity)
+    settings, costs = METHODS[method].settings, functools.partial(costs_of, model, method)
     return calibrate.equal_options(settings, options, shares, costs, capacity)
 
 
@@ -4326,11 +4326,11 @@ def test_equal_cost_is_the_most_within_the_share(method, aim, share):
     choices = settings.__dataclass_fields__[name].metadata["choices"]
     if choices and value == max(choices):
         return
-    assert 0.8 * share < costs_of(model, method, 300, options)[aim] <= share
+    assert 0.8 * share < costs_of(model, method, options, 300)[aim] <= share
     # A hundredth more of the knob, or one step more, would be above it.
     step = max(0.01, value * 0.02) if isinstance(value, float) else 2
     with contextlib.suppress(UserError):
-        more = max(costs_of(model, method, 300, {name: value + sign * step})[aim] for sign in (-1, 1))
+        more = max(costs_of(model, method, {name: value + sign * step}, 300)[aim] for sign in (-1, 1))
         assert more > share or settings.__dataclass_fields__[name].metadata["choices"]
 
 
