@@ -57,20 +57,16 @@ TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 STDLIB = Path(os.__file__).parent  # the text that every machine has: the standard library's sources
 
 
-def held_out(file: Path) -> bool:
-    """One file name in sixteen is never trained on, wherever it is installed: evaluation reads only those."""
-    return zlib.crc32(file.name.encode()) % 16 == 0
-
-
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
-    """The text files under a folder (or the one file), in order; `held` keeps one side of the split."""
+    """The text files under a folder (or the one file), in order. held: of a split by their names, those that
+    training never reads and evaluation does (one in sixteen), or the others."""
     if path.is_file():
         generate.read_text(path)  # refuses what is no text
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: there is no such file or folder")
     files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES and f.is_file())
-    files = [f for f in files if held is None or held_out(f) == held]
+    files = [f for f in files if held is None or held == (zlib.crc32(f.name.encode()) % 16 == 0)]
     if not files:
         raise UserError(f"{path}: no text there (looked for {', '.join(TEXT_SUFFIXES)})")
     return files
@@ -337,8 +333,7 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 
 @torch.inference_mode()
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The pairs of every KV head, best first, by RoPElite ("elite") and by Contribution: [L, Hkv, D/2] each.
-    One forward pass over tokens [N, S], of each window ELITE_ROWS random queries; the search is exact."""
+    """The pairs of each KV head on tokens [N, S], best first, by RoPElite and Contribution: [L, Hkv, D/2]."""
     c, orders = model.config, {"elite": [], "contribution": []}
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(tokens.shape[1], generator=generator)[:ELITE_ROWS].to(model.norm.weight.device)
@@ -1093,8 +1088,7 @@ class Haystack:
     def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
         self.tokenizer, self.tokens, self.shares = tokenizer, tokens, shares
         self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
-        # [V]: whether a fact may be laid before this token without cutting a word
-        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
+        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])  # [V]
 
     def sample(self, rng: random.Random, n: int) -> np.ndarray:
         """n consecutive tokens of a random place."""
@@ -1103,13 +1097,12 @@ class Haystack:
         return np.resize(source[start : start + n], n).astype(np.int32)
 
     def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
-        """Pieces of a text of n tokens, odd ones are facts: in order at random places, one alone at depth."""
+        """Pieces of a text of n tokens, odd ones facts: in order before random words, one alone at depth."""
         encoded = [self.encode(f) for f in facts]
         plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
-        starts = np.flatnonzero(self.starts_word[plain])
-        starts = starts if len(starts) else np.zeros(1, np.int64)
+        starts = np.flatnonzero(self.starts_word[plain]).tolist() or [0]
         where = [rng.random() if depth is None or len(facts) > 1 else depth for _ in facts]
-        places = sorted(int(starts[int(w * len(starts))]) for w in where)
+        places = sorted(starts[int(w * len(starts))] for w in where)
         *parts, last = np.split(plain, places)
         return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
 
@@ -1304,10 +1297,9 @@ class Candidate:
 
         for capacity in sorted(rows):
             if capacity not in self.used:
-                options = equal_options(method.settings, self.options, shares, costs, capacity)
-                paid = costs(options, capacity)
+                self.used[capacity] = equal_options(method.settings, self.options, shares, costs, capacity)
+                paid = costs(self.used[capacity], capacity)
                 self.over |= {name for name in shares if paid[name] > shares[name]}
-                self.used[capacity] = options
             settings = settings_from(self.method, self.used[capacity])
             generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
         return artifact
@@ -2266,9 +2258,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
         sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
         sub.option("--rows", whole(1), 10, "prompts in a batch, fewer where the memory holds no more")
-        for name, cost in (("bytes", "bytes per token"), ("tokens", "attended tokens")):
-            about = f"settings with at most this share of dense's {cost}"
-            sub.option(f"--equal_{name}", fraction, None, about, metavar="SHARE")
+        sub.option("--equal_bytes", fraction, None, "at most this share of dense's bytes per token")
+        sub.option("--equal_tokens", fraction, None, "at most this share of dense's attended tokens")
 
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")

@@ -5330,10 +5330,10 @@ def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(capsys):
 
 def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, monkeypatch):
     names = {f"{i}.py" for i in range(40)}
-    held = {name for name in names if calibrate.held_out(Path(name))}
-    assert 0 < len(held) < 10
     for name in names:
         (tmp_path / name).write_text(name * 100)
+    held = {file.name for file in calibrate.text_files(tmp_path, held=True)}
+    assert 0 < len(held) < 10
     read = mock.Mock(side_effect=UserError("read"))
     monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
     monkeypatch.setattr(calibrate, "text_ids", read)
