@@ -274,9 +274,8 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
     with Progress("trial", 2 * (trial.shape[1] - prefix)) as bar:
         for name in ("pre", "post"):
-            joint = moments[name].covariance()
-            own = joint.unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)  # [L, D, D, Hkv]
-            values, vectors = eigen(own.movedim(-1, 1))
+            own = moments[name].covariance().unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)
+            values, vectors = eigen(own.movedim(-1, 1))  # of [L, Hkv, D, D]
             tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
             context = Context(model, *trial.shape)
             caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
@@ -545,8 +544,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
     tokens = text_windows(args, model.config, tokenizer)
     moments = key_moments(model, tokens, "ranks")
     ranks = {name: compress.rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
-    width = model.config.kv_dim
-    print(f"Rank@{args.energy:.0%} of the joint keys (of {width} dims), {tokens.numel()} tokens")
+    print(f"Rank@{args.energy:.0%} of the joint keys (of {model.config.kv_dim} dims), {tokens.numel()} tokens")
     for name, each in ranks.items():
         print(f"{name}-RoPE, mean {np.mean(each):.1f}, by layer:", *each)
     if args.png:
@@ -554,7 +552,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
             axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
             for name, each in ranks.items():
                 axis.plot(each, "o-", label=f"{name}-RoPE")
-    return {"energy": args.energy, "width": width, **ranks}
+    return {"energy": args.energy, "width": model.config.kv_dim, **ranks}
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -959,7 +957,6 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
 
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
 
-# Keys are "adjective noun"; variables and code words are names.
 ADJECTIVES = """
 amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
 hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
@@ -2342,9 +2339,5 @@ def run() -> None:
         print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__} | figures))
 
 
-def main() -> None:
-    generate.run_command(run)
-
-
 if __name__ == "__main__":
-    main()
+    generate.run_command(run)

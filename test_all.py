@@ -4405,7 +4405,7 @@ class CommandLine:
         self.monkeypatch.setattr(sys, "argv", ["command", *argv])
         code = 0
         try:
-            (generate if program == "generate" else calibrate).main()
+            generate.main() if program == "generate" else generate.run_command(calibrate.run)
         except SystemExit as stop:
             code = stop.code or 0
         self.out, self.err = self.capsys.readouterr()
