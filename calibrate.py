@@ -58,8 +58,8 @@ STDLIB = Path(os.__file__).parent  # the text that every machine has: the standa
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
-    """The text files under a folder (or the one file), in order. held: of a split by their names, those that
-    training never reads and evaluation does (one in sixteen), or the others."""
+    """The text files under a folder (or the one file), in order. held: only those that evaluation reads
+    and training never does, one name in sixteen; False: only the others."""
     if path.is_file():
         generate.read_text(path)  # refuses what is no text
         return [path]
@@ -132,7 +132,7 @@ def require(package: str, what: str, named: str = "") -> None:
 
 
 def writable_folder(text: str | Path, advice: str = "give another path") -> Path:
-    """A folder for results, which may be new. Raises UserError, now, where no file could be written later."""
+    """A folder for results, new or not. Raises UserError at once where no file could be written at the end."""
     folder = Path(text)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
@@ -544,7 +544,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
     tokens = text_windows(args, model.config, tokenizer)
     moments = key_moments(model, tokens, "ranks")
     ranks = {name: compress.rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
-    print(f"Rank@{args.energy:.0%} of the joint keys (of {model.config.kv_dim} dims), {tokens.numel()} tokens")
+    print(f"Rank@{args.energy:.0%} of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
     for name, each in ranks.items():
         print(f"{name}-RoPE, mean {np.mean(each):.1f}, by layer:", *each)
     if args.png:
@@ -2240,7 +2240,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         text = inspect.cleandoc(run.__doc__)
         name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
         sub = commands.add_parser(name, help=about, description=text)
-        sub.set_defaults(run=run, dtype="auto")
+        sub.set_defaults(run=run, dtype="auto")  # where there is no --dtype
         for add in options:
             add(sub)
         return sub
