@@ -132,7 +132,7 @@ def require(package: str, what: str, named: str = "") -> None:
 
 
 def writable_folder(text: str | Path, advice: str = "give another path") -> Path:
-    """A folder for results, new or not. Raises UserError at once where no file could be written at the end."""
+    """A folder for results, new or not. Raises UserError at once where no file could be written later."""
     folder = Path(text)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
