@@ -131,21 +131,23 @@ def require(package: str, what: str, named: str = "") -> None:
         raise UserError(f"{what}: pip install {named or package}")
 
 
-def writable_folder(text: str | Path, advice: str = "give another path") -> Path:
-    """A folder for results, new or not. Raises UserError at once where no file could be written later."""
-    folder = Path(text)
+def can_write(folder: Path) -> bool:
+    """Can files be written into a folder, which may be new?"""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"no file can be written into {folder}; {advice}")
+    return there.is_dir() and os.access(there, os.W_OK)
+
+
+def writable_folder(text: str) -> Path:
+    """Reads an option's folder for results. A fault is said now, not when the results are there."""
+    if not can_write(folder := Path(text)):
+        raise argparse.ArgumentTypeError(f"no file can be written into {folder}")
     return folder
 
 
 def writable_file(text: str) -> Path:
     """The same for one file."""
-    path = Path(text)
-    writable_folder(path.parent)
-    if path.is_dir():
-        raise UserError(f"no file can be written at {path}, a folder; give another path")
+    if (path := Path(text)).is_dir() or not can_write(path.parent):
+        raise argparse.ArgumentTypeError(f"no file can be written at {path}")
     return path
 
 
@@ -504,7 +506,8 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
-    folder = args.out or writable_folder(args.checkpoint, "give --out FOLDER")
+    if not can_write(folder := args.out or args.checkpoint):
+        raise UserError(f"no file can be written into {folder}; give --out FOLDER")
     model, tokenizer = load(args)
     tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
     if args.out:
@@ -2203,7 +2206,7 @@ def plot_losses(rows: list[dict], png: Path) -> None:
     runs = {}
     for row in rows:
         runs.setdefault(row.get("run", png.stem), []).append((float(row["tokens"]), float(row["loss"])))
-    with picture(png, 1, 1, 6.5, 4.5) as ((axis,),):
+    with picture(png, 1, 1, 9, 4.5) as ((axis,),):
         axis.set(xlabel="tokens", ylabel="training loss", xscale="log", yscale="log")
         for run, points in runs.items():
             axis.plot(*zip(*points, strict=True), label=run)
