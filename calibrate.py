@@ -59,7 +59,7 @@ STDLIB = Path(os.__file__).parent  # the text that every machine has: the standa
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
     """The text files under a folder (or the one file), in order. held: only those that evaluation reads
-    and training never does, one name in sixteen; False: only the others."""
+    and training never does, one name in sixteen wherever it lies; False: only the others."""
     if path.is_file():
         generate.read_text(path)  # refuses what is no text
         return [path]
@@ -710,7 +710,7 @@ def deferred_interrupts() -> Iterator[list]:
 
     def interrupt(*_) -> None:
         if os.getpid() == process:  # its workers end with it
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             interrupts.append(True)
             print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
@@ -960,6 +960,7 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
 
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
 
+# Keys are "adjective noun"; variables and code words are names.
 ADJECTIVES = """
 amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
 hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
@@ -1088,7 +1089,8 @@ class Haystack:
     def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
         self.tokenizer, self.tokens, self.shares = tokenizer, tokens, shares
         self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
-        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])  # [V]
+        # [V]: may a fact stand before this token, without cutting a word?
+        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
 
     def sample(self, rng: random.Random, n: int) -> np.ndarray:
         """n consecutive tokens of a random place."""
@@ -2258,8 +2260,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
         sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
         sub.option("--rows", whole(1), 10, "prompts in a batch, fewer where the memory holds no more")
-        sub.option("--equal_bytes", fraction, None, "at most this share of dense's bytes per token")
-        sub.option("--equal_tokens", fraction, None, "at most this share of dense's attended tokens")
+        for name, cost in (("bytes", "bytes per token"), ("tokens", "attended tokens")):
+            about = f"settings with at most this share of dense's {cost}"
+            sub.option(f"--equal_{name}", fraction, None, about, metavar="SHARE")
 
     def json_option(sub: Parser) -> None:
         sub.flag("--json", "one JSON object as the last line of stdout")
