@@ -334,7 +334,8 @@ ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so man
 
 @torch.inference_mode()
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The pairs of each KV head on tokens [N, S], best first, by RoPElite and Contribution: [L, Hkv, D/2]."""
+    """The pairs of each KV head, best first: [L, Hkv, D/2] by RoPElite ("elite"; exact, for ELITE_ROWS random
+    queries of each window) and by Contribution. One forward pass over tokens [N, S]."""
     c, orders = model.config, {"elite": [], "contribution": []}
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(tokens.shape[1], generator=generator)[:ELITE_ROWS].to(model.norm.weight.device)
