@@ -369,11 +369,11 @@ def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) ->
     """x [..., K] times the weight codes * scale, int8 [N, K] and bf16 [N] -> [..., N] in x's dtype.
 
     A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so do many
-    where there may be no instructions for bf16."""
+    where there may be no instructions for bf16. PyTorch's product of these reads 16 codes at a time."""
     if x.device.type != "cpu":
         return F.linear(x, codes * scale.to(x.dtype)[:, None], bias)
     rows = x.flatten(0, -2).bfloat16()
-    if len(rows) > 32 and torch.backends.cpu.get_cpu_capability() == "AVX512":
+    if codes.shape[1] % 16 or len(rows) > 32 and torch.backends.cpu.get_cpu_capability() == "AVX512":
         y = F.linear(rows, codes.bfloat16()) * scale
     else:
         y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)

@@ -414,6 +414,15 @@ def test_an_int8_linear_has_the_nearest_codes_and_their_products(rows):
     assert error(linear(x), F.linear(x, after, linear.bias)) < 4e-3  # activations in bf16
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_an_int8_linear_of_any_width_reads_nothing_beyond_its_input(rows):
+    for width in (*range(1, 34), 56, 72, 100):
+        codes, scale = torch.randint(-127, 128, (5, width), dtype=torch.int8), torch.rand(5).bfloat16()
+        x = torch.full((rows * width + 64,), torch.nan).bfloat16()[: rows * width].view(rows, width).normal_()
+        expected = F.linear(x.float(), codes * scale.float()[:, None])
+        assert error(model_file.linear_int8(x, codes, scale, None).float(), expected) < 8e-3
+
+
 def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
     model = Llama(tiny_config(dim=512, n_layers=8, ffn_dim=2048, vocab_size=4096)).requires_grad_(False)
     save_checkpoint(model, tmp_path)  # in bf16
