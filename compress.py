@@ -417,7 +417,7 @@ def rank_of(fraction: float, width: int) -> int:
 class TokenStore(nn.Module):
     """The numbers as they are; the base of other stores. by_token: a token's heads lie side by side."""
 
-    kind, bits = "plain", 16
+    kind, bits, group = "plain", 16, 32  # of channels in codes, which share a minimum and a scale
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, by_token: bool = False):
         super().__init__()
@@ -554,9 +554,10 @@ class CodedStore(TokenStore):
     """Codes of 2, 4 or 8 bits with a minimum and a scale for 32 channels, or a narrow row (`quantize`)."""
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False):
-        self.bits, self.group = bits, min(32, width)
+        self.bits, self.group = bits, min(self.group, width)
         if width % self.group or width * bits % 8:
-            raise UserError(f"{bits}-bit values need a head dim that groups of 32 divide, not {width}")
+            fault = "need a head dim that groups of 32 divide, or that fills whole bytes"
+            raise UserError(f"{bits}-bit values {fault}, not {width}")
         super().__init__(context, heads, tokens, width, by_token)
 
     def layout(self) -> dict[str, tuple]:
@@ -571,9 +572,7 @@ class CodedStore(TokenStore):
         return scale
 
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
-        low_scale = self.low_scale(scale)
-        group = self.width // low_scale.shape[-2]
-        return dequantize(rows, low_scale, self.bits, group, self.context.dtype)
+        return dequantize(rows, self.low_scale(scale), self.bits, self.group, self.context.dtype)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         return mix_codes(weights, self.rows, self.low_scale(self.scale), self.bits)
@@ -582,6 +581,8 @@ class CodedStore(TokenStore):
 class ScaledStore(CodedStore):
     """Codes of 2, 4 or 8 bits with one scale for a head's row, which is evenly spread (`quantize_spread`)."""
 
+    group = math.inf  # all of a row
+
     def layout(self) -> dict[str, tuple]:
         return super().layout() | {"scale": ((), torch.float16)}
 
@@ -589,8 +590,7 @@ class ScaledStore(CodedStore):
         return quantize_spread(x, self.bits)
 
     def low_scale(self, scale: Tensor) -> Tensor:
-        scale = scale.float()
-        return torch.stack(((1 - 2**self.bits) * scale, 2 * scale), -1)[..., None, :]
+        return torch.stack(((1 - 2**self.bits) * scale.float(), 2 * scale.float()), -1)[..., None, :]
 
 
 class HostStore(TokenStore):

@@ -908,15 +908,15 @@ def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
     return Packing(bits, group, width, run, runs, planes, planes * width, planes * runs * run)
 
 
-def value_packing(D: int, bits: int) -> Packing:
-    """Groups have 32 channels, or all of a narrow head, as in compress.py."""
-    group, width = min(32, D), D * bits // 8
+def value_packing(D: int, bits: int, row_scale: bool = False) -> Packing:
+    """Groups have 32 channels, or all of a narrow head or of a row with one scale, as in compress.py."""
+    group, width = D if row_scale else min(32, D), D * bits // 8
     need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
     if bits == 16:
         return packing_of(bits, 1, D, power2(D))
-    fits = D % group == 0 and group == power2(group)
+    fits = D % group == width % 4 == 0 and (row_scale or group == power2(group))
     need(fits, f"values of {bits} bits need a head dim of 16 or a multiple of 32, not {D}")
-    run = min(group, width) if width == power2(width) else power2(width)
+    run = min(32, width) if width == power2(width) else power2(width)
     return packing_of(bits, group, width, run)
 
 
@@ -1268,11 +1268,11 @@ def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
     each group, or one scale a row."""
     v, low_scale, ring = (*values, None, None)[:3]
     B, Hkv, _, width = v.shape
-    packing, R = value_packing(width * 8 // bits if bits < 16 else width, bits), 1
+    paired, R = low_scale is not None and low_scale.ndim == 5, 1
+    packing = value_packing(width * 8 // bits if bits < 16 else width, bits, not paired)
     if bits == 16:
         return (v, None, None, R, Hkv), check_store("values", v, q.dtype, *v.shape), packing
     need(low_scale is not None, f"values of {bits} bits need low_scale")
-    paired = low_scale.ndim == 5
     pairs = (torch.float16, packing.D // packing.GROUP, 2) if paired else (torch.float16,)
     steps = check_store("values", v, torch.uint8, *v.shape, scales=low_scale, scales_are=pairs)
     if ring is not None:

@@ -1695,6 +1695,7 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("elitekv", {}, "q/k norms", {"qk_norm": True}),
     ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
     ("kivi", {}, "bit values need a head dim that groups of 32", {"head_dim": 48}),
+    ("turboquant", {"bits": 3}, "fills whole bytes, not 12", {"head_dim": 12}),
     ("dense", {"kernels_": True}, "--no-kernels", {"head_dim": 8}),  # narrower than a tensor core's tile
 ]
 
@@ -1710,6 +1711,9 @@ def test_methods_refuse_what_does_not_fit(case):
 def test_head_dims_that_kernels_or_codes_cannot_take_may_do_without():
     assert Context(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernels is None
     make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16, skip_as="latent")
+    for method, options in (("sals", {"skip_as": "latent"}), ("turboquant", {"bits": 3}), ("sals_cann", {})):
+        engine = make_engine(tiny_model(head_dim=80), method, 1, 64, **options)
+        assert logits_through(engine, [random_ids(9)], [[7]]).isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim, n_layers, tokens", [(8, 2, 24), (16, 1, 24), (8, 2, 3)])
@@ -3860,6 +3864,7 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("sals", SALS_0 | {"skip_as": "dense"}, 8, "block_queries plain latents scores select"),
     ("sals", SALS_0 | SPREAD, 2, "append " + CHOSEN),
     ("sals", SALS_0 | SPREAD | {"bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "append " + CHOSEN),
+    ("sals", SALS_0 | SPREAD | {"bits": 2, "skip_as": "latent", "head_dim": 80}, 1, "append " + CHOSEN),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
     ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, CHOSEN),
     ("sals", SALS_0 | {"skip_as": "dense", "head_dim": 24}, 2, "block_queries scores select"),
