@@ -1312,7 +1312,7 @@ class EliteAttention(nn.Module):
 def in_order(rows: Tensor, dims: Tensor) -> Tensor:
     """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in the order dims [Hkv, D] of its KV head."""
     rows = rows.unflatten(0, (len(dims), -1, dims.shape[1]))
-    return rows.gather(2, dims[:, None, :, *[None] * (rows.ndim - 3)].expand(rows.shape))
+    return rows.take_along_dim(dims.reshape(len(dims), 1, -1, *[1] * (rows.ndim - 3)), 2)
 
 
 class EliteCache(Cache):
