@@ -22,7 +22,7 @@ import struct
 import sys
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import groupby, permutations
@@ -602,10 +602,25 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, unused
         return torch.cuda.mem_get_info(device)[0] + kept
-    try:
-        return int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-    except (OSError, TypeError):
-        return sys.maxsize
+    return min(cpu_memory(Path("/")), default=sys.maxsize)
+
+
+def cpu_memory(root: Path) -> Iterator[int]:
+    """Free bytes of the machine, and of each control group (as containers have) that limits this process."""
+    with suppress(OSError, TypeError):
+        yield int(re.search(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())[1]) * 1024
+    paths, groups = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    lines = paths.read_text() if os.access(paths, os.R_OK) else ""
+    for version1, path in re.findall(r"^\d+:(memory)?:/(.*)", lines, re.M):
+        files = ("limit_in_bytes", "usage_in_bytes") if version1 else ("max", "current")
+        for part in (Path(path), *Path(path).parents):
+            # "max" is no limit, and a container may not see its host's folders.
+            with suppress(OSError, LookupError, ValueError):
+                folder = groups / version1 / part
+                limit, used = (int((folder / f"memory.{file}").read_text()) for file in files)
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                cached = (stat.get(f"total_{key}", stat[key]) for key in ("active_file", "inactive_file"))
+                yield limit - used + sum(map(int, cached))  # files' pages can be dropped
 
 
 def check_free(needed: int, device: torch.device, what: str, advice: str) -> None:

@@ -441,6 +441,35 @@ def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
     assert resident("VmHWM") - before < 1.1 * size == 1.1 * sum(p.nbytes for p in loaded.parameters())
 
 
+V1, V2 = ("limit_in_bytes", "usage_in_bytes", "total_"), ("max", "current", "")
+GROUPS = [  # names of a version's files, /proc/self/cgroup, folders with limit and use, what is left in each
+    (V2, "0::/", {".": (100, 60)}, [47]),  # of a container that sees its own group as the root
+    (V2, "0::/a/b", {"a/b": ("max", 60), "a": (90, 60)}, [37]),
+    (V1, "5:cpu:/x\n4:memory:/docker/id\n0::/", {"memory": (100, 60)}, [47]),  # the host's name of the root
+    (V1, "4:memory:/a", {"memory/a": (100, 60), "memory": (2**62, 7)}, [47, 2**62]),
+    (V2, "0::/a", {}, []),
+]
+
+
+@pytest.mark.parametrize("version, groups, folders, left", GROUPS)
+def test_a_container_has_the_least_of_its_limit_and_the_machine_s_memory(
+    version, groups, folders, left, tmp_path, monkeypatch
+):
+    limit, used, whole = version
+    files = f"active_file 0\ninactive_file 0\n{whole}active_file 3\n{whole}inactive_file 4"
+    texts = {"proc/self/cgroup": groups, "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n"}
+    for folder, numbers in folders.items():
+        names = (f"sys/fs/cgroup/{folder}/memory.{name}" for name in (limit, used, "stat"))
+        texts |= dict(zip(names, (*map(str, numbers), files), strict=True))
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    found = list(model_file.cpu_memory(tmp_path))
+    assert found == [2048, *left] and list(model_file.cpu_memory(tmp_path / "other")) == []
+    monkeypatch.setattr(model_file, "cpu_memory", lambda root: iter(found))
+    assert model_file.free_memory(CPU) == min(found)
+
+
 # --------------------------------------------------------------------------------------- the exactness ladder
 
 
