@@ -1938,12 +1938,14 @@ def gguf_path(name: str) -> Path:
 def read_gguf(path: Path) -> tuple[dict, dict]:
     """Metadata and tensors (memory-mapped) of a GGUF file, by name. Raises UserError where it is damaged."""
     require("gguf", "convert needs the gguf package")
-    from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
+    import gguf
 
+    if not hasattr(getattr(gguf, "ReaderField", None), "contents"):
+        raise UserError("the gguf package is too old: pip install -U gguf")
     with model_file.checked(path, "truncated, or no GGUF file that the gguf package reads"):
-        reader = GGUFReader(path)
+        reader = gguf.GGUFReader(path)
         for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
-            dequantize(tensor.data.reshape(-1)[: GGML_QUANT_SIZES[kind][1]], kind)  # can it, with one block?
+            gguf.dequantize(tensor.data.reshape(-1)[: gguf.GGML_QUANT_SIZES[kind][1]], kind)  # can it?
         meta = {name: value.contents() for name, value in reader.fields.items()}
         return meta, {tensor.name: tensor for tensor in reader.tensors}
 
@@ -2045,7 +2047,8 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
             for rows in np.array_split(data, -(-math.prod(shape) >> 24)):
                 part = torch.from_numpy(np.array(dequantize(rows, tensor.tensor_type))).to(dtype)
                 if not part.isfinite().all():
-                    raise UserError(f"tensor {tensor.name} holds numbers that are not finite in {dtype}")
+                    advice = "; use --dtype bf16" * (dtype == torch.float16)
+                    raise UserError(f"tensor {tensor.name} holds numbers not finite in {dtype}{advice}")
                 bar.tick(file.write(part.flatten().view(torch.uint8).numpy()) / 1e6)
 
 

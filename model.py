@@ -55,12 +55,16 @@ def absent(folder: Path, fault: str) -> UserError:
 
 @contextmanager
 def checked(path: Path, fault: str = "not a valid tokenizer file") -> Iterator[None]:
-    """Around what is made of a file's content: whatever goes wrong is a UserError that names the file."""
+    """Around what is made of a file's content: what goes wrong with it is a UserError that names the file."""
     try:
         yield
-    except (UserError, OSError, MemoryError):
+    except (UserError, OSError, MemoryError, ImportError, NameError):
         raise
     except Exception as error:
+        # Python says both of a wrong type in a JSON file and of a mistake here or in a package.
+        json_type = re.search(r"\b(dict|list|sequence|str|string|int|float|bool|NoneType)\b", str(error))
+        if isinstance(error, AttributeError | TypeError) and not json_type:
+            raise
         raise UserError(f"{path}: {fault}; download it again ({error!r})") from error
 
 
@@ -193,6 +197,9 @@ class ModelConfig:
                 raise ValueError(f"{f.name} is {value!r}")
             if f.type is int and value > limit:
                 raise ValueError(f"{f.name} is more than {limit}")
+        for key, value in (self.rope_scaling or {}).items():
+            if "type" not in key and not isinstance(value, float | int | None):
+                raise ValueError(f"{key} is {value!r}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, and RoPE rotates pairs of dims")
         if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
@@ -253,7 +260,8 @@ class ModelConfig:
             "sliding_window": windowed and hf.get("sliding_window", 4096 * (family != "phi3")) or None,
             "elitekv": hf.get("elitekv") or False,
         }
-        return cls(**given | made)
+        required = dict.fromkeys(f.name for f in fields(cls) if f.default is MISSING)  # None: `check` refuses
+        return cls(**required | given | made)
 
     def to_hf(self) -> dict:
         """What from_hf reads, as a config.json has it."""
@@ -715,7 +723,9 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Cal
         if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
             slot.zero_()  # one rank adds it to the sum
         if not torch.stack(slot.aminmax()).isfinite().all():
-            raise UserError(f"{file}: tensor {name} is not finite in {dtype}; download it again")
+            sound = safe_open(file, "pt").get_tensor(name).isfinite().all()
+            advice = "use --dtype bf16" if sound else "download it again"
+            raise UserError(f"{file}: tensor {name} is not finite in {dtype}; {advice}")
     return model
 
 

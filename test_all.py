@@ -2973,6 +2973,8 @@ def test_convert_refuses_packages_and_folders(tmp_path, monkeypatch):
     check_refusal("0 .gguf", "no-model")
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
         check_refusal("pip install gguf")
+    with mock.patch.object(pytest.importorskip("gguf"), "ReaderField", object):  # before 0.16
+        check_refusal("too old: pip install -U gguf")
     convert(path, out)
     before = (out / "model.safetensors").read_bytes()
     save_artifact({"a": torch.zeros(2)}, artifact_path(out, "sals"), {})
@@ -4536,6 +4538,8 @@ DAMAGE = [
     ("rope_theta is inf", {"rope_theta": math.inf}),
     ("RoPE rotates pairs of dims", {"head_dim": 15}),
     ("max_positions is None", {"max_position_embeddings": None}),
+    ("dim is None", {"hidden_size": None}),
+    ("factor is [2]", {"rope_scaling": {"rope_type": "llama3", "factor": [2]}}),
     ("not a usable config", {"rope_scaling": {"rope_type": "linear"}}),
     ("'longrope'", {"rope_scaling": {"rope_type": "longrope"}}),
     ("'gpt2' is not supported", {"model_type": "gpt2"}),
@@ -4585,6 +4589,8 @@ def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
     line = "generate --prompt hello --max_new_tokens 3 --dtype"
     assert "not finite in fp16; use --dtype bf16 or fp32" in cli.refusal(f"{line} fp16")
     assert cli(f"{line} bf16")[0] == 0
+    put_weight(folder, "model.norm.weight", torch.full_like(norm, 1e5))
+    assert "model.norm.weight is not finite in torch.float16; use --dtype bf16" in cli.refusal(f"{line} fp16")
     engine = make_engine(tiny_model(), "dense", 1, 9)
     engine.prefill([[5]])
     with mock.patch.object(engine, "decode", lambda *_: torch.full((1, 96), torch.nan)):
@@ -4622,6 +4628,21 @@ def test_a_failed_compile_ends_in_one_line_or_falls_back(cli, capsys):
     assert (
         "the step is not compiled (ValueError: C++ compile error: g++: no context)" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        AttributeError("'builtins.safe_open' object has no attribute 'offset_keys'"),
+        ImportError("cannot import name 'x' from 'gguf'"),
+        NameError("name 'x' is not defined"),
+        TypeError("f() got an unexpected keyword argument 'x'"),
+    ],
+    ids=repr,
+)
+def test_a_fault_of_the_program_or_a_package_is_not_the_file_s(fault, folder):
+    with mock.patch.object(model_file, "safe_open", side_effect=fault), pytest.raises(type(fault)):
+        load_model(folder, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("message,damage", DAMAGE)
