@@ -45,7 +45,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
-NANO = Path(__file__).parent / "checkpoints" / "nano"
+NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COMPILE_FROM = 4000  # new tokens: on two CPU cores compiling takes 6 to 22 s and gains 1 to 14 ms a token
 
@@ -931,7 +931,7 @@ def read_turn() -> str | None:
 
 def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
-    capacity = args.context or min(4096, model.config.max_positions)
+    capacity = args.context or min(4096, model.config.max_positions, model.config.sliding_window or 4096)
     check_capacity(capacity, model.config, "--context")
     options = chosen_settings(args, args.method)
     engine = build_engine(model, args, *prepare(model, args.method, options, args, 1, capacity))

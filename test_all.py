@@ -20,6 +20,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -4860,6 +4861,17 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, 
     ids += output.token_ids[0] + ([] if output.stop_token is None else [output.stop_token])
     engine.prefill([ids + tokenizer.encode_continuation("\nhow are you")])
     assert error(seen[1], engine.logits) < 1e-5
+
+
+def test_interactive_s_context_fits_the_model_s_window(cli, folder):
+    edit_json(folder / "config.json", model_type="mistral", sliding_window=40)
+    assert cli("generate --interactive --max_new_tokens 3", stdin="hello\n")[0] == 0
+    assert "sliding window of 40" in cli.refusal("generate --interactive --context 41")
+
+
+def test_a_script_called_by_a_symbolic_link_finds_nano(tmp_path):
+    (tmp_path / "link.py").symlink_to(ROOT / "generate.py")
+    assert runpy.run_path(str(tmp_path / "link.py"))["NANO"] == NANO
 
 
 @pytest.mark.parametrize("chat", ["", "--chat mistral --system brief"])
