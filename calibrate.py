@@ -990,8 +990,8 @@ class Task:
     references: list[str]
 
     def score(self, text: str) -> float:
-        """The share of the references that the answer names (RULER's string match)."""
-        return sum(r in text for r in self.references) / len(self.references)
+        """The share of the references that the answer names, in either case (RULER's string match)."""
+        return sum(r.lower() in text.lower() for r in self.references) / len(self.references)
 
 
 def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
