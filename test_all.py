@@ -4719,6 +4719,13 @@ def test_too_little_memory_says_what_would_fit(method, options, monkeypatch):
             generate.check_memory(model, method, settings, {}, more, 60)
 
 
+@pytest.mark.parametrize("own, spins", [({}, "1000"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
+def test_waiting_threads_spin_little_unless_a_user_says_how(own, spins, monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)  # which this process has set
+    said = python("-c", "import calibrate", OMP_DISPLAY_ENV="VERBOSE", **own).stderr
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)) <= {spins}  # torch may have another OpenMP
+
+
 def test_json_is_the_last_line_and_complete(cli):
     names = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
         first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
