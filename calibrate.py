@@ -34,6 +34,7 @@ from functools import lru_cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import compress
-import generate
 import model as model_file
 from compress import METHODS, Cache, Context, EliteSettings, artifact_path, load_artifact, settings_from
 from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
@@ -990,8 +990,8 @@ class Task:
     references: list[str]
 
     def score(self, text: str) -> float:
-        """The share of the references that the answer names (RULER's string match)."""
-        return sum(r in text for r in self.references) / len(self.references)
+        """The share of the references that the answer names, in either case (RULER's string match)."""
+        return sum(r.lower() in text.lower() for r in self.references) / len(self.references)
 
 
 def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:

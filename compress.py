@@ -972,7 +972,7 @@ def mix_values(attention: Attention, c: ModelConfig) -> None:
 
 def rest_gain(values: Tensor, lead: int, r: int) -> Tensor:
     """What multiplies a latent's dims from `lead` on, of these mean squares, so that quantize_mixed's 4-bit
-    codes fit them (ours). The largest of n normal numbers is about sqrt(2 ln 2n) deviations."""
+    codes fit them (ours). The largest of n normal numbers is on the mean below sqrt(2 ln 2n) deviations."""
     leading, rest = values[:lead].mean().sqrt(), values[lead:r].mean().sqrt()
     unit = leading * (math.sqrt(2 * math.log(2 * lead)) / 127)
     return (8 / LEVELS_APART[4] * unit / rest.clamp(min=1e-12)).clamp(1e-2, 1e2)
@@ -1979,10 +1979,10 @@ class H2oCache(DenseCache):
         self.settings, self.recent = settings, budget[1]
         self.table("position", heads, self.count, fill=-1)
         self.table("attention", heads, self.count, dtype=torch.float32)
-        self.table("prompt")  # its length
+        self.table("left", fill=context.capacity)  # tokens, by the prompt
 
-    def weights(self, logits: Tensor, step: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
-        """What is accumulated, of logits [..., N]; step, from the prompt's end, and first: Keyformer's."""
+    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
+        """What is accumulated, of logits [..., N]; part generated so far, first draw: Keyformer's."""
         return logits.softmax(-1)
 
     def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
@@ -2002,7 +2002,7 @@ class H2oCache(DenseCache):
         for slot, x in zip((*slots, self.attention), (*tokens, attention), strict=True):
             slot[batch, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
         self.position[batch, :, kept.shape[1] :] = -1
-        self.prompt[batch] = span.stop
+        self.left[batch] = self.context.capacity - span.stop
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         q, now = self.rope(q, pos), pos[:, None, None]
@@ -2019,8 +2019,8 @@ class H2oCache(DenseCache):
         every = torch.full_like(pos, self.count - 1)
         logits = self.context.scores(q, self.keys.rows, every, "each")  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
-        step, first = (now - self.prompt[:, None, None])[..., None], now[..., None].long() * logits[0].numel()
-        self.attention += self.weights(logits, step, first).sum(2)
+        part = 1 - (self.context.capacity - now[..., None]) / self.left[:, None, None, None]
+        self.attention += self.weights(logits, part, now[..., None].long() * logits[0].numel()).sum(2)
         return self.context.attend_logits(logits, self.values.rows, every)
 
     def bytes_read(self, length: int) -> int:
@@ -2028,7 +2028,7 @@ class H2oCache(DenseCache):
 
 
 class KeyformerCache(H2oCache):
-    """H2O's, but softmax((logits + Gumbel noise) / tau) is accumulated, tau = 1 + step / 100."""
+    """H2O's, but softmax((logits + Gumbel noise) / tau) is accumulated; tau goes from 1 to 2."""
 
     def __init__(self, context: Context, settings: KeyformerSettings):
         super().__init__(context, settings)
@@ -2036,9 +2036,9 @@ class KeyformerCache(H2oCache):
         tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
         self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
 
-    def weights(self, logits: Tensor, step: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
+    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
         draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
-        return ((logits + self.gumbel[draws % len(self.gumbel)]) / (1 + 0.01 * step)).softmax(-1)
+        return ((logits + self.gumbel[draws % len(self.gumbel)]) / (1 + part)).softmax(-1)
 
 
 # ------------------------------------------------------------------------------------------------------ Quest
