@@ -12,6 +12,7 @@ import copy
 import csv
 import dataclasses
 import gc
+import glob
 import importlib.util
 import inspect
 import io
@@ -28,7 +29,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.machinery import PathFinder
@@ -154,18 +155,32 @@ def writable_file(text: str) -> Path:
 @contextmanager
 def replacing(folder: Path, name: str) -> Iterator[Path]:
     """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
-    It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
-    partial, is_new = folder / f"{name}.partial", not folder.exists()
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    It is folder/NAME.*.partial, another for each process; those of processes that have ended are removed."""
+
+    def lock(path: Path) -> None:
+        """Until this ends. OSError: a living process has the lock, or the system has no locks of folders."""
+        stack.callback(os.close, handle := os.open(path, os.O_RDONLY))
+        import fcntl  # only now: Windows has none, nor opens folders
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.callback(lambda: is_new and not any(folder.iterdir()) and folder.rmdir())
+        for left in folder.glob(f"{glob.escape(name)}.*partial"):
+            with suppress(OSError):
+                lock(left)
+                shutil.rmtree(left)
+        partial = folder / f"{name}.{uuid.uuid4().hex}"
+        partial.mkdir()
+        stack.callback(lambda: shutil.rmtree(partial, ignore_errors=True))
+        with suppress(OSError):
+            lock(partial)
+        partial = partial.rename(f"{partial}.partial")  # now others may see whether it is locked
         yield partial
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(folder / file.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -513,8 +528,8 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        for file in args.checkpoint.iterdir():
-            if file.is_file() and not os.path.lexists(args.out / file.name):
+        for file in filter(Path.is_file, args.checkpoint.iterdir()):
+            with suppress(FileExistsError):
                 (args.out / file.name).symlink_to(file.resolve())
     methods = FITS if args.method == "all" else [args.method]
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
@@ -950,7 +965,7 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
                     layer.attention = dense_attention(layer.attention)
                 else:  # its weight becomes the product
                     parametrize.remove_parametrizations(layer.attention.wqkv, "weight")
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         weights = {name: slot.detach().bfloat16() for name, slot in model_file.weight_slots(model)}
         save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
         if source:
@@ -1516,7 +1531,8 @@ def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[di
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """The table so far, in the place of an older one."""
     path = path.resolve()  # what a link points to
-    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", newline="") as file:
+    how = {"encoding": "utf-8", "errors": "replace", "newline": ""}  # in every locale
+    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", **how) as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
@@ -2109,8 +2125,8 @@ def run_convert(args: argparse.Namespace) -> None:
         config = gguf_config(meta, tensors)
         plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
     files["config.json"] |= config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
-    if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
+    ours = {*files, "model.safetensors"} | {f"{method}.safetensors" for method in METHODS}
+    if others := {file.name for file in out.glob("*") if file.suffix != ".partial"} - ours:
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
     with replacing(out, "model") as made:
         for name, data in files.items():
@@ -2142,8 +2158,8 @@ def picture(path: Path, rows: int, columns: int, width: float, height: float) ->
     for axis in axes.flat:
         axis.set_visible(axis.has_data())
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replacing(path.parent, path.name) as partial:
+        figure.savefig(partial / path.name, dpi=150)
     print(path)
 
 

@@ -5011,8 +5011,8 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
 def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
     """A full disk, or a kill, leaves the old files; what a killed run left goes with the next one."""
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    (folder / "checkpoint.partial").mkdir()
-    (folder / "checkpoint.partial" / WEIGHTS).write_text("half")
+    (folder / "checkpoint.0.partial").mkdir()
+    (folder / "checkpoint.0.partial" / WEIGHTS).write_text("half")
     for mistake, says in ((OSError("No space left on device"), "No space left"), (KeyboardInterrupt(), "^$")):
         told = type(mistake)
 
