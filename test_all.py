@@ -5035,6 +5035,28 @@ def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
     assert (folder / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode  # all can read it
 
 
+def test_two_that_write_one_file_do_not_meet(tmp_path):
+    with calibrate.replacing(tmp_path, "a") as first:
+        (first / "a").write_text("first")
+        with calibrate.replacing(tmp_path, "a") as second:
+            (second / "a").write_text("second")
+        assert (tmp_path / "a").read_text() == "second"
+    assert (tmp_path / "a").read_text() == "first" and list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_the_index_says_which_file_a_tensor_is_read_from(folder, capsys):
+    tensors, before = load_file(folder / WEIGHTS), load_model(folder, CPU, torch.float32).state_dict()
+    (folder / WEIGHTS).unlink()
+    index = dict(zip(tensors, itertools.cycle(["a", "b"]), strict=False))
+    for file in "ab":  # each has an older copy of the other's tensors
+        parts = {name: t if index[name] == file else t + 1 for name, t in tensors.items()}
+        save_file(parts | {"old": torch.ones(2)}, folder / file)
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
+    after = load_model(folder, CPU, torch.float32).state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert capsys.readouterr().err.count("left out 20 tensors") == 2
+
+
 def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
     expected = load_model(folder, CPU, torch.float32).output.weight.clone()
     put_weight(folder, "model.embed_tokens.weight", None)
