@@ -721,26 +721,33 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list]:
-    """A list that takes the first Ctrl-C; the second is a KeyboardInterrupt."""
-    interrupts, process = [], os.getpid()
+    """A list that takes the first Ctrl-C or SIGTERM; the second is a KeyboardInterrupt."""
+    interrupts = []
 
     def interrupt(*_) -> None:
-        if os.getpid() == process:  # its workers end with it
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            interrupts.append(True)
-            print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
+        interrupts.append(True)
+        for number in before:
+            signal.signal(number, signal.default_int_handler)
+        print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupts
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_interrupts(*_) -> None:
+    """For processes that make batches: they end with the one that takes them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teacher=None, share=0.0) -> bool:
     """AdamW under a warm-up and a cosine over all stages, weights in fp32 with bf16 autocast.
     state and log: files or None, as --state and --log; teacher and share: of training_loss.
-    -> whether it is done, before `minutes` ran out or a Ctrl-C came."""
+    -> whether it is done, before `minutes` ran out, or a Ctrl-C or SIGTERM came."""
     device = next(model.parameters()).device
     compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
     forward, chunk = compiled(attention_outputs), compiled(head_chunk)
@@ -749,7 +756,8 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     plan = [stage for stage in stages for _ in range(stage.steps)]
     total, started = len(plan), time.time()
     batches, order = TrainingBatches(hay, plan, seed), range(done, total)
-    batches = DataLoader(batches, None, sampler=order, num_workers=workers, pin_memory=cuda)
+    how = {"num_workers": workers, "worker_init_fn": ignore_interrupts, "pin_memory": cuda}
+    batches = DataLoader(batches, None, sampler=order, **how)
     read = sum(stage.batch * stage.length for stage in plan[:done])
     recent = []  # losses since the last line of the log
     if log and not done:
@@ -1103,16 +1111,20 @@ class Haystack:
     """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
 
     def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
-        self.tokenizer, self.tokens, self.shares = tokenizer, tokens, shares
-        self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
+        self.tokenizer, self.shares = tokenizer, shares
+        self.tokens = [torch.from_numpy(ids) for ids in tokens]  # which processes share
         # [V]: may a fact stand before this token, without cutting a word?
         self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
+
+    @lru_cache(1 << 16)  # noqa: B019
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode_continuation(text), np.int32)
 
     def sample(self, rng: random.Random, n: int) -> np.ndarray:
         """n consecutive tokens of a random place."""
         source = rng.choices(self.tokens, self.shares)[0]
         start = rng.randrange(max(1, len(source) - n))
-        return np.resize(source[start : start + n], n).astype(np.int32)
+        return np.resize(source[start : start + n].numpy(), n).astype(np.int32)
 
     def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
         """Pieces of a text of n tokens, odd ones facts: in order before random words, one alone at depth."""

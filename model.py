@@ -764,6 +764,10 @@ class Tokenizer:
     normalize: Callable[[str, bool], str] = lambda text, space: text
     chat_template: str = ""  # the model's own, in Jinja
     chat_variables: dict[str, str] = field(default_factory=dict)  # what it may name, such as bos_token
+    folder: Path | None = None  # where it lies
+
+    def __reduce__(self) -> tuple:  # what encodes cannot be pickled for another process, which loads it again
+        return load_tokenizer, (self.folder,)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of a user's text, none of a special token. bos: as in encode_segments."""
@@ -926,6 +930,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if isinstance(template, list):  # several, each for a use
             template = {each["name"]: each["template"] for each in template}.get("default")
         tokenizer.chat_template = str(template or "")
+    tokenizer.folder = folder
     return tokenizer
 
 

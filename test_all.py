@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shlex
@@ -4178,24 +4179,34 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
 
 
-def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, number):
     model, path, steps = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
 
     def interrupt(*_):
         if next(steps) == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     def run(steps: int = 9) -> bool:
         return train(model, nano_haystack, [Stage(1, 64, steps)], 1e-3, 0, 0, path, math.inf)
 
+    before = signal.getsignal(number)
     with register_optimizer_step_pre_hook(interrupt):
         assert not run()
+    assert signal.getsignal(number) == before
     assert run(3)  # more than asked is done
     optimizer = calibrate.make_optimizer(model, 1e-3)
     assert calibrate.load_state(path, model, optimizer) == 4  # the step is done first
     (tmp_path / "other").write_text("no state")
     with pytest.raises(UserError, match="not what training this model has left"):
         calibrate.load_state(tmp_path / "other", model, optimizer)
+
+
+def test_a_process_of_its_own_makes_the_same_batches(nano_haystack):
+    """Its memory need not be a copy of this one's, as after a fork."""
+    here = calibrate.TrainingBatches(nano_haystack, [Stage(2, 512, 1)], 0)
+    there = pickle.loads(pickle.dumps(here))
+    assert there.hay.tokenizer is not nano_haystack.tokenizer and all(map(torch.equal, here[0], there[0]))
 
 
 def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
