@@ -298,7 +298,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
             caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
             engine = Engine(model, caches, context, Sampling())
             loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
-            facts[f"perplexity_{name}"] = math.exp(loss.mean())
+            facts[f"perplexity_{name}"] = perplexity_of(loss)
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
     return tensors, facts | {"energy of 25%": kept.mean().item()}
@@ -1417,13 +1417,18 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
         loss, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
         reference.setdefault(name, log_p)
-        ppl = math.exp(loss.mean())
+        ppl = perplexity_of(loss)
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
         own = [cache.result() for cache in engine.caches]
         row[f"mass {name}"] = [figures.get("mass") for figures in own]
         seen += filter(None, itertools.chain(*model_file.gathered(own)))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
+
+
+def perplexity_of(loss: np.ndarray) -> float:
+    """Of rows' mean losses in nats; inf beyond fp64's numbers."""
+    return torch.from_numpy(loss).mean().exp().item()
 
 
 def standard_error(samples: np.ndarray) -> float:
@@ -1603,6 +1608,9 @@ def decode_texts(engine: Engine, prompts: Sequence[list[int]], most: int, until:
     return [min((text.split(end)[0] for end in until), key=len, default=text) for text in made]
 
 
+SAMPLING, GREEDY = ("temperature", "top_p", "top_k"), (("do_sample", False), ("num_beams", 1))
+
+
 def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
     """The model that lm-evaluation-harness asks. Its class is made here, since few have the package."""
     from lm_eval.api.model import TemplateLM
@@ -1655,9 +1663,11 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
             asked = []
             for request in requests:
                 options = normalize_gen_kwargs(request.args[1])
-                most, until = options["max_gen_toks"], tuple(filter(None, options["until"]))
-                if options["do_sample"] or most >= longest:
-                    raise UserError(f"{request.task_name}: only greedy, below {longest} tokens")
+                most, until = options.pop("max_gen_toks"), tuple(filter(None, options.pop("until")))
+                other = {n: x for n, x in options.items() if n not in SAMPLING and (n, x) not in GREEDY}
+                if other or most >= longest:
+                    fault = f"{request.task_name}: {other or {'max_gen_toks': most}} is not supported"
+                    raise UserError(f"{fault}; only greedy texts below {longest} tokens are")
                 ids = self.tok_encode(request.args[0])[most - longest :] or [self.prefix_token_id]
                 asked.append(((most, until), len(ids) + most, ids))
             return self.answer("generating", asked, partial(decode_texts, tokenizer=tokenizer))

@@ -4369,6 +4369,8 @@ def test_perplexity_and_kl_through_the_cache():
     log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
     full = -log_p.gather(-1, tokens[:, 40:, None]).mean((1, 2))
     assert loss == pytest.approx(full.detach().numpy(), rel=1e-4)  # of each row
+    assert calibrate.perplexity_of(loss) == pytest.approx(full.mean().exp().item(), rel=1e-3)
+    assert calibrate.perplexity_of(loss + 1e3) == math.inf
     _, kl, _ = perplexity("dense", dense)
     assert (kl >= 0).all() and (kl < 1e-5).all()  # to itself
     _, kl, other = perplexity("streaming", dense, sinks=1, recent=4)
@@ -4965,7 +4967,13 @@ def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypat
         requests = [instance(kind, arguments=each) for each in arguments]
         got, expected = (np.array(getattr(lm, kind)(requests), float) for lm in (ours, theirs))
         assert np.abs(got - expected).max() < 1e-3
+    written[0].args[1].update(do_sample=False, temperature=0.5, num_beams=1)  # greedy, as all the others
     assert ours.generate_until(written) == theirs.generate_until(written)
+    others = {"repetition_penalty": 1.2, "num_beams": 2, "no_repeat_ngram_size": 2, "min_new_tokens": 9}
+    for name, value in (others | {"do_sample": True, "temperature": 0.5, "max_gen_toks": 48}).items():
+        asked = instance("generate_until", arguments=("the", {"max_gen_toks": 9, name: value}))
+        with pytest.raises(UserError, match="is not supported; only greedy texts below 48 tokens are"):
+            ours.generate_until([asked])
     (row,) = cli.json(f"{line} --include_path {tmp_path} --output_path {tmp_path}/out")["rows"]
     expected = simple_evaluate(theirs, tasks=["both"], task_manager=manager(include_path=tmp_path))
     (path,) = tmp_path.glob("out/dense/results_*.json")
