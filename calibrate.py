@@ -56,17 +56,17 @@ from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ran
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 STDLIB = Path(os.__file__).parent  # the text that every machine has: the standard library's sources
+INSTALLED = ("site-packages", "dist-packages")  # in its folder, but other on every machine
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
     """The text files under a folder (or the one file), in order. held: only those that evaluation reads
     and training never does, one name in sixteen wherever it lies; False: only the others."""
-    if path.is_file():
+    if not path.is_dir():
         generate.read_text(path)  # refuses what is no text
         return [path]
-    if not path.is_dir():
-        raise UserError(f"{path}: there is no such file or folder")
     files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES and f.is_file())
+    files = [f for f in files if path != STDLIB or f.relative_to(path).parts[0] not in INSTALLED]
     files = [f for f in files if held is None or held == (zlib.crc32(f.name.encode()) % 16 == 0)]
     if not files:
         raise UserError(f"{path}: no text there (looked for {', '.join(TEXT_SUFFIXES)})")
@@ -78,7 +78,7 @@ def read_texts(files: list[Path]) -> Iterator[str]:
     files, seen = list(files), set()
     random.Random(0).shuffle(files)
     for file in files:
-        text = file.read_text(encoding="utf-8", errors="ignore")
+        text = generate.read_text(file, errors="ignore")
         longest, digest = max(map(len, text.split("\n"))), zlib.crc32(text.encode())
         if len(text) >= 200 and digest not in seen and not (file.suffix == ".py" and longest > 2000):
             seen.add(digest)
@@ -762,7 +762,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     recent = []  # losses since the last line of the log
     if log and not done:
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text("tokens,loss\n")
+        log.write_text("tokens,loss\n", encoding="utf-8")
     warm_up = max(1, min(200, total // 10))
     with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
         for tokens, weights in batches if done < total else ():
@@ -783,7 +783,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
                 mean = torch.stack(recent).mean().item()
                 recent.clear()
                 if log:
-                    with log.open("a") as file:
+                    with log.open("a", encoding="utf-8") as file:
                         file.write(f"{read},{mean:.4f}\n")
                 if not math.isfinite(mean):
                     break
@@ -828,9 +828,10 @@ def train_tokenizer(sources: list[list[Path]], vocab_size: int) -> bytes:
 
 
 def text_share(text: str) -> tuple[Path, float]:
-    """PATH:SHARE, or PATH for a fraction of 1."""
-    path, share = text.rsplit(":", 1) if ":" in text[1:] else (text, "1")
-    return Path(path), positive(share)
+    """PATH:SHARE, or PATH for a fraction of 1. A path may hold colons: C:\\books, or a folder run:2."""
+    path, _, share = text.rpartition(":")
+    is_path = not path or re.search(r"[/\\]", share) or Path(text).exists()
+    return (Path(text), 1.0) if is_path else (Path(path), positive(share))
 
 
 def run_train(args: argparse.Namespace) -> None:

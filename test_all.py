@@ -16,6 +16,7 @@ import importlib.util
 import io
 import itertools
 import json
+import locale
 import math
 import os
 import pickle
@@ -4240,8 +4241,10 @@ def test_explained_is_the_mean_of_the_heads_ranks():
 
 def test_texts_come_once(tmp_path):
     once = "x = 1\n" * 99
-    for name, text in {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000}.items():
-        (tmp_path / name).write_text(text)
+    windows = "\ufeff" + once.replace("\n", "\r\n")
+    texts = {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000, "e.py": windows}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8", newline="")
     assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == [once]
 
 
@@ -4255,9 +4258,12 @@ def test_windows_and_texts_of_training_begin_with_bos(tmp_path):
     assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
 
 
-def test_texts_are_drawn_by_their_shares():
-    assert calibrate.text_share("a:b:0.5") == (Path("a:b"), 0.5)
-    assert calibrate.text_share("a") == (Path("a"), 1.0)
+def test_texts_are_drawn_by_their_shares(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:2").mkdir()
+    for path in ("a", r"C:\books", "C:/books", "run:2"):
+        assert calibrate.text_share(path) == (Path(path), 1.0)
+        assert calibrate.text_share(f"{path}:0.5") == (Path(path), 0.5)
     hay = calibrate.Haystack(SimpleNamespace(pieces=[b"a"]), [np.zeros(50), np.ones(50)], [0.9, 0.1])
     drawn = np.mean([hay.sample(random.Random(i), 4)[0] for i in range(400)])
     assert 0.05 < drawn < 0.15
@@ -4406,7 +4412,8 @@ class CommandLine:
     def __call__(self, line: str, stdin: str | None = None) -> tuple[int, str, str]:
         """Exit code, stdout and stderr; the last two are kept as `out` and `err`."""
         if stdin is not None:
-            self.monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+            bytes_read = io.BytesIO(stdin.encode())
+            self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(bytes_read, "ascii", newline=""))
         program, *argv = shlex.split(line)
         if program == "torchrun":
             n, program, *argv = argv
@@ -4617,6 +4624,7 @@ BAD_COMMANDS = {
     "generate --chat --prompt hi --system ''": "not empty",
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "No such file",
+    "generate --prompt @/dev/zero": "no regular file",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     "generate --prompt 5 --temperature nan": "nan is not a finite number",
     "generate --device meta --prompt 5": "--device meta is not supported",
@@ -4658,7 +4666,8 @@ BAD_COMMANDS = {
     "eval --lengths 200 --prefix 9": "ask for longer prompts",
     "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals": "calibrated already",
-    "fit --method sals --text none": "there is no such file or folder",
+    "fit --method sals --text none": "No such file",
+    "fit --method sals --text /dev/zero": "no regular file",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
     "fit --method fdc --accuracy 2": "--accuracy: 2 does not lie in (0, 1]",
     "train --out new --text few.txt": "too little text for a tokenizer",
@@ -4775,16 +4784,23 @@ def test_report_of_a_mixed_cache(cli):
     assert "host memory" not in cli.err and "every token is attended" not in cli.err
 
 
-def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path):
-    text, file, lengths = "some words\nand more", tmp_path / "prompt.txt", []
-    file.write_text(text)
+def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path, monkeypatch):
+    text, file, lengths = "some words\nand caf\u00e9", tmp_path / "prompt.txt", []
+    raw = "\ufeff" + text.replace("\n", "\r\n")
+    file.write_bytes(raw.encode())
     for chat in ("", "--chat mistral"):
         line = f"generate {chat} --max_new_tokens 12 --prompt"
-        first, *others = (cli.json(f"{line} '{prompt}'", stdin=text) for prompt in (text, f"@{file}", "-"))
+        first, *others = (cli.json(f"{line} '{prompt}'", stdin=raw) for prompt in (text, f"@{file}", "-"))
         for name in ("prompt_tokens", "token_ids", "text"):
             assert all(other[name] == first[name] for other in others)
         lengths += first["prompt_tokens"]
     assert lengths[0] == len(load_tokenizer(NANO).encode(text)) < lengths[1]
+    monkeypatch.setattr(generate, "LONGEST_PROMPT", len(text))
+    assert cli(f"{line} -", stdin=text)[0] == 0
+    assert "longer than any model reads" in cli(f"{line} -", stdin=text + "!")[2]
+    os.truncate(file, 5 * 10**9)  # takes no room on the disk
+    for command, most in ((f"{line} @{file}", "19 B"), (f"fit --method sals --text {file}", "4 GB")):
+        assert f"no regular file of at most {most}" in cli(command, stdin="")[2]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -5104,8 +5120,22 @@ def test_streams_that_know_other_characters(cli, monkeypatch):
         assert "not UTF-8" in cli.refusal("generate --prompt -")
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stdin", None)  # closed
     generate.run_command(lambda: print("snow \u2603", flush=True))
     assert stdout.buffer.getvalue() == b"snow ?\n"
+    monkeypatch.setattr(sys, "stderr", None)
+    generate.run_command(lambda: print(sys.stdin.read(), file=sys.stderr, flush=True))
+    assert stdout.buffer.getvalue() == b"snow ?\n"  # where print(file=None) writes
+
+
+def test_files_are_utf_8_in_every_locale(tmp_path):
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        calibrate.save_csv(tmp_path / "t.csv", ["caf\u00e9"], [{"caf\u00e9": "\udce9"}])
+        assert generate.read_text(tmp_path / "t.csv") == "caf\u00e9\n?\n"
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
 
 
 def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
@@ -5374,6 +5404,9 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, 
     names = {f"{i}.py" for i in range(40)}
     for name in names:
         (tmp_path / name).write_text(name * 100)
+    for name in ("site-packages", "dist-packages"):  # lie in the library's folder, but are not of it
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.py").write_text(name * 100)
     held = {name for name in names if zlib.crc32(name.encode()) % 16 == 0}
     assert 0 < len(held) < 10
     read = mock.Mock(side_effect=UserError("read"))
