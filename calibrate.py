@@ -298,7 +298,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
             caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
             engine = Engine(model, caches, context, Sampling())
             loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
-            facts[f"perplexity_{name}"] = perplexity_of(loss)
+            facts[f"perplexity_{name}"] = loss.mean().exp().item()
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
     return tensors, facts | {"energy of 25%": kept.mean().item()}
@@ -1383,18 +1383,18 @@ def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tens
     this cache's log-probabilities (0 without), both in nats, and these (fp16, on the CPU)."""
     tokens = tokens.to(engine.context.device)
     engine.prefill(tokens[:, :prefix].tolist())
-    loss, kl, kept = np.zeros(len(tokens)), np.zeros(len(tokens)), []
+    loss, kl, kept = *torch.zeros(2, len(tokens), dtype=torch.float64), []
     for i in range(prefix, tokens.shape[1]):
         log_p = engine.logits.float().log_softmax(-1)  # [B, V]
-        loss -= log_p.gather(1, tokens[:, i : i + 1])[:, 0].cpu().numpy()
+        loss -= log_p.gather(1, tokens[:, i : i + 1])[:, 0].cpu()
         if reference is not None:
             dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
-            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu().numpy()
+            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu()
         kept.append(log_p.half().cpu())
         engine.tokens.copy_(tokens[:, i])
         engine.step()
         bar.tick()
-    return loss / len(kept), (kl / len(kept)).clip(0), torch.stack(kept)
+    return loss / len(kept), (kl / len(kept)).clamp(min=0), torch.stack(kept)
 
 
 @torch.inference_mode()
@@ -1418,8 +1418,8 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
         loss, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
         reference.setdefault(name, log_p)
-        ppl = perplexity_of(loss)
-        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
+        ppl = loss.mean().exp().item()  # inf beyond fp64's numbers
+        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl.mean().item()}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
         own = [cache.result() for cache in engine.caches]
         row[f"mass {name}"] = [figures.get("mass") for figures in own]
@@ -1427,14 +1427,9 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
 
-def perplexity_of(loss: np.ndarray) -> float:
-    """Of rows' mean losses in nats; inf beyond fp64's numbers."""
-    return torch.from_numpy(loss).mean().exp().item()
-
-
-def standard_error(samples: np.ndarray) -> float:
+def standard_error(samples: Tensor) -> float:
     """Of the mean of independent samples [n]; 0 for one."""
-    return float(samples.std(ddof=1) / math.sqrt(len(samples))) if len(samples) > 1 else 0.0
+    return samples.std().item() / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
 
 
 def ledger(engine: Engine, length: int) -> dict:
@@ -1461,8 +1456,8 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
                 depths = [(seed + 0.5) / args.samples for seed in seeds]
                 scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
                 bar.tick(min(rows, args.samples - first))
-            scores = np.array(scores[: args.samples])
-            row[f"{kind} {length}"] = 100 * float(scores.mean())
+            scores = torch.tensor(scores[: args.samples], dtype=torch.float64)
+            row[f"{kind} {length}"] = 100 * scores.mean().item()
             row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
     return row
 

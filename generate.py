@@ -48,7 +48,7 @@ except ImportError:  # Windows
 
 NANO = Path(__file__).parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LONGEST_TEXT, LONGEST_PROMPT = 4 * 10**9, 10**8  # bytes, characters: longer ones may have no end
+LONGEST_TEXT, LONGEST_PROMPT = 4 * 10**9, 10**8  # bytes, characters
 COMPILE_FROM = 4000  # new tokens: on two CPU cores compiling takes 6 to 22 s and gains 1 to 14 ms a token
 
 
@@ -380,10 +380,9 @@ def prompt_text(prompt: str) -> str:
     """The text that TEXT, @file or - (stdin) stands for."""
     if prompt.startswith("@"):
         text = read_text(Path(prompt[1:]), LONGEST_PROMPT)
-    elif prompt == "-":
-        text = valid_text(lambda: first_reads(lambda: sys.stdin.read(LONGEST_PROMPT + 1)), "stdin")
     else:
-        text = valid_text(lambda: prompt, "--prompt")
+        stdin = partial(sys.stdin.read, LONGEST_PROMPT + 1)  # which may have no end
+        text = valid_text(lambda: first_reads(stdin) if prompt == "-" else prompt, "--prompt")
     if not 0 < len(text) <= LONGEST_PROMPT:
         fault = "is longer than any model reads" if text else "is empty"
         raise UserError(f"the prompt {fault}; give some text, @file, - or a number of tokens")
