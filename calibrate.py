@@ -12,6 +12,7 @@ import copy
 import csv
 import dataclasses
 import gc
+import glob
 import importlib.util
 import inspect
 import io
@@ -28,7 +29,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.machinery import PathFinder
@@ -55,17 +56,17 @@ from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ran
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 STDLIB = Path(os.__file__).parent  # the text that every machine has: the standard library's sources
+INSTALLED = ("site-packages", "dist-packages")  # in its folder, but other on every machine
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
     """The text files under a folder (or the one file), in order. held: only those that evaluation reads
     and training never does, one name in sixteen wherever it lies; False: only the others."""
-    if path.is_file():
+    if not path.is_dir():
         generate.read_text(path)  # refuses what is no text
         return [path]
-    if not path.is_dir():
-        raise UserError(f"{path}: there is no such file or folder")
     files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES and f.is_file())
+    files = [f for f in files if path != STDLIB or f.relative_to(path).parts[0] not in INSTALLED]
     files = [f for f in files if held is None or held == (zlib.crc32(f.name.encode()) % 16 == 0)]
     if not files:
         raise UserError(f"{path}: no text there (looked for {', '.join(TEXT_SUFFIXES)})")
@@ -77,7 +78,7 @@ def read_texts(files: list[Path]) -> Iterator[str]:
     files, seen = list(files), set()
     random.Random(0).shuffle(files)
     for file in files:
-        text = file.read_text(encoding="utf-8", errors="ignore")
+        text = generate.read_text(file, errors="ignore")
         longest, digest = max(map(len, text.split("\n"))), zlib.crc32(text.encode())
         if len(text) >= 200 and digest not in seen and not (file.suffix == ".py" and longest > 2000):
             seen.add(digest)
@@ -154,18 +155,32 @@ def writable_file(text: str) -> Path:
 @contextmanager
 def replacing(folder: Path, name: str) -> Iterator[Path]:
     """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
-    It is folder/NAME.partial: what an interrupted run left there is removed by the next one."""
-    partial, is_new = folder / f"{name}.partial", not folder.exists()
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    It is folder/NAME.*.partial, another for each process; those of processes that have ended are removed."""
+
+    def lock(path: Path) -> None:
+        """Until this ends. OSError: a living process has the lock, or the system has no locks of folders."""
+        stack.callback(os.close, handle := os.open(path, os.O_RDONLY))
+        import fcntl  # only now: Windows has none, nor opens folders
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.callback(lambda: is_new and not any(folder.iterdir()) and folder.rmdir())
+        for left in folder.glob(f"{glob.escape(name)}.*partial"):
+            with suppress(OSError):
+                lock(left)
+                shutil.rmtree(left)
+        partial = folder / f"{name}.{uuid.uuid4().hex}"
+        partial.mkdir()
+        stack.callback(lambda: shutil.rmtree(partial, ignore_errors=True))
+        with suppress(OSError):
+            lock(partial)
+        partial = partial.rename(f"{partial}.partial")  # now others may see whether it is locked
         yield partial
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(folder / file.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -283,7 +298,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
             caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
             engine = Engine(model, caches, context, Sampling())
             loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
-            facts[f"perplexity_{name}"] = math.exp(loss.mean())
+            facts[f"perplexity_{name}"] = loss.mean().exp().item()
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
     return tensors, facts | {"energy of 25%": kept.mean().item()}
@@ -513,8 +528,8 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        for file in args.checkpoint.iterdir():
-            if file.is_file() and not os.path.lexists(args.out / file.name):
+        for file in filter(Path.is_file, args.checkpoint.iterdir()):
+            with suppress(FileExistsError):
                 (args.out / file.name).symlink_to(file.resolve())
     methods = FITS if args.method == "all" else [args.method]
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
@@ -706,26 +721,33 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list]:
-    """A list that takes the first Ctrl-C; the second is a KeyboardInterrupt."""
-    interrupts, process = [], os.getpid()
+    """A list that takes the first Ctrl-C or SIGTERM; the second is a KeyboardInterrupt."""
+    interrupts = []
 
     def interrupt(*_) -> None:
-        if os.getpid() == process:  # its workers end with it
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            interrupts.append(True)
-            print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
+        interrupts.append(True)
+        for number in before:
+            signal.signal(number, signal.default_int_handler)
+        print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupts
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_interrupts(*_) -> None:
+    """For processes that make batches: they end with the one that takes them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teacher=None, share=0.0) -> bool:
     """AdamW under a warm-up and a cosine over all stages, weights in fp32 with bf16 autocast.
     state and log: files or None, as --state and --log; teacher and share: of training_loss.
-    -> whether it is done, before `minutes` ran out or a Ctrl-C came."""
+    -> whether it is done, before `minutes` ran out, or a Ctrl-C or SIGTERM came."""
     device = next(model.parameters()).device
     compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
     forward, chunk = compiled(attention_outputs), compiled(head_chunk)
@@ -734,12 +756,13 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     plan = [stage for stage in stages for _ in range(stage.steps)]
     total, started = len(plan), time.time()
     batches, order = TrainingBatches(hay, plan, seed), range(done, total)
-    batches = DataLoader(batches, None, sampler=order, num_workers=workers, pin_memory=cuda)
+    how = {"num_workers": workers, "worker_init_fn": ignore_interrupts, "pin_memory": cuda}
+    batches = DataLoader(batches, None, sampler=order, **how)
     read = sum(stage.batch * stage.length for stage in plan[:done])
     recent = []  # losses since the last line of the log
     if log and not done:
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text("tokens,loss\n")
+        log.write_text("tokens,loss\n", encoding="utf-8")
     warm_up = max(1, min(200, total // 10))
     with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
         for tokens, weights in batches if done < total else ():
@@ -760,7 +783,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
                 mean = torch.stack(recent).mean().item()
                 recent.clear()
                 if log:
-                    with log.open("a") as file:
+                    with log.open("a", encoding="utf-8") as file:
                         file.write(f"{read},{mean:.4f}\n")
                 if not math.isfinite(mean):
                     break
@@ -805,9 +828,10 @@ def train_tokenizer(sources: list[list[Path]], vocab_size: int) -> bytes:
 
 
 def text_share(text: str) -> tuple[Path, float]:
-    """PATH:SHARE, or PATH for a fraction of 1."""
-    path, share = text.rsplit(":", 1) if ":" in text[1:] else (text, "1")
-    return Path(path), positive(share)
+    """PATH:SHARE, or PATH for a fraction of 1. A path may hold colons: C:\\books, or a folder run:2."""
+    path, _, share = text.rpartition(":")
+    is_path = not path or re.search(r"[/\\]", share) or Path(text).exists()
+    return (Path(text), 1.0) if is_path else (Path(path), positive(share))
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -950,7 +974,7 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
                     layer.attention = dense_attention(layer.attention)
                 else:  # its weight becomes the product
                     parametrize.remove_parametrizations(layer.attention.wqkv, "weight")
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         weights = {name: slot.detach().bfloat16() for name, slot in model_file.weight_slots(model)}
         save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
         if source:
@@ -1088,16 +1112,20 @@ class Haystack:
     """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
 
     def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
-        self.tokenizer, self.tokens, self.shares = tokenizer, tokens, shares
-        self.encode = lru_cache(1 << 16)(lambda text: np.array(tokenizer.encode_continuation(text), np.int32))
+        self.tokenizer, self.shares = tokenizer, shares
+        self.tokens = [torch.from_numpy(ids) for ids in tokens]  # which processes share
         # [V]: may a fact stand before this token, without cutting a word?
         self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
+
+    @lru_cache(1 << 16)  # noqa: B019
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode_continuation(text), np.int32)
 
     def sample(self, rng: random.Random, n: int) -> np.ndarray:
         """n consecutive tokens of a random place."""
         source = rng.choices(self.tokens, self.shares)[0]
         start = rng.randrange(max(1, len(source) - n))
-        return np.resize(source[start : start + n], n).astype(np.int32)
+        return np.resize(source[start : start + n].numpy(), n).astype(np.int32)
 
     def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
         """Pieces of a text of n tokens, odd ones facts: in order before random words, one alone at depth."""
@@ -1355,18 +1383,18 @@ def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tens
     this cache's log-probabilities (0 without), both in nats, and these (fp16, on the CPU)."""
     tokens = tokens.to(engine.context.device)
     engine.prefill(tokens[:, :prefix].tolist())
-    loss, kl, kept = np.zeros(len(tokens)), np.zeros(len(tokens)), []
+    loss, kl, kept = *torch.zeros(2, len(tokens), dtype=torch.float64), []
     for i in range(prefix, tokens.shape[1]):
         log_p = engine.logits.float().log_softmax(-1)  # [B, V]
-        loss -= log_p.gather(1, tokens[:, i : i + 1])[:, 0].cpu().numpy()
+        loss -= log_p.gather(1, tokens[:, i : i + 1])[:, 0].cpu()
         if reference is not None:
             dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
-            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu().numpy()
+            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu()
         kept.append(log_p.half().cpu())
         engine.tokens.copy_(tokens[:, i])
         engine.step()
         bar.tick()
-    return loss / len(kept), (kl / len(kept)).clip(0), torch.stack(kept)
+    return loss / len(kept), (kl / len(kept)).clamp(min=0), torch.stack(kept)
 
 
 @torch.inference_mode()
@@ -1390,8 +1418,8 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
         loss, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
         reference.setdefault(name, log_p)
-        ppl = math.exp(loss.mean())
-        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": float(kl.mean())}
+        ppl = loss.mean().exp().item()  # inf beyond fp64's numbers
+        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl.mean().item()}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
         own = [cache.result() for cache in engine.caches]
         row[f"mass {name}"] = [figures.get("mass") for figures in own]
@@ -1399,9 +1427,9 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
 
-def standard_error(samples: np.ndarray) -> float:
+def standard_error(samples: Tensor) -> float:
     """Of the mean of independent samples [n]; 0 for one."""
-    return float(samples.std(ddof=1) / math.sqrt(len(samples))) if len(samples) > 1 else 0.0
+    return samples.std().item() / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
 
 
 def ledger(engine: Engine, length: int) -> dict:
@@ -1428,8 +1456,8 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
                 depths = [(seed + 0.5) / args.samples for seed in seeds]
                 scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
                 bar.tick(min(rows, args.samples - first))
-            scores = np.array(scores[: args.samples])
-            row[f"{kind} {length}"] = 100 * float(scores.mean())
+            scores = torch.tensor(scores[: args.samples], dtype=torch.float64)
+            row[f"{kind} {length}"] = 100 * scores.mean().item()
             row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
     return row
 
@@ -1516,7 +1544,8 @@ def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[di
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """The table so far, in the place of an older one."""
     path = path.resolve()  # what a link points to
-    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", newline="") as file:
+    how = {"encoding": "utf-8", "errors": "replace", "newline": ""}  # in every locale
+    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", **how) as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
@@ -1575,6 +1604,9 @@ def decode_texts(engine: Engine, prompts: Sequence[list[int]], most: int, until:
     return [min((text.split(end)[0] for end in until), key=len, default=text) for text in made]
 
 
+SAMPLING, GREEDY = ("temperature", "top_p", "top_k"), (("do_sample", False), ("num_beams", 1))
+
+
 def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
     """The model that lm-evaluation-harness asks. Its class is made here, since few have the package."""
     from lm_eval.api.model import TemplateLM
@@ -1627,9 +1659,11 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
             asked = []
             for request in requests:
                 options = normalize_gen_kwargs(request.args[1])
-                most, until = options["max_gen_toks"], tuple(filter(None, options["until"]))
-                if options["do_sample"] or most >= longest:
-                    raise UserError(f"{request.task_name}: only greedy, below {longest} tokens")
+                most, until = options.pop("max_gen_toks"), tuple(filter(None, options.pop("until")))
+                other = {n: x for n, x in options.items() if n not in SAMPLING and (n, x) not in GREEDY}
+                if other or most >= longest:
+                    fault = f"{request.task_name}: {other or {'max_gen_toks': most}} is not supported"
+                    raise UserError(f"{fault}; only greedy texts below {longest} tokens are")
                 ids = self.tok_encode(request.args[0])[most - longest :] or [self.prefix_token_id]
                 asked.append(((most, until), len(ids) + most, ids))
             return self.answer("generating", asked, partial(decode_texts, tokenizer=tokenizer))
@@ -2112,8 +2146,8 @@ def run_convert(args: argparse.Namespace) -> None:
         config = gguf_config(meta, tensors)
         plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
     files["config.json"] |= config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    ours = {*files, "model.safetensors", "model.partial"} | {f"{method}.safetensors" for method in METHODS}
-    if out.is_dir() and (others := {file.name for file in out.iterdir()} - ours):
+    ours = {*files, "model.safetensors"} | {f"{method}.safetensors" for method in METHODS}
+    if others := {file.name for file in out.glob("*") if file.suffix != ".partial"} - ours:
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
     with replacing(out, "model") as made:
         for name, data in files.items():
@@ -2145,8 +2179,8 @@ def picture(path: Path, rows: int, columns: int, width: float, height: float) ->
     for axis in axes.flat:
         axis.set_visible(axis.has_data())
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replacing(path.parent, path.name) as partial:
+        figure.savefig(partial / path.name, dpi=150)
     print(path)
 
 

@@ -17,6 +17,7 @@ import os
 import platform
 import random
 import re
+import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -52,6 +53,7 @@ except ImportError:  # Windows
 
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LONGEST_TEXT, LONGEST_PROMPT = 4 * 10**9, 10**8  # bytes, characters
 COMPILE_FROM = 4000  # new tokens: on two CPU cores compiling takes 6 to 22 s and gains 1 to 14 ms a token
 
 
@@ -369,18 +371,24 @@ def valid_text(read: Callable[[], str], source: str | Path) -> str:
     return text
 
 
-def read_text(path: Path) -> str:
-    return valid_text(lambda: path.read_text(encoding="utf-8-sig"), path)  # without a byte-order mark
+def read_text(path: Path, most: int = LONGEST_TEXT, errors: str = "strict") -> str:
+    """A file's text without a byte-order mark and with \\n for each line end, as run_command has stdin read.
+    Raises UserError where it is no UTF-8, no regular file, or of more than `most` bytes."""
+    if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > most:
+        raise UserError(f"{path}: no regular file of at most {human(most)}; copy what is needed into one")
+    return valid_text(lambda: path.read_text(encoding="utf-8-sig", errors=errors), path)
 
 
 def prompt_text(prompt: str) -> str:
     """The text that TEXT, @file or - (stdin) stands for."""
     if prompt.startswith("@"):
-        text = read_text(Path(prompt[1:]))
+        text = read_text(Path(prompt[1:]), LONGEST_PROMPT)
     else:
-        text = valid_text(lambda: first_reads(sys.stdin.read) if prompt == "-" else prompt, "--prompt")
-    if not text:
-        raise UserError("the prompt is empty; give some text, @file, - or a number of tokens")
+        stdin = partial(sys.stdin.read, LONGEST_PROMPT + 1)  # which may have no end
+        text = valid_text(lambda: first_reads(stdin) if prompt == "-" else prompt, "--prompt")
+    if not 0 < len(text) <= LONGEST_PROMPT:
+        fault = "is longer than any model reads" if text else "is empty"
+        raise UserError(f"the prompt {fault}; give some text, @file, - or a number of tokens")
     return text
 
 
@@ -1015,10 +1023,12 @@ def joined_ranks() -> Iterator[None]:
 
 def run_command(run: Callable[[], None]) -> None:
     """Runs a command; the user's mistakes end in one line on stderr and exit code 2."""
-    sys.stdin = sys.stdin or open(os.devnull)  # closed: nothing to read
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows fewer characters than a model
+    as_files, known = {"encoding": "utf-8-sig", "newline": None}, {"errors": "replace"}
+    for name, mode, how in (("stdin", "r", as_files), ("stdout", "w", known), ("stderr", "w", known)):
+        stream = getattr(sys, name) or open(os.devnull, mode)  # None: it is closed
+        setattr(sys, name, stream)
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may know fewer characters than a model
+            stream.reconfigure(**how)
     try:
         with joined_ranks():
             run()

@@ -559,35 +559,41 @@ def weight_slots(
                 yield from zip((f"model.layers.{i}.{x}.{kind}" for x in rows), views, strict=True)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, single or sharded. Raises UserError where one is missing."""
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The safetensors files of a folder, with the tensors to take from each by the index (None: all).
+    Raises UserError where one is missing."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
-        return [single]
+        return {single: None}
     if not index.is_file():
         raise UserError(f"{folder}: neither {single.name} nor {index.name}; save the model as safetensors")
+    files = {}
     with checked(index, "not a usable index"):
-        names = sorted(set(read_json(index)["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
+        for name, file in sorted(read_json(index)["weight_map"].items(), key=lambda item: item[1]):
+            files.setdefault(folder / file, set()).add(name)
+        if any(file.parent != folder for file in files):
             raise ValueError("a shard lies outside of the folder")
-    files = [folder / name for name in names]
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"{missing[0]}: this shard of the checkpoint is missing; download it again")
     return files
 
 
-def weight_headers(files: list[Path]) -> dict[str, tuple[Path, list[int], str]]:
+def weight_headers(files: dict[Path, set[str] | None]) -> dict[str, tuple[Path, list[int], str]]:
     """What the files say of their tensors: name -> file, shape, dtype; UserError for a damaged file."""
     found = {}
-    for file in files:
+    for file, named in files.items():
         with checked(file, "truncated or not a safetensors file"), safe_open(file, "pt") as tensors:
-            for name in tensors.offset_keys():
-                part = tensors.get_slice(name)
-                found[name] = file, part.get_shape(), part.get_dtype()
+            for name in (names := tensors.offset_keys()):
+                if named is None or name in named:
+                    part = tensors.get_slice(name)
+                    found[name] = file, part.get_shape(), part.get_dtype()
+        if named is not None and (others := set(names) - named):
+            text = f"left out {len(others)} tensors, such as {min(others)}: the index does not name them here"
+            print(f"note: {file}: {text}", file=sys.stderr)
     return found
 
 
-def fingerprint(files: list[Path]) -> str:
+def fingerprint(files: Iterable[Path]) -> str:
     """A hash of the sizes and of 64 spread 4 KiB blocks of the files: cheap, and new for new weights."""
     digest = hashlib.sha256()
     for file in files:
@@ -783,6 +789,10 @@ class Tokenizer:
     normalize: Callable[[str, bool], str] = lambda text, space: text
     chat_template: str = ""  # the model's own, in Jinja
     chat_variables: dict[str, str] = field(default_factory=dict)  # what it may name, such as bos_token
+    folder: Path | None = None  # where it lies
+
+    def __reduce__(self) -> tuple:  # what encodes cannot be pickled for another process, which loads it again
+        return load_tokenizer, (self.folder,)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of a user's text, none of a special token. bos: as in encode_segments."""
@@ -945,6 +955,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if isinstance(template, list):  # several, each for a use
             template = {each["name"]: each["template"] for each in template}.get("default")
         tokenizer.chat_template = str(template or "")
+    tokenizer.folder = folder
     return tokenizer
 
 

@@ -16,8 +16,10 @@ import importlib.util
 import io
 import itertools
 import json
+import locale
 import math
 import os
+import pickle
 import random
 import re
 import runpy
@@ -4231,24 +4233,34 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
 
 
-def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, number):
     model, path, steps = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
 
     def interrupt(*_):
         if next(steps) == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     def run(steps: int = 9) -> bool:
         return train(model, nano_haystack, [Stage(1, 64, steps)], 1e-3, 0, 0, path, math.inf)
 
+    before = signal.getsignal(number)
     with register_optimizer_step_pre_hook(interrupt):
         assert not run()
+    assert signal.getsignal(number) == before
     assert run(3)  # more than asked is done
     optimizer = calibrate.make_optimizer(model, 1e-3)
     assert calibrate.load_state(path, model, optimizer) == 4  # the step is done first
     (tmp_path / "other").write_text("no state")
     with pytest.raises(UserError, match="not what training this model has left"):
         calibrate.load_state(tmp_path / "other", model, optimizer)
+
+
+def test_a_process_of_its_own_makes_the_same_batches(nano_haystack):
+    """Its memory need not be a copy of this one's, as after a fork."""
+    here = calibrate.TrainingBatches(nano_haystack, [Stage(2, 512, 1)], 0)
+    there = pickle.loads(pickle.dumps(here))
+    assert there.hay.tokenizer is not nano_haystack.tokenizer and all(map(torch.equal, here[0], there[0]))
 
 
 def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
@@ -4283,8 +4295,10 @@ def test_explained_is_the_mean_of_the_heads_ranks():
 
 def test_texts_come_once(tmp_path):
     once = "x = 1\n" * 99
-    for name, text in {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000}.items():
-        (tmp_path / name).write_text(text)
+    windows = "\ufeff" + once.replace("\n", "\r\n")
+    texts = {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000, "e.py": windows}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8", newline="")
     assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == [once]
 
 
@@ -4298,9 +4312,12 @@ def test_windows_and_texts_of_training_begin_with_bos(tmp_path):
     assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
 
 
-def test_texts_are_drawn_by_their_shares():
-    assert calibrate.text_share("a:b:0.5") == (Path("a:b"), 0.5)
-    assert calibrate.text_share("a") == (Path("a"), 1.0)
+def test_texts_are_drawn_by_their_shares(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:2").mkdir()
+    for path in ("a", r"C:\books", "C:/books", "run:2"):
+        assert calibrate.text_share(path) == (Path(path), 1.0)
+        assert calibrate.text_share(f"{path}:0.5") == (Path(path), 0.5)
     hay = calibrate.Haystack(SimpleNamespace(pieces=[b"a"]), [np.zeros(50), np.ones(50)], [0.9, 0.1])
     drawn = np.mean([hay.sample(random.Random(i), 4)[0] for i in range(400)])
     assert 0.05 < drawn < 0.15
@@ -4411,13 +4428,22 @@ def test_perplexity_and_kl_through_the_cache():
     loss, _, dense = perplexity("dense")
     log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
     full = -log_p.gather(-1, tokens[:, 40:, None]).mean((1, 2))
-    assert loss == pytest.approx(full.detach().numpy(), rel=1e-4)  # of each row
+    assert loss.numpy() == pytest.approx(full.detach().numpy(), rel=1e-4)  # of each row
     _, kl, _ = perplexity("dense", dense)
     assert (kl >= 0).all() and (kl < 1e-5).all()  # to itself
     _, kl, other = perplexity("streaming", dense, sinks=1, recent=4)
     truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1).mean(0)
-    assert kl == pytest.approx(truth.numpy(), rel=0.01)  # of each row
+    assert kl.numpy() == pytest.approx(truth.numpy(), rel=0.01)  # of each row
     assert calibrate.standard_error(kl) == pytest.approx(np.abs(np.diff(truth)).item() / 2, rel=0.05)
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite(cli, monkeypatch):
+    for loss, finite in ((700, True), (710, False)):
+        figures = *torch.full((2, 1), loss, dtype=torch.float64), None
+        monkeypatch.setattr(calibrate, "eval_perplexity", lambda *_, figures=figures: figures)
+        line = "eval --method dense --samples 0 --perplexity_rows 1 --prefix 40 --continuation 8"
+        (row,) = cli.json(line)["rows"]
+        assert math.isfinite(row["ppl python"]) == finite
 
 
 def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
@@ -4447,7 +4473,8 @@ class CommandLine:
     def __call__(self, line: str, stdin: str | None = None) -> tuple[int, str, str]:
         """Exit code, stdout and stderr; the last two are kept as `out` and `err`."""
         if stdin is not None:
-            self.monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+            bytes_read = io.BytesIO(stdin.encode())
+            self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(bytes_read, "ascii", newline=""))
         program, *argv = shlex.split(line)
         if program == "torchrun":
             n, program, *argv = argv
@@ -4678,6 +4705,7 @@ BAD_COMMANDS = {
     "generate --chat --prompt hi --system ''": "not empty",
     "generate --prompt 0": "empty",
     "generate --prompt @nowhere.txt": "No such file",
+    "generate --prompt @/dev/zero": "no regular file",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
     "generate --prompt 5 --temperature nan": "nan is not a finite number",
     "generate --device meta --prompt 5": "--device meta is not supported",
@@ -4719,7 +4747,8 @@ BAD_COMMANDS = {
     "eval --lengths 200 --prefix 9": "ask for longer prompts",
     "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals": "calibrated already",
-    "fit --method sals --text none": "there is no such file or folder",
+    "fit --method sals --text none": "No such file",
+    "fit --method sals --text /dev/zero": "no regular file",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
     "fit --method fdc --accuracy 2": "--accuracy: 2 does not lie in (0, 1]",
     "train --out new --text few.txt": "too little text for a tokenizer",
@@ -4843,16 +4872,23 @@ def test_report_of_a_mixed_cache(cli):
     assert "host memory" not in cli.err and "every token is attended" not in cli.err
 
 
-def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path):
-    text, file, lengths = "some words\nand more", tmp_path / "prompt.txt", []
-    file.write_text(text)
+def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path, monkeypatch):
+    text, file, lengths = "some words\nand caf\u00e9", tmp_path / "prompt.txt", []
+    raw = "\ufeff" + text.replace("\n", "\r\n")
+    file.write_bytes(raw.encode())
     for chat in ("", "--chat mistral"):
         line = f"generate {chat} --max_new_tokens 12 --prompt"
-        first, *others = (cli.json(f"{line} '{prompt}'", stdin=text) for prompt in (text, f"@{file}", "-"))
+        first, *others = (cli.json(f"{line} '{prompt}'", stdin=raw) for prompt in (text, f"@{file}", "-"))
         for name in ("prompt_tokens", "token_ids", "text"):
             assert all(other[name] == first[name] for other in others)
         lengths += first["prompt_tokens"]
     assert lengths[0] == len(load_tokenizer(NANO).encode(text)) < lengths[1]
+    monkeypatch.setattr(generate, "LONGEST_PROMPT", len(text))
+    assert cli(f"{line} -", stdin=text)[0] == 0
+    assert "longer than any model reads" in cli(f"{line} -", stdin=text + "!")[2]
+    os.truncate(file, 5 * 10**9)  # takes no room on the disk
+    for command, most in ((f"{line} @{file}", "19 B"), (f"fit --method sals --text {file}", "4 GB")):
+        assert f"no regular file of at most {most}" in cli(command, stdin="")[2]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -5046,7 +5082,13 @@ def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypat
         requests = [instance(kind, arguments=each) for each in arguments]
         got, expected = (np.array(getattr(lm, kind)(requests), float) for lm in (ours, theirs))
         assert np.abs(got - expected).max() < 1e-3
+    written[0].args[1].update(do_sample=False, temperature=0.5, num_beams=1)  # greedy, as all the others
     assert ours.generate_until(written) == theirs.generate_until(written)
+    others = {"repetition_penalty": 1.2, "num_beams": 2, "no_repeat_ngram_size": 2, "min_new_tokens": 9}
+    for name, value in (others | {"do_sample": True, "temperature": 0.5, "max_gen_toks": 48}).items():
+        asked = instance("generate_until", arguments=("the", {"max_gen_toks": 9, name: value}))
+        with pytest.raises(UserError, match="is not supported; only greedy texts below 48 tokens are"):
+            ours.generate_until([asked])
     (row,) = cli.json(f"{line} --include_path {tmp_path} --output_path {tmp_path}/out")["rows"]
     expected = simple_evaluate(theirs, tasks=["both"], task_manager=manager(include_path=tmp_path))
     (path,) = tmp_path.glob("out/dense/results_*.json")
@@ -5103,8 +5145,8 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
 def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
     """A full disk, or a kill, leaves the old files; what a killed run left goes with the next one."""
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    (folder / "checkpoint.partial").mkdir()
-    (folder / "checkpoint.partial" / WEIGHTS).write_text("half")
+    (folder / "checkpoint.0.partial").mkdir()
+    (folder / "checkpoint.0.partial" / WEIGHTS).write_text("half")
     for mistake, says in ((OSError("No space left on device"), "No space left"), (KeyboardInterrupt(), "^$")):
         told = type(mistake)
 
@@ -5125,6 +5167,28 @@ def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
     assert (folder / WEIGHTS).read_bytes() != before[folder / WEIGHTS]
     (tmp_path / "plain").write_text("")
     assert (folder / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode  # all can read it
+
+
+def test_two_that_write_one_file_do_not_meet(tmp_path):
+    with calibrate.replacing(tmp_path, "a") as first:
+        (first / "a").write_text("first")
+        with calibrate.replacing(tmp_path, "a") as second:
+            (second / "a").write_text("second")
+        assert (tmp_path / "a").read_text() == "second"
+    assert (tmp_path / "a").read_text() == "first" and list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_the_index_says_which_file_a_tensor_is_read_from(folder, capsys):
+    tensors, before = load_file(folder / WEIGHTS), load_model(folder, CPU, torch.float32).state_dict()
+    (folder / WEIGHTS).unlink()
+    index = dict(zip(tensors, itertools.cycle(["a", "b"]), strict=False))
+    for file in "ab":  # each has an older copy of the other's tensors
+        parts = {name: t if index[name] == file else t + 1 for name, t in tensors.items()}
+        save_file(parts | {"old": torch.ones(2)}, folder / file)
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
+    after = load_model(folder, CPU, torch.float32).state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert capsys.readouterr().err.count("left out 20 tensors") == 2
 
 
 def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
@@ -5155,8 +5219,22 @@ def test_streams_that_know_other_characters(cli, monkeypatch):
         assert "not UTF-8" in cli.refusal("generate --prompt -")
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stdin", None)  # closed
     generate.run_command(lambda: print("snow \u2603", flush=True))
     assert stdout.buffer.getvalue() == b"snow ?\n"
+    monkeypatch.setattr(sys, "stderr", None)
+    generate.run_command(lambda: print(sys.stdin.read(), file=sys.stderr, flush=True))
+    assert stdout.buffer.getvalue() == b"snow ?\n"  # where print(file=None) writes
+
+
+def test_files_are_utf_8_in_every_locale(tmp_path):
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        calibrate.save_csv(tmp_path / "t.csv", ["caf\u00e9"], [{"caf\u00e9": "\udce9"}])
+        assert generate.read_text(tmp_path / "t.csv") == "caf\u00e9\n?\n"
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
 
 
 def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
@@ -5425,6 +5503,9 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, 
     names = {f"{i}.py" for i in range(40)}
     for name in names:
         (tmp_path / name).write_text(name * 100)
+    for name in ("site-packages", "dist-packages"):  # lie in the library's folder, but are not of it
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.py").write_text(name * 100)
     held = {name for name in names if zlib.crc32(name.encode()) % 16 == 0}
     assert 0 < len(held) < 10
     read = mock.Mock(side_effect=UserError("read"))
