@@ -1115,7 +1115,8 @@ class Haystack:
         self.tokenizer, self.shares = tokenizer, shares
         self.tokens = [torch.from_numpy(ids) for ids in tokens]  # which processes share
         # [V]: may a fact stand before this token, without cutting a word?
-        self.starts_word = np.array([piece[:1] in (b" ", b"\n") for piece in tokenizer.pieces])
+        after, ids = tokenizer.encode_continuation("a"), range(tokenizer.vocab_size)
+        self.starts_word = np.array([tokenizer.decode_ids([*after, i])[1:2] in (" ", "\n") for i in ids])
 
     @lru_cache(1 << 16)  # noqa: B019
     def encode(self, text: str) -> np.ndarray:
@@ -2128,9 +2129,8 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     if settings["add_bos_token"] and (bos := settings.get("bos_token")):
         texts = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
         pair = [{"SpecialToken": {"id": bos, "type_id": 0}}, *texts]
-        named = {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}}
-        post = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair}
-        made["post_processor"] = post | {"special_tokens": named}
+        made["post_processor"] = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair}
+        made["post_processor"]["special_tokens"] = {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}}
     return files | {"tokenizer.json": made}
 
 

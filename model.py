@@ -12,7 +12,6 @@ cache's decode, or plain causal attention in training. What a method stores, and
 """
 
 import base64
-import codecs
 import hashlib
 import json
 import math
@@ -20,12 +19,11 @@ import os
 import re
 import struct
 import sys
-import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import lru_cache, partial
-from itertools import groupby, permutations
+from functools import cached_property, lru_cache, partial
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -748,7 +746,7 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, 
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
-# Kinds: sentencepiece (Llama 2, Mistral, Phi-3), tiktoken (Llama 3), byte-level BPE (Hugging Face, Qwen)
+# Three packages read them: tokenizers (Hugging Face's files), sentencepiece (Llama 2), tiktoken (Llama 3).
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -761,13 +759,14 @@ LLAMA3_SPECIAL = (
     " step_id start_header_id end_header_id eom_id eot_id python_tag"
 ).split() + [f"reserved_special_token_{i}" for i in range(2, 247)]
 STOP_TOKENS = "</s> <|end_of_text|> <|eot_id|> <|eom_id|> <|endoftext|> <|im_end|> <|end|>".split()
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}  # of an added token
+NO_SPACE = {  # what steps of a tokenizer.json become where text goes on
+    "Prepend": {"prepend": ""},
+    "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
+    "ByteLevel": {"add_prefix_space": False},
+}
 
-NOT_EXACT = "tokenizer.json cannot be computed exactly here: put the model's tokenizer.model beside it"
-PREPEND = {"type": "Prepend", "prepend": "▁"}  # sentencepiece's spaces, as a tokenizer.json has them
-ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
-
-AddedTokens = dict[str, tuple[int, dict]]  # name -> id, and flags as a tokenizer.json has them
+AddedTokens = dict[str, dict]  # by name, with flags as a tokenizer.json has them
 
 
 @dataclass
@@ -775,24 +774,35 @@ class Tokenizer:
     """Turns text into token ids and back; made by `load_tokenizer`."""
 
     encode_text: Callable[[str, bool], list[int]]  # of text and whether it gets the space that some put first
-    pieces: list[bytes]  # what each id stands for; b"" for special tokens and the padding of the embedding
+    decode_ids: Callable[[list[int]], str]  # "" for the padding of the embedding
+    vocab: dict[str, int]  # ids by name
     special_tokens: dict[str, int]  # by name; no text of a user's ever becomes one
+    unknown_id: int | None  # what a text becomes that the vocabulary lacks
     bos_id: int | None = None
     add_bos: bool = False  # do this model's prompts start with BOS?
-    drop_space: bool = False  # sentencepiece puts a space before a text; decoding drops it again
-    vocab_size: int = 0  # ids that the tokenizer knows; the model's embedding may have more
+    rows: int = 0  # of the model's embedding, which may have more ids
     stop_ids: set[int] = field(default_factory=set)
-    strip_after: set[int] = field(default_factory=set)  # special tokens that swallow the blanks after them
+    strip_before: set[int] = field(default_factory=set)  # special tokens that swallow the blanks before them
+    strip_after: set[int] = field(default_factory=set)  # and those after them
     space_after: str = ""  # "first": text after a token gets no space; "always": only if it has none; "": one
-    # Added tokens that are not special: those that are found in the text, and in what `normalize` makes of it
-    plain_tokens: tuple[AddedTokens, AddedTokens] = field(default_factory=lambda: ({}, {}))
-    normalize: Callable[[str, bool], str] = lambda text, space: text
+    split: Callable[[str], Iterable] = lambda text: [(text, None)]  # at added tokens that encode_text lacks
     chat_template: str = ""  # the model's own, in Jinja
     chat_variables: dict[str, str] = field(default_factory=dict)  # what it may name, such as bos_token
     folder: Path | None = None  # where it lies
 
     def __reduce__(self) -> tuple:  # what encodes cannot be pickled for another process, which loads it again
         return load_tokenizer, (self.folder,)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self.vocab.values()) + 1
+
+    @cached_property
+    def spelled(self) -> dict[int, str]:
+        """Ids that no text may become, with the characters to encode instead."""
+        ends = {self.bos_id, *self.stop_ids}
+        names = ((i, name * (i != self.unknown_id)) for name, i in self.special_tokens.items())
+        return {i: name for i, name in names if name or i in ends}
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of a user's text, none of a special token. bos: as in encode_segments."""
@@ -803,13 +813,12 @@ class Tokenizer:
 
         bos: put BOS first if this model's prompts start with it and the text does not already."""
         ids: list[int] = []
-        for text, is_special in segments:
+        for (text, is_special), (name, ends) in zip(segments, [*segments[1:], ("", False)], strict=True):
             if is_special:
                 ids.append(self.special_tokens[text])
             else:
-                # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 text = text.lstrip() if ids and ids[-1] in self.strip_after else text
+                text = text.rstrip() if ends and self.special_tokens[name] in self.strip_before else text
                 ids += self.encode_continuation(text, self.spaced(text) if ids else True)
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
@@ -817,38 +826,22 @@ class Tokenizer:
 
     def encode_continuation(self, text: str, space: bool = False) -> list[int]:
         """Token ids, none special, of text that goes on. space: does it get the space that some put first?"""
-        ids, special = [], {*self.special_tokens.values()}
-        for raw, token in split_at(text, self.plain_tokens[0]):
-            space = self.spaced(raw) if ids else space
-            plain = split_at(self.normalize(raw, space), self.plain_tokens[1])
-            for part, i in plain if token is None else [(raw, token)]:
-                space = self.spaced(part) if ids else space
-                found = self.encode_text(part, space) if i is None else [i]
-                if not special.isdisjoint(found):  # sentencepiece knows some names as words: letter by letter
-                    found = [j for c in part for j in self.encode_text(c, False) if j not in special]
-                ids += found
+        # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids: list[int] = []
+        for part, token in self.split(text):
+            space = self.spaced(part) if ids else space
+            for i in self.encode_text(part, space) if token is None else [token]:
+                # some vocabularies have special tokens as words
+                letters = [j for c in self.spelled.get(i, "") for j in self.encode_text(c, False)]
+                ids += [j for j in letters if j not in self.spelled] if i in self.spelled else [i]
         return ids
 
     def spaced(self, text: str) -> bool:
         """Does text after a token get the space that sentencepiece puts first?"""
         return not self.space_after or self.space_after == "always" and not text.startswith(" ")
 
-    def add_token(self, i: int, token: dict, special: Collection[str] = ()) -> None:
-        """Adds one of Hugging Face's added tokens; special: names of special ones. Raises ValueError."""
-        text, normalized = token["content"], bool(token.get("normalized", True))
-        special = token.get("special") or text in {*special, *self.special_tokens, *STOP_TOKENS}
-        self.pieces += [b""] * (token_id(i) + 1 - len(self.pieces))
-        self.pieces[i] = text.encode() * (not special)  # ValueError for half a surrogate pair
-        for known in self.plain_tokens:  # the last file counts
-            known.pop(text, None)
-        if special and token.get("rstrip"):
-            self.strip_after.add(i)
-        if special and text:
-            self.special_tokens[text] = i
-        elif text:
-            self.plain_tokens[normalized][self.normalize(text, True) if normalized else text] = i, token
-
-    def decode(self, ids: Iterable[int], after: Iterable[int] = ()) -> str:
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
 
         after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b)."""
@@ -856,100 +849,106 @@ class Tokenizer:
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
 
 
-def split_at(text: str, tokens: AddedTokens) -> Iterator[tuple[str, int | None]]:
-    """Cuts text at added tokens, the longest first, as Hugging Face does: parts with None, they with ids."""
-    pattern, end = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))), 0
-    for match in re.finditer(pattern, text) if tokens else ():
-        (i, token), (start, stop) = tokens[match.group()], match.span()
-        if token.get("single_word") and re.search(r"\w", text[start - 1 : start] + text[stop : stop + 1]):
-            continue
-        if token.get("lstrip"):
-            start = end + len(text[end:start].rstrip())
-        if token.get("rstrip"):
-            stop = re.compile(r"\s*").match(text, stop).end()
-        if end < start:
+def splitter(tokens: AddedTokens) -> Callable[[str], Iterator[tuple[str, int | None]]]:
+    """The function that cuts text at these added tokens: parts, with their ids or None."""
+    import tokenizers
+
+    finder = tokenizers.Tokenizer(tokenizers.models.BPE())
+    flags = ({flag: token[flag] for flag in FLAGS} for token in tokens.values())
+    finder.add_tokens([tokenizers.AddedToken(name, **each) for name, each in zip(tokens, flags, strict=True)])
+
+    def split(text: str) -> Iterator[tuple[str, int | None]]:
+        found, end = finder.encode(text), 0
+        for i, (start, stop) in zip(found.ids, found.offsets, strict=True):
             yield text[end:start], None
-        yield text[start:stop], i
-        end = stop
-    if end < len(text):
+            yield text[start:stop], tokens[finder.id_to_token(i)]["id"]
+            end = stop
         yield text[end:], None
+
+    return split
 
 
 class StreamDecoder:
     """Decodes token by token and never cuts a character; the pieces join to what `Tokenizer.decode` gives."""
 
-    def __init__(self, tokenizer: Tokenizer, after: Iterable[int] = ()):
-        self.pieces = tokenizer.pieces
-        self.drop_space = tokenizer.drop_space and not any(self.pieces[token_id] for token_id in after)
-        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
+        self.decode, self.rows, self.new = tokenizer.decode_ids, tokenizer.rows, []
+        self.special = {*tokenizer.special_tokens.values()}
+        # Some tokenizers drop a text's first space: before it goes some token that has a text
+        shown = ([i] for i in reversed(after) if i not in self.special)
+        self.old = next((ids for ids in shown if self.decode(ids).strip("\ufffd")), [])
 
     def push(self, token_id: int) -> str:
         """The text that this token completes: "" in the middle of a character."""
-        if not 0 <= token_id < len(self.pieces):
-            raise UserError(f"token id {token_id} is outside the vocabulary of {len(self.pieces)} ids")
-        piece = self.pieces[token_id]
-        if self.drop_space and piece:
-            piece, self.drop_space = piece.removeprefix(b" "), False
-        return self.utf8.decode(piece)
+        if not 0 <= token_id < self.rows:
+            raise UserError(f"token id {token_id} is outside the vocabulary of {self.rows} ids")
+        self.new += [token_id] * (token_id not in self.special)
+        text = self.flush()
+        if not text or text.endswith("\ufffd"):  # perhaps the first bytes of a character
+            return ""
+        self.old, self.new = self.new, []
+        return text
 
     def flush(self) -> str:
         """The end of the text: U+FFFD where it stops in the middle of a character, else ""."""
-        return self.utf8.decode(b"", final=True)
+        return self.decode(self.old + self.new)[len(self.decode(self.old)) :]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load a checkpoint folder's tokenizer.model, else its tokenizer.json, else its vocab.json + merges.txt.
+    """Load a checkpoint folder's tokenizer.json, else its vocab.json + merges.txt, else its tokenizer.model.
 
-    The JSON files beside it count, too. UserError for files that are missing, damaged or not supported."""
-    names = ("tokenizer_config", "config", "generation_config", "added_tokens")
-    settings, config, generation, added = (read_json(folder / f"{name}.json") for name in names)
-    files = ("tokenizer.model", "tokenizer.model.v3", "tokenizer.json", "merges.txt")
-    names = [name for name in files if (folder / name).exists()]
-    if not names or names == ["merges.txt"] and not (folder / "vocab.json").exists():
+    The JSON files beside it count, too. UserError for files that are missing or damaged."""
+    names = ("tokenizer", "tokenizer_config", "special_tokens_map", "config", "generation_config")
+    data, settings, mapped, config, generation = (read_json(folder / f"{name}.json") for name in names)
+    files = ["tokenizer.json", *["merges.txt"] * (folder / "vocab.json").exists()]
+    files = [folder / name for name in (*files, "tokenizer.model", "tokenizer.model.v3")]
+    if not (path := next(filter(Path.exists, files), None)):
         raise absent(folder, "no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
-    data = read_json(folder / "tokenizer.json")
-    with checked(path := folder / names[0]):
+    kind, is_model = str(settings.get("tokenizer_class") or ""), path.name.startswith("tokenizer.model")
+    with checked(folder / "tokenizer_config.json"):
+        settings |= {} if "added_tokens_decoder" in settings else mapped  # as in transformers
+        if "Llama" in kind or is_model:  # transformers' class has them by itself
+            settings = {"bos_token": "<s>", "eos_token": "</s>"} | settings
+        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or {}
+        more = more if isinstance(more, dict) else dict(enumerate(more))
+        more = more | {key: token for key, token in settings.items() if key.endswith("_token")}
+        more = {key: {"content": token} if isinstance(token, str) else token for key, token in more.items()}
+        more = {key: token for key, token in more.items() if isinstance(token, dict)}
+        variables = {key: token["content"] for key, token in more.items()}
+        bos, eos = variables.get("bos_token"), variables.get("eos_token")
+        more.pop("unk_token", None)  # a text may become that one
+        named = {token["content"]: FLAGS | token | {"special": True} for token in more.values()}
+    tokens = added_tokens(folder, data, settings, named)
+    with checked(path):
         if path.name == "merges.txt":  # of GPT-2 and Qwen2
-            is_gpt2 = "GPT2" in str(settings.get("tokenizer_class"))
+            is_gpt2 = "GPT2" in kind
             lines = path.read_text(encoding="utf-8").split("\n")
             merges = list(filter(None, lines[lines[0].startswith("#version") :]))  # others with # are merges
             splits = [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT]
             data = byte_level_json(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
-        is_model = path.name.startswith("tokenizer.model")
-        tokenizer = load_tokenizer_model(path.read_bytes()) if is_model else load_tokenizer_json(data)
-    with checked(folder / "tokenizer_config.json"):
-        ends = {key: token for key, token in settings.items() if key.endswith("_token")}
-        ends = {key: token["content"] if isinstance(token, dict) else token for key, token in ends.items()}
-        named, bos, eos = {*ends.values()}, ends.get("bos_token"), ends.get("eos_token")
-        legacy = settings.get("legacy")
-    with checked(folder / "tokenizer.json"):
-        for token in data.get("added_tokens") or []:
-            tokenizer.add_token(token["id"], token, named)
-        if is_model and data:
-            tokenizer.space_after = (data.get("pre_tokenizer") or {}).get("prepend_scheme") or ""
-        elif is_model and (legacy is False or "Llama" in str(settings.get("tokenizer_class"))):
-            tokenizer.space_after = "always" if legacy else "first"
-    with checked(folder / "tokenizer_config.json"):
-        for i, token in (settings.get("added_tokens_decoder") or {}).items():
-            tokenizer.add_token(int(i), token, named)
-    special = tokenizer.special_tokens
-    with checked(folder / "added_tokens.json"):  # it does not say which are special
-        for name in added.keys() - {*special, *tokenizer.plain_tokens[0], *tokenizer.plain_tokens[1]}:
-            tokenizer.add_token(added[name], {"content": name, "special": True})
-    tokenizer.chat_variables = {key: token for key, token in ends.items() if isinstance(token, str)}
+        if is_model:
+            tokenizer = load_tokenizer_model(path.read_bytes(), tokens)
+        else:
+            tokenizer = load_tokenizer_json(data, tokens)
+    special, vocab = tokenizer.special_tokens, tokenizer.vocab
+    flags = {name: t for name, t in (named | tokens).items() if t["special"] and name in vocab}
+    special |= {name: vocab[name] for name in flags}
+    tokenizer.strip_before = {vocab[name] for name, token in flags.items() if token["lstrip"]}
+    tokenizer.strip_after = {vocab[name] for name, token in flags.items() if token["rstrip"]}
+    if is_model and (settings.get("legacy") is False or "Llama" in kind):
+        tokenizer.space_after = "always" if settings.get("legacy") else "first"
     if is_model or tokenizer.bos_id is None:  # the template of a tokenizer.json says what leads a text
         tokenizer.bos_id = special.get(bos, tokenizer.bos_id)
     if settings.get("add_bos_token") is not None:
         tokenizer.add_bos = bool(settings["add_bos_token"])
+    tokenizer.chat_variables = {key: name for key, name in variables.items() if isinstance(key, str)}
     tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
     for name, data in (("config.json", config), ("generation_config.json", generation)):
         with checked(folder / name):
             ids = data.get("eos_token_id")
             tokenizer.stop_ids |= set(ids) if isinstance(ids, list) else {ids} - {None}
     with checked(folder / "config.json"):
-        tokenizer.vocab_size = len(tokenizer.pieces)
-        rows = token_id(config.get("vocab_size", tokenizer.vocab_size))
-        tokenizer.pieces += [b""] * (rows - tokenizer.vocab_size)
+        tokenizer.rows = max(tokenizer.vocab_size, token_id(config.get("vocab_size", 0)))
     with checked(jinja := folder / "chat_template.jinja"):
         template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
         if isinstance(template, list):  # several, each for a use
@@ -959,6 +958,32 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def added_tokens(folder: Path, data: dict, settings: dict, named: Collection[str]) -> AddedTokens:
+    """Those of a tokenizer.json, a tokenizer_config.json and an added_tokens.json; the last file counts.
+
+    Those that are `named` are special. Raises UserError."""
+    tokens: AddedTokens = {}
+
+    def add(token: dict, i: int) -> None:
+        name, known = token["content"], tokens.get(token["content"], {})
+        name.encode()  # ValueError for half a surrogate pair
+        special = name in {*named, *STOP_TOKENS} or known.get("special") or token.get("special")
+        tokens[name] = FLAGS | token | {"id": token_id(i), "special": bool(special)}
+
+    with checked(folder / "tokenizer.json"):
+        for token in data.get("added_tokens") or []:
+            add(token, token["id"])
+    with checked(folder / "tokenizer_config.json"):
+        for i, token in (settings.get("added_tokens_decoder") or {}).items():
+            add(token, int(i))
+    with checked(folder / "added_tokens.json"):  # it does not say which are special
+        for name, i in read_json(folder / "added_tokens.json").items():
+            if name not in tokens:
+                add({"content": name, "special": True}, i)
+    tokens.pop("", None)
+    return tokens
+
+
 def token_id(value) -> int:
     """`value`, where it can be a token id. Raises ValueError for others, before memory goes to so many."""
     if type(value) is not int or not 0 <= value < 1 << 22:  # several times what any vocabulary has
@@ -966,102 +991,85 @@ def token_id(value) -> int:
     return value
 
 
-def load_tokenizer_model(data: bytes) -> Tokenizer:
-    """The contents of a tokenizer.model: lines of "base64 rank" (Llama 3), else a sentencepiece model as its
-    trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
+def load_tokenizer_model(data: bytes, tokens: AddedTokens) -> Tokenizer:
+    """A tokenizer.model with these added tokens: lines of "base64 rank" (Llama 3), else a sentencepiece model
+    as its trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
+    unknown_id, spaced = None, ""
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", data):
+        import regex  # tiktoken depends on it, whose own overflows on many blanks
+        import tiktoken
+
         lines = [line.split() for line in data.splitlines()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
         if list(ranks.values()) != list(range(len(lines))):
             raise ValueError("its ranks are not 0, 1, 2, ...")
-        special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
-        encode = bpe_encoder(ranks, list(ranks.values()), [LLAMA3_SPLIT])
-        return Tokenizer(encode, [*ranks] + [b""] * len(special), special, len(ranks), add_bos=True)
-    if not data:  # sentencepiece would load this as a model without pieces
-        raise ValueError("empty file")
-    from sentencepiece import SentencePieceProcessor
+        if not {bytes([byte]) for byte in range(256)} <= ranks.keys():  # tiktoken would panic
+            raise ValueError("it lacks some of the 256 bytes")
+        bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
+        split = regex.compile(LLAMA3_SPLIT)
+        vocab = special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
+        pieces, bos_id = dict(enumerate(ranks)), len(ranks)
 
-    sp = SentencePieceProcessor(model_proto=data)
-    names = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
-    pieces = [name.replace("▁", " ").encode() for name in names]
-    special = {}
-    for i, name in enumerate(names):
-        if sp.is_byte(i):
-            pieces[i] = bytes([int(name[3:5], 16)])  # "<0x0A>"
-        elif sp.is_unknown(i):
-            pieces[i] = sp.decode([i]).encode()  # each model has its own sign for it
-        elif sp.is_control(i):
-            pieces[i], special[name] = b"", i
-    bos_id = None if sp.bos_id() < 0 else sp.bos_id()
-    spaced = "".join(sp.encode("a", out_type=str))  # some models have the space after each word
+        def encode(text: str, space: bool) -> list[int]:
+            return [i for part in split.findall(text) for i in bpe._encode_single_piece(part.encode())]
+
+    elif not data:  # sentencepiece would load this as a model without pieces
+        raise ValueError("empty file")
+    else:
+        from sentencepiece import SentencePieceProcessor
+
+        sp = SentencePieceProcessor(model_proto=data)
+        vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+        special = {name: i for name, i in vocab.items() if sp.is_control(i)}
+        pieces = {i: name.replace("▁", " ").encode() for name, i in vocab.items()}
+        pieces |= {i: bytes([int(name[3:5], 16)]) for name, i in vocab.items() if sp.is_byte(i)}  # "<0x0A>"
+        unknown_id = sp.unk_id()
+        pieces[unknown_id] = sp.decode([unknown_id]).encode()  # each model has its own sign for it
+        bos_id = None if sp.bos_id() < 0 else sp.bos_id()
+        spaced = "".join(sp.encode("a", out_type=str))  # some models have the space after each word
+
+        def encode(text: str, space: bool) -> list[int]:
+            lead = "" if space or not spaced.startswith("▁") else "\n"
+            return sp.encode(lead + text)[len(sp.encode(lead)) :]
+
+    def decode(ids: list[int]) -> str:
+        text = b"".join(pieces.get(i, b"") for i in ids).decode(errors="replace")
+        return text.removeprefix(" ") if "▁" in spaced else text
+
+    pieces |= {token["id"]: name.encode() for name, token in tokens.items()}
+    vocab = vocab | {name: token["id"] for name, token in tokens.items()}
+    plain = {name: token for name, token in tokens.items() if not token["special"]}
+    return Tokenizer(encode, decode, vocab, special, unknown_id, bos_id, True, split=splitter(plain))
+
+
+def load_tokenizer_json(data: dict, tokens: AddedTokens) -> Tokenizer:
+    """A tokenizer.json with these added tokens, by Hugging Face's package, which raises an Exception for what
+    it cannot read."""
+    import tokenizers
+
+    data = data | {"added_tokens": sorted(tokens.values(), key=lambda token: token["id"])}
+    data |= {"truncation": None, "padding": None}  # a prompt stays as it is
+    steps = json.dumps({key: data.get(key) for key in ("normalizer", "pre_tokenizer")})
+    goes_on = json.loads(steps, object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
+    goes_on = json.dumps(goes_on)
+
+    @lru_cache
+    def library(steps: str) -> tokenizers.Tokenizer:
+        made = tokenizers.Tokenizer.from_str(json.dumps(data | json.loads(steps)))
+        made.encode_special_tokens = True
+        return made
 
     def encode(text: str, space: bool) -> list[int]:
-        lead = "" if space or not spaced.startswith("▁") else "\n"
-        return sp.encode(lead + text)[len(sp.encode(lead)) :]
+        return library(steps if space else goes_on).encode(text, add_special_tokens=False).ids
 
-    return Tokenizer(encode, pieces, special, bos_id, add_bos=True, drop_space="▁" in spaced)
-
-
-def load_tokenizer_json(data: dict) -> Tokenizer:
-    """The contents of a Hugging Face tokenizer.json with a BPE; UserError for another kind."""
-
-    def steps(name: str, inner: str) -> list[dict]:
-        return data[name].get(inner, [data[name]]) if data.get(name) else []
-
-    normalizers, splits = steps("normalizer", "normalizers"), steps("pre_tokenizer", "pretokenizers")
-    model = data["model"]
-    if model.get("type", "BPE") == "BPE" and "ByteLevel" in [step["type"] for step in splits]:
-        added = {token["content"] for token in data.get("added_tokens") or []}
-        tokenizer = load_byte_level(model, normalizers, splits, added)
-    elif model.get("type", "BPE") == "BPE" and model.get("byte_fallback"):
-        tokenizer = load_sentencepiece_json(data, normalizers + splits)
-    else:
-        raise UserError(NOT_EXACT)
-    for step in steps("post_processor", "processors"):
-        if step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
-            bos = step["single"][0]["SpecialToken"]["id"]
-            tokenizer.bos_id, tokenizer.add_bos = token_id(step["special_tokens"][bos]["ids"][0]), True
-    return tokenizer
-
-
-def load_byte_level(model: dict, normalizers: list[dict], splits: list[dict], added: set[str]) -> Tokenizer:
-    """A byte-level BPE in GPT-2's notation; UserError for a step that is not supported."""
-    patterns = []
-    for step in splits:
-        patterns += [None] * bool(step.get("add_prefix_space"))
-        if step["type"] == "ByteLevel":
-            patterns += [GPT2_SPLIT] if step.get("use_regex", True) else []
-        elif step["type"] == "Digits":
-            patterns.append(r"\p{N}" if step["individual_digits"] else r"\p{N}+")
-        elif step["type"] == "Split" and (step["behavior"] == "Isolated" or step["invert"]):
-            patterns.append(step["pattern"].get("Regex") or re.escape(step["pattern"]["String"]))
-        else:
-            raise UserError(f"tokenizer.json: the pre_tokenizer {step['type']} is not supported")
-    kinds = [step["type"] for step in normalizers]
-    if set(kinds) - {"NFC"}:
-        raise UserError(f"tokenizer.json: the normalizer {', '.join(kinds)} is not supported")
-    # GPT-2 writes every byte as a printable character
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    byte_of = {chr(byte): byte for byte in plain}
-    byte_of |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*plain}))}
-    vocab = model["vocab"]
-    pieces = [b""] * (max(map(token_id, vocab.values())) + 1)
-    for word, i in vocab.items():
-        if byte_of.keys() >= set(word):  # all but special tokens
-            pieces[i] = bytes(byte_of[c] for c in word)
-    # tiktoken merges in the order of rank, and ids need not follow the order of the merges
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-    words = dict.fromkeys([*byte_of, *(left + right for left, right in pairs)])
-    ranks = {bytes(byte_of[c] for c in word): rank for rank, word in enumerate(words)}
-    # SmolLM2's vocabulary has only the bytes of its training text; Hugging Face leaves the others out
-    unknown = vocab.get(model.get("unk_token"))
-    known = {c: unknown for c, byte in byte_of.items() if not 32 <= byte < 127} | vocab
-    ids = [known[word] for word in words]
-    unmerged = {pieces[i]: i for word, i in vocab.items() if pieces[i] and word not in added}
-    whole = {piece: i for piece, i in unmerged.items() if model.get("ignore_merges") and piece not in ranks}
-    encode = bpe_encoder(ranks, ids, patterns, whole)
-    normalize = (lambda text, space: unicodedata.normalize("NFC", text)) if kinds else Tokenizer.normalize
-    return Tokenizer(encode, pieces, {}, normalize=normalize)
+    vocab, lead = library(steps).get_vocab(), library(steps).encode("a")
+    if any(vocab[name] != token["id"] for name, token in tokens.items()):
+        raise ValueError("the ids of added tokens do not follow those of the vocabulary")
+    token_id(max(vocab.values()))
+    bos_id = token_id(lead.ids[0]) if lead.special_tokens_mask[:1] == [1] else None
+    unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
+    decode, after = partial(library(steps).decode, skip_special_tokens=False), "first" * ('"first"' in steps)
+    return Tokenizer(encode, decode, vocab, {}, unknown_id, bos_id, bos_id is not None, space_after=after)
 
 
 def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -> dict:
@@ -1094,73 +1102,3 @@ def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: boo
         data = sized(0x0A, word.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, kind])
         proto += sized(0x0A, data)
     return bytes(proto)
-
-
-def load_sentencepiece_json(data: dict, steps: list[dict]) -> Tokenizer:
-    """A tokenizer.json that was made of a sentencepiece BPE; UserError where it cannot be turned back.
-
-    Hugging Face ranks pairs of pieces. sentencepiece ranks what they make: its score is its rank here."""
-    vocab, unknown = data["model"]["vocab"], data["model"].get("unk_token") or "<unk>"
-    control = {unknown, *(token["content"] for token in data.get("added_tokens") or [])}
-    to_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
-    normal = vocab.keys() - to_bytes - control
-    pairs = (tuple(m.split(" ") if isinstance(m, str) else m) for m in data["model"]["merges"])
-    pairs = [pair for pair in pairs if normal >= {*pair, "".join(pair)}]
-    ranked = [word for word, _ in groupby(map("".join, pairs))]
-    splits = ((word[:i], word[i:]) for word in normal for i in range(1, len(word)))
-    schemes = [[METASPACE | {"prepend_scheme": scheme}] for scheme in ("first", "always", "never")]
-    if (
-        steps not in ([ESCAPE], [PREPEND, ESCAPE], *schemes)
-        or data["model"].get("ignore_merges")
-        or sorted(vocab.values()) != list(range(len(vocab)))
-        or max(map(len, vocab)) > 256
-        or len(set(ranked)) < len(ranked)  # pairs that make one piece are not in a row
-        or set(pairs) != {pair for pair in splits if normal >= {*pair}}  # sentencepiece knows all of them
-    ):
-        raise UserError(NOT_EXACT)
-
-    kinds = dict.fromkeys(normal, 1) | dict.fromkeys(control, 3) | dict.fromkeys(to_bytes, 6) | {unknown: 2}
-    scores = {word: -rank for rank, word in enumerate(ranked)}
-    words = sorted(vocab, key=vocab.get)
-    tokenizer = load_tokenizer_model(sentencepiece_model((w, scores.get(w, 0), kinds[w]) for w in words))
-    scheme = steps[0].get("prepend_scheme", "always" if PREPEND in steps else "never")
-    spaced, encode = scheme != "never", tokenizer.encode_text
-    if ESCAPE in steps:  # the space comes before the text is split at some of the added tokens, else after
-        tokenizer.normalize = lambda text, space: ("▁" * (space and spaced) + text).replace(" ", "▁")
-    elif spaced:
-        tokenizer.encode_text = lambda t, space: encode(" " * (space and t[0] not in " ▁") + t, space)
-    after = "first" if scheme == "first" else ""
-    return replace(tokenizer, bos_id=None, add_bos=False, drop_space=spaced, space_after=after)
-
-
-def bpe_encoder(ranks: dict[bytes, int], ids: list, patterns: list, whole: Collection = ()) -> Callable:
-    """The function from text to ids that splits by each pattern in turn, then merges; ids: of each rank.
-
-    A pattern of None: a space is put before each part. whole: the ids of parts that are not merged. A byte
-    whose id is None is left out of the text. Raises ValueError where tiktoken would panic."""
-    import regex  # tiktoken depends on it
-    import tiktoken
-
-    if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
-        raise ValueError("it lacks some of the 256 bytes")
-    absent = bytes(word[0] for word, rank in ranks.items() if ids[rank] is None)
-    rest = "|(?:(?!{0})[\\s\\S])++"  # what a pattern does not match is a part, too
-    splits = [pattern and regex.compile(pattern + rest.format(pattern)) for pattern in patterns]
-    bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
-
-    def encode_part(part: bytes) -> list[int]:
-        if part in whole:
-            return [whole[part]]
-        known = part.translate(None, absent)
-        return [ids[rank] for rank in bpe._encode_single_piece(known)] if known else []
-
-    def encode(text: str, space: bool) -> list[int]:
-        parts = [text]
-        for split in splits:
-            if split:
-                parts = [match.group() for part in parts for match in split.finditer(part)]
-            else:
-                parts = [" " * ((space or i > 0) and part[0] != " ") + part for i, part in enumerate(parts)]
-        return [i for part in parts for i in encode_part(part.encode())]
-
-    return encode
