@@ -236,7 +236,7 @@ def append(
     for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
         shape(name, x, v.dtype, B, *sizes)
         need(x[0].is_contiguous(), f"a batch entry of {name} must be contiguous")
-    need(BYTES in (D // 4, D // 2, D), f"{BYTES} bytes are no codes of {D} values in 2, 4 or 8 bits")
+    need(BYTES in (D // 4, D // 2), f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
     check(
         pos=(pos, torch.int32, B), lead=(lead, torch.int8, B, 1, S, LEAD), rest=(rest, u8, B, 1, S, REST),
         latent_scale=(latent_scale, f32, B, 1, S), codes=(codes, u8, B, S, Hkv, BYTES),
@@ -381,7 +381,7 @@ def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
     rows_p,  # [B, H, S, r] of the queries' dtype, or int8
     row_scale_p,  # [B, H, S] fp32; None: rows are not int8
-    offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . row
+    offset_p,  # [B, blocks, H, N] fp32; None: nothing is added to q . row
     pos_p,  # [B] int32
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
@@ -399,7 +399,6 @@ def _scores_kernel(
     r_score,  # leading numbers of a row that count
     r,  # numbers of a row
     scale,
-    run,  # tokens of a run
     per_block,  # tiles of a block of queries; None: one block
     N: tl.constexpr,  # queries of a head
     NR: tl.constexpr,  # blocks of ranks
@@ -407,7 +406,6 @@ def _scores_kernel(
     RB: tl.constexpr,  # ranks of a block
     RULE: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
-    ONE_RUN: tl.constexpr,  # does a tile lie in one run?
     EACH_TILE: tl.constexpr,  # does each tile load its block's queries? Else a program has one block
 ):
     """Stores logits scale q . row of a head's N queries. They are in log2 units, except under rule each.
@@ -471,17 +469,11 @@ def _scores_kernel(
                 part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                 logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
         # Always true: a branch does not delay the next tile's loads. Those of a tile's queries it does.
-        if (EACH_TILE and ONE_RUN) or tile < stop:
+        if EACH_TILE or tile < stop:
             logits *= row_scale
             if offset_p is not None:
-                if ONE_RUN:
-                    offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
-                    offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
-                else:
-                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
-                    some = live[:, None] & (n < N)[None, :]
-                    offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
-                logits += offset * scale
+                offset_at = ((b * tl.cdiv(tiles, per_block) + tile // per_block) * H + h) * N + n
+                logits += tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :] * scale
             logits = tl.where(live[:, None], logits, float("-inf"))
             if RULE != "softmax":
                 at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
@@ -563,14 +555,14 @@ def _reduce_scores_kernel(
 )
 def scores(
     queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, offset: Tensor | None = None, run: int = 1, positions: Tensor | None = None
+    block: int = 0, offset: Tensor | None = None, positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Scores of stored tokens from the leading dims of their rows. Each row is read once.
 
     queries are [B, H, N, r*], or [B, n, H, N, r*] with queries for each block of `block` tokens, a multiple
     of 16. rows [B, H, S, r], r* <= r, are a view (check_store) of the same dtype, or int8 codes with
     row_scale [B, H, S] fp32. Logits are (q . row + offset) * scale over the tokens up to pos. offset is none,
-    or fp32 [B, n, H * N], one for each of n runs of `run` tokens. rule:
+    or fp32 [B, n, H * N], one for each block. rule:
         each     the logit of each query -> [B, H * N, S]
         softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
         largest  the largest of the log-softmax of a head's queries -> [B, H, S]
@@ -581,11 +573,12 @@ def scores(
     need(fits, f"queries {list(queries.shape)} do not fit rows {list(rows.shape)}")
     need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
     need(blocks == ((cdiv(S, block),) if block else ()), f"no queries for blocks of {block} of {S} tokens")
+    need(block or offset is None, "offset is of blocks")
     need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two blocks
     dtype = queries.dtype if row_scale is None else torch.int8
     steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
     given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
-    given["offset"] = (offset, torch.float32, B, cdiv(S, run), H * N)
+    given["offset"] = (offset, torch.float32, B, *blocks, H * N)
     check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     rule = "each" if rule == "largest" and N == 1 else rule  # it ranks tokens alike
@@ -605,8 +598,8 @@ def scores(
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
         queries, rows, row_scale, offset, pos, positions, kept, *sums, *query_steps, *steps, S, tiles,
-        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
-        cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, each_tile, num_warps=warps, num_stages=stages,
+        r_score, r, scale * (1 if rule == "each" else LOG2E), block // T if block else None, N,
+        cdiv(r_score, RB), T, RB, rule, stages, each_tile, num_warps=warps, num_stages=stages,
         **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":
@@ -911,7 +904,7 @@ def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
 def value_packing(D: int, bits: int) -> Packing:
     """Groups have 32 channels, or all of a narrow head, as in compress.py."""
     group, width = min(32, D), D * bits // 8
-    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
+    need(bits in (2, 4, 16), f"bits must be 2, 4 or 16, not {bits}")
     if bits == 16:
         return packing_of(bits, 1, D, power2(D))
     fits = D % group == 0 and group == power2(group)
@@ -1039,12 +1032,12 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (S, r), DP, f32, split = latent.shape[2:], power2(D, 16), torch.float32, {}
     dtype = q.dtype if scale is None else torch.int8
     steps, wide = check_store("latents", latent, dtype, B, Hkv, S, r, scales=scale), r
-    need((scale is None) == (basis_scale is None), "latents and basis are of int8 together")
+    together = len({x is None for x in (scale, rest, basis_scale)}) == 1
+    need(together, "codes of latents have scales, dims in 4 bits, and a basis with scales")
     if rest is not None:
         width, wide = rest.shape[3], r + 2 * rest.shape[3]
         first = power2(width, 32) if width < 64 else power2(width + 1) // 2
         split = {"REST": width, "WIDE": first, "NARROW": power2(width - first, 32) if width > first else 0}
-        need(scale is not None, "latents with dims in 4 bits have others in int8")
         rest_steps = check_store("rest", rest, torch.uint8, B, Hkv, S, width)
         need(rest_steps == steps, "a latent's dims in 4 bits must lie as its others do")
     given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, wide)}
