@@ -112,8 +112,9 @@ class Context:
         return self.kernels.linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)
 
     def scores(
-        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, offset=None
-    ) -> Tensor:
+        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, offset=None,
+        run: int = 1
+    ) -> Tensor:  # fmt: skip
         """Scores the tokens up to pos by the leading d numbers of what is stored of each.
 
         q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. rows [B, H, S, >= d]: a
@@ -121,16 +122,17 @@ class Context:
             each     every query's logit -> [B, H, N, S]
             softmax  the sum over a head's queries of their attention weights -> [B, H, S]
             largest  the largest of these weights, as a logarithm -> [B, H, S]
-        fp32, -inf beyond pos. offset [B, n, Hq]: what is added to q . row in each block."""
+        fp32, -inf beyond pos. offset [B, n, Hq]: what is added to q . row in each of n runs
+        of `run` tokens."""
         q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
         if self.kernels and block % 16 == 0:
             stored = rows, row_scale, pos.int()
-            scores = self.kernels.scores(q.contiguous(), *stored, self.scale, rule, block, offset)
+            scores = self.kernels.scores(q.contiguous(), *stored, self.scale, rule, block, offset, run)
             return scores.unflatten(1, q.shape[-3:-1]) if rule == "each" else scores
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
         logits = token_logits(q, rows, row_scale, block)  # [B, H, N, S]
         if offset is not None:
-            each = offset.mT.repeat_interleave(block, -1)[..., : rows.shape[2]]  # [B, Hq, S]
+            each = offset.mT.repeat_interleave(run, -1)[..., : rows.shape[2]]  # [B, Hq, S]
             logits = logits + each.unflatten(1, logits.shape[1:3])
         logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
         if rule == "softmax":
@@ -148,11 +150,11 @@ class Context:
             latents.write(where, latent[:, None])
             values.write(where, v)
 
-    def block_queries(self, q: Tensor, rotations: Iterable, basis: Tensor, mean: Tensor | None) -> tuple:
+    def block_queries(self, q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
         """What `block_queries` gives."""
         if self.kernels and mean is not None:
-            return self.kernels.block_queries(q.contiguous(), *rotations, basis, mean)
-        return block_queries(q, rotations, basis, mean)
+            return self.kernels.block_queries(q.contiguous(), cos, sin, basis, mean)
+        return block_queries(q, cos, sin, basis, mean)
 
     def select(self, scores: Tensor, pos: Tensor, budget: tuple, wanted=None, recent: bool = False) -> Tensor:
         """What `select` chooses for a budget (x, y, z), and with `recent` the z last tokens: [B, ..., n]."""
@@ -951,7 +953,7 @@ def sals_step(
 
 def sals_step_ours(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, maps: tuple, r_score: int, bits: int, budget: tuple, rope,
-    blocks: tuple
+    blocks: tuple, runs: tuple
 ) -> tuple:  # fmt: skip
     """The same step as it runs by default, for one sequence: what we changed is in steps 2, 3, 4 and 6.
 
@@ -959,7 +961,8 @@ def sals_step_ours(
     latents int8 codes [S - 1, r*], scales and 4-bit codes (`quantize_mixed`); of values codes and scales
     (`quantize_spread`); K after RoPE and V [S - 1, Hkv, D], of which only the x first and z last are read.
     maps: `down`, `up` [Hkv*D, r] and the mean key [Hkv*D] (sals_layer_maps); rope(x, positions) rotates x
-    [n, H, D]; blocks: tokens of a block, and cos, sin [n, D/2] of each (mean_rotations)."""
+    [n, H, D]; blocks: tokens of a block, and cos, sin [n, D/2] of each (mean_rotations);
+    runs: the same of those for which the mean key is rotated once: the blocks, or each token (biased keys)."""
     (x, y, z), (heads, D), S, (down, up, mean) = budget, k.shape, len(stored[0]) + 1, maps
     # 2. Project the new token, less the mean key. The query is rotated: each head scores for itself.
     k_latent, q = (k.flatten() - mean) @ down, rope(q[None], torch.tensor([S - 1]))
@@ -969,13 +972,13 @@ def sals_step_ours(
     stored = appended(stored, *new)
     lead, scale, rest, codes, v_scale, k_exact, v_exact = stored
     latents = dequantize_mixed(lead, scale, rest)
-    # 4. Scores on the r* leading dims. RoPE is undone once for each block of tokens, so scores know the
-    # distance; then each head's logits become weights, and a token's score is their sum.
-    places, (block, cos, sin) = torch.arange(S), blocks
-    turned = apply_rope(q, cos[places // block], -sin[places // block])  # [S, Hq, D]
-    k_score = latents[:, None, :r_score] @ up[:, :r_score].T + mean  # [S, 1, Hkv*D], as scoring sees them
-    k_score = k_score.unflatten(-1, (heads, 1, D))
-    logits = (turned.unflatten(1, (heads, -1)) * k_score[:, 0]).sum(-1)  # [S, Hkv, G]
+    # 4. Scores on the r* leading dims: q is turned back by the rotation of a token's block, so that scores
+    # know the distance; each head's logits become weights, and a token's score is their sum.
+    places = torch.arange(S)
+    in_block, in_run = (apply_rope(q, c[places // n], -s[places // n]) for n, c, s in (blocks, runs))
+    k_score, grouped = latents[:, :r_score] @ up[:, :r_score].T, (heads, -1)  # [S, Hkv*D]
+    logits = (in_block.unflatten(1, grouped) * k_score.view(S, heads, 1, D)).sum(-1)  # [S, Hkv, G]
+    logits = logits + (in_run.unflatten(1, grouped) * mean.view(heads, 1, D)).sum(-1)
     scores = logits.mul(D**-0.5).softmax(0).sum((1, 2))
     # 5. The y best of the tokens between the x first and the z last (sec. 4.4).
     near = (places < x) | (places >= S - z)
@@ -1057,13 +1060,19 @@ def mean_rotations(context: Context) -> tuple[int, Tensor, Tensor]:
     return SCORE_BLOCK, *(torch.stack([part.mean(0) for part in each]) for each in parts)
 
 
-def block_queries(q: Tensor, rotations: Iterable, basis: Tensor, mean: Tensor | None) -> tuple:
+def block_queries(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
     """q [B, Hq, D] after RoPE, rotated back to each of n blocks by cos, sin [n, D/2] (ours: the paper scores
-    without RoPE): in the basis U_r* [Hkv*D, r*], [B, n, Hq, r*]; and the mean's logits [B, n, Hq] fp32."""
-    cos, sin = rotations
-    heads, turned = len(basis) // q.shape[-1], apply_rope(q[:, None].float(), cos, -sin)  # [B, n, Hq, D]
-    queries = in_basis(turned.to(q.dtype), basis.unflatten(0, (heads, -1)))
-    return queries, None if mean is None else in_basis(turned, mean.view(heads, -1, 1))[..., 0]
+    without RoPE): in the basis U_r* [Hkv*D, r*], [B, n, Hq, r*]; and mean_logits [B, n, Hq], or None."""
+    queries = in_basis(apply_rope(q[:, None], cos, -sin), basis.unflatten(0, (-1, q.shape[-1])))
+    return queries, None if mean is None else mean_logits(q, cos, sin, mean)
+
+
+def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
+    """q . RoPE(mean key), which the latents of centred keys lack (ours): q [B, Hq, D] after RoPE, cos, sin
+    [n, D/2] of n places or means of such, mean [Hkv*D] -> [B, n, Hq] fp32."""
+    x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
+    a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
+    return cos @ (a * x + b * y).flatten(1, 2).mT + sin @ (b * x - a * y).flatten(1, 2).mT
 
 
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
@@ -1102,12 +1111,14 @@ class SalsCache(Cache):
     """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. A `sparse`
     layer attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
 
-    maps: of sals_layer_maps. blocks: of mean_rotations, for the score softmax."""
+    maps: of sals_layer_maps. blocks, runs: of the score softmax, as sals_step_ours has them."""
 
-    def __init__(self, context: Context, settings: SalsSettings, sparse: bool, maps: tuple, blocks=()):
+    def __init__(
+        self, context: Context, settings: SalsSettings, sparse: bool, maps: tuple, blocks=(), runs=()
+    ):  # fmt: skip
         super().__init__(context)
         c, self.settings, self.sparse = context.config, settings, sparse
-        self.budget, self.blocks = settings.budget(context.capacity), blocks
+        self.budget, self.blocks, self.runs = settings.budget(context.capacity), blocks, runs
         self.r, self.r_score = settings.ranks(c)
         down, up, self.mean = maps
         self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
@@ -1146,9 +1157,12 @@ class SalsCache(Cache):
         if self.settings.score == "sum":  # the logits of the one query; the mean counts alike for all tokens
             query = folded[0][:, None] if folded else summed_query(q, self.up, self.config.n_kv_heads)
             return self.context.scores(query, rule="each", **how).flatten(1)
-        block, *rotations = self.blocks
-        queries, offset = self.context.block_queries(rotated, rotations, self.up, self.mean)
-        return self.context.scores(queries, rule="softmax", block=block, offset=offset, **how).flatten(1)
+        (block, *rotations), (run, *each) = self.blocks, self.runs
+        queries, offset = self.context.block_queries(rotated, *rotations, self.up, self.mean)
+        if run < block and self.mean is not None:
+            offset = mean_logits(rotated, *each, self.mean)
+        how |= {"rule": "softmax", "block": block, "offset": offset, "run": run}
+        return self.context.scores(queries, **how).flatten(1)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
@@ -1174,13 +1188,14 @@ class SalsCache(Cache):
 
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c, skipped = model.config, skipped_layers(settings, len(model.layers))
-    blocks = mean_rotations(context) if settings.score == "softmax" else ()
+    blocks = mean_rotations(context)
+    runs = (1, context.cos, context.sin) if c.qkv_bias else blocks  # a biased channel turns within a block
 
     def cache(i: int) -> Cache:
         if i in skipped and settings.form == "ours":  # to rebuild all keys would take longer
             return DenseCache(context, *kivi_kv(context, KiviSettings(4, 32)))
         maps = sals_layer_maps(c, settings, artifact, i, context.device)
-        return SalsCache(context, settings, i not in skipped, maps, blocks)
+        return SalsCache(context, settings, i not in skipped, maps, blocks, runs)
 
     return [cache(i) for i in range(c.n_layers)]
 

@@ -381,7 +381,7 @@ def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
     rows_p,  # [B, H, S, r] of the queries' dtype, or int8
     row_scale_p,  # [B, H, S] fp32; None: rows are not int8
-    offset_p,  # [B, blocks, H, N] fp32; None: nothing is added to q . row
+    offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . row
     pos_p,  # [B] int32
     positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
@@ -399,6 +399,7 @@ def _scores_kernel(
     r_score,  # leading numbers of a row that count
     r,  # numbers of a row
     scale,
+    run,  # tokens of a run
     per_block,  # tiles of a block of queries; None: one block
     N: tl.constexpr,  # queries of a head
     NR: tl.constexpr,  # blocks of ranks
@@ -406,6 +407,7 @@ def _scores_kernel(
     RB: tl.constexpr,  # ranks of a block
     RULE: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
+    ONE_RUN: tl.constexpr,  # does a tile lie in one run?
     EACH_TILE: tl.constexpr,  # does each tile load its block's queries? Else a program has one block
 ):
     """Stores logits scale q . row of a head's N queries. They are in log2 units, except under rule each.
@@ -469,11 +471,17 @@ def _scores_kernel(
                 part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                 logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
         # Always true: a branch does not delay the next tile's loads. Those of a tile's queries it does.
-        if EACH_TILE or tile < stop:
+        if (EACH_TILE and ONE_RUN) or tile < stop:
             logits *= row_scale
             if offset_p is not None:
-                offset_at = ((b * tl.cdiv(tiles, per_block) + tile // per_block) * H + h) * N + n
-                logits += tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :] * scale
+                if ONE_RUN:
+                    offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
+                    offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
+                else:
+                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
+                    some = live[:, None] & (n < N)[None, :]
+                    offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
+                logits += offset * scale
             logits = tl.where(live[:, None], logits, float("-inf"))
             if RULE != "softmax":
                 at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
@@ -555,14 +563,14 @@ def _reduce_scores_kernel(
 )
 def scores(
     queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, offset: Tensor | None = None, positions: Tensor | None = None
+    block: int = 0, offset: Tensor | None = None, run: int = 1, positions: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Scores of stored tokens from the leading dims of their rows. Each row is read once.
 
     queries are [B, H, N, r*], or [B, n, H, N, r*] with queries for each block of `block` tokens, a multiple
     of 16. rows [B, H, S, r], r* <= r, are a view (check_store) of the same dtype, or int8 codes with
     row_scale [B, H, S] fp32. Logits are (q . row + offset) * scale over the tokens up to pos. offset is none,
-    or fp32 [B, n, H * N], one for each block. rule:
+    or fp32 [B, n, H * N], one for each of n runs of `run` tokens. rule:
         each     the logit of each query -> [B, H * N, S]
         softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
         largest  the largest of the log-softmax of a head's queries -> [B, H, S]
@@ -573,12 +581,11 @@ def scores(
     need(fits, f"queries {list(queries.shape)} do not fit rows {list(rows.shape)}")
     need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
     need(blocks == ((cdiv(S, block),) if block else ()), f"no queries for blocks of {block} of {S} tokens")
-    need(block or offset is None, "offset is of blocks")
     need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two blocks
     dtype = queries.dtype if row_scale is None else torch.int8
     steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
     given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
-    given["offset"] = (offset, torch.float32, B, *blocks, H * N)
+    given["offset"] = (offset, torch.float32, B, cdiv(S, run), H * N)
     check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     rule = "each" if rule == "largest" and N == 1 else rule  # it ranks tokens alike
@@ -598,8 +605,8 @@ def scores(
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
         queries, rows, row_scale, offset, pos, positions, kept, *sums, *query_steps, *steps, S, tiles,
-        r_score, r, scale * (1 if rule == "each" else LOG2E), block // T if block else None, N,
-        cdiv(r_score, RB), T, RB, rule, stages, each_tile, num_warps=warps, num_stages=stages,
+        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
+        cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, each_tile, num_warps=warps, num_stages=stages,
         **overlapped(rows.device),
     )  # fmt: skip
     if rule == "each":

@@ -555,7 +555,8 @@ def pure_sals(cache, entry, n, q, k, v):
     how = cache.r_score, bits, cache.budget, cache.rope
     for i in range(n, len(q)):
         if ours:
-            out, chosen, stored = compress.sals_step_ours(q[i], k[i], v[i], stored, maps, *how, cache.blocks)
+            given = stored, maps, *how, cache.blocks, cache.runs
+            out, chosen, stored = compress.sals_step_ours(q[i], k[i], v[i], *given)
         else:
             out, chosen, stored = compress.sals_step(q[i], k[i], v[i], stored, up, *how)
         yield out.flatten(), [chosen] * cache.config.n_kv_heads
@@ -727,6 +728,7 @@ def pure_elitekv(cache, entry, n, q, k, latent):
 PURE = {  # method -> options beside the paper's, its steps, what a token has beside q if that is not k and v
     "sals": (FEW := {"sinks": 3, "critical": 12, "recent": 6}, pure_sals, None),
     "sals, ours": (FEW | {"score_rank": 0.25}, pure_sals, None),
+    "sals, ours, biased": (FEW | {"score_rank": 0.25}, pure_sals, None),
     "lrqk": ({"rank": 4, "k": 12, "recent": 6}, pure_lrqk, None),
     "loki": ({"k": 0.4, "d": 0.5}, pure_loki, None),
     "loki, reduced": ({"d": 0.5, "reduced": True}, pure_loki, None),
@@ -750,7 +752,7 @@ def test_a_cache_is_the_papers_algorithm(case, group):
     """Over 40 steps of ragged entries, across the budget's edge: equal outputs, equal sets."""
     (options, pure, parts), prompts, (method, *ours) = PURE[case], (8, 17, 30), case.split(", ")
     options, dim = ({} if ours else METHODS[method].paper) | options, width_for(method)
-    model = tiny_model(group=group, head_dim=dim, qkv_bias=method == "palu")
+    model = tiny_model(group=group, head_dim=dim, qkv_bias=method == "palu" or "biased" in ours)
     cache = row_cache(method, model, 3, 70, **options)
     torch.manual_seed(0)
     shapes = [(8, dim), *(parts(cache, group) if parts else [(8 // group, dim)] * 2)]
@@ -1166,27 +1168,33 @@ def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
 
 @pytest.mark.parametrize("scaling", [None, YARN])
 @pytest.mark.parametrize("form", ["ours", "paper"])
-@pytest.mark.parametrize("score, block", [("sum", 16), ("softmax", 1), ("softmax", 16)])
-def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(score, block, form, scaling):
-    """Sums of all heads' weights, in any order of a group's heads. The rule sum has no RoPE: all keys stand
-    at the query's place, but for yarn's factor, and the mean key counts equally for all."""
-    model = tiny_model(rope_scaling=scaling, qkv_bias=True)
+@pytest.mark.parametrize("score, block, run", [("sum", 16, 16), ("softmax", 16, 1), ("softmax", 16, 16)])
+def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(score, block, run, form, scaling):
+    """And the mean key's over those of its run, which of biased keys is a token. Sums of all heads' weights,
+    in any order of a group's heads. The rule sum has no RoPE: all keys stand at the query's place, but for
+    yarn's factor, and the mean key counts equally for all."""
+    model = tiny_model(rope_scaling=scaling, qkv_bias=run == 1)
     cache = row_cache("sals", model, 2, 40, block=block, **CODES | {"form": form, "score": score})
     assert scaling is None or cache.context.cos[0, 0] > 1.1
     q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
     for row in range(2):
         cache.latents.write((row, slice(0, 40)), cache.latent(k[row])[:, None])
     keys = cache.latents.read(pos)[:, 0, :, : cache.r_score] @ cache.up.T  # as scoring sees them
-    if (score, form) == ("softmax", "ours"):
-        keys = keys + cache.mean
-    keys = keys.unflatten(-1, (4, 1, 16)).expand(-1, -1, -1, 2, -1)  # [B, S, Hkv, G, D]
+    keys, mean = (
+        keys.unflatten(-1, (4, 16)),
+        torch.zeros(4, 16) if form == "paper" else cache.mean.view(4, 16),
+    )
+
+    def mean_logits(row, q, key, j, span):
+        """[Hq] of a key over the places of the `span` tokens around j."""
+        places = torch.arange(first := j // span * span, min(first + span, 40))
+        rotated = cache.rope(key.expand(len(places), 4, 16), places).repeat_interleave(2, 1)
+        return torch.einsum("hd,shd->sh", cache.rope(q, pos)[row], rotated).mean(0)
 
     def logits_of(row, j, q):
         if score == "sum":
-            return (q[row].view(4, 2, 16) * keys[row, j]).sum(-1).flatten()
-        places = torch.arange(first := j // block * block, min(first + block, 40))
-        rotated = cache.rope(keys[row, j].flatten(0, 1).expand(len(places), 8, 16), places)
-        return torch.einsum("hd,shd->sh", cache.rope(q, pos)[row], rotated).mean(0)
+            return (q[row].view(4, 2, 16) * keys[row, j][:, None]).sum(-1).flatten()
+        return mean_logits(row, q, keys[row, j], j, block) + mean_logits(row, q, mean, j, run)
 
     for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
         scores = cache.score(pos, x, cache.rope(x, pos))
@@ -3022,8 +3030,8 @@ def placed_queries(B, n, Hkv, G, D, r, dtype):
 @pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, PLACED))
 @poisoned
 def test_kernel_block_queries(dtype, sizes):
-    q, cos, sin, basis, mean = given = placed_queries(*sizes, dtype)
-    truth = compress.block_queries(q, (cos, sin), basis, mean)
+    given = placed_queries(*sizes, dtype)
+    truth = compress.block_queries(*given)
     for got, want in zip(kernels.block_queries(*given), truth, strict=True):
         assert got.dtype == want.dtype
         close(got, want, got.dtype)
@@ -3036,7 +3044,7 @@ def poison(x, dead):
     return x
 
 
-def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, shifted=False):
+def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, run=0):
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
     x = randn(B, S, H, r, dtype=dtype)
@@ -3047,9 +3055,10 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, 
     queries[..., 0, :] *= N == 1  # a query without a largest number
     of_token = torch.arange(S, device=DEVICE) // (block or S)
     logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded)
-    offset = randn(B, n, H * N, seed=2) if shifted else None
-    if shifted:
-        logits = logits + offset[:, of_token].unflatten(2, (H, N)).permute(0, 2, 3, 1)  # [B, S, H N]
+    offset = randn(B, -(-S // run), H * N, seed=2) if run else None
+    if run:
+        each = offset[:, torch.arange(S, device=DEVICE) // run]  # [B, S, H N]
+        logits = logits + each.unflatten(2, (H, N)).permute(0, 2, 3, 1)
     logits = logits * 0.3
     logits = logits.masked_fill(~live[:, None, None], -torch.inf)
     if rule == "each":
@@ -3063,7 +3072,7 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, 
     else:
         rows = poison(rows, ~live)
     queries = queries if block else queries[:, 0]
-    out = ops.scores(queries, rows.transpose(1, 2), scale, pos, 0.3, rule, block, offset)
+    out = ops.scores(queries, rows.transpose(1, 2), scale, pos, 0.3, rule, block, offset, run or 1)
     assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
     close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
@@ -3087,10 +3096,10 @@ def test_kernel_scores(dtype, rule, int8, sizes):
     check_scores(dtype, rule, int8, *sizes)
 
 
-@pytest.mark.parametrize("rule, int8, block", pairwise(RULES, [False, True], [16, 48]))
+@pytest.mark.parametrize("rule, int8, block, run", pairwise(RULES, [False, True], [0, 48], [1, 16]))
 @poisoned
-def test_kernel_scores_with_an_offset_for_each_block(rule, int8, block):
-    check_scores(DTYPES[-1], rule, int8, 2, 130, 2, 3, 40, 32, block, shifted=True)
+def test_kernel_scores_with_an_offset_for_runs_of_tokens(rule, int8, block, run):
+    check_scores(DTYPES[-1], rule, int8, 2, 130, 2, 3, 40, 32, block, run=run)
 
 
 @pytest.mark.parametrize("rule, int8, block, n", pairwise(RULES, [False, True], [0, 48], [6, 24]))
@@ -3405,7 +3414,7 @@ def test_kernel_attend_and_scores_of_pages(module, form, tokens):
     k, k_scale = (*keys, None)[:2]
     for rule in RULES:
         unpaged = ops.scores(q.unflatten(1, (2, 2)), k, k_scale, pos, scale, rule)
-        paged_rows = [*map(paged, (k, k_scale)), pos, scale, rule, 0, None, positions_]
+        paged_rows = [*map(paged, (k, k_scale)), pos, scale, rule, 0, None, 1, positions_]
         out = ops.scores(q.unflatten(1, (2, 2)), *paged_rows)
         out = out.gather(-1, place[:, None].expand(out.shape))
         live = unpaged > -torch.inf
@@ -3619,7 +3628,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                 kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0, pages)
             for rule in ("each", "largest", "softmax"):
                 kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
-                kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule, 0, None, pages)
+                kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule, 0, None, 1, pages)
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
@@ -3628,7 +3637,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
         kernels.append(zeros(B, 512), zeros(B, 32, D), pos, *codes, 1.0, 1.0)
         kernels.block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
-        latents = mixed[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 39, 32, dtype=fp32)
+        latents = mixed[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
         kernels.scores(zeros(B, 39, 1, 32, 128), *latents)
         ranks = [96, 48, 80, 16]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
@@ -3955,7 +3964,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("select", {"wanted": lambda _: positions(1, 1)}, r"wanted must be \[1\]"),
     ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
     ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit rows"),
-    ("scores", {"offset": lambda _: randn(1, 9, 4)}, "offset is of blocks"),
+    ("scores", {"offset": lambda _: randn(1, 9, 4), "run": instead(1)}, "offset must be"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
     ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows must be torch.int8"),
     ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole rows"),
