@@ -962,7 +962,7 @@ def sals_step_ours(
     (`quantize_spread`); K after RoPE and V [S - 1, Hkv, D], of which only the x first and z last are read.
     maps: `down`, `up` [Hkv*D, r] and the mean key [Hkv*D] (sals_layer_maps); rope(x, positions) rotates x
     [n, H, D]; blocks: tokens of a block, and cos, sin [n, D/2] of each (mean_rotations);
-    runs: the same of those for which the mean key is rotated once: the blocks, or each token (biased keys)."""
+    runs: the same of those for which the mean key is rotated once: blocks, or tokens if keys have a bias."""
     (x, y, z), (heads, D), S, (down, up, mean) = budget, k.shape, len(stored[0]) + 1, maps
     # 2. Project the new token, less the mean key. The query is rotated: each head scores for itself.
     k_latent, q = (k.flatten() - mean) @ down, rope(q[None], torch.tensor([S - 1]))
