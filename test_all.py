@@ -3838,7 +3838,7 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("sals", CODES | {"skip": "0"}, 2, "append block_queries channels latents scores select"),
     ("sals", CODES | {"skip": "", "bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "append " + CHOSEN),
     ("sals", CODES | {"skip": "", "score": "sum"}, 4, "append latents scores select"),
-    ("sals", CODES | {"skip": "", "head_dim": 24}, 2, "append block_queries scores select"),
+    ("sals", CODES | {"skip": "", "head_dim": 24, "rank": 0.8}, 2, "append block_queries scores select"),
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("palu", {}, 2, "latents"),
