@@ -23,7 +23,7 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ from torch import Tensor, nn
 
 import model as model_file
 from model import Attention, Linear, Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
+
+VARIANTS = ("ours", "paper")
 
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
 Stored = dict[str, tuple]
@@ -110,8 +112,8 @@ class Context:
         return self.kernels.linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)
 
     def scores(
-        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, scale=None,
-        offset=None, run: int = 1
+        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, offset=None,
+        run: int = 1
     ) -> Tensor:  # fmt: skip
         """Scores the tokens up to pos by the leading d numbers of what is stored of each.
 
@@ -120,20 +122,19 @@ class Context:
             each     every query's logit -> [B, H, N, S]
             softmax  the sum over a head's queries of their attention weights -> [B, H, S]
             largest  the largest of these weights, as a logarithm -> [B, H, S]
-        fp32, -inf beyond pos. scale: of the logits, 1/sqrt(D) if not given. offset [B, n, Hq]: what is
-        added to q . row in each of n runs of `run` tokens."""
+        fp32, -inf beyond pos. offset [B, n, Hq]: what is added to q . row in each of n runs
+        of `run` tokens."""
         q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
-        scale = self.scale if scale is None else scale
         if self.kernels and block % 16 == 0:
             stored = rows, row_scale, pos.int()
-            scores = self.kernels.scores(q.contiguous(), *stored, scale, rule, block, offset, run)
+            scores = self.kernels.scores(q.contiguous(), *stored, self.scale, rule, block, offset, run)
             return scores.unflatten(1, q.shape[-3:-1]) if rule == "each" else scores
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
         logits = token_logits(q, rows, row_scale, block)  # [B, H, N, S]
         if offset is not None:
             each = offset.mT.repeat_interleave(run, -1)[..., : rows.shape[2]]  # [B, Hq, S]
             logits = logits + each.unflatten(1, logits.shape[1:3])
-        logits = (logits * scale).masked_fill(~live[:, None, None], -torch.inf)
+        logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
         if rule == "softmax":
             return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
         return logits if rule == "each" else group_scores(logits, live)
@@ -149,11 +150,11 @@ class Context:
             latents.write(where, latent[:, None])
             values.write(where, v)
 
-    def block_queries(self, q: Tensor, rotations: tuple, basis: Tensor, mean, rule: str) -> tuple:
+    def block_queries(self, q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
         """What `block_queries` gives."""
-        if self.kernels and mean is not None and rule == "softmax":
-            return self.kernels.block_queries(q.contiguous(), *rotations, basis, mean)
-        return block_queries(q, rotations, basis, mean, rule)
+        if self.kernels and mean is not None:
+            return self.kernels.block_queries(q.contiguous(), cos, sin, basis, mean)
+        return block_queries(q, cos, sin, basis, mean)
 
     def select(self, scores: Tensor, pos: Tensor, budget: tuple, wanted=None, recent: bool = False) -> Tensor:
         """What `select` chooses for a budget (x, y, z), and with `recent` the z last tokens: [B, ..., n]."""
@@ -547,11 +548,11 @@ class MixedStore(Int8Store):
         return quantize_mixed(x, self.lead)
 
     def decode(self, rows: Tensor, scale: Tensor, rest: Tensor) -> Tensor:
-        return super().decode(torch.cat((rows, unpack(rest, 4).to(torch.int8) * 8 - 60), -1), scale)
+        return dequantize_mixed(rows, scale, rest).to(self.context.dtype)
 
 
 class CodedStore(TokenStore):
-    """Codes of 2, 4 or 8 bits with a minimum and a scale for 32 channels, or a narrow row (`quantize`)."""
+    """Codes of 2 or 4 bits with a minimum and a scale for 32 channels, or a narrow row (`quantize`)."""
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False):
         self.bits, self.group = bits, min(self.group, width)
@@ -579,7 +580,7 @@ class CodedStore(TokenStore):
 
 
 class ScaledStore(CodedStore):
-    """Codes of 2, 4 or 8 bits with one scale for a head's row, which is evenly spread (`quantize_spread`)."""
+    """Codes of 2 or 4 bits with one scale for a head's row, which is evenly spread (`quantize_spread`)."""
 
     group = math.inf  # all of a row
 
@@ -590,7 +591,7 @@ class ScaledStore(CodedStore):
         return quantize_spread(x, self.bits)
 
     def low_scale(self, scale: Tensor) -> Tensor:
-        return torch.stack(((1 - 2**self.bits) * scale.float(), 2 * scale.float()), -1)[..., None, :]
+        return spread_levels(scale, self.bits)
 
 
 class HostStore(TokenStore):
@@ -845,7 +846,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 # The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
 # error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
-LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+LEVELS_APART = {2: 0.9957, 4: 0.3352}
 
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -856,6 +857,12 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     codes = ((x / step + top) / 2).round().clamp(0, top)
     scale = x.square().sum(-1) / (x * (2 * codes - top)).sum(-1).clamp(min=1e-8)
     return pack(codes, bits), as_fp16(scale)
+
+
+def spread_levels(scale: Tensor, bits: int) -> Tensor:
+    """Their scales [...] as (minimum, scale) of one group a row, [..., 1, 2], as `dequantize` takes them."""
+    scale = scale.float()
+    return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -869,6 +876,11 @@ def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
     return (leading / step).round().to(torch.int8), scale, pack(codes, 4)
 
 
+def dequantize_mixed(leading: Tensor, scale: Tensor, rest: Tensor) -> Tensor:
+    """The inverse, [..., D] fp32."""
+    return torch.cat((leading, unpack(rest, 4).to(torch.int8) * 8 - 60), -1) * scale[..., None]
+
+
 # ------------------------------------------------------------------------------------------------------- SALS
 
 
@@ -877,19 +889,15 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     rank: float = setting(0.0, "d_r: latent's rank / (Hkv*D); 0: half, <=1024", sets="bytes", within="[0, 1]")
-    score_rank: float = setting(0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 16 dims", within="[0, 1]")
-    latent_bits: int = setting(4, "bits of a latent; 4: r* dims in int8, others in 4 (ours)", (4, 8, 16))
-    bits: int = setting(2, "bits of a value code", (2, 4, 8, 16))
-    value_code: str = setting("spread", "rotated, one scale a head; or groups (paper)", ("spread", "grouped"))
+    score_rank: float = setting(0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 32 dims", within="[0, 1]")
+    bits: int = setting(2, "bits of a value code", (2, 4))
+    form: str = setting("ours", "latents in codes, V rotated (ours), or 16-bit latents (paper)", VARIANTS)
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact", within="[1, inf)")
     keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", sets="tokens", within="[0, 1]")
-    score: str = setting("softmax", "sum of the heads' softmax, or of logits (paper)", ("softmax", "sum"))
-    score_block: int = setting(512, "tokens of a block to which scoring rotates q (ours); 0: no RoPE (paper)")
-    metric: str = setting("query", "what U_r keeps best: logits (ours), or keys (paper)", ("query", "key"))
+    score: str = setting("softmax", "softmax; or sum of logits, without RoPE (paper)", ("softmax", "sum"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
-    skip_as: str = setting("kivi", "their form (latent: the paper)", ("kivi", "latent", "dense"))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         x, y, z = self.sinks, self.critical, self.recent
@@ -899,10 +907,14 @@ class SalsSettings:
 
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
-        keys; r* is r / 4, at least 16 (ours). With 4-bit codes r - r* is even: a byte holds two."""
+        keys; r* is r / 4, at least 32 (ours). Our codes leave an even r - r* > 0: a byte holds two dims."""
         r = rank_of(self.rank, c.kv_dim) if self.rank else min(c.kv_dim // 2, 1024)
-        lead = rank_of(self.score_rank, r) if self.score_rank else min(r, max(16, rank_of(0.25, r)))
-        return r, lead + (r - lead) % 2 if self.latent_bits == 4 else lead
+        lead = rank_of(self.score_rank, r) if self.score_rank else max(32, rank_of(0.25, r))
+        if self.form == "paper":
+            return r, min(r, lead)
+        r = max(r, 4)
+        lead = min(lead, r - 2)
+        return r, lead + (r - lead) % 2
 
 
 def sals_step(
@@ -940,14 +952,53 @@ def sals_step(
     return out, torch.cat((chosen, places[near])), stored
 
 
-# ---- what we changed
+def sals_step_ours(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, maps: tuple, r_score: int, bits: int, budget: tuple, rope,
+    blocks: tuple, runs: tuple
+) -> tuple:  # fmt: skip
+    """The same step as it runs by default, for one sequence: what we changed is in steps 2, 3, 4 and 6.
+
+    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], where W_V and W_O have mix_values' rotation. stored: of
+    latents int8 codes [S - 1, r*], scales and 4-bit codes (`quantize_mixed`); of values codes and scales
+    (`quantize_spread`); K after RoPE and V [S - 1, Hkv, D], of which only the x first and z last are read.
+    maps: `down`, `up` [Hkv*D, r] and the mean key [Hkv*D] (sals_layer_maps); rope(x, positions) rotates x
+    [n, H, D]; blocks: tokens of a block, and cos, sin [n, D/2] of each (mean_rotations);
+    runs: the same of those for which the mean key is rotated once: blocks, or tokens if keys have a bias."""
+    (x, y, z), (heads, D), S, (down, up, mean) = budget, k.shape, len(stored[0]) + 1, maps
+    # 2. Project the new token, less the mean key. The query is rotated: each head scores for itself.
+    k_latent, q = (k.flatten() - mean) @ down, rope(q[None], torch.tensor([S - 1]))
+    # 3. Append, in codes: r* dims in int8, the others in 4 bits; each value's head with one scale.
+    rotated = rope(k[None], torch.tensor([S - 1]))[0]
+    new = *quantize_mixed(k_latent, r_score), *quantize_spread(v, bits), rotated, v
+    stored = appended(stored, *new)
+    lead, scale, rest, codes, v_scale, k_exact, v_exact = stored
+    latents = dequantize_mixed(lead, scale, rest)
+    # 4. Scores on the r* leading dims: q is turned back by the rotation of a token's block, so that scores
+    # know the distance; each head's logits become weights, and a token's score is their sum.
+    places = torch.arange(S)
+    in_block, in_run = (apply_rope(q, c[places // n], -s[places // n]) for n, c, s in (blocks, runs))
+    k_score, grouped = latents[:, :r_score] @ up[:, :r_score].T, (heads, -1)  # [S, Hkv*D]
+    logits = (in_block.unflatten(1, grouped) * k_score.view(S, heads, 1, D)).sum(-1)  # [S, Hkv, G]
+    logits = logits + (in_run.unflatten(1, grouped) * mean.view(heads, 1, D)).sum(-1)
+    scores = logits.mul(D**-0.5).softmax(0).sum((1, 2))
+    # 5. The y best of the tokens between the x first and the z last (sec. 4.4).
+    near = (places < x) | (places >= S - z)
+    chosen = scores.masked_fill(near, -torch.inf).topk(min(y, S - int(near.sum()))).indices
+    # 6. Rebuild their keys, with the mean; decode their values.
+    k_chosen = (latents[chosen] @ up.T + mean).unflatten(-1, (heads, D))
+    v_chosen = dequantize(codes[chosen], spread_levels(v_scale[chosen], bits), bits, D, v.dtype)
+    # 7. Rotate the rebuilt keys, each at its own position.
+    k_chosen = rope(k_chosen, chosen)
+    keys, values = torch.cat((k_chosen, k_exact[near])), torch.cat((v_chosen, v_exact[near]))  # [n, Hkv, D]
+    # 8, 9. Attend.
+    weights = torch.einsum("hgd,nhd->hgn", q[0].unflatten(0, (heads, -1)), keys).mul(D**-0.5).softmax(-1)
+    out = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
+    return out, torch.cat((chosen, places[near])), stored
 
 
-def sals_maps(basis: Tensor, scale: Tensor | None, r: int) -> tuple[Tensor, Tensor]:
-    """`down` (keys to latent) and `up` (latent to keys, queries to latent) [Hkv*D, r], of a basis U, its best
-    direction first: U_r twice (paper), or with scale S [Hkv*D] S U_r and S^-1 U_r, U of keys S k (ours)."""
-    basis = basis[:, :r]
-    return (basis, basis) if scale is None else (basis * scale[:, None], basis / scale[:, None])
+# ---- what these use
+
+SCORE_BLOCK = 512  # tokens for which scoring turns a query back once (ours); a multiple of a kernel's tile
 
 
 @functools.lru_cache
@@ -985,62 +1036,59 @@ def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device) -> tuple:
-    """Layer i's `down` and `up` of sals_maps at rank r, for codes mixed, scaled and `up` as int8 codes hold
-    it, and the mean key [Hkv*D] or None, which latents lack (ours). UserError at too high a rank."""
-    basis = artifact[f"{i}.{settings.metric}_basis"].float().to(device)  # [Hkv*D, fitted rank]
-    centred = settings.metric == "query"
-    scale, mean = (artifact[name][i].to(device) if centred else None for name in ("scale", "mean"))
-    r, lead = settings.ranks(c)
+    """Layer i's `down` (keys to latents) and `up` (latents to keys, queries to latents) [Hkv*D, r], and the
+    mean key [Hkv*D], which latents lack. Paper: U_r twice, and None. Ours: S U_r and S^-1 U_r of keys S (k -
+    mean), rotated and scaled for codes, `up` as its int8 codes hold it. UserError if the rank is too high."""
+    metric, (r, lead) = "key" if settings.form == "paper" else "query", settings.ranks(c)
+    basis = artifact[f"{i}.{metric}_basis"].float().to(device)  # [Hkv*D, fitted rank], its best first
     if basis.shape[1] < r:
         fault = f"rank {r} is more than the {basis.shape[1]} directions in the artifact"
         raise UserError(f"{fault}; run calibrate.py fit with --max_rank {r / c.kv_dim:g}")
-    down, up = sals_maps(basis, scale, r)
-    if settings.latent_bits == 16:
-        return down, up, mean
+    U_r = basis[:, :r]
+    if settings.form == "paper":
+        return U_r, U_r, None
+    S, mean = (artifact[name][i].to(device) for name in ("scale", "mean"))
     mix, gains = mix_rotation(lead, r - lead).to(device), torch.ones(r, device=device)
-    if settings.latent_bits == 4:
-        gains[lead:] = rest_gain(artifact[f"{settings.metric}_eigenvalues"][i], lead, r)
-    codes, pair_scale = quantize_basis((up @ mix / gains).unflatten(0, (c.n_kv_heads, -1)))
-    return down @ mix * gains, (codes * pair_scale).flatten(0, 1), mean
+    gains[lead:] = rest_gain(artifact["query_eigenvalues"][i], lead, r)
+    up = (U_r / S[:, None]) @ mix / gains
+    codes, pair_scale = quantize_basis(up.unflatten(0, (c.n_kv_heads, -1)))
+    return (U_r * S[:, None]) @ mix * gains, (codes * pair_scale).flatten(0, 1), mean
 
 
-def mean_rotations(context: Context, block: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [n, D/2] of each block of `block` positions: means over its tokens (ours)."""
-    return tuple(torch.stack([part.mean(0) for part in t.split(block)]) for t in (context.cos, context.sin))
+def mean_rotations(context: Context) -> tuple[int, Tensor, Tensor]:
+    """SCORE_BLOCK, and cos and sin [n, D/2] of each block of positions: means over its tokens (ours)."""
+    parts = (table.split(SCORE_BLOCK) for table in (context.cos, context.sin))
+    return SCORE_BLOCK, *(torch.stack([part.mean(0) for part in each]) for each in parts)
 
 
-def block_queries(q: Tensor, rotations: tuple, basis: Tensor, mean: Tensor | None, rule: str) -> tuple:
+def block_queries(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
     """q [B, Hq, D] after RoPE, rotated back to each of n blocks by cos, sin [n, D/2] (ours: the paper scores
-    without RoPE), as latent_queries [B, n, heads, r*], and the mean key's logits [B, n, heads] or None."""
-    cos, sin = rotations
-    queries = latent_queries(apply_rope(q[:, None], cos, -sin), basis, len(basis) // q.shape[-1], rule)
-    return queries, None if mean is None else mean_logits(q, mean, torch.cat(rotations, -1), rule)
+    without RoPE): in the basis U_r* [Hkv*D, r*], [B, n, Hq, r*]; and mean_logits [B, n, Hq], or None."""
+    queries = in_basis(apply_rope(q[:, None], cos, -sin), basis.unflatten(0, (-1, q.shape[-1])))
+    return queries, None if mean is None else mean_logits(q, cos, sin, mean)
 
 
-def mean_logits(q: Tensor, mean: Tensor, rotations: Tensor, rule: str) -> Tensor:
-    """q . RoPE(mean key) at n places: q [B, Hq, D] after RoPE, mean [Hkv*D], rotations [n, D], cos beside sin
-    -> [B, n, Hq] fp32, of rule sum their sum [B, n, 1] (ours). The latents of centred keys lack it."""
+def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
+    """q . RoPE(mean key), which the latents of centred keys lack (ours): q [B, Hq, D] after RoPE, cos, sin
+    [n, D/2] of n places or means of such, mean [Hkv*D] -> [B, n, Hq] fp32."""
     x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
     a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
-    pairs = torch.cat((a * x + b * y, b * x - a * y), -1).flatten(1, 2)  # [B, Hq, D]
-    return rotations @ (pairs.sum(1, keepdim=True) if rule == "sum" else pairs).mT
+    return cos @ (a * x + b * y).flatten(1, 2).mT + sin @ (b * x - a * y).flatten(1, 2).mT
 
 
-def latent_queries(q: Tensor, basis: Tensor, n_kv_heads: int, rule: str) -> Tensor:
-    """Queries in the latent space: q [..., Hq, D], basis U_r* [Hkv*D, r*] -> [..., heads, r*]. Rule sum
-    (paper, sec. 4.3): one, whose logits are the sums of all heads'. Rule softmax (ours): one a head."""
-    if rule == "sum":
-        return q.unflatten(-2, (n_kv_heads, -1)).sum(-2).flatten(-2)[..., None, :] @ basis
-    return in_basis(q, basis.unflatten(0, (n_kv_heads, -1)))
+def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
+    """The one query [..., 1, r*] whose logits are the sums of all heads' (paper, sec. 4.3), of q [..., Hq, D]
+    before RoPE, in the basis U_r* [Hkv*D, r*]. The heads of a group share their keys."""
+    return q.unflatten(-2, (n_kv_heads, -1)).sum(-2).flatten(-2)[..., None, :] @ basis
 
 
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
-    """Layer i's attention with rotated values, and rows of wqkv where q and k have no norms: W_k U_r, and for
-    rule sum (sum over each group of W_q) U_r*. Biases fold the same way, and take off the mean key."""
+    """Layer i's attention with values rotated for our codes, and where q and k have no norms rows of wqkv:
+    W_k U_r, and for score sum (sum over each group of W_q) U_r*. Biases fold alike, and take off the mean."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
-    if skipped and settings.skip_as != "latent":
-        return attention
-    if settings.value_code == "spread" and settings.bits < 16:
+    if settings.form == "ours":
+        if skipped:
+            return attention
         mix_values(attention, c)
     if c.qk_norm:
         return attention
@@ -1050,7 +1098,7 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     for name, parameter in list(linear.named_parameters()):
         q, k, _ = parameter.float().split(attention.widths)
         rows = [down.T @ (k - mean if name == "bias" and mean is not None else k)]
-        if settings.score == "sum" and not settings.score_block and not skipped:  # else RoPE lies between
+        if settings.score == "sum" and not skipped:
             summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
             rows.append(up[:, : settings.ranks(c)[1]].T @ summed)
         stacked = torch.cat((parameter, *(r.to(parameter.dtype) for r in rows)))
@@ -1064,37 +1112,28 @@ class SalsCache(Cache):
     """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. A `sparse`
     layer attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
 
-    maps: of sals_layer_maps. blocks: () or (tokens, mean_rotations, cos beside sin [S, D] or None)."""
+    maps: of sals_layer_maps. blocks, runs: of the score softmax, as sals_step_ours has them."""
 
-    def __init__(self, context: Context, settings: SalsSettings, sparse: bool, maps: Sequence, blocks=()):
+    def __init__(
+        self, context: Context, settings: SalsSettings, sparse: bool, maps: tuple, blocks=(), runs=()
+    ):  # fmt: skip
         super().__init__(context)
         c, self.settings, self.sparse = context.config, settings, sparse
-        self.budget = settings.budget(context.capacity)
-        self.block, self.rotations, self.token_rotations = blocks or (0, (), None)
+        self.budget, self.blocks, self.runs = settings.budget(context.capacity), blocks, runs
         self.r, self.r_score = settings.ranks(c)
         down, up, self.mean = maps
         self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
         self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it, and the mean's latent
         self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
-        shape = context, 1, context.capacity, self.r
-        if settings.latent_bits == 4 and self.r_score < self.r:
-            self.latents = MixedStore(*shape, self.r_score)
-        else:
-            self.latents = (TokenStore if settings.latent_bits == 16 else Int8Store)(*shape)
+        latents, ours = (context, 1, context.capacity, self.r), settings.form == "ours"
+        self.latents = MixedStore(*latents, self.r_score) if ours else TokenStore(*latents)
+        values = context, c.n_kv_heads, context.capacity, c.head_dim, settings.bits
+        self.values = (ScaledStore if ours else CodedStore)(*values, by_token=True)
         mean = self.mean if self.mean is None else self.mean.view(c.n_kv_heads, -1)
         self.keys = RebuiltKeys(self.latents, up.unflatten(0, (c.n_kv_heads, -1)), mean)
-        shape = context, c.n_kv_heads, context.capacity, c.head_dim
-        if settings.bits == 16:
-            self.values = TokenStore(*shape, by_token=True)
-        else:
-            store = {"spread": ScaledStore, "grouped": CodedStore}[settings.value_code]
-            self.values = store(*shape, settings.bits, by_token=True)
         x, _, z = self.budget
         exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
         self.window = nn.ModuleList(Window(context, *exact, by_token=True) for _ in range(2))  # K, V
-        # What YaRN multiplies cos and sin by, as cos(0) shows: queries that are not rotated lack its square.
-        factor = 1.0 if blocks else rope_tables(c, 1, torch.device("cpu"))[0][0, 0].item()
-        self.logit_scale = context.scale * factor**2
 
     def latent(self, k: Tensor, *folded: Tensor) -> Tensor:
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
@@ -1115,18 +1154,16 @@ class SalsCache(Cache):
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
-        rule, offset, run = self.settings.score, None, max(1, self.block)
-        if folded:
-            queries = folded[0][:, None]
-        elif not self.block:  # without RoPE the mean counts alike for all tokens
-            queries = latent_queries(q, self.up, self.config.n_kv_heads, rule)
-        else:
-            queries, offset = self.context.block_queries(rotated, self.rotations, self.up, self.mean, rule)
-        if self.token_rotations is not None:
-            offset, run = mean_logits(rotated, self.mean, self.token_rotations, rule), 1
-        rule = "each" if rule == "sum" else rule  # the logits of the one query are the scores
-        how = {"rule": rule, "scale": self.logit_scale, "block": self.block} | self.latents.scored(pos)
-        return self.context.scores(queries, pos=pos, offset=offset, run=run, **how).flatten(1)
+        how = {"pos": pos} | self.latents.scored(pos)
+        if self.settings.score == "sum":  # the logits of the one query; the mean counts alike for all tokens
+            query = folded[0][:, None] if folded else summed_query(q, self.up, self.config.n_kv_heads)
+            return self.context.scores(query, rule="each", **how).flatten(1)
+        (block, *rotations), (run, *each) = self.blocks, self.runs
+        queries, offset = self.context.block_queries(rotated, *rotations, self.up, self.mean)
+        if run < block and self.mean is not None:
+            offset = mean_logits(rotated, *each, self.mean)
+        how |= {"rule": "softmax", "block": block, "offset": offset, "run": run}
+        return self.context.scores(queries, **how).flatten(1)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
@@ -1140,9 +1177,9 @@ class SalsCache(Cache):
 
     def bytes_read(self, length: int) -> int:
         """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
-        what a step computes: the blocks' queries, and of key biases one fp32 number a token and head."""
+        what a step computes, such as the blocks' queries."""
         x, y, z = self.budget if self.sparse else (0, length, self.budget[2])
-        scale = 4 if self.settings.latent_bits < 16 else 0
+        scale = 4 if self.settings.form == "ours" else 0
         scored = self.r_score * self.latents.rows.element_size() + scale if self.sparse else 0
         recent, exact_bytes = min(z, length), sum(store.token_bytes for store in self.window)
         chosen = min(x + y, length - recent)
@@ -1152,18 +1189,14 @@ class SalsCache(Cache):
 
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
     c, skipped = model.config, skipped_layers(settings, len(model.layers))
-    block = min(settings.score_block, -(-context.capacity // 16) * 16)  # kernels take multiples of 16
-    biased = c.qkv_bias and settings.metric == "query"  # the mean's logits may change from token to token
-    by_token = torch.cat((context.cos, context.sin), -1) if biased else None
-    blocks = (block, mean_rotations(context, block), by_token) if block else ()
+    blocks = mean_rotations(context)
+    runs = (1, context.cos, context.sin) if c.qkv_bias else blocks  # a biased channel turns within a block
 
     def cache(i: int) -> Cache:
-        if i in skipped and settings.skip_as == "dense":
-            return DenseCache(context)
-        if i in skipped and settings.skip_as == "kivi":  # to rebuild all keys would take longer
+        if i in skipped and settings.form == "ours":  # to rebuild all keys would take longer
             return DenseCache(context, *kivi_kv(context, KiviSettings(4, 32)))
         maps = sals_layer_maps(c, settings, artifact, i, context.device)
-        return SalsCache(context, settings, i not in skipped, maps, blocks)
+        return SalsCache(context, settings, i not in skipped, maps, blocks, runs)
 
     return [cache(i) for i in range(c.n_layers)]
 
@@ -3047,9 +3080,7 @@ class Method:
         return bool(self.tensors or self.artifact)
 
 
-VARIANTS = ("ours", "paper")
-SALS_PAPER = {"rank": 0.25, "score_rank": 0.5, "latent_bits": 16, "metric": "key", "score": "sum"}
-SALS_PAPER |= {"score_block": 0, "bits": 4, "value_code": "grouped", "skip_as": "latent"}
+SALS_PAPER = {"rank": 0.25, "score_rank": 0.5, "bits": 4, "form": "paper", "score": "sum"}
 SALS_PAPER |= {"sinks": 16, "critical": 432}
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),

@@ -236,7 +236,7 @@ def append(
     for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
         shape(name, x, v.dtype, B, *sizes)
         need(x[0].is_contiguous(), f"a batch entry of {name} must be contiguous")
-    need(BYTES in (D // 4, D // 2, D), f"{BYTES} bytes are no codes of {D} values in 2, 4 or 8 bits")
+    need(BYTES in (D // 4, D // 2), f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
     check(
         pos=(pos, torch.int32, B), lead=(lead, torch.int8, B, 1, S, LEAD), rest=(rest, u8, B, 1, S, REST),
         latent_scale=(latent_scale, f32, B, 1, S), codes=(codes, u8, B, S, Hkv, BYTES),
@@ -911,7 +911,7 @@ def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
 def value_packing(D: int, bits: int, row_scale: bool = False) -> Packing:
     """Groups have 32 channels, or all of a narrow head or of a row with one scale, as in compress.py."""
     group, width = D if row_scale else min(32, D), D * bits // 8
-    need(bits in (2, 4, 8, 16), f"bits must be 2, 4, 8 or 16, not {bits}")
+    need(bits in (2, 4, 16), f"bits must be 2, 4 or 16, not {bits}")
     if bits == 16:
         return packing_of(bits, 1, D, power2(D))
     fits = D % group == width % 4 == 0 and (row_scale or group == power2(group))
@@ -1039,12 +1039,12 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (S, r), DP, f32, split = latent.shape[2:], power2(D, 16), torch.float32, {}
     dtype = q.dtype if scale is None else torch.int8
     steps, wide = check_store("latents", latent, dtype, B, Hkv, S, r, scales=scale), r
-    need((scale is None) == (basis_scale is None), "latents and basis are of int8 together")
+    together = len({x is None for x in (scale, rest, basis_scale)}) == 1
+    need(together, "codes of latents have scales, dims in 4 bits, and a basis with scales")
     if rest is not None:
         width, wide = rest.shape[3], r + 2 * rest.shape[3]
         first = power2(width, 32) if width < 64 else power2(width + 1) // 2
         split = {"REST": width, "WIDE": first, "NARROW": power2(width - first, 32) if width > first else 0}
-        need(scale is not None, "latents with dims in 4 bits have others in int8")
         rest_steps = check_store("rest", rest, torch.uint8, B, Hkv, S, width)
         need(rest_steps == steps, "a latent's dims in 4 bits must lie as its others do")
     given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, wide)}

@@ -121,18 +121,14 @@ def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
     return made
 
 
-PAPER = {"latent_bits": 16, "value_code": "grouped", "skip_as": "latent"}  # of SALS
-SPREAD = {"latent_bits": 4, "value_code": "spread"}  # ours
-FULL = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "sinks": 4, "critical": 400, "recent": 8}
-SPARSE = PAPER | {"rank": 0.5, "score_rank": 0.5, "bits": 4, "score_block": 16}
+SPARSE = {"form": "paper", "rank": 0.5, "score_rank": 0.5, "bits": 4}  # of SALS
 SPARSE |= {"sinks": 4, "critical": 20, "recent": 8}
+CODES = SPARSE | {"form": "ours"}
+FULL = SPARSE | {"rank": 1.0, "score_rank": 1.0, "critical": 400, "exact_values": True}
 LRQK = {"rank": 8, "k": 20, "recent": 8}
 SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
 CASES = [  # every method, in each way in which it stores and selects; a new method is tested by a line here
-    *(("sals", SPARSE | more) for more in ({}, {"bits": 2}, {"bits": 16}, {"score": "sum"})),
-    *(("sals", SPARSE | more) for more in ({"latent_bits": 8}, SPREAD)),
-    ("sals", SPARSE | SPREAD | {"bits": 2, "score": "sum", "skip": ""}),
-    ("sals", SPARSE | {"bits": 16, "score": "sum", "skip_as": "dense"}),
+    *(("sals", form | more) for form in (SPARSE, CODES) for more in ({}, {"bits": 2, "score": "sum"})),
     ("loki", {"k": 0.3, "d": 0.5}),
     ("loki", {"k": 12, "d": 0.25}),
     ("loki", {"k": 12, "d": 0.5, "share": "group"}),
@@ -162,8 +158,7 @@ CASES = [  # every method, in each way in which it stores and selects; a new met
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}),
 ]
 EVERYTHING = [  # settings under which a method is dense attention: the rank is full, the budget covers all
-    *(("sals", FULL | {"score": score, "skip": "0,-1"}) for score in ("sum", "softmax")),
-    *(("sals", FULL | {"metric": metric, "skip": ""}) for metric in ("query", "key")),
+    *(("sals", FULL | {"score": score, "skip": skip}) for score, skip in (("sum", "0,-1"), ("softmax", ""))),
     ("loki", {"k": 1.0, "d": 0.25}),
     ("loki", {"k": 500, "d": 0.5, "share": "group"}),
     ("loki", {"d": 1.0, "reduced": True}),
@@ -182,13 +177,25 @@ EVERYTHING = [  # settings under which a method is dense attention: the rank is 
 ]
 
 
+class ExactStore(compress.TokenStore):
+    """Stands for CodedStore where a test needs values that lose nothing."""
+
+    def __init__(self, context, heads, tokens, width, bits, by_token=False):
+        super().__init__(context, heads, tokens, width, by_token)
+
+
 def make_engine(
     model: Llama, method: str, rows: int, capacity: int, artifact=None, kernels_=None, **options
 ) -> Engine:
-    """By default with an artifact_of the model; options: a method's, and compiled and graphed."""
+    """By default with an artifact_of the model. options: a method's, compiled, graphed, exact_values and
+    block, of SALS's scores, which is short in short caches."""
     context, artifact = Context(model, rows, capacity, kernels_), artifact or artifact_of(method, model)
     how = {name: options.pop(name) for name in {"compiled", "graphed"} & options.keys()}
-    caches = METHODS[method].build(model, compress.settings_from(method, options), context, artifact)
+    with pytest.MonkeyPatch.context() as patch:
+        if options.pop("exact_values", False):
+            patch.setattr(compress, "CodedStore", ExactStore)
+        patch.setattr(compress, "SCORE_BLOCK", options.pop("block", 16 if capacity < 512 else 512))
+        caches = METHODS[method].build(model, compress.settings_from(method, options), context, artifact)
     return Engine(model, caches, context, Sampling(), **how)
 
 
@@ -256,11 +263,6 @@ def scene(method: str, n: int, total: int, capacity: int = 0, group: int = 2, di
 
 def skip_none(method: str) -> dict:
     return {"skip": ""} if "skip" in METHODS[method].settings.__dataclass_fields__ else {}
-
-
-def for_one_layer(method: str, options: dict) -> dict:
-    """That layer is skipped only where a form of skipped layers is wanted."""
-    return options if options.get("skip_as") == "dense" else options | skip_none(method)
 
 
 def step(cache, n: int, q, k, v) -> torch.Tensor:
@@ -535,7 +537,7 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
 
 FORMS = {}  # the first case of each method, and of each form of codes
 for case in CASES:
-    form = map(case[1].get, ("reduced", "residual", "latent_bits", "skip_as"))
+    form = map(case[1].get, ("reduced", "residual", "form"))
     FORMS.setdefault(("kv_bits" if "kv_bits" in case[1] else case[0], *form), case)
 
 
@@ -547,7 +549,7 @@ def test_compiled_decode_equals_eager(method, options):
     prompts, more = ([random_ids(m, i + m) for m in n] for i, n in ((0, lengths), (9, (2, 2, 2))))
     for compiled in (False, True):
         made = model(head_dim=width_for(method))
-        engine = make_engine(made, method, 3, 121, **for_one_layer(method, options_for(made.config, options)))
+        engine = make_engine(made, method, 3, 121, **options_for(made.config, options) | skip_none(method))
         if compiled:
             (cache,) = engine.caches
             torch.compiler.reset()  # else it gives up after some caches
@@ -583,41 +585,23 @@ def by_head(cache, q, k, v, n: int, start, step):
 
 
 def pure_sals(cache, entry, n, q, k, v):
-    rotated = cache.rope(k, slice(0, len(k)))
-    up = cache.keys.basis.flatten(0, 1)
-    stored = k.flatten(1) @ up, *quantize(v, cache.settings.bits, 16), rotated, v
-    stored = tuple(x[:n] for x in stored)
+    """Of both forms: the paper's step, and ours."""
+    rotated, up, bits = cache.rope(k, slice(0, len(k))), cache.keys.basis.flatten(0, 1), cache.settings.bits
+    if ours := cache.settings.form == "ours":
+        maps = cache.down, up, cache.mean
+        latents = compress.quantize_mixed((k.flatten(1) - cache.mean) @ cache.down, cache.r_score)
+        coded = *latents, *compress.quantize_spread(v, bits)
+    else:
+        coded = k.flatten(1) @ up, *quantize(v, bits, 16)
+    stored = tuple(x[:n] for x in (*coded, rotated, v))
+    how = cache.r_score, bits, cache.budget, cache.rope
     for i in range(n, len(q)):
-        how = up, cache.r_score, cache.settings.bits, cache.budget, cache.rope
-        out, chosen, stored = compress.sals_step(q[i], k[i], v[i], stored, *how)
+        if ours:
+            given = stored, maps, *how, cache.blocks, cache.runs
+            out, chosen, stored = compress.sals_step_ours(q[i], k[i], v[i], *given)
+        else:
+            out, chosen, stored = compress.sals_step(q[i], k[i], v[i], stored, up, *how)
         yield out.flatten(), [chosen] * cache.config.n_kv_heads
-
-
-def pure_sals_ours(cache, entry, n, q, k, v):
-    """Our changes, one after another: centred keys, our codes, queries rotated to blocks,
-    the mean's logits, weights that are summed."""
-    rope, (x, y, z), heads = cache.rope, cache.budget, cache.config.n_kv_heads
-    latents = mixed(k.flatten(1) @ cache.down - cache.mean @ cache.down, cache.r_score)[-1]
-    keys, values = rope(k, slice(0, len(k))), spread(v, cache.settings.bits)[-1]
-    mean = cache.mean.unflatten(0, (heads, -1))
-    means = rope(mean.expand(k.shape), slice(0, len(k)))  # at each place, and of each run of 16
-    means = torch.cat([run.mean(0, keepdim=True).expand(run.shape) for run in means.split(16)])
-    for i in range(n, len(q)):
-        rotated, places = rope(q[i][None], torch.tensor([i])), torch.arange(i + 1)
-        cos, sin = cache.rotations
-        placed = apply_rope(rotated, cos, -sin)  # [blocks, Hq, D]
-        queries = compress.latent_queries(placed, cache.up, heads, "softmax")
-        logits = torch.einsum("shr,sr->hs", queries[places // cache.block], latents[: i + 1, : cache.r_score])
-        grouped = rotated.unflatten(1, (heads, -1))[0]
-        logits = logits + torch.einsum("hgd,shd->hgs", grouped, means[: i + 1]).flatten(0, 1)
-        scores, near = (logits / 4).softmax(-1).sum(0), (places < x) | (places > i - z)
-        chosen = scores.masked_fill(near, -torch.inf).topk(min(y, int((~near).sum()))).indices
-        rebuilt = torch.einsum("sr,hdr->shd", latents[chosen], cache.keys.basis) + mean
-        rebuilt = rope(rebuilt, chosen)
-        k_all, v_all = torch.cat((rebuilt, keys[places[near]])), torch.cat((values[chosen], v[places[near]]))
-        live = torch.ones(1, len(k_all), dtype=torch.bool)
-        out = attend(rotated, k_all.transpose(0, 1)[None], v_all.transpose(0, 1)[None], live)
-        yield out.flatten(), [torch.cat((chosen, places[near]))] * heads
 
 
 def pure_lrqk(cache, entry, n, q, k, v):
@@ -785,7 +769,8 @@ def pure_elitekv(cache, entry, n, q, k, latent):
 
 PURE = {  # method -> options beside the paper's, its steps, what a token has beside q if that is not k and v
     "sals": (FEW := {"sinks": 3, "critical": 12, "recent": 6}, pure_sals, None),
-    "sals, ours": (FEW | {"score_rank": 0.25, "score_block": 16}, pure_sals_ours, None),
+    "sals, ours": (FEW | {"score_rank": 0.25}, pure_sals, None),
+    "sals, ours, biased": (FEW | {"score_rank": 0.25}, pure_sals, None),
     "lrqk": ({"rank": 4, "k": 12, "recent": 6}, pure_lrqk, None),
     "loki": ({"k": 0.4, "d": 0.5}, pure_loki, None),
     "loki, reduced": ({"d": 0.5, "reduced": True}, pure_loki, None),
@@ -806,11 +791,10 @@ PURE = {  # method -> options beside the paper's, its steps, what a token has be
 @pytest.mark.parametrize("group", [1, 2, 8])
 @pytest.mark.parametrize("case", PURE)
 def test_a_cache_is_the_papers_algorithm(case, group):
-    """Over 40 steps of ragged entries, across the budget's edge: equal outputs, equal sets. And SALS in our
-    settings is the paper's with our changes, one after another."""
+    """Over 40 steps of ragged entries, across the budget's edge: equal outputs, equal sets."""
     (options, pure, parts), prompts, (method, *ours) = PURE[case], (8, 17, 30), case.split(", ")
     options, dim = ({} if ours else METHODS[method].paper) | options, width_for(method)
-    model = tiny_model(group=group, head_dim=dim, qkv_bias=method == "palu")
+    model = tiny_model(group=group, head_dim=dim, qkv_bias=method == "palu" or "biased" in ours)
     cache = row_cache(method, model, 3, 70, **options)
     torch.manual_seed(0)
     shapes = [(8, dim), *(parts(cache, group) if parts else [(8 // group, dim)] * 2)]
@@ -880,7 +864,7 @@ SPLITS = [case for case in CASES if case[0] not in ("h2o", "keyformer", "lrqk", 
 @pytest.mark.parametrize("method, options", [*SPLITS, ("h2o", {"keep": 64, "window": 64})])
 def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, options):
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
-    options, ids, last, whole = for_one_layer(method, options), random_ids(48), torch.tensor([47]), {}
+    options, ids, last, whole = options | skip_none(method), random_ids(48), torch.tensor([47]), {}
     # What a prompt alone decides, or where a cache counts what has happened since.
     of_the_prompt = "basis latent outlier outliers.rows held since head left".split()
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
@@ -907,7 +891,7 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
 def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     """Exactly, for every query: past() in any order, then the new tokens up to its own. What past() gives is
     what each store reads; tokens that a cache keeps exactly are exact there."""
-    cache, (q, k, v) = scene(method, 40, 57, 60, **for_one_layer(method, options))
+    cache, (q, k, v) = scene(method, 40, 57, 60, **options | skip_none(method))
     past, pos, k_all = [x.clone() for x in cache.past(0, 40)], torch.tensor([39]), cache.rope(k, slice(0, 57))
     for store in cache.modules():
         if hasattr(store, "past") and store not in (cache, *(getattr(cache, "window", ()))):
@@ -939,7 +923,6 @@ def test_a_window_writes_each_of_its_slots_once():
         assert len(set(window.slot(kept).tolist())) == len(kept)
 
 
-SELECTIVE = PAPER | {"rank": 1.0, "score_rank": 1.0, "bits": 16, "keep": 0.0}
 SHADOW_1 = SHADOW | {"rank": 1.0}
 KEEP_15 = {"k": 10, "recent": 5}
 # Method, options, its budget, sinks, recent tokens, how much of the budget may stay free beyond its edge,
@@ -963,7 +946,7 @@ SELECTORS = [
     ("lrqk", KEEP_15 | {"rank": 16}, 15, 0, 5, 0, "largest old"),
     ("lrqk", KEEP_15 | {"mode": "paper", "rank": 16}, 15, 0, 5, 0, "largest old"),
     ("lrqk", KEEP_15 | {"mode": "paper", "rank": 6}, 15, 0, 5, 0, ""),
-    ("sals", SELECTIVE | {"sinks": 2, "critical": 20, "recent": 8}, 30, 2, 8, 0, ""),
+    ("sals", FULL | {"sinks": 2, "critical": 20}, 30, 2, 8, 0, ""),
     ("infinigen", {"keep": 24, "alpha": 1e9, "partial": 1.0, "recent": 4}, 24, 0, 4, 0, "largest old"),
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}, 24, 0, 5, 3, ""),
     ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, ""),
@@ -975,7 +958,8 @@ SELECTORS = [
 def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prompt):
     """All tokens up to the budget's edge; then the sinks, the recent ones and the best, once each."""
     method, options, budget, sinks, recent, free, best = selector
-    assert budget == sum(compress.settings_from(method, options).budget(80))
+    settings = {name: value for name, value in options.items() if name != "exact_values"}
+    assert budget == sum(compress.settings_from(method, settings).budget(80))
     places, bound = torch.arange(80), {"shadowkv": 1e-4, "sals_cann": 0.05}.get(method, 1e-5)
     cache, qkv = scene(method, n_prompt, 75, 80, group=group, **options)
     dense = reads(DenseCache(cache.context), n_prompt, *qkv)
@@ -1007,7 +991,7 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
 STORES = [
     *CASES,
     *((method, {}) for method in METHODS),
-    *(("sals", {"skip_as": kind}) for kind in ("dense", "latent")),
+    ("sals", {"variant": "paper"}),
     ("lrqk", {"k": 20, "slots": 1.5}),
     ("elitekv", {"r": 1, "d_ckv": 33}),
     ("fdc", {"adaptive": False}),
@@ -1054,8 +1038,7 @@ def test_bytes_of_the_paper():
 BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token are 2 * 4 heads * 16 * 4 = 512
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
-    ("sals", SPARSE | SPREAD, 80, 72 * (16 + 8 + 4 + 32 + 4 * 2) + 8 * 512),
-    ("sals", SPARSE | {"latent_bits": 8, "skip": ""}, 80, 80 * 20 + 20 * (32 + 4 + 32 + 16) + (4 + 8) * 512),
+    ("sals", CODES | {"skip": ""}, 80, 80 * 20 + 20 * (16 + 8 + 4 + 32 + 4 * 2) + (4 + 8) * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
     ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
     ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
@@ -1087,7 +1070,7 @@ def coded(x: torch.Tensor, bits: int, dim: int = -1) -> tuple[torch.Tensor, torc
     return codes, low_scale, compress.dequantize(codes, low_scale, bits, 32, torch.float32, dim)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 4])
 def test_quantiser_bounds_and_exact_cases(bits):
     torch.manual_seed(bits)
     x = torch.randn(5, 3, 64) * torch.logspace(-3, 3, 64)
@@ -1137,7 +1120,7 @@ def test_turboquants_levels_lose_as_little_as_any_could(bits, lost):
     assert abs(far / lost - 1) < 0.03 and far < math.sqrt(3) * math.pi / 2 / 4**bits
 
 
-@pytest.mark.parametrize("bits, lost", [(2, 0.1188), (4, 0.01154), (8, 8.7e-5)])
+@pytest.mark.parametrize("bits, lost", [(2, 0.1188), (4, 0.01154)])
 def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_code_can(bits, lost):
     """lost: of normal numbers, by the best uniform code (Max's table). A row that is not shortened has
     1 / (1 - lost) times that error."""
@@ -1197,32 +1180,37 @@ def pair_energy(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_sals_query_metric_keeps_the_logits_best(group):
+def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
+    monkeypatch.setattr(compress, "quantize_basis", lambda basis: (basis, torch.ones(len(basis), 16, 1)))
     model, tokens = tiny_model(group=group), tiny_tokens(6, 64)
     for layer in model.layers:  # queries that need some pairs more than others, and one not at all
         dims = torch.tensor([4.0, 1.0, 0.2, *[0.1] * 4, 0.0]).repeat(2 * model.config.n_heads)
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     for i, (q, k, _) in enumerate(observed(model, tokens)):
+        sals_maps = functools.partial(compress.sals_layer_maps, model.config, artifact=tensors, i=i, device=CPU)
         energy = pair_energy(q.double()).unflatten(-2, (-1, group)).sum((0, 1, 3))  # [Hkv, D / 2]
         k, n = k.double().flatten(0, 1), model.config.kv_dim
         key_fit = tensors[f"{i}.key_basis"], (8, 16, 32), tensors["key_eigenvalues"][i]
         assert_best_basis(k.flatten(1), *key_fit)  # the paper's
-        scale, U = tensors["scale"][i].double(), tensors[f"{i}.query_basis"].double()
+        scale = tensors["scale"][i].double()
         weight = energy * (scale.square().sum() / (2 * energy.sum()))  # the fit's unit
         assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
         assert error(tensors["mean"][i], k.mean(0).flatten()) < 1e-5
-        for metric, keys in (("query", k - k.mean(0)), ("key", k)):  # 4-bit codes fit the others' size
-            settings = compress.SalsSettings(metric=metric)
-            down = compress.sals_layer_maps(model.config, settings, tensors, i, CPU)[0].double()
-            r, lead = settings.ranks(model.config)
-            leading, others = (x.square().mean() for x in (keys.flatten(1) @ down).split((lead, r - lead), 1))
-            largest = math.sqrt(2 * math.log(2 * lead))
-            assert error((others / leading).sqrt() * 0.3352 / 8, largest / 127) < 1e-4
+        settings = compress.SalsSettings()  # 4-bit codes fit the others' size
+        down, (r, lead) = (
+            compress.sals_layer_maps(model.config, settings, tensors, i, CPU)[0],
+            settings.ranks(model.config),
+        )
+        latents = (k - k.mean(0)).flatten(1) @ down.double()
+        leading, others = (x.square().mean() for x in latents.split((lead, r - lead), 1))
+        largest = math.sqrt(2 * math.log(2 * lead))
+        assert error((others / leading).sqrt() * 0.3352 / 8, largest / 127) < 1e-4
         for r in (n // 8, n // 4):
-            ours = down, up = compress.sals_maps(U, scale, r)
-            paper = compress.sals_maps(tensors[f"{i}.key_basis"].double(), None, r)
-            assert error(down.T @ up, torch.eye(r)) < 1e-5 and paper[0] is paper[1]
+            settings = (compress.SalsSettings(rank=r / n, form=form) for form in ("ours", "paper"))
+            each = [sals_maps(form) for form in settings]
+            ours, paper = ([x.double() for x in (down, up)] for down, up, _ in each)
+            assert error(ours[0].T @ ours[1], torch.eye(r)) < 1e-5 and each[1][0] is each[1][1]
             each = (k - k.mean(0), *ours), (k, *paper)  # of centred keys, and of all of a key
             rests = (x - (x.flatten(1) @ down @ up.T).view_as(x) for x, down, up in each)
             best, other = ((pair_energy(rest) * weight).sum() for rest in rests)
@@ -1231,35 +1219,40 @@ def test_sals_query_metric_keeps_the_logits_best(group):
 
 
 @pytest.mark.parametrize("scaling", [None, YARN])
-@pytest.mark.parametrize("rule", ["sum", "softmax"])
-@pytest.mark.parametrize("block, run", [(0, 1), (1, 1), (16, 1), (16, 16)])
-def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(block, run, rule, scaling):
-    """And the mean key's over those of its run. Sums of all heads' logits or weights, in any order of a
-    group's heads. Without blocks all keys stand at the query's place, where RoPE cancels but for yarn's
-    factor on cos and sin, which the sum lacks; and the mean counts equally for all."""
-    options = SPARSE | {"rank": 1.0, "score_rank": 1.0, "score_block": block, "score": rule}
-    cache = row_cache("sals", tiny_model(rope_scaling=scaling, qkv_bias=run == 1), 2, 40, **options)
+@pytest.mark.parametrize("form", ["ours", "paper"])
+@pytest.mark.parametrize("score, block, run", [("sum", 16, 16), ("softmax", 16, 1), ("softmax", 16, 16)])
+def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(score, block, run, form, scaling):
+    """And the mean key's over those of its run, which of biased keys is a token. Sums of all heads' weights,
+    in any order of a group's heads. The rule sum has no RoPE: all keys stand at the query's place, but for
+    yarn's factor, and the mean key counts equally for all."""
+    model = tiny_model(rope_scaling=scaling, qkv_bias=run == 1)
+    cache = row_cache("sals", model, 2, 40, block=block, **CODES | {"form": form, "score": score})
     assert scaling is None or cache.context.cos[0, 0] > 1.1
     q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
-    mean = cache.mean.view(4, 16)
-    cache.latents.rows[:, 0] = cache.latent(k.flatten(0, 1)).view(2, 40, -1)
+    for row in range(2):
+        cache.latents.write((row, slice(0, 40)), cache.latent(k[row])[:, None])
+    keys = cache.latents.read(pos)[:, 0, :, : cache.r_score] @ cache.up.T  # as scoring sees them
+    keys, mean = (
+        keys.unflatten(-1, (4, 16)),
+        torch.zeros(4, 16) if form == "paper" else cache.mean.view(4, 16),
+    )
 
-    def mean_logits(row, key, j, span):
+    def mean_logits(row, q, key, j, span):
         """[Hq] of a key over the places of the `span` tokens around j."""
-        first = j // span * span if span else int(pos[row])
-        places = torch.arange(first, min(first + max(1, span), 40))
-        keys = cache.rope(key.expand(len(places), 4, 16), places).repeat_interleave(2, 1)
-        return torch.einsum("hd,shd->sh", cache.rope(q, pos)[row], keys).mean(0)
+        places = torch.arange(first := j // span * span, min(first + span, 40))
+        rotated = cache.rope(key.expand(len(places), 4, 16), places).repeat_interleave(2, 1)
+        return torch.einsum("hd,shd->sh", cache.rope(q, pos)[row], rotated).mean(0)
 
-    def logits_of(row, j):
-        centred = mean_logits(row, k[row, j] - mean, j, block)
-        return centred + mean_logits(row, mean, j, run) if block else centred
+    def logits_of(row, j, q):
+        if score == "sum":
+            return (q[row].view(4, 2, 16) * keys[row, j][:, None]).sum(-1).flatten()
+        return mean_logits(row, q, keys[row, j], j, block) + mean_logits(row, q, mean, j, run)
 
     for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
         scores = cache.score(pos, x, cache.rope(x, pos))
         for row, n in enumerate((pos + 1).tolist()):
-            logits = torch.stack([logits_of(row, j) for j in range(n)], 1)
-            truth = logits / 4 if rule == "sum" else (logits / 4).softmax(-1)
+            logits = torch.stack([logits_of(row, j, x) for j in range(n)], 1)
+            truth = logits / 4 if score == "sum" else (logits / 4).softmax(-1)
             assert error(scores[row, :n], truth.sum(0)) < 1e-5
     assert scores[1, 25:].eq(-torch.inf).all()
 
@@ -1282,12 +1275,12 @@ def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
 
 
 @pytest.mark.parametrize(
-    "group, biases, score, latent_bits", pairwise([1, 2, 8], [False, True], ["sum", "softmax"], [16, 8])
+    "group, biases, score, form", pairwise([1, 2, 8], [False, True], ["sum", "softmax"], ["paper", "ours"])
 )
-def test_folded_projections_equal_unfolded(group, biases, score, latent_bits):
+def test_folded_projections_equal_unfolded(group, biases, score, form):
     """And values, turned in W_V and W_O, change no logit of a prompt, which attends exactly."""
     shape, runs, ids = {"group": group, "qkv_bias": biases, "out_bias": biases}, [], tuple(random_ids(50))
-    options = SPARSE | {"score": score, "latent_bits": latent_bits, "score_block": 0, "value_code": "spread"}
+    options = SPARSE | {"score": score, "form": form}
     n = 128 // group  # Hkv*D
     for fold in (True, False):
         model = tiny_model(**shape)
@@ -1297,7 +1290,7 @@ def test_folded_projections_equal_unfolded(group, biases, score, latent_bits):
         assert error(runs[-1][0], dense_logits((ids,), ((0,),), **shape)[0]) < 1e-5
         rows = model.layers[2].attention.wqkv.weight.shape[0]
         assert rows == 128 + 2 * n + fold * (n // 2 + (n // 4 if score == "sum" else 0))
-    assert error(runs[0], runs[1]) < (1e-4 if latent_bits == 16 else 0.02)  # a code may round otherwise
+    assert error(runs[0], runs[1]) < (1e-4 if form == "paper" else 0.02)  # a code may round otherwise
 
 
 def test_int8_codes_are_within_half_a_step_of_what_they_stand_for():
@@ -1659,7 +1652,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
 
 
 @pytest.mark.parametrize(
-    "head_dim, bits, dtype", pairwise([16, 64, 96, 128, 160], [2, 4, 8], [torch.float32, torch.float16])
+    "head_dim, bits, dtype", pairwise([16, 64, 96, 128, 160], [2, 4], [torch.float32, torch.float16])
 )
 def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, dtype):
     """Values in runs of channels, latents in int8 and keys in KIVI's groups; large queries in fp16, too."""
@@ -1749,8 +1742,8 @@ def test_methods_refuse_what_does_not_fit(case):
 
 def test_head_dims_that_kernels_or_codes_cannot_take_may_do_without():
     assert Context(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernels is None
-    make_engine(tiny_model(head_dim=48), "sals", 1, 64, bits=16, skip_as="latent")
-    for method, options in (("sals", {"skip_as": "latent"}), ("turboquant", {"bits": 3}), ("sals_cann", {})):
+    make_engine(tiny_model(head_dim=48), "loki", 1, 64)
+    for method, options in (("sals", {"skip": ""}), ("turboquant", {"bits": 3}), ("sals_cann", {})):
         engine = make_engine(tiny_model(head_dim=80), method, 1, 64, **options)
         assert logits_through(engine, [random_ids(9)], [[7]]).isfinite().all()
 
@@ -2108,7 +2101,7 @@ def test_graph_replay_equals_eager(method, options):
 
 
 NANO_CASES = [
-    *(("sals", options) for options in ({}, {"score": "sum"}, PAPER | {"rank": 0.25, "score_block": 0})),
+    *(("sals", options) for options in ({}, {"score": "sum"}, {"variant": "paper"})),
     *((method, {}) for method in ("dense", "fdc", "loki")),
     ("topk", {"keep": 256}),
     *(("lrqk", options) for options in ({"k": 256}, {"mode": "paper"})),
@@ -3054,7 +3047,7 @@ poisoned = pytest.mark.usefixtures("poisoned_memory")
 
 # ---- codes of a token, queries of blocks, scores
 
-APPENDED = [(2, 2, 64, 20, 10, 50, 2), (3, 1, 32, 16, 8, 40, 4), (2, 3, 96, 33, 7, 9, 8)]
+APPENDED = [(2, 2, 64, 20, 10, 50, 2), (3, 1, 32, 16, 8, 40, 4), (2, 3, 96, 33, 7, 9, 4)]
 
 
 def appended(B, Hkv, D, lead, width, S, bits, dtype):
@@ -3094,8 +3087,8 @@ def placed_queries(B, n, Hkv, G, D, r, dtype):
 @pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, PLACED))
 @poisoned
 def test_kernel_block_queries(dtype, sizes):
-    q, cos, sin, basis, mean = given = placed_queries(*sizes, dtype)
-    truth = compress.block_queries(q, (cos, sin), basis, mean, "softmax")
+    given = placed_queries(*sizes, dtype)
+    truth = compress.block_queries(*given)
     for got, want in zip(kernels.block_queries(*given), truth, strict=True):
         assert got.dtype == want.dtype
         close(got, want, got.dtype)
@@ -3300,7 +3293,7 @@ def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
 
 # ---- attend
 
-JOINT_LATENTS = ["joint latents", "joint int8 latents", "joint mixed latents"]
+JOINT_LATENTS = ["joint latents", "joint mixed latents"]
 FORMATS = ["plain", "latents", *JOINT_LATENTS, "channels"]
 
 
@@ -3331,19 +3324,16 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
         truth, ring, exact = with_ring(decoded, pos, read, 4, dtype)
         coded = F.pad(read & ~exact[:, None], (0, -S % 32)).unflatten(2, (-1, 32)).any(3)
         return [codes, poison(low_scale, ~coded), ring], truth
-    joint, coded = "joint" in form, "int8" in form or "mixed" in form
+    joint = "joint" in form
     cos, sin = rope_tables(tiny_config(head_dim=D), S, torch.device(DEVICE))
     latent = randn(B, 1 if joint else Hkv, S, r, dtype=dtype)
     basis, bias = r**-0.5 * randn(Hkv * D, r, seed=2, dtype=dtype), randn(Hkv * D, 1, seed=3)
     dead = ~read.any(1, keepdim=True) if joint else ~read  # those of all heads, as SALS has them
-    if coded:
-        rest, (codes, scale) = None, model_file.quantize_int8(latent)
-        scale, latent = scale[..., 0], codes * scale
-        if "mixed" in form:
-            chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
-            lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
-            lead = r // 4 if r % 512 == 0 else lead
-            codes, scale, rest, latent = mixed(randn(*latent.shape, dtype=dtype), lead)
+    if "mixed" in form:
+        chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
+        lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
+        lead = r // 4 if r % 512 == 0 else lead
+        codes, scale, rest, latent = mixed(latent, lead)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
         basis, flat = basis_codes * basis_scale, [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)]
         flat.append(bias / flat[1])
@@ -3435,10 +3425,10 @@ ATTEND_SIZES = [  # B, S, Hkv, G, D, DV, bits, z, pos
     (1, 70, 2, 1, 64, 40, 16, 0, (69,)),
     (3, 130, 2, 4, 128, 128, 4, 24, (129, 64, 3)),
     (2, 300, 1, 3, 96, 96, 2, 0, (299, 32)),
-    (1, 90, 1, 8, 256, 64, 8, 7, (80,)),
+    (1, 90, 1, 8, 256, 64, 4, 7, (80,)),
     (3, 150, 2, 1, 128, 128, 2, 70, (149, 60, 0)),
     (2, 90, 1, 20, 16, 16, 4, 0, (89, 31)),
-    (2, 90, 3, 2, 96, 96, 8, 5, (89, 0)),
+    (2, 90, 3, 2, 96, 96, 2, 5, (89, 0)),
     (2, 90, 2, 2, 64, 64, 16, 24, (80, 40)),
 ]
 INDEXES = ["all", "row", "KV head", "query head"]
@@ -3452,7 +3442,7 @@ def test_kernel_attend(dtype, form, tokens, sizes):
 
 
 @pytest.mark.parametrize("tokens", INDEXES)
-@pytest.mark.parametrize("module, form", [*(("kernels", form) for form in FORMATS[:4]), ("hopper", "plain")])
+@pytest.mark.parametrize("module, form", [*(("kernels", form) for form in FORMATS[:-1]), ("hopper", "plain")])
 @poisoned
 def test_kernel_attend_and_scores_of_pages(module, form, tokens):
     """Through a shuffled page table, of which rows are empty or hold stale positions beyond pos."""
@@ -3499,7 +3489,7 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     """The basis at once and in steps; empty splits, and more than a merge takes at once."""
     Hkv, D, tile, step, splits = sizes
     tile = max(32, tile) if form == "channels" else tile  # whole groups of 32 tokens
-    step = max(64 if "mixed" in form else 32, step) if form in JOINT_LATENTS[1:] else step
+    step = max(64, step) if "mixed" in form else step
     monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: step)
     monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
@@ -3618,7 +3608,7 @@ def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path):
     assert len(text) < len(ast.unparse(file)) * 0.6
     if name == "attend":
         sizes = (2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
-        check_attend(torch.float16, "joint int8 latents", "row", *sizes, ops=module)
+        check_attend(torch.float16, "joint mixed latents", "row", *sizes, ops=module)
     elif name == "scores":
         check_scores(torch.float16, "softmax", True, 2, 90, 1, 4, 40, 32, 48, ops=module)
     else:
@@ -3679,15 +3669,14 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             channels = [codes[0], zeros(B, H, S // 32, D, 2, dtype=half), ring]
             bias = zeros(H, D, 1, dtype=fp32)
             latent = [zeros(B, H, S, 256), None, None, zeros(H, D, 256), None, bias, rope]
-            int8 = [zeros(B, H, S, 512, dtype=i8), scale, None, zeros(H, D, 512, dtype=i8), bias, None, rope]
-            mixed = [int8[0][..., :128].contiguous(), scale, zeros(B, H, S, 192, dtype=torch.uint8)]
+            mixed = [zeros(B, H, S, 128, dtype=i8), scale, zeros(B, H, S, 192, dtype=torch.uint8)]
             mixed += [zeros(H, D, 512, dtype=i8), bias, bias, rope]
             wide = [zeros(*x.shape, dtype=fp32) for x in (rope, q, *window)]
             given = [*mixed[:-1], wide[0]], [codes[0], scale.half()], 4, pos, None, wide[2:], 1.0
             kernels.attend(wide[1], "latents", *given)
             spread = [codes[0], scale.half()]
             cases = [("plain", [k], [k], 16, []), ("latents", latent, codes, 4, window)]
-            cases += [("latents", *((int8, codes) if G > 1 else (mixed, spread)), 4, window)]
+            cases += [("latents", mixed, spread, 4, window)]
             cases += [("channels", channels, [*codes, ring], 4, [])]
             pages = zeros(B, S, dtype=i32)
             for kind, keys, values, bits, beside in cases:
@@ -3705,8 +3694,8 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
         kernels.append(zeros(B, 512), zeros(B, 32, D), pos, *codes, 1.0, 1.0)
         kernels.block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
-        latents = int8[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
-        kernels.scores(zeros(B, 39, 1, 32, 256), *latents)
+        latents = mixed[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
+        kernels.scores(zeros(B, 39, 1, 32, 128), *latents)
         ranks = [96, 48, 80, 16]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
         kernels.attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
@@ -3900,15 +3889,14 @@ OPERATIONS = "append attend attend_latent attend_logits attend_ragged block_quer
 CHOSEN = "block_queries latents scores select"
 SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of attend, the kinds of keys)
     ("dense", {}, 4, "plain"),
-    ("sals", SALS_0, 2, CHOSEN),
-    ("sals", SALS_0 | {"score": "sum", "bits": 16, "rank": 0.3}, 1, "latents scores select"),
-    ("sals", SALS_0 | {"skip_as": "dense"}, 8, "block_queries plain latents scores select"),
-    ("sals", SALS_0 | SPREAD, 2, "append " + CHOSEN),
-    ("sals", SALS_0 | SPREAD | {"bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "append " + CHOSEN),
-    ("sals", SALS_0 | SPREAD | {"bits": 2, "skip_as": "latent", "head_dim": 80}, 1, "append " + CHOSEN),
-    ("sals", SALS_0 | {"latent_bits": 8, "score": "sum"}, 1, "latents scores select"),
-    ("sals", SALS_0 | {"latent_bits": 8, "score": "softmax"}, 4, CHOSEN),
-    ("sals", SALS_0 | {"skip_as": "dense", "head_dim": 24}, 2, "block_queries scores select"),
+    ("sals", SALS_0, 2, "latents scores select"),
+    ("sals", CODES | {"skip": ""}, 8, "append " + CHOSEN),
+    ("sals", SALS_0 | {"score": "sum", "rank": 0.3}, 1, "latents scores select"),
+    ("sals", CODES | {"skip": "0"}, 2, "append block_queries channels latents scores select"),
+    ("sals", CODES | {"skip": "", "bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "append " + CHOSEN),
+    ("sals", CODES | {"skip": "", "bits": 2, "head_dim": 80}, 1, "append " + CHOSEN),
+    ("sals", CODES | {"skip": "", "score": "sum"}, 4, "append latents scores select"),
+    ("sals", CODES | {"skip": "", "head_dim": 24, "rank": 0.8}, 2, "append block_queries scores select"),
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("palu", {}, 2, "latents"),
@@ -4005,7 +3993,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
     ("plain", {"keys": other(0, lambda k: k[..., :16])}, "keys must be"),
     ("plain", {"keys": other(0, turned)}, "keys must be whole rows"),
-    ("plain", {"bits": instead(3)}, "bits must be 2, 4, 8 or 16"),
+    ("plain", {"bits": instead(3)}, "bits must be 2, 4 or 16"),
     ("plain", {"bits": instead(16)}, "values must be torch.float32"),
     ("plain", {"values": other(1, lambda x: x.float())}, "scale of values must be torch.float16"),
     ("plain", {"values": other(1, lambda x: x.contiguous())}, "scales of values must lie as"),
@@ -4015,8 +4003,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
     ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
     ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "latents must be torch.int8"),
-    ("latents", {"keys": other(4, lambda _: randn(2, 32, 1))}, "int8 together"),
-    ("latents", {"keys": other(2, lambda _: randn(1, 2, 40, 4))}, "in 4 bits have others in int8"),
+    *(("latents", {"keys": other(i, lambda _: randn(2, 32, 1))}, "codes of latents have") for i in (2, 4)),
     ("plain", {"values": lambda values: values[:1]}, "need low_scale"),
     ("latents", {"keys": other(3, lambda x: x[:, :16])}, "basis .* must be"),
     ("latents", {"keys": other(5, lambda _: randn(2, 16, 1))}, "bias .* must be"),
@@ -5020,7 +5007,7 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
 
 
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
-    lossy = "sals:rank=0.25,skip_as=latent,sinks=0,critical=1,recent=4"
+    lossy = "sals:paper,sinks=0,critical=1,recent=4"
     line = f"eval --method {lossy} --samples 2 --rows 2 --lengths 200 --perplexity_rows 2 --prefix 40"
     line += f" --continuation 8 --tasks single multikey uuid --facts 4 --csv {tmp_path}/table.csv"
     rows = cli.json(line)["rows"]
@@ -5098,7 +5085,7 @@ def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypat
 
 
 def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
-    sals_ = "sals:skip_as=latent,sinks=2,recent=4"
+    sals_ = "sals:skip=,sinks=2,recent=4"
     line = f"eval --method {sals_} --method streaming --samples 0 --equal_bytes 0.5"
     line += " --equal_tokens 0.25 --perplexity_rows 2 --prefix 56 --continuation 8"
     dense, sals, streaming = cli.json(line)["rows"]
@@ -6222,8 +6209,7 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
 
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
 # Of attend: form, Hkv, G, D, bits, z, r.
-LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint int8 latents", 32, 1, 128, 4, 64, 1024)]
-LATENTS += [("joint int8 latents", 1, 1, 64, 4, 64, 256), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
+LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
 LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
