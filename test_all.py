@@ -1188,7 +1188,8 @@ def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
     tensors, _ = fit_sals(model, tokens, key_moments(model, tokens, "test"), 1.0)
     for i, (q, k, _) in enumerate(observed(model, tokens)):
-        sals_maps = functools.partial(compress.sals_layer_maps, model.config, artifact=tensors, i=i, device=CPU)
+        how = {"artifact": tensors, "i": i, "device": CPU}
+        sals_maps = functools.partial(compress.sals_layer_maps, model.config, **how)
         energy = pair_energy(q.double()).unflatten(-2, (-1, group)).sum((0, 1, 3))  # [Hkv, D / 2]
         k, n = k.double().flatten(0, 1), model.config.kv_dim
         key_fit = tensors[f"{i}.key_basis"], (8, 16, 32), tensors["key_eigenvalues"][i]
