@@ -52,18 +52,17 @@ def _ring_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.c
 @operator(kernels.attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
-    positions: Tensor | None = None
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
 ) -> Tensor:  # fmt: skip
     """kernels.attend. One kernel here attends keys in KIVI's codes that queries share (shares_keys), another
     makes the logits of chosen keys, rebuilt from latents of all heads (streams_basis)."""
     (B, Hq, D), Hkv = q.shape, values[0].shape[1]
     shared = streamed = False
-    if positions is None and index is None and kind == "channels" and not window:
+    if index is None and kind == "channels" and not window:
         rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]
         fits = rings and values[0].shape[3] * 8 // bits == D and shares_keys(q, Hq // Hkv, bits)
         shared = fits and aligned(*keys, *values)
-    if positions is None and index is not None and kind == "latents" and index.ndim == 2:
+    if index is not None and kind == "latents" and index.ndim == 2:
         latent, _, rest, basis, _, bias, _ = keys
         joint = (latent.stride(1) == 0 or len(basis) == 1) and Hkv == len(basis)
         ranks = [latent.shape[3], 0 if rest is None else rest.shape[3]]  # in a byte of the last lie two
@@ -77,7 +76,7 @@ def attend(
         return _attend_shared(q, stores, codes, pos, bits, scale)
     if streamed:
         kind, keys = "logits", [_streamed_logits(q, index, *stores)]
-    return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale, positions)
+    return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale)
 
 
 # ------------------------------------------------------------------- attention over compressed tokens (SALS)

@@ -21,9 +21,8 @@ Changed a kernel? On a GPU, `pytest test_all.py -k kernel` holds all of them to 
 
 B batch entries, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
 dim, r rank. `pos` [B] int32 holds the position of each entry's newest token. Kernels read it on the device,
-so that one CUDA graph serves every length. `positions` [B, S] int32 is for paged storage: each row's
-position, negative for an empty row. Without it row s has position s. A kernel needs nothing else of the
-project: copy it together with its wrapper.
+so that one CUDA graph serves every length. A kernel needs nothing else of the project: copy it together with
+its wrapper.
 """
 
 import functools
@@ -370,20 +369,12 @@ def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
 
 
 @jit
-def _up_to(positions_p, at, inside, length):
-    """Which rows hold a token whose position is below `length`."""
-    position = tl.load(positions_p + at, mask=inside, other=-1)
-    return (position >= 0) & (position < length)
-
-
-@jit
 def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
     rows_p,  # [B, H, S, r] of the queries' dtype, or int8
     row_scale_p,  # [B, H, S] fp32; None: rows are not int8
     offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . row
     pos_p,  # [B] int32
-    positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
     tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
     max_p,  # tops of splits [B, H, splits, NP] fp32
@@ -422,7 +413,7 @@ def _scores_kernel(
     NP: tl.constexpr = _padded(N, 8)
     n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
     # The tiles of this program. Dead tiles are left out where a second kernel writes the scores.
-    count = tiles if RULE == "each" or positions_p is not None else tl.cdiv(length, T)
+    count = tiles if RULE == "each" else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
     if per_block is not None and not EACH_TILE:
         share = per_block
@@ -444,8 +435,6 @@ def _scores_kernel(
             tile_query_at += tl.cast(tile // per_block, tl.int64) * query_step_block
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live = tokens < length
-        if positions_p is not None:
-            live = _up_to(positions_p, b * S + tokens, tokens < S, length)
         row = b * step_b + h * step_h + tokens * step_s
         row_scale = scale
         if row_scale_p is not None:
@@ -512,7 +501,6 @@ def _reduce_scores_kernel(
     max_p,  # [B, H, splits, NP]
     sum_p,  # [B, H, splits, NP]
     pos_p,  # [B] int32
-    positions_p,  # [B, S] int32, or None
     out_p,  # [B, H, S] fp32
     S,
     splits,
@@ -537,8 +525,6 @@ def _reduce_scores_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=3):
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live, some = tokens < length, (n < N) & (n * 0 + tile * T < length)
-        if positions_p is not None:
-            live, some = _up_to(positions_p, b * S + tokens, tokens < S, length), n < N
         if RULE == "softmax":
             tile_max_at = tile_max_p + ((b * H + h) * tiles + tile) * NP + n
             tile_top = tl.load(tile_max_at, mask=some, other=float("-inf"))
@@ -563,7 +549,7 @@ def _reduce_scores_kernel(
 )
 def scores(
     queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, offset: Tensor | None = None, run: int = 1, positions: Tensor | None = None
+    block: int = 0, offset: Tensor | None = None, run: int = 1
 ) -> Tensor:  # fmt: skip
     """Scores of stored tokens from the leading dims of their rows. Each row is read once.
 
@@ -586,7 +572,7 @@ def scores(
     steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
     given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
     given["offset"] = (offset, torch.float32, B, cdiv(S, run), H * N)
-    check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given)
+    check(pos=(pos, torch.int32, B), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     rule = "each" if rule == "largest" and N == 1 else rule  # it ranks tokens alike
     NP, soft = power2(N, 8), rule == "softmax"
@@ -604,7 +590,7 @@ def scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, rows, row_scale, offset, pos, positions, kept, *sums, *query_steps, *steps, S, tiles,
+        queries, rows, row_scale, offset, pos, kept, *sums, *query_steps, *steps, S, tiles,
         r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
         cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, each_tile, num_warps=warps, num_stages=stages,
         **overlapped(rows.device),
@@ -613,7 +599,7 @@ def scores(
         return kept
     out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
     _reduce_scores_kernel[max(1, min(cdiv(S, T), fill * SMS // (B * H))), H, B](
-        kept, *sums, pos, positions, out, S, splits, N, T, power2(splits), rule, num_warps=4,
+        kept, *sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=4,
         **overlapped(rows.device),
     )  # fmt: skip
     return out
@@ -1399,8 +1385,6 @@ def _attend_kernel(
     values,  # what packed_values gives
     index_p,  # [B, sets, n] int32, -1: no token; None: all tokens that are not in the window
     index_step,  # numbers between two batch entries of the index
-    positions_p,  # [B, S] int32: of each row, -1 where there is none; None: row s has position s
-    S,  # None without positions
     window_k_p,  # exact keys [B, z, Hkv, D] after RoPE; None: there is no window
     window_v_p,  # [B, z, Hkv, DV]
     pos_p,  # [B] int32
@@ -1437,7 +1421,7 @@ def _attend_kernel(
     # 1. The tokens of this split.
     pos = tl.load(pos_p + b)
     length = n
-    if index_p is None and positions_p is None:
+    if index_p is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
     # The last split has the window, too, and fewer of the others.
     share = tl.cdiv(tl.cdiv(length, T) + (0 if window_k_p is None else tl.cdiv(z, T)), splits)
@@ -1475,16 +1459,10 @@ def _attend_kernel(
         else:
             token = place
             live = place < length
-        position = token
-        if positions_p is not None:
-            position = tl.load(positions_p + b * S + token, mask=live, other=-1)
-            live = live & (position >= 0)
-            if index_p is None:
-                live = live & (position <= pos - z)
         key_row = b * key_step_b + h * key_step_h + token.to(tl.int64) * key_step_s
         value_row = b * value_step_b + h * value_step_h + token.to(tl.int64) * value_step_s
-        logits, k = LOGITS(queries, keys, b, h, key_row, place, position, live, pos, scale, SHAPE)
-        v = _values(values, k, b, h, value_row, position, live, pos, dtype, PACKING)
+        logits, k = LOGITS(queries, keys, b, h, key_row, place, token, live, pos, scale, SHAPE)
+        v = _values(values, k, b, h, value_row, token, live, pos, dtype, PACKING)
         if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
@@ -1565,8 +1543,7 @@ def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, 
 @operator(attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float,
-    positions: Tensor | None = None
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
 ) -> Tensor:  # fmt: skip
     """Attention of one new token of each batch entry, q [B, Hq, D] after RoPE, over stored tokens
     -> [B, Hq, DV].
@@ -1588,8 +1565,7 @@ def attend(
     from a ring [B, R, Hkv, DV], it follows. index int32 names the tokens to attend, -1 for none. It is [B, n]
     for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S.
     window is exact keys and values [B, z, Hkv, D and DV], which are attended as well; they fill from the
-    left. () is no window, z = 0. With positions an index names rows; without one all rows of positions 0 to
-    pos - z are attended. Truth: compress.attend over what the stores read."""
+    left. () is no window, z = 0. Truth: compress.attend over what the stores read."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
@@ -1601,14 +1577,14 @@ def attend(
         value_stores, value_steps, packing = packed_values(q, values, bits)
     chosen = torch.Size([B, n]) if index is None else index.shape
     need(len(chosen) in (2, 3) and chosen[0] == B, f"index must be [{B}, .., n], not {list(chosen)}")
-    S, n, sets = n, chosen[-1], chosen[1:-1].numel()
+    n, sets = chosen[-1], chosen[1:-1].numel()
     need(sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}")
     z = window[0].shape[1] if window else 0
     beside = zip(("window keys", "window values"), window, (D, packing.D), strict=False)
     exact = {name: (x, q.dtype, B, z, Hkv, width) for name, x, width in beside}
     step, entry = (0, None) if index is None else (index.stride(0), index[0])
     given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
-    check(pos=(pos, torch.int32, B), positions=(positions, torch.int32, B, S), **given, **exact)
+    check(pos=(pos, torch.int32, B), **given, **exact)
     programs = max(Hkv, sets)  # of a batch entry and split
     G = Hq // programs
     T, warps, stages, fill = attend_config(kind, packing.D, bits, q.element_size(), roomy(q.device))
@@ -1621,9 +1597,9 @@ def attend(
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
-        q, key_stores, value_stores, index, step, positions, None if positions is None else S,
-        *(window or (None, None)), pos, *parts, *key_steps, *value_steps, n, z, sets, Hkv, scale * LOG2E,
-        *functions, SHAPE, packing, num_warps=warps, **overlapped(q.device),
+        q, key_stores, value_stores, index, step, *(window or (None, None)), pos, *parts, *key_steps,
+        *value_steps, n, z, sets, Hkv, scale * LOG2E, *functions, SHAPE, packing, num_warps=warps,
+        **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
 

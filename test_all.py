@@ -3442,44 +3442,6 @@ def test_kernel_attend(dtype, form, tokens, sizes):
     check_attend(dtype, form, tokens, *sizes)
 
 
-@pytest.mark.parametrize("tokens", INDEXES)
-@pytest.mark.parametrize("module, form", [*(("kernels", form) for form in FORMATS[:-1]), ("hopper", "plain")])
-@poisoned
-def test_kernel_attend_and_scores_of_pages(module, form, tokens):
-    """Through a shuffled page table, of which rows are empty or hold stale positions beyond pos."""
-    ops, (B, S, page) = pytest.importorskip(module), (2, 192, 16)
-    given, truth = attend_case(
-        torch.float32, form, tokens, B, S, 2, 2, 32, 32, 16, 8, (150, 37), written=True
-    )
-    q, kind, keys, values, bits, pos, index, window, scale = given
-    pages = torch.stack([torch.randperm(S // page) for _ in range(B)]).to(DEVICE)
-    held = (pages[..., None] * page + torch.arange(page, device=DEVICE)).flatten(1)  # the token of each row
-    place = held.argsort(1)  # the row of each token
-
-    def paged(x):
-        if x is None or x.shape[2:3] != (S,) or x.ndim < 3:
-            return x
-        return x.gather(2, held.view(B, 1, S, *[1] * (x.ndim - 3)).expand(x.shape))
-
-    positions_ = held.where((held <= pos[:, None]) | (held % 2 == 0), -1).int()
-    if index is not None:
-        rows = place.view(B, *[1] * (index.ndim - 2), S).expand(*index.shape[:-1], S)
-        index = rows.gather(-1, index.clamp(min=0).long()).where(index >= 0, -1).int()
-    stores = [*map(paged, keys)], [*map(paged, values)]
-    close(ops.attend(q, kind, *stores, bits, pos, index, window, scale, positions_), truth, torch.float32)
-    if kind == "latents":
-        return
-    k, k_scale = (*keys, None)[:2]
-    for rule in RULES:
-        unpaged = ops.scores(q.unflatten(1, (2, 2)), k, k_scale, pos, scale, rule)
-        paged_rows = [*map(paged, (k, k_scale)), pos, scale, rule, 0, None, 1, positions_]
-        out = ops.scores(q.unflatten(1, (2, 2)), *paged_rows)
-        out = out.gather(-1, place[:, None].expand(out.shape))
-        live = unpaged > -torch.inf
-        assert torch.equal(out > -torch.inf, live)
-        close(out[live], unpaged[live], torch.float32)
-
-
 # KV heads, D, tokens a tile, ranks a step, splits.
 TILES = [(2, 96, 16, 64, 1), (2, 128, 64, 32, 3), (1, 64, 32, 16, 70), (1, 160, 16, 64, 20)]
 
@@ -3679,14 +3641,11 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             cases = [("plain", [k], [k], 16, []), ("latents", latent, codes, 4, window)]
             cases += [("latents", mixed, spread, 4, window)]
             cases += [("channels", channels, [*codes, ring], 4, [])]
-            pages = zeros(B, S, dtype=i32)
             for kind, keys, values, bits, beside in cases:
                 for index in (None, zeros(B, H * G, 448, dtype=i32)):
                     kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0)
-                kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0, pages)
             for rule in ("each", "largest", "softmax"):
                 kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
-                kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule, 0, None, 1, pages)
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
