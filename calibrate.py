@@ -2306,7 +2306,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     model = generate.add_model_options
     p = command(run_fit, model, text_options)
     p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
-    p.option("--max_rank", fraction, 0.5, "sals: the highest rank that can be chosen later, of Hkv*D")
+    p.option("--max_rank", fraction, 0.625, "sals: the highest rank that can be chosen later, of Hkv*D")
     p.option("--out", writable_folder, None, "for the fits, with links to the checkpoint", metavar="FOLDER")
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")

@@ -877,7 +877,7 @@ def dequantize_mixed(leading: Tensor, scale: Tensor, rest: Tensor) -> Tensor:
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.0, "d_r: latent's rank / (Hkv*D); 0: half, <=1024", sets="bytes", within="[0, 1]")
+    rank: float = setting(0.0, "r / (Hkv*D), of the latents; 0: 1/2 (narrow: 5/8)", sets="bytes", within="[0, 1]")
     score_rank: float = setting(0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 32 dims", within="[0, 1]")
     bits: int = setting(2, "bits of a value code", (2, 4))
     form: str = setting("ours", "latents in codes, V rotated (ours), or 16-bit latents (paper)", VARIANTS)
@@ -896,14 +896,21 @@ class SalsSettings:
 
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
-        keys; r* is r / 4, at least 32 (ours). Our codes leave an even r - r* > 0: a byte holds two dims."""
-        r = rank_of(self.rank, c.kv_dim) if self.rank else min(c.kv_dim // 2, 1024)
-        lead = rank_of(self.score_rank, r) if self.score_rank else max(32, rank_of(0.25, r))
+        keys, and five eighths of narrow ones; r* is a quarter of r, at most an eighth of the width, at least
+        32 (ours). Our codes leave an even r - r* > 0: a byte holds two dims."""
+        r = rank_of(self.rank or (0.625 if narrow(c) else min(0.5, 1024 / c.kv_dim)), c.kv_dim)
+        lead = rank_of(self.score_rank, r) if self.score_rank else max(32, min(r // 4, c.kv_dim // 8))
         if self.form == "paper":
             return r, min(r, lead)
         r = max(r, 4)
         lead = min(lead, r - 2)
         return r, lead + (r - lead) % 2
+
+
+def narrow(c: ModelConfig) -> bool:
+    """Are a layer's keys of so few dims (ours: at most 256) that they hold little that a latent can save?
+    Then SALS's default keeps more, and to rebuild all of them is cheap."""
+    return c.kv_dim <= 256
 
 
 def sals_step(
@@ -1071,13 +1078,19 @@ def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
     return q.unflatten(-2, (n_kv_heads, -1)).sum(-2).flatten(-2)[..., None, :] @ basis
 
 
+def kivi_layers(c: ModelConfig, settings: SalsSettings) -> set[int]:
+    """The layers that attend all in KIVI's 4-bit codes (ours): to rebuild their keys would take longer."""
+    kivi = settings.form == "ours" and not narrow(c)
+    return skipped_layers(settings, c.n_layers) if kivi else set()
+
+
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
     """Layer i's attention with values rotated for our codes, and where q and k have no norms rows of wqkv:
     W_k U_r, and for score sum (sum over each group of W_q) U_r*. Biases fold alike, and take off the mean."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
+    if i in kivi_layers(c, settings):
+        return attention
     if settings.form == "ours":
-        if skipped:
-            return attention
         mix_values(attention, c)
     if c.qk_norm:
         return attention
@@ -1177,12 +1190,12 @@ class SalsCache(Cache):
 
 
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    c, skipped = model.config, skipped_layers(settings, len(model.layers))
-    blocks = mean_rotations(context)
+    c, blocks = model.config, mean_rotations(context)
+    skipped, kivi = skipped_layers(settings, c.n_layers), kivi_layers(c, settings)
     runs = (1, context.cos, context.sin) if c.qkv_bias else blocks  # a biased channel turns within a block
 
     def cache(i: int) -> Cache:
-        if i in skipped and settings.form == "ours":  # to rebuild all keys would take longer
+        if i in kivi:
             return DenseCache(context, *kivi_kv(context, KiviSettings(4, 32)))
         maps = sals_layer_maps(c, settings, artifact, i, context.device)
         return SalsCache(context, settings, i not in skipped, maps, blocks, runs)
