@@ -877,7 +877,7 @@ def dequantize_mixed(leading: Tensor, scale: Tensor, rest: Tensor) -> Tensor:
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.0, "r / (Hkv*D), of the latents; 0: 1/2 (narrow: 5/8)", sets="bytes", within="[0, 1]")
+    rank: float = setting(0.0, "r / (Hkv*D), of latents; 0: 1/2, narrow 5/8", sets="bytes", within="[0, 1]")
     score_rank: float = setting(0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 32 dims", within="[0, 1]")
     bits: int = setting(2, "bits of a value code", (2, 4))
     form: str = setting("ours", "latents in codes, V rotated (ours), or 16-bit latents (paper)", VARIANTS)
@@ -3033,7 +3033,7 @@ def random_artifact(method: str, c: ModelConfig) -> Artifact:
     made, seeded = row.random(c) if row.random else {}, torch.Generator().manual_seed(0)
     for name, (kind, *shape) in row.tensors(c).items():
         if name not in made:
-            sizes = [shape[-2] // 2 if size is None else size for size in shape]
+            sizes = [shape[-2] * 5 // 8 if size is None else size for size in shape]
             if "basis" in name:
                 made[name] = random_basis(*sizes)
             else:
