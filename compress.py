@@ -132,7 +132,7 @@ class Context:
         live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
         logits = token_logits(q, rows, row_scale, block)  # [B, H, N, S]
         if offset is not None:
-            each = offset.mT.repeat_interleave(run, -1)[..., : rows.shape[2]]  # [B, Hq, S]
+            each = offset.mT[..., self.positions[: rows.shape[2]] // run]  # [B, Hq, S]
             logits = logits + each.unflatten(1, logits.shape[1:3])
         logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
         if rule == "softmax":
