@@ -1809,6 +1809,8 @@ def bytes_of(*things) -> int:
 def work_of(name: str, args: tuple, out) -> tuple[float, float]:
     """The least that a call can do: bytes, and FLOPs where they may take longer."""
     fraction, flops = 1.0, 0.0  # of the arguments' bytes
+    if name == "append":  # writes one token
+        fraction = 1 / args[3].shape[2]
     if name == "scores":  # reads the leading dims of rows
         fraction = args[0].shape[-1] / args[1].shape[-1]
     if name == "attend":

@@ -139,6 +139,17 @@ class Context:
             return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
         return logits if rule == "each" else group_scores(logits, live)
 
+    def append(self, where: tuple, latents, latent: Tensor, values, v: Tensor) -> None:
+        """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it."""
+        fits = isinstance(latents, MixedStore) and isinstance(values, ScaledStore)
+        if self.kernels and fits and isinstance(where[1], Tensor):
+            codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
+            stored = *latents.parts(), *codes, LEVELS_APART[values.bits], LEVELS_APART[4]
+            self.kernels.append(latent, v, where[1].int(), *stored)
+        else:
+            latents.write(where, latent[:, None])
+            values.write(where, v)
+
     def block_queries(self, q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
         """What `block_queries` gives."""
         if self.kernels and mean is not None:
@@ -908,9 +919,9 @@ class SalsSettings:
 
 
 def narrow(c: ModelConfig) -> bool:
-    """Are a layer's keys of so few dims (ours: at most 256) that they hold little that a latent can save?
-    Then SALS's default keeps more, and to rebuild all of them is cheap."""
-    return c.kv_dim <= 256
+    """Are a layer's keys of so few dims (ours: below 256) that there is little to save? Then SALS's default
+    keeps more of them, and to rebuild all keys is cheap."""
+    return c.kv_dim < 256
 
 
 def sals_step(
@@ -1143,8 +1154,8 @@ class SalsCache(Cache):
 
     def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores tokens, of latents [n, r] and k, v [n, Hkv, D] after RoPE."""
-        stores = self.latents, self.values, *self.window
-        for store, x in zip(stores, (latent[:, None], v, k, v), strict=True):
+        self.context.append(where, self.latents, latent, self.values, v)
+        for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
     def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Triton kernels of the compressed caches, each with a thin wrapper that checks its input.
 
     operation      kernel                                 its truth, in compress.py        methods
+    append         _append_kernel                         quantize_mixed, quantize_spread  SALS
     block_queries  _block_queries_kernel                  block_queries                    SALS
     scores         _scores_kernel, _reduce_scores_kernel  token_logits, group_scores       [1], H2O
     select         _survivors_kernel, _select_kernel      select                           [1]
@@ -159,6 +160,91 @@ def _let_next_begin():
     """Lets the next kernel's programs begin, once all programs of this one have called it."""
     if _overlaps():
         tl.extra.cuda.gdc_launch_dependents()
+
+
+# ---------------------------------------------------------------------------------------- codes of a token
+
+
+@jit
+def _append_kernel(
+    latent_p,  # [B, LEAD + 2 REST], a row `latent_step` numbers after the one before
+    v_p,  # [B, Hkv, D], likewise
+    latent_step,
+    v_step,
+    pos_p,  # [B] int32
+    lead_p,  # [B, S, LEAD] int8
+    rest_p,  # [B, S, REST] uint8
+    latent_scale_p,  # [B, S] fp32
+    code_p,  # [B, S, Hkv, D * BITS / 8] uint8
+    scale_p,  # [B, S, Hkv] fp16
+    S,
+    apart,  # standard deviations between neighbouring levels of values
+    rest_apart,  # and of the latents' 4-bit codes
+    D: tl.constexpr,
+    LEAD: tl.constexpr,
+    REST: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Stores the codes of a token. A program has the value of a KV head, and the last one the latent."""
+    _wait_for_previous()
+    _let_next_begin()
+    h, Hkv, b = tl.program_id(0), tl.num_programs(0) - 1, tl.program_id(1).to(tl.int64)
+    row = b * S + tl.load(pos_p + b)
+    if h == Hkv:
+        i, half, pair = tl.arange(0, _padded(LEAD)), tl.arange(0, 2)[:, None], tl.arange(0, _padded(REST))
+        latent_p += b * latent_step
+        lead = tl.load(latent_p + i, mask=i < LEAD, other=0.0).to(tl.float32)
+        rest_at = latent_p + LEAD + half * REST + pair[None, :]
+        rest = tl.load(rest_at, mask=(pair < REST)[None, :], other=0.0).to(tl.float32)
+        spread = tl.sqrt(tl.sum(rest * rest) / (2 * REST)) * (rest_apart / 8)
+        scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
+        step = tl.where(scale == 0, 1.0, scale)
+        lead = _nearest(lead / step).to(tl.int8)
+        rest = tl.sum(_nearest(tl.clamp((rest / step + 60) / 8, 0.0, 15.0)) << (half * 4), 0)
+        tl.store(lead_p + row * LEAD + i, lead, mask=i < LEAD)
+        tl.store(rest_p + row * REST + pair, rest.to(tl.uint8), mask=pair < REST)
+        tl.store(latent_scale_p + row, scale)
+    else:
+        TOP: tl.constexpr = 2.0**BITS - 1
+        BYTES: tl.constexpr = D * BITS // 8
+        plane, byte = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, _padded(BYTES))
+        v_at = v_p + b * v_step + h * D + plane * BYTES + byte[None, :]
+        v = tl.load(v_at, mask=(byte < BYTES)[None, :], other=0.0).to(tl.float32)
+        energy, row = tl.sum(v * v), row * Hkv + h
+        step = tl.maximum(tl.sqrt(energy / D) * (apart / 2), 1e-8)
+        code = _nearest(tl.clamp((v / step + TOP) / 2, 0.0, TOP))
+        scale = energy / tl.maximum(tl.sum(v * (2 * code.to(tl.float32) - TOP)), 1e-8)
+        code = tl.sum(code << (plane * BITS), 0).to(tl.uint8)
+        tl.store(code_p + row * BYTES + byte, code, mask=byte < BYTES)
+        tl.store(scale_p + row, scale.to(tl.float16))
+
+
+@operator(lambda *_: None, ("lead", "rest", "latent_scale", "codes", "scale"))
+def append(
+    latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, latent_scale: Tensor, rest: Tensor, codes: Tensor,
+    scale: Tensor, apart: float, rest_apart: float
+) -> None:  # fmt: skip
+    """Stores one new token of each batch entry at pos: its latent [B, r] and value [B, Hkv, D] in codes.
+
+    Entries of latent and v may lie any step apart. The latent goes to lead [B, 1, S, r*] int8,
+    latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2] uint8, v to codes [B, S, Hkv, D * bits / 8]
+    uint8 and scale [B, S, Hkv] fp16. apart, rest_apart: how far levels of values, and of a latent's 4-bit
+    codes, lie apart, in standard deviations. Truth: compress.quantize_mixed, quantize_spread."""
+    (B, Hkv, D), S, LEAD, REST, BYTES = v.shape, *lead.shape[2:], rest.shape[3], codes.shape[3]
+    u8, f32 = torch.uint8, torch.float32
+    for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
+        shape(name, x, v.dtype, B, *sizes)
+        need(x[0].is_contiguous(), f"a batch entry of {name} must be contiguous")
+    need(BYTES in (D // 4, D // 2), f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
+    check(
+        pos=(pos, torch.int32, B), lead=(lead, torch.int8, B, 1, S, LEAD), rest=(rest, u8, B, 1, S, REST),
+        latent_scale=(latent_scale, f32, B, 1, S), codes=(codes, u8, B, S, Hkv, BYTES),
+        scale=(scale, torch.float16, B, S, Hkv),
+    )  # fmt: skip
+    _append_kernel[Hkv + 1, B](
+        latent, v, latent.stride(0), v.stride(0), pos, lead, rest, latent_scale, codes, scale, S, apart,
+        rest_apart, D, LEAD, REST, BYTES * 8 // D, num_warps=4, **overlapped(v.device),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------- queries of blocks

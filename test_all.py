@@ -3046,7 +3046,35 @@ def poisoned_memory(monkeypatch):
 poisoned = pytest.mark.usefixtures("poisoned_memory")
 
 
-# ---- queries of blocks, scores
+# ---- codes of a token, queries of blocks, scores
+
+APPENDED = [(2, 2, 64, 20, 10, 50, 2), (3, 1, 32, 16, 8, 40, 4), (2, 3, 96, 33, 7, 9, 4)]
+
+
+def appended(B, Hkv, D, lead, width, S, bits, dtype):
+    """Arguments of append: latents and values side by side, as wqkv gives them, and poisoned stores."""
+    latent, v = randn(B, lead + 2 * width + Hkv * D, dtype=dtype).split((lead + 2 * width, Hkv * D), 1)
+    shapes = [((1, S, lead), torch.int8), ((1, S), torch.float32), ((1, S, width), torch.uint8)]
+    shapes += [((S, Hkv, D * bits // 8), torch.uint8), ((S, Hkv), torch.float16)]
+    stores = [torch.full((B, *shape), 77, dtype=kind, device=DEVICE) for shape, kind in shapes]
+    levels = compress.LEVELS_APART[bits], compress.LEVELS_APART[4]
+    return latent, v.unflatten(1, (Hkv, D)), positions(*[S - 1, 0, S // 2][:B]), *stores, *levels
+
+
+@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, APPENDED))
+@poisoned
+def test_kernel_append(dtype, sizes):
+    """Codes and scales of the token at pos; all others stay as they are."""
+    latent, v, pos, *stores, _, _ = given = appended(*sizes, dtype)
+    codes = *compress.quantize_mixed(latent, sizes[3]), *compress.quantize_spread(v, sizes[-1])
+    each, truth = torch.arange(len(v), device=DEVICE), [x.clone() for x in stores]
+    for store, x in zip((*(t[:, 0] for t in truth[:3]), *truth[3:]), codes, strict=True):
+        store[each, pos.long()] = x
+    kernels.append(*given)
+    for got, want in zip(stores, truth, strict=True):  # GPUs may round a half otherwise
+        same = torch.isclose(got.float(), want.float(), rtol=1e-3).float().mean()
+        assert same >= (1 if DEVICE == "cpu" else 0.995)
+
 
 PLACED = [(2, 5, 2, 3, 64, 20), (3, 1, 4, 1, 24, 33), (1, 70, 2, 4, 128, 128)]  # B, n, Hkv, G, D, r*
 
@@ -3622,6 +3650,9 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
         tables = zeros(39, D // 2, dtype=fp32), zeros(39, D // 2, dtype=fp32)
+        codes = [mixed[0][:, :1].contiguous(), scale[:, :1].contiguous(), mixed[2][:, :1].contiguous()]
+        codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
+        kernels.append(zeros(B, 512), zeros(B, 32, D), pos, *codes, 1.0, 1.0)
         kernels.block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
         latents = mixed[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
         kernels.scores(zeros(B, 39, 1, 32, 128), *latents)
@@ -3758,6 +3789,7 @@ def test_kernel_operators_do_what_torch_compile_is_told():
     B, S, Hkv, D, check = 2, 32, 2, 32, torch.library.opcheck
     check_attend_operator(kernels, torch.float32, FORMATS, B, S)
     pos, v = positions(S - 1, 3), randn(B, Hkv, S, D)
+    check(kernels.append, appended(*APPENDED[0], torch.float32))
     check(kernels.block_queries, placed_queries(*PLACED[0], torch.float32))
     check(kernels.attend_logits, (randn(B, Hkv, 2, S), v, pos))
     for W in (32, 600):
@@ -3813,18 +3845,18 @@ def test_kernel_graph_follows_pos(form):
 
 
 SALS_0, DOUBLE = SPARSE | {"skip": "0"}, {"keep": 32, "channels": 0.25, "skip": ""}
-OPERATIONS = "attend attend_latent attend_logits attend_ragged block_queries scores select".split()
+OPERATIONS = "append attend attend_latent attend_logits attend_ragged block_queries scores select".split()
 CHOSEN = "block_queries latents scores select"
 SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of attend, the kinds of keys)
     ("dense", {}, 4, "plain"),
     ("sals", SALS_0, 2, "latents scores select"),
-    ("sals", CODES | {"skip": ""}, 8, CHOSEN),
+    ("sals", CODES | {"skip": ""}, 8, "append " + CHOSEN),
     ("sals", SALS_0 | {"score": "sum", "rank": 0.3}, 1, "latents scores select"),
-    ("sals", CODES | {"skip": "0"}, 2, "block_queries channels latents scores select"),
-    ("sals", CODES | {"skip": "", "bits": 2, "rank": 0.8, "qkv_bias": True}, 1, CHOSEN),
-    ("sals", CODES | {"skip": "", "bits": 2, "head_dim": 80}, 1, CHOSEN),
-    ("sals", CODES | {"skip": "", "score": "sum"}, 4, "latents scores select"),
-    ("sals", CODES | {"skip": "", "head_dim": 24, "rank": 0.8}, 2, "block_queries scores select"),
+    ("sals", CODES | {"skip": "0"}, 2, "append block_queries channels latents scores select"),
+    ("sals", CODES | {"skip": "", "bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "append " + CHOSEN),
+    ("sals", CODES | {"skip": "", "bits": 2, "head_dim": 80}, 1, "append " + CHOSEN),
+    ("sals", CODES | {"skip": "", "score": "sum"}, 4, "append latents scores select"),
+    ("sals", CODES | {"skip": "", "head_dim": 24, "rank": 0.8}, 2, "append block_queries scores select"),
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("palu", {}, 2, "latents"),
@@ -3885,7 +3917,9 @@ def good_arguments(name: str) -> dict:
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
     placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
+    names = "latent v pos lead latent_scale rest codes scale apart rest_apart".split()
     return {
+        "append": dict(zip(names, appended(*APPENDED[0], torch.float32), strict=True)),
         "block_queries": placed,
         "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
         "scores": scores | {"pos": pos, "scale": 1.0},
@@ -3937,6 +3971,9 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
+    ("append", {"latent": lambda x: x.mT.contiguous().mT}, "entry of latent must be contiguous"),
+    ("append", {"codes": lambda x: x[..., :15]}, "15 bytes are no codes of 64 values"),
+    ("append", {"scale": lambda x: x.float()}, "scale must be torch.float16"),
     ("block_queries", {"basis": lambda x: x[:17]}, "q, rotations and basis do not fit"),
     ("block_queries", {"mean": lambda x: x.half()}, "mean must be torch.float32"),
     ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
