@@ -1719,7 +1719,7 @@ SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for
 def speed_cases(B: int, S: int, device: str = "cuda") -> dict[str, str]:
     """Name -> method and settings, as a Candidate is written. Most that select attend 1/8 of the tokens."""
     cases = {name: name for name in ("dense", "sals", "elitekv", "fdc", "palu", "kivi", "shadowkv")}
-    cases |= {"sals-sum": "sals:score=sum", "sals-bf16": "sals:latent_bits=16", "loki": "loki:k=0.125,d=0.5"}
+    cases |= {"sals-sum": "sals:score=sum", "sals-paper": "sals:paper", "loki": "loki:k=0.125,d=0.5"}
     cases |= {name: f"{name}:keep=0.125" for name in ("topk", "quest", "doublesparse", "h2o")}
     cases |= {"topk-4bit": "topk:keep=0.125,kv_bits=4", "streaming": f"streaming:recent={S // 8}"}
     return cases | {"lrqk": f"lrqk:kv_device={'cpu' if B == 1 else device}"}

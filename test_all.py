@@ -5238,6 +5238,11 @@ def test_speed_fills_a_layer_and_records_its_operators(case, names):
         assert len(sets) == 3 and len(stores) == 3
 
 
+def test_speeds_rows_have_settings_that_exist():
+    for text in calibrate.speed_cases(1, 64).values():
+        calibrate.Candidate.parse(text)  # UserError for a setting that a method lacks
+
+
 def test_speed_counts_what_a_call_must_do():
     B, Hq, Hkv, S, D, r = 2, 4, 2, 80, 16, 8
     q, pos = randn(B, Hq, D), positions(S - 1, S - 1)
