@@ -4916,7 +4916,7 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     for method in FITTED:
         assert load_artifact(folder, method, model)
     tensors = load_artifact(folder, "sals", model)
-    assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 32)
+    assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 40)
     assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
     assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
     assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
