@@ -192,8 +192,6 @@ class Context:
         sets = index.unflatten(1, (heads, -1))  # [B, 1 or Hkv, 1 or G, n]
         chosen = sets.clamp(min=0).long().flatten(2)
         k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
-        if index.shape[1] == q.shape[1] and values.bits == 16 and not window:
-            return attend(q.float(), k.float(), values.rows, live, self.scale, chosen)
         v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
         if window:
             filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]  # [B, slots]
@@ -246,21 +244,17 @@ class Context:
         return torch.cat([x.flatten(1) for x in out], -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None, index=None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
     """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D]. A
-    group's queries share K and V. index: of each query's own k [B, Hq, n, D] the rows in v."""
+    group's queries share K and V."""
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
-    if q.shape[-1] == v.shape[-1] and index is None:
+    if q.shape[-1] == v.shape[-1]:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
     # Where widths differ, SDPA would first copy K and V.
     logits = matmul_codes(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
     weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
-    if index is None:
-        return matmul_codes(weights, v).flatten(1, 2)
-    rows, weights = row_numbers(v, index).view(-1, k.shape[2]), weights.flatten(0, 2).to(v)
-    mixed = F.embedding_bag(rows, v.flatten(0, 2), mode="sum", per_sample_weights=weights)
-    return mixed.unflatten(0, q.shape[:2])
+    return matmul_codes(weights, v).flatten(1, 2)
 
 
 def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
@@ -320,25 +314,9 @@ def row_numbers(x: Tensor, index: Tensor) -> Tensor:
     return index.long() * token + b[:, None, None] * batch + h[:, None] * head
 
 
-def compiled_for_cpu(x: Tensor) -> bool:
-    """Do products with x become one loop? A matrix product would write all codes to memory as floats."""
-    return torch.compiler.is_compiling() and x.device.type == "cpu"
-
-
 def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype, rows or columns in line -> [..., G, N].
-
-    CPUs take half as long for a product whose left side has the rows. Compiled for them, that of one row
-    becomes a loop. Where this is slow, two equal rows are multiplied, which stays a matrix product."""
-    floats, in_rows = codes.is_floating_point(), codes.stride(-2) == 1
-    if not compiled_for_cpu(codes) or floats and w.shape[-2] > 1:
-        w, codes = (w.to(codes.dtype), codes) if floats else (w, codes.to(w.dtype))
-        return (codes.mT @ w.mT).mT if codes.mT.is_contiguous() else w @ codes
-    if floats and not (in_rows and w.shape[-1] >= 16):
-        return (torch.cat((w, w), -2).to(codes.dtype) @ codes)[..., :1, :]
-    if in_rows:  # in the order in which they lie
-        return (w[..., None, :] * codes.mT[..., None, :, :]).sum(-1)
-    return (w[..., None] * codes[..., None, :, :]).sum(-2)
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N]."""
+    return w.to(codes.dtype) @ codes if codes.is_floating_point() else w @ codes.to(w.dtype)
 
 
 def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
@@ -351,7 +329,7 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
     for channel in range(0, group * n, run):
         (plane, byte), i = divmod(channel, width), channel // group
         part = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-        if compiled_for_cpu(codes):
+        if torch.compiler.is_compiling():  # a loop: a matrix product would write codes to memory as floats
             decoded = part * scale[..., i, None] + low[..., i, None]
             parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
         else:

@@ -1669,21 +1669,6 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
-def test_products_with_numbers_of_any_dtype_are_exact_eager_and_compiled():
-    """compress.matmul_codes, whose form depends on dtype, layout and on whether a step is compiled."""
-    torch.manual_seed(0)
-    cases = ((torch.float32, 8), (torch.float32, 32), (torch.int8, 32), (torch.uint8, 32))
-    pairs = [(torch.randn(2, 1, k), (50 * torch.rand(2, 100, k)).to(dtype)) for dtype, k in cases]
-    pairs = [(w, x) for w, codes in pairs for x in (codes.mT, codes.mT.contiguous())]
-
-    def products():
-        return [compress.matmul_codes(w, codes) for w, codes in pairs]
-
-    for found in (products(), torch.compile(products, dynamic=False)()):
-        for (w, codes), product in zip(pairs, found, strict=True):
-            assert error(product, w.double() @ codes.double()) < 1e-6
-
-
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(bits):
     """As a plain cache that holds the same quantised K and V."""
