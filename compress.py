@@ -329,7 +329,8 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
     for channel in range(0, group * n, run):
         (plane, byte), i = divmod(channel, width), channel // group
         part = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-        if torch.compiler.is_compiling():  # a loop: a matrix product would write codes to memory as floats
+        if torch.compiler.is_compiling() and codes.device.type == "cpu":
+            # One loop: a matrix product would write all codes to memory as floats.
             decoded = part * scale[..., i, None] + low[..., i, None]
             parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
         else:
@@ -396,7 +397,7 @@ def rank_of(fraction: float, width: int) -> int:
 class TokenStore(nn.Module):
     """The numbers as they are; the base of other stores. by_token: a token's heads lie side by side."""
 
-    kind, bits, group = "plain", 16, 32  # of channels in codes, which share a minimum and a scale
+    kind, bits = "plain", 16
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, by_token: bool = False):
         super().__init__()
@@ -531,6 +532,8 @@ class MixedStore(Int8Store):
 
 class CodedStore(TokenStore):
     """Codes of 2 or 4 bits with a minimum and a scale for 32 channels, or a narrow row (`quantize`)."""
+
+    group = 32  # channels that share them
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False):
         self.bits, self.group = bits, min(self.group, width)

@@ -160,7 +160,9 @@ class Engine:
     `tokens` are the next to be written, at `pos`. On CUDA the step is captured once as a CUDA graph, before
     any prompt is read; the graph is right for every length, because lengths are read on the device."""
 
-    def __init__(self, model: Llama, caches, context: Context, sampling, compiled=False, graphed=False):
+    def __init__(
+        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False
+    ):
         self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
         self.tokens = torch.zeros(context.batch_size, dtype=torch.int64, device=context.device)
         self.pos = torch.zeros(context.batch_size, dtype=torch.int32, device=context.device)
@@ -481,7 +483,9 @@ def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[st
     return load_artifact(args.checkpoint, method, model)
 
 
-def plan_caches(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> list[Cache]:
+def plan_caches(
+    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], rows: int, capacity: int
+) -> list[Cache]:
     """The method's caches on the meta device: their bytes and their refusals, without their memory."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.norm.weight.dtype)
@@ -558,7 +562,9 @@ def build_engine(
     return Engine(model, caches, context, sampling, False, graphed)
 
 
-def run_prompts(engine: Engine, prompts: list, asks: list[str], args, tokenizer, emit=None) -> Output:
+def run_prompts(
+    engine: Engine, prompts: list[list[int]], asks: list[str], args, tokenizer, emit=None
+) -> Output:
     """Prefills the prompts, then generates: once, or after each of `asks`, one answer after another."""
     torch.manual_seed(args.seed)
     synchronize(engine.context.device)
