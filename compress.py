@@ -19,12 +19,10 @@ What is stored is a buffer, so the measured size is the sum of the buffers: noth
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +32,22 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+import kernels
 import model as model_file
+from kernels import (
+    LEVELS_APART,
+    as_fp16,
+    dequantize_mixed,
+    gather_rows,
+    group_scores,
+    matmul_codes,
+    mean_logits,
+    pack,
+    quantize_mixed,
+    quantize_spread,
+    token_logits,
+    unpack,
+)
 from model import Attention, Linear, Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
 VARIANTS = ("ours", "paper")
@@ -50,21 +63,14 @@ def setting(default, text: str, choices: tuple | None = None, sets: str = "", wi
     return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "within": within})
 
 
-def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
-    """The module kernels.py, on Hopper hopper.py, or None for plain PyTorch. wanted None: where they run,
-    on CUDA, with triton, for head dims from 16 up (a tensor core's tile). UserError if wanted elsewhere."""
-    fits = importlib.util.find_spec("triton") is not None and config.head_dim >= 16
+def kernels_run(config: ModelConfig, device: torch.device, wanted: bool | None) -> bool:
+    """Whether operations run as Triton kernels, or as PyTorch. wanted None: where they can, on CUDA, with
+    triton, for head dims from 16 up (a tensor core's tile). UserError if wanted elsewhere."""
+    fits = kernels.triton is not None and config.head_dim >= 16
     runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
     if wanted and not (fits and runs):
         raise UserError("the kernels need CUDA, triton and a head dim of at least 16; use --no-kernels")
-    if not (wanted or wanted is None and fits and device.type == "cuda"):
-        return None
-    import kernels  # only now: it imports triton
-
-    if kernels.nvidia_generation(device) == 9:
-        with suppress(ImportError):  # the file is optional, and triton may have no Gluon
-            import hopper as kernels
-    return kernels
+    return bool(wanted or wanted is None and fits and device.type == "cuda")
 
 
 def inside(value: float, interval: str) -> bool:
@@ -76,14 +82,14 @@ def inside(value: float, interval: str) -> bool:
 
 ONLY_ELITEKV = "this checkpoint was uptrained for EliteKV: run it with --method elitekv"
 
-# ---------------------------------------------------------------------------- the operations of a decode step
+# ------------------------------------------------------------------------------------- what all caches share
 
 
 class Context:
-    """What all caches of a run share: the model's shape, the batch, RoPE, and a decode step's operations. An
-    operation is a kernel where there are kernels that take the shapes, else PyTorch, the kernel's truth."""
+    """What all caches of a run share: the model's shape, the batch, RoPE, and whether operations run as
+    kernels."""
 
-    def __init__(self, model: Llama, batch_size: int, capacity: int, kernels: bool | None = None):
+    def __init__(self, model: Llama, batch_size: int, capacity: int, kernel: bool | None = None):
         self.config, self.batch_size, self.capacity = model.config, batch_size, capacity
         weight = model.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -92,10 +98,8 @@ class Context:
         self.positions = torch.arange(capacity, device=self.device)
         self.scale = model.config.head_dim**-0.5  # of logits
         self.decode_steps = ()  # a method's own, in the place of Llama.decode and its two steps
-        self.kernels = triton_kernels(model.config, self.device, kernels)
-        self.fetch_rows = self.kernels.fetch_rows if self.kernels else fetch_rows
-        if self.kernels:
-            self.rope_pairs = self.kernels.rope_pairs(self.cos, self.sin, self.dtype)
+        self.kernel = kernels_run(model.config, self.device, kernel)
+        self.rope_pairs = kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Storage [B, *shape]. Zeroed, since a masked weight of 0 times a stray NaN would still be NaN."""
@@ -104,219 +108,6 @@ class Context:
     def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
         """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
         return apply_rope(x, self.cos[positions], self.sin[positions])
-
-    def linear(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """linear_int8: the product with weights in int8."""
-        if not self.kernels:
-            return model_file.linear_int8(x, codes, scale, bias)
-        return self.kernels.linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)
-
-    def scores(
-        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, offset=None,
-        run: int = 1
-    ) -> Tensor:  # fmt: skip
-        """Scores the tokens up to pos by the leading d numbers of what is stored of each.
-
-        q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. rows [B, H, S, >= d]: a
-        head of them serves N = Hq / H queries; row_scale [B, H, S]: of rows that are codes. rule:
-            each     every query's logit -> [B, H, N, S]
-            softmax  the sum over a head's queries of their attention weights -> [B, H, S]
-            largest  the largest of these weights, as a logarithm -> [B, H, S]
-        fp32, -inf beyond pos. offset [B, n, Hq]: what is added to q . row in each of n runs
-        of `run` tokens."""
-        q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
-        if self.kernels and block % 16 == 0:
-            stored = rows, row_scale, pos.int()
-            scores = self.kernels.scores(q.contiguous(), *stored, self.scale, rule, block, offset, run)
-            return scores.unflatten(1, q.shape[-3:-1]) if rule == "each" else scores
-        live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
-        logits = token_logits(q, rows, row_scale, block)  # [B, H, N, S]
-        if offset is not None:
-            each = offset.mT[..., self.positions[: rows.shape[2]] // run]  # [B, Hq, S]
-            logits = logits + each.unflatten(1, logits.shape[1:3])
-        logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
-        if rule == "softmax":
-            return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
-        return logits if rule == "each" else group_scores(logits, live)
-
-    def append(self, where: tuple, latents, latent: Tensor, values, v: Tensor) -> None:
-        """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it."""
-        fits = isinstance(latents, MixedStore) and isinstance(values, ScaledStore)
-        if self.kernels and fits and isinstance(where[1], Tensor):
-            codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
-            stored = *latents.parts(), *codes, LEVELS_APART[values.bits], LEVELS_APART[4]
-            self.kernels.append(latent, v, where[1].int(), *stored)
-        else:
-            latents.write(where, latent[:, None])
-            values.write(where, v)
-
-    def block_queries(self, q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
-        """What `block_queries` gives."""
-        if self.kernels and mean is not None:
-            return self.kernels.block_queries(q.contiguous(), cos, sin, basis, mean)
-        return block_queries(q, cos, sin, basis, mean)
-
-    def select(self, scores: Tensor, pos: Tensor, budget: tuple, wanted=None, recent: bool = False) -> Tensor:
-        """What `select` chooses for a budget (x, y, z), and with `recent` the z last tokens: [B, ..., n]."""
-        x, y, z = budget
-        if not (self.kernels and y) or self.kernels.select_passes(scores.shape[-1], y):
-            index = select(scores, pos, x, y, z, wanted)
-        else:
-            heads = scores.shape[1:-1].numel()
-            each = [t if t is None else t.int().repeat_interleave(heads) for t in (pos, wanted)]
-            index = self.kernels.select(scores.flatten(0, -2), each[0], x, y, z, each[1])
-            index = index.unflatten(0, scores.shape[:-1])  # [B, ..., x + y]
-        if not recent:
-            return index
-        last = pos.view(-1, *[1] * (index.ndim - 1)) - self.positions[:z]  # [B, 1, ..., z]
-        return torch.cat((index, last.expand(*index.shape[:-1], -1)), -1)
-
-    def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, window=()) -> Tensor:
-        """Attention of one query each over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, D of a value].
-
-        keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: tokens, negative for none; else all up
-        to pos. window: two Windows, attended besides (without an index: in the place of the last z)."""
-        fits = self.kernels and self.config.head_dim % 16 == 0 and keys.kind in self.kernels.KEYS
-        if fits and (index is None or index.numel()):
-            if index is not None:  # of one set an entry, entries may lie apart
-                index = index.int() if index.ndim == 2 else index.int().contiguous()
-            stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
-            exact = [store.rows.transpose(1, 2) for store in window]
-            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, self.scale)
-        if index is None and not window:
-            return self.attend_all(q, keys, values, pos)
-        if index is None:
-            index = self.positions.where(self.positions <= pos[:, None] - window[0].z, -1)  # [B, S]
-        index = index[:, None] if index.ndim == 2 else index
-        heads = min(self.config.n_kv_heads, index.shape[1])
-        sets = index.unflatten(1, (heads, -1))  # [B, 1 or Hkv, 1 or G, n]
-        chosen = sets.clamp(min=0).long().flatten(2)
-        k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
-        v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
-        if window:
-            filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]  # [B, slots]
-            k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
-            live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
-        return attend(q, k, v, live.expand(-1, k.shape[1], -1), self.scale)
-
-    def attend_all(self, q: Tensor, keys, values, pos: Tensor) -> Tensor:
-        """`attend` over all tokens up to pos. Stores in codes multiply these: no key or value is decoded."""
-        if keys.kind == "plain" and values.bits == 16:
-            live = torch.arange(keys.rows.shape[2], device=pos.device) <= pos[:, None]
-            return attend(q, keys.rows, values.rows, live, self.scale)
-        logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float()  # [B, Hkv, G, S]
-        live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None]
-        logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        return (values.mix(weights, pos) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
-
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
-        """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
-        if not (self.kernels and self.config.head_dim % 16 == 0):
-            return attend(q, k, v, live, self.scale)
-        index, pos = torch.arange(k.shape[2], device=q.device), torch.full_like(self.batch_ids, k.shape[2])
-        index = index.where(live, -1).int()
-        return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], self.scale)
-
-    def attend_logits(self, logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """Attention whose logits [B, Hkv, G, S] fp32 are there, over v [B, Hkv, S, D] -> [B, Hkv G, D]."""
-        if self.kernels:
-            return self.kernels.attend_logits(logits, v, pos.int())
-        live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
-        return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
-
-    def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
-        """Attention over rows [B, S, W] that all heads share, as in MLA's absorbed decode: keys, and in their
-        `width` leading numbers values. q [B, Hq, W] -> [B, Hq, width]."""
-        if self.kernels:
-            return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, self.scale)
-        return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], self.scale)
-
-    def attend_ragged(self, q: Tensor, vectors, pos: Tensor) -> Tensor:
-        """Attention over a RaggedStore: q [B, Hq, max d_qk] -> [B, sum of G d_v]."""
-        if vectors.table is not None:
-            stored = vectors.packed, vectors.table, vectors.ranks, pos.int()
-            out = self.kernels.attend_ragged(q.contiguous(), *stored, self.scale)
-            return out.flatten(1)[:, vectors.v_columns]
-        views, live = vectors.views(), self.positions <= pos[:, None]
-        heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
-        out = (attend(x[..., : k.shape[-1]], k[:, None], v[:, None], live, self.scale) for x, k, v in heads)
-        return torch.cat([x.flatten(1) for x in out], -1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
-    """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D]. A
-    group's queries share K and V."""
-    q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
-    live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
-    if q.shape[-1] == v.shape[-1]:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
-    # Where widths differ, SDPA would first copy K and V.
-    logits = matmul_codes(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
-    weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
-    return matmul_codes(weights, v).flatten(1, 2)
-
-
-def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
-    """q . row of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many; rows
-    [B, H, S, >= d]; row_scale [B, H, S]: of rows that are codes -> [B, H, N, S] fp32."""
-    rows = rows[..., : q.shape[-1]]
-    if row_scale is not None:  # sums of products with codes can exceed fp16's range
-        q, row_scale = q * 2**-7, row_scale * 128
-    if block:
-        n = q.shape[1] - 1  # whole blocks, and the last one
-        whole = rows[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)  # [B, n, H, block, d]
-        whole = matmul_codes(q[:, :n], whole.mT).permute(0, 2, 3, 1, 4).flatten(3)  # [B, H, N, n * block]
-        logits = torch.cat((whole, matmul_codes(q[:, n], rows[:, :, n * block :].mT)), -1).float()
-    else:
-        logits = matmul_codes(q, rows.mT).float()
-    return logits if row_scale is None else logits * row_scale[:, :, None]
-
-
-def group_scores(logits: Tensor, live: Tensor) -> Tensor:
-    """The logarithm of the largest attention weight that any of a KV head's G queries gives, which ranks
-    small weights, too: logits [B, Hkv, G, N], live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live."""
-    dead = ~live[:, None, None]
-    logits = logits.float().masked_fill(dead, -torch.inf)
-    return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
-
-
-def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
-    """The x sinks and, of the tokens between these and the z recent ones, the y best.
-
-    scores [B, ..., S] fp32, of which -inf and NaN are never chosen, pos [B] -> index [B, ..., x + y] int32, x
-    and y cut to S; -1 where there is no such token. wanted [B]: how many of the y count, else all."""
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    each = (-1, *[1] * (scores.ndim - 1))
-    last = (pos - z).view(each)  # the newest token outside of the recent ones
-    never = (places < x) | (places > last) | scores.isnan()  # topk would take NaN for the largest
-    candidates = scores.masked_fill(never, -torch.inf)
-    best, index = candidates.topk(min(y, len(places)), sorted=wanted is not None)
-    live = best > -torch.inf
-    if wanted is not None:
-        live = live & (places[: index.shape[-1]] < wanted.view(each))
-    sinks = places[:x].where(places[:x] <= last, -1).expand(*index.shape[:-1], -1)
-    return torch.cat((sinks, index.where(live, -1)), -1).int()
-
-
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...], whether x lies by head or by token."""
-    by_token = not x.is_contiguous()
-    rows = x.transpose(1, 2).contiguous() if by_token else x
-    number = row_numbers(rows.transpose(1, 2) if by_token else rows, index)
-    return rows.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *x.shape[3:])
-
-
-def row_numbers(x: Tensor, index: Tensor) -> Tensor:
-    """Where the rows at index [B, Hkv, n] of x [B, Hkv, S, ...] lie in its memory, counted in rows."""
-    batch, head, token = (stride // x.shape[3:].numel() for stride in x.stride()[:3])
-    b, h = (torch.arange(n, device=x.device) for n in x.shape[:2])
-    return index.long() * token + b[:, None, None] * batch + h[:, None] * head
-
-
-def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N]."""
-    return w.to(codes.dtype) @ codes if codes.is_floating_point() else w @ codes.to(w.dtype)
 
 
 def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
@@ -336,11 +127,6 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
         else:
             parts.append(matmul_codes(weights * scale[:, :, None, :, i], part) + weights @ low[..., i, None])
     return torch.cat(parts, -1)
-
-
-def as_fp16(x: Tensor) -> Tensor:
-    """x in fp16, rounded for readers in fp32, too: Inductor drops x.half().float(), but not whole numbers."""
-    return (x.half().view(torch.int16) & -1).view(torch.float16)
 
 
 def in_basis(x: Tensor, basis: Tensor) -> Tensor:
@@ -437,12 +223,12 @@ class TokenStore(nn.Module):
     def past(self, batch: int, n: int) -> Tensor:
         return self.decode(*(part[batch, :, :n] for part in self.parts())).transpose(0, 1)
 
-    def scored(self, pos: Tensor) -> dict[str, Tensor]:
-        """All tokens as Context.scores takes them."""
-        return {"rows": self.rows}
+    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All tokens as kernels.scores takes them: rows, and of codes their scales."""
+        return self.rows, None
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        return token_logits(q, **self.scored(pos))
+        return token_logits(q, *self.scored(pos))
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         return matmul_codes(weights, self.rows)
@@ -505,8 +291,8 @@ class Int8Store(TokenStore):
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (rows.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
 
-    def scored(self, pos: Tensor) -> dict[str, Tensor]:
-        return {"rows": self.rows, "row_scale": self.scale}
+    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rows, self.scale
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         return matmul_codes(weights * self.scale[:, :, None], self.rows)
@@ -514,6 +300,8 @@ class Int8Store(TokenStore):
 
 class MixedStore(Int8Store):
     """Int8 codes of the r* leading numbers of a row, 4-bit codes of the others, and one scale (SALS)."""
+
+    kind = "mixed"
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, lead: int):
         self.lead = lead
@@ -563,6 +351,7 @@ class CodedStore(TokenStore):
 class ScaledStore(CodedStore):
     """Codes of 2 or 4 bits with one scale for a head's row, which is evenly spread (`quantize_spread`)."""
 
+    kind = "spread"
     group = math.inf  # all of a row
 
     def layout(self) -> dict[str, tuple]:
@@ -602,9 +391,9 @@ class RebuiltKeys(nn.Module):
     def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None = None):
         super().__init__()
         self.latents, self.context = latents, latents.context
-        self.basis, self.bias, kernels = basis.to(self.context.dtype), bias, self.context.kernels
-        if kernels:  # what they take: RoPE's pairs side by side
-            n, coded = len(basis), latents.kind == "int8"
+        self.basis, self.bias = basis.to(self.context.dtype), bias
+        if self.context.kernel:  # what it takes: RoPE's pairs side by side
+            n, coded = len(basis), latents.kind == "mixed"
             codes, scale = quantize_basis(basis) if coded else (self.basis, None)
             bias = bias if bias is None else bias.float()[..., None] / (scale if coded else 1)
             given = codes, scale, bias
@@ -648,6 +437,7 @@ class Cache(nn.Module):
         if context.config.elitekv and not self.elite_rope:
             raise UserError(ONLY_ELITEKV)
         self.context, self.config, self.rope = context, context.config, context.rope
+        self.scale, self.kernel = context.scale, context.kernel
         self.table_bytes = 0
 
     def table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
@@ -740,7 +530,7 @@ class DenseCache(Cache):
         if index is not None:
             self.report_selected(pos, index, index >= 0)
             index = index.flatten(1, -2)
-        return self.context.attend(q, self.keys, self.values, pos, index)
+        return kernels.attend(q, self.keys, self.values, pos, index, scale=self.scale, kernel=self.kernel)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Tokens of K and of V that one decode step must read, a KV head."""
@@ -808,58 +598,10 @@ def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, d
     return (grouped * scale + low).flatten(dim - 1, dim).to(dtype)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
-    its lowest bits up, so that unpacking gives contiguous runs of channels. 3 bits are packed as 2 and 1."""
-    if bits == 3:
-        return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
-    planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
-    return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse."""
-    if bits == 3:
-        low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
-        return unpack(low, 2) | unpack(high, 1) << 2
-    return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
-
-
-# The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
-# error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
-LEVELS_APART = {2: 0.9957, 4: 0.3352}
-
-
-def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of rows spread like normal numbers, x = (2 code - top) scale, top = 2**bits - 1 (ours; as in
-    RaBitQ): x [..., D] -> codes [..., D * bits / 8] uint8, scales [...] fp16, so that x . decoded = x . x."""
-    x, top = x.float(), 2**bits - 1
-    step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
-    codes = ((x / step + top) / 2).round().clamp(0, top)
-    scale = x.square().sum(-1) / (x * (2 * codes - top)).sum(-1).clamp(min=1e-8)
-    return pack(codes, bits), as_fp16(scale)
-
-
 def spread_levels(scale: Tensor, bits: int) -> Tensor:
     """Their scales [...] as (minimum, scale) of one group a row, [..., 1, 2], as `dequantize` takes them."""
     scale = scale.float()
     return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
-
-
-def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of rows x [..., D] with one scale a row (ours): int8 [..., lead] of the leading numbers, scales
-    [...] fp32, and uint8 [..., (D - lead) / 2] (`pack`) of the others in 4 bits: odd multiples of 4 to 60."""
-    leading, rest = x.float().split((lead, x.shape[-1] - lead), -1)
-    spread = rest.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
-    scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
-    step = torch.where(scale == 0, 1, scale)[..., None]
-    codes = ((rest / step + 60) / 8).round().clamp(0, 15)
-    return (leading / step).round().to(torch.int8), scale, pack(codes, 4)
-
-
-def dequantize_mixed(leading: Tensor, scale: Tensor, rest: Tensor) -> Tensor:
-    """The inverse, [..., D] fp32."""
-    return torch.cat((leading, unpack(rest, 4).to(torch.int8) * 8 - 60), -1) * scale[..., None]
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -1049,21 +791,6 @@ def mean_rotations(context: Context) -> tuple[int, Tensor, Tensor]:
     return SCORE_BLOCK, *(torch.stack([part.mean(0) for part in each]) for each in parts)
 
 
-def block_queries(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
-    """q [B, Hq, D] after RoPE, rotated back to each of n blocks by cos, sin [n, D/2] (ours: the paper scores
-    without RoPE): in the basis U_r* [Hkv*D, r*], [B, n, Hq, r*]; and mean_logits [B, n, Hq], or None."""
-    queries = in_basis(apply_rope(q[:, None], cos, -sin), basis.unflatten(0, (-1, q.shape[-1])))
-    return queries, None if mean is None else mean_logits(q, cos, sin, mean)
-
-
-def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
-    """q . RoPE(mean key), which the latents of centred keys lack (ours): q [B, Hq, D] after RoPE, cos, sin
-    [n, D/2] of n places or means of such, mean [Hkv*D] -> [B, n, Hq] fp32."""
-    x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
-    a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
-    return cos @ (a * x + b * y).flatten(1, 2).mT + sin @ (b * x - a * y).flatten(1, 2).mT
-
-
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
     """The one query [..., 1, r*] whose logits are the sums of all heads' (paper, sec. 4.3), of q [..., Hq, D]
     before RoPE, in the basis U_r* [Hkv*D, r*]. The heads of a group share their keys."""
@@ -1135,7 +862,7 @@ class SalsCache(Cache):
 
     def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores tokens, of latents [n, r] and k, v [n, Hkv, D] after RoPE."""
-        self.context.append(where, self.latents, latent, self.values, v)
+        kernels.append(where, self.latents, latent, self.values, v, kernel=self.kernel)
         for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
@@ -1148,26 +875,35 @@ class SalsCache(Cache):
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
-        how = {"pos": pos} | self.latents.scored(pos)
+        stored = *self.latents.scored(pos), pos, self.scale
         if self.settings.score == "sum":  # the logits of the one query; the mean counts alike for all tokens
             query = folded[0][:, None] if folded else summed_query(q, self.up, self.config.n_kv_heads)
-            return self.context.scores(query, rule="each", **how).flatten(1)
+            return kernels.scores(query, *stored, "each", kernel=self.kernel).flatten(1)
         (block, *rotations), (run, *each) = self.blocks, self.runs
-        queries, offset = self.context.block_queries(rotated, *rotations, self.up, self.mean)
+        queries, offset = kernels.block_queries(rotated, *rotations, self.up, self.mean, kernel=self.kernel)
         if run < block and self.mean is not None:
             offset = mean_logits(rotated, *each, self.mean)
-        how |= {"rule": "softmax", "block": block, "offset": offset, "run": run}
-        return self.context.scores(queries, **how).flatten(1)
+        scores = kernels.scores(queries, *stored, "softmax", block, offset, run, kernel=self.kernel)
+        return scores.flatten(1)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
         self.write((self.context.batch_ids, pos), self.latent(k, *folded), self.rope(k, pos), v)
         if self.sparse:
             scores = self.score(pos, q, rotated, *folded[1:])
-            index = self.context.select(scores, pos, self.budget)  # [B, x + y], -1 for none
+            index = kernels.select(scores, pos, self.budget, kernel=self.kernel)  # [B, x + y], -1 for none
             self.report_selected(pos, index.clamp(min=0), index >= 0, recent=z)
             index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
-        return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)
+        return kernels.attend(
+            rotated,
+            self.keys,
+            self.values,
+            pos,
+            index,
+            window=self.window,
+            scale=self.scale,
+            kernel=self.kernel,
+        )
 
     def bytes_read(self, length: int) -> int:
         """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
@@ -1370,7 +1106,9 @@ class EliteCache(Cache):
         own = torch.eye(len(self.attention.pairs), dtype=q.dtype, device=q.device)[:, None, :, None]
         elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
-        mixed = self.context.attend_latent(query, self.latents.rows[:, 0], pos, self.d_ckv)
+        mixed = kernels.attend_latent(
+            query, self.latents.rows[:, 0], pos, self.d_ckv, scale=self.scale, kernel=self.kernel
+        )
         out = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (c.n_kv_heads, -1)), b_v)
         if up.bias is not None:  # weights sum to one
             out = out + up.bias.unflatten(0, (c.n_kv_heads, 1, -1))[..., -c.head_dim :]
@@ -1508,11 +1246,13 @@ class LokiCache(DenseCache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Lines 5-7: the k best tokens of each query [B, Hkv, G, k], or of a group (group_scores)."""
         rule = {"query": "each", "group": "largest"}[self.settings.share]
-        scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
+        scores = kernels.scores(
+            q[..., : self.d], *self.keys.scored(pos), pos, self.scale, rule, kernel=self.kernel
+        )
         wanted = None
         if self.settings.k <= 1:  # a fraction of each entry's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=1)
-        return self.context.select(scores, pos, self.budget, wanted)
+        return kernels.select(scores, pos, self.budget, wanted, kernel=self.kernel)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected tokens: at most G k distinct ones a KV head."""
@@ -1710,12 +1450,6 @@ def least_recent(stamp: Tensor, step: Tensor, k: int) -> Tensor:
     return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
 
 
-def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
-    """hot[place] = rows[index] where miss: rows [B, Hkv, S, W], hot [B, Hkv, n, W], the rest [B, Hkv, k]."""
-    new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
-    hot.view(-1, hot.shape[-1]).index_copy_(0, row_numbers(hot, place).flatten(), new.flatten(0, 2))
-
-
 def host_rows(context: Context, *shape: int) -> Tensor:
     """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its address:
     kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
@@ -1801,7 +1535,9 @@ class LrqkCache(Cache):
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
         self.report_selected(pos, self.pos_of, live, recent=self.z)
         live = torch.cat((live, ring[:, None].expand(-1, self.config.n_kv_heads, -1)), -1)
-        return self.context.attend_rows(q.flatten(1, 2), *self.hot.chunk(2, -1), live)
+        return kernels.attend_rows(
+            q.flatten(1, 2), *self.hot.chunk(2, -1), live, scale=self.scale, kernel=self.kernel
+        )
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
@@ -1821,15 +1557,23 @@ class LrqkCache(Cache):
 
     def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
         """Selects the k best tokens that left the ring, by the entries' q^, and brings them to hot slots."""
-        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[batch], pos - self.z, "largest")
-        index = self.context.select(scores, pos, (0, self.chosen, self.z))  # [B, Hkv, k]
+        scores = kernels.scores(
+            q_hat.flatten(1, 2),
+            self.a_k[batch],
+            None,
+            pos - self.z,
+            self.scale,
+            "largest",
+            kernel=self.kernel,
+        )
+        index = kernels.select(scores, pos, (0, self.chosen, self.z), kernel=self.kernel)  # [B, Hkv, k]
         live = index >= 0
         index = index.where(live, pos[:, None, None]).long()  # the newest stands for none: it has no slot
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[batch] = -1
         tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
         place, miss = take_slots(index, live, *tables)
-        self.context.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch])
+        kernels.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch], kernel=self.kernel)
         self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
 
     def miss_rate(self) -> float | None:
@@ -1932,7 +1676,9 @@ class ProxyCache(DenseCache):
     def select_pages(self, scores: Tensor, pos: Tensor, tail: int) -> Tensor:
         """Tokens [B, Hkv, n], negative for none, of the last pages and the best by scores [B, Hkv, pages]."""
         budget = 0, self.count // self.page - tail, tail
-        index = page_tokens(self.context.select(scores, pos // self.page, budget, recent=True), self.page)
+        index = page_tokens(
+            kernels.select(scores, pos // self.page, budget, recent=True, kernel=self.kernel), self.page
+        )
         return index.where(index <= pos[:, None, None], -1)
 
     def score_bytes(self, length: int) -> int:
@@ -1950,8 +1696,8 @@ class TopKCache(DenseCache):
         super().__init__(context, *stores, budget=settings.budget(context.capacity))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        scores = self.context.scores(q, pos=pos, rule="largest", **self.keys.scored(pos))
-        return self.context.select(scores, pos, self.budget, recent=True)
+        scores = kernels.scores(q, *self.keys.scored(pos), pos, self.scale, "largest", kernel=self.kernel)
+        return kernels.select(scores, pos, self.budget, recent=True, kernel=self.kernel)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return length, min(length, self.count)
@@ -2044,11 +1790,13 @@ class H2oCache(DenseCache):
         live = self.position >= 0
         self.report_selected(pos, self.position, live)
         every = torch.full_like(pos, self.count - 1)
-        logits = self.context.scores(q, self.keys.rows, every, "each")  # [B, Hkv, G, C]
+        logits = kernels.scores(
+            q, self.keys.rows, None, every, self.scale, "each", kernel=self.kernel
+        )  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         part = 1 - (self.context.capacity - now[..., None]) / self.left[:, None, None, None]
         self.attention += self.weights(logits, part, now[..., None].long() * logits[0].numel()).sum(2)
-        return self.context.attend_logits(logits, self.values.rows, every)
+        return kernels.attend_logits(logits, self.values.rows, every, kernel=self.kernel)
 
     def bytes_read(self, length: int) -> int:
         return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
@@ -2126,7 +1874,9 @@ class QuestCache(ProxyCache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec. 3.3)."""
         last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
-        scores = self.context.scores(bounds, pos=last, rule="largest", **self.proxies.scored(last))
+        scores = kernels.scores(
+            bounds, *self.proxies.scored(last), last, self.scale, "largest", kernel=self.kernel
+        )
         return self.select_pages(scores, pos, 1)
 
     def score_bytes(self, length: int) -> int:
@@ -2163,7 +1913,9 @@ class SalsCannCache(ProxyCache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
         query = in_basis(q.unflatten(1, (self.config.n_kv_heads, -1)).mean(2), self.basis)
-        logits = self.context.scores(query, self.proxies.read(pos), pos, "each").flatten(2)  # [B, Hkv, S]
+        logits = kernels.scores(
+            query, self.proxies.read(pos), None, pos, self.scale, "each", kernel=self.kernel
+        ).flatten(2)  # [B, Hkv, S]
         logits = F.pad(logits, (0, -logits.shape[2] % self.page), value=-torch.inf)
         scores = logits.unflatten(2, (-1, self.page)).logsumexp(-1)
         return self.select_pages(scores, pos, self.tail)
@@ -2193,8 +1945,13 @@ class DoubleSparseCache(ProxyCache):
 
     def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
         """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores, (x, _, z) = self.context.scores(in_basis(q, self.basis), label, pos, "largest"), self.budget
-        return self.context.select(scores, pos, (x, count - x - z, z), recent=True)
+        scores, (x, _, z) = (
+            kernels.scores(
+                in_basis(q, self.basis), label, None, pos, self.scale, "largest", kernel=self.kernel
+            ),
+            self.budget,
+        )
+        return kernels.select(scores, pos, (x, count - x - z, z), recent=True, kernel=self.kernel)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         return self.best(pos, q, self.proxies.rows, self.count)
@@ -2355,11 +2112,11 @@ class InfinigenCache(ProxyCache):
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         old, guess = pos - self.budget[2], in_basis(self.guess, self.basis)
-        logits = self.context.scores(guess, pos=old, rule="each", **self.proxies.scored(old))
+        logits = kernels.scores(guess, *self.proxies.scored(old), old, self.scale, "each", kernel=self.kernel)
         near = logits > logits.amax(-1, keepdim=True) - self.alpha  # [B, Hkv, G, S]
         scores = group_scores(logits, self.context.positions <= old[:, None])
         count = near.sum(-1).double().mean((1, 2)).long()
-        return self.context.select(scores, pos, self.budget, count, recent=True)
+        return kernels.select(scores, pos, self.budget, count, recent=True, kernel=self.kernel)
 
     def score_bytes(self, length: int) -> int:
         return super().score_bytes(length) + self.basis[0].nbytes
@@ -2409,8 +2166,8 @@ class RingStore(nn.Module):
         x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
         return x if index is None else gather_rows(x, index)
 
-    def scored(self, pos: Tensor) -> dict[str, Tensor]:
-        return {"rows": self.read(pos)}
+    def scored(self, pos: Tensor) -> tuple[Tensor, None]:
+        return self.read(pos), None
 
     def bytes_of(self, n: float, length: int) -> float:
         """Those in the ring are taken to be among the n."""
@@ -2721,14 +2478,16 @@ class ShadowKvCache(Cache):
         chosen = self.rope(rebuilt[..., None, :], index)[..., 0, :], self.values.read(None, index)
         parts = zip(self.outliers.rows.chunk(2, -1), chosen, self.ring.rows.chunk(2, -1), strict=True)
         k_all, v_all = (torch.cat(part, 2) for part in parts)
-        return self.context.attend_rows(q, k_all, v_all, tokens >= 0)
+        return kernels.attend_rows(q, k_all, v_all, tokens >= 0, scale=self.scale, kernel=self.kernel)
 
     def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
         """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
         outlier = (self.outlier[..., None] == torch.arange(self.landmark.shape[2], device=pos.device)).any(2)
-        scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
-        best = self.context.select(scores, last, (0, self.selected // self.chunk, 0))
+        scores = kernels.scores(
+            q, self.landmark, None, whole, self.scale, "largest", kernel=self.kernel
+        ).masked_fill(outlier, -torch.inf)
+        best = kernels.select(scores, last, (0, self.selected // self.chunk, 0), kernel=self.kernel)
         return page_tokens(best, self.chunk)
 
     def bytes_read(self, length: int) -> int:
@@ -2829,8 +2588,8 @@ class RaggedStore(nn.Module):
         self.starts, self.strides = (x.to(context.device) for x in (starts, ranks.repeat_interleave(ranks)))
         self.k_columns = own_columns(k_ranks, 1).to(context.device)
         self.v_columns = own_columns(v_ranks, context.config.group).to(context.device)
-        whole = context.kernels is not None and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
-        self.table = context.kernels.rank_table(self.ranks, context.device) if whole else None
+        whole = context.kernel and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
+        self.table = kernels.rank_table(self.ranks, context.device) if whole else None
 
     def views(self) -> list[Tensor]:
         """K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each."""
@@ -2886,7 +2645,7 @@ class FdcCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.vectors.write((self.context.batch_ids, pos), self.compress(k, pos), latent)
-        return self.context.attend_ragged(self.compress(q, pos), self.vectors, pos)[:, None]
+        return kernels.attend_ragged(self.compress(q, pos), self.vectors, pos, scale=self.scale)[:, None]
 
 
 def own_columns(ranks: list[int], G: int) -> Tensor:
@@ -2953,7 +2712,9 @@ class PaluCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.write((self.context.batch_ids, pos), k, latent)
-        return self.context.attend(self.rope(q, pos), self.keys, self.values, pos)
+        return kernels.attend(
+            self.rope(q, pos), self.keys, self.values, pos, scale=self.scale, kernel=self.kernel
+        )
 
 
 # -------------------------------------------------------------------------------------- calibration artifacts

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 import compress
+import kernels
 import model as model_file
 from compress import METHODS, Cache, Context, dense_bytes, load_artifact, method_named, settings_from
 from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gathered, human, ranks
@@ -169,12 +170,10 @@ class Engine:
         shape = (context.batch_size, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=context.dtype, device=context.device)  # of the last step
         started = time.time()
-        for module in model.modules():
-            if isinstance(module, model_file.Linear):
-                module.multiply = context.linear
-        # A method may have a decode step of its own, or hopper.py one with the same logits.
-        offer = getattr(context.kernels, "chained_decode", None)
-        chained = context.decode_steps or offer and offer(model, context.batch_size, model_file.shared_memory)
+        # A method may have a decode step of its own, or extras/hopper.py one with the same logits.
+        hopper = kernels.hopper(context.device) if context.kernel else None
+        offer = hopper and hopper.chained_decode(model, context.batch_size, model_file.shared_memory)
+        chained = context.decode_steps or offer
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]

@@ -55,8 +55,9 @@ import generate
 import kernels
 import model as model_file
 from calibrate import Stage, eval_sample, fit_sals, key_moments, save_artifact, save_checkpoint, train
-from compress import METHODS, Context, DenseCache, artifact_path, attend, load_artifact, quantize
+from compress import METHODS, Context, DenseCache, artifact_path, load_artifact, quantize
 from generate import Engine, Output, Sampling, decode_rows
+from kernels import attend_reference
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables
 
 torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
@@ -185,11 +186,11 @@ class ExactStore(compress.TokenStore):
 
 
 def make_engine(
-    model: Llama, method: str, rows: int, capacity: int, artifact=None, kernels_=None, **options
+    model: Llama, method: str, rows: int, capacity: int, artifact=None, kernel=None, **options
 ) -> Engine:
     """By default with an artifact_of the model. options: a method's, compiled, graphed, exact_values and
     block, of SALS's scores, which is short in short caches."""
-    context, artifact = Context(model, rows, capacity, kernels_), artifact or artifact_of(method, model)
+    context, artifact = Context(model, rows, capacity, kernel), artifact or artifact_of(method, model)
     how = {name: options.pop(name) for name in {"compiled", "graphed"} & options.keys()}
     with pytest.MonkeyPatch.context() as patch:
         if options.pop("exact_values", False):
@@ -560,14 +561,14 @@ def test_compiled_decode_equals_eager(method, options):
 
 def spread(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     """What quantize_spread gives, and what it stands for."""
-    codes, scale = compress.quantize_spread(x, bits)
-    return codes, scale, (2.0 * compress.unpack(codes, bits) - 2**bits + 1) * scale[..., None].float()
+    codes, scale = kernels.quantize_spread(x, bits)
+    return codes, scale, (2.0 * kernels.unpack(codes, bits) - 2**bits + 1) * scale[..., None].float()
 
 
 def mixed(x: torch.Tensor, lead: int) -> tuple[torch.Tensor, ...]:
     """What quantize_mixed gives, and what it stands for."""
-    codes, scale, rest = compress.quantize_mixed(x, lead)
-    every = torch.cat((codes, compress.unpack(rest, 4).to(torch.int8) * 8 - 60), -1)
+    codes, scale, rest = kernels.quantize_mixed(x, lead)
+    every = torch.cat((codes, kernels.unpack(rest, 4).to(torch.int8) * 8 - 60), -1)
     return codes, scale, rest, every * scale[..., None]
 
 
@@ -589,8 +590,8 @@ def pure_sals(cache, entry, n, q, k, v):
     rotated, up, bits = cache.rope(k, slice(0, len(k))), cache.keys.basis.flatten(0, 1), cache.settings.bits
     if ours := cache.settings.form == "ours":
         maps = cache.down, up, cache.mean
-        latents = compress.quantize_mixed((k.flatten(1) - cache.mean) @ cache.down, cache.r_score)
-        coded = *latents, *compress.quantize_spread(v, bits)
+        latents = kernels.quantize_mixed((k.flatten(1) - cache.mean) @ cache.down, cache.r_score)
+        coded = *latents, *kernels.quantize_spread(v, bits)
     else:
         coded = k.flatten(1) @ up, *quantize(v, bits, 16)
     stored = tuple(x[:n] for x in (*coded, rotated, v))
@@ -663,7 +664,7 @@ def pure_turboquant(cache, entry, n, q, k, v):
     k, v = (compress.turboquant(x, Pi, levels).transpose(0, 1) for x in (k, v))
     for i in range(n, len(q)):
         live = torch.ones(1, i + 1, dtype=torch.bool)
-        yield attend(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(), None
+        yield attend_reference(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(), None
 
 
 def pure_infinigen(cache, entry, n, q, k, v, guess):
@@ -911,7 +912,7 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     k_all, v_all = (torch.cat(pair) for pair in zip(past, (k_all[40:], v[40:]), strict=True))
     live = torch.arange(len(k_all)) < len(past[0]) + 1 + torch.arange(17)[:, None]
     keys, values = (x.transpose(0, 1).expand(17, -1, -1, -1) for x in (k_all, v_all))
-    assert error(out, attend(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
+    assert error(out, attend_reference(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
 
 
 def test_a_window_writes_each_of_its_slots_once():
@@ -967,7 +968,7 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
         (out, chosen), whole = watched_step(cache, n, *qkv), step(dense, n, *qkv)
         rotated = dense.rope(qkv[0][n], n)
         keys, values = (x.repeat_interleave(group, 1) for x in (dense.keys.rows, dense.values.rows))
-        assert error(out, attend(rotated[None], keys, values, chosen[None])) < bound, n
+        assert error(out, attend_reference(rotated[None], keys, values, chosen[None])) < bound, n
         least = budget - free if n >= budget or method == "shadowkv" else budget
         assert (error(out, whole) < bound) == (n < budget) or least <= n < budget, n
         counts = chosen.sum(-1)
@@ -1266,7 +1267,7 @@ def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
     scores, chance = torch.randn(2, 3, 40), torch.rand(2, 3, 40)
     scores = scores.masked_fill(chance < 0.2, -torch.inf).masked_fill(chance > 0.9, torch.nan)
     pos = torch.tensor([length - 1, max(0, length - 2)])
-    chosen = compress.select(scores, pos, x=3, y=6, z=4, wanted=wanted and torch.tensor(wanted))
+    chosen = kernels.select_reference(scores, pos, x=3, y=6, z=4, wanted=wanted and torch.tensor(wanted))
     assert chosen.shape == (2, 3, 9)
     for row, head in itertools.product(range(2), range(3)):
         old = range(max(0, int(pos[row]) - 3))
@@ -1548,7 +1549,7 @@ def test_palus_cache_gives_the_logits_of_what_was_trained(checkpoint, tmp_path, 
 
 
 def test_group_scores_rank_weights_that_underflow():
-    loud = compress.group_scores(torch.tensor([0.0, -500, -400]).view(1, 1, 1, 3), torch.ones(1, 3) > 0)
+    loud = kernels.group_scores(torch.tensor([0.0, -500, -400]).view(1, 1, 1, 3), torch.ones(1, 3) > 0)
     assert loud[0, 0].argsort().tolist() == [1, 2, 0]  # as weights the last two would both be 0
 
 
@@ -1665,7 +1666,7 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     assert error(mixed, weights @ decoded) < 1e-5
     codes, scale = model_file.quantize_int8(x)
     q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
-    logits = compress.token_logits(q, codes, scale[..., 0])
+    logits = kernels.token_logits(q, codes, scale[..., 0])
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
@@ -1714,7 +1715,7 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
     ("kivi", {}, "bit values need a head dim that groups of 32", {"head_dim": 48}),
     ("turboquant", {"bits": 3}, "fills whole bytes, not 12", {"head_dim": 12}),
-    ("dense", {"kernels_": True}, "--no-kernels", {"head_dim": 8}),  # narrower than a tensor core's tile
+    ("dense", {"kernel": True}, "--no-kernels", {"head_dim": 8}),  # narrower than a tensor core's tile
 ]
 
 
@@ -1726,7 +1727,7 @@ def test_methods_refuse_what_does_not_fit(case):
     assert "\n" not in str(caught.value)
 
 
-def test_head_dims_that_kernels_or_codes_cannot_take_may_do_without():
+def test_head_dims_that_kernelor_codes_cannot_take_may_do_without():
     assert Context(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernels is None
     make_engine(tiny_model(head_dim=48), "loki", 1, 64)
     for method, options in (("sals", {"skip": ""}), ("turboquant", {"bits": 3}), ("sals_cann", {})):
@@ -1846,7 +1847,7 @@ def test_lrqk_slot_table(ratio):
         index = index.where(live, S - 1)  # as compress.LrqkCache.load has it: a position without a slot
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
-        compress.fetch_rows(rows, index, place, miss, hot)
+        kernels.fetch_rows_reference(rows, index, place, miss, hot)
         for where, old in used.items():
             chosen, missed = (set(index[where][mask[where]].tolist()) for mask in (live, miss))
             slots = (pos_of[where] >= 0).nonzero()[:, 0]
@@ -2097,12 +2098,12 @@ NANO_CASES = [
 
 @needs_cuda
 @pytest.mark.parametrize("method, options", NANO_CASES)
-def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options, nano_haystack):
+def test_nanos_greedy_tokens_with_and_without_kerneland_graph(method, options, nano_haystack):
     """The compiled graph neither compiles again nor waits for the host once it is captured."""
     prompts = [eval_sample(nano_haystack, "multikey", seed, n)[0] for seed, n in ((0, 700), (1, 1500))]
     tokens = []
-    for kernels_, graphed in itertools.product((False, True), repeat=2):
-        how = {"kernels_": kernels_, "compiled": graphed, "graphed": graphed}
+    for kernel, graphed in itertools.product((False, True), repeat=2):
+        how = {"kernel": kernel, "compiled": graphed, "graphed": graphed}
         engine = fitted_engine(NANO, method, 2, 1600, "cuda", **how, **options)
         engine.prefill(prompts)
         if graphed:
@@ -3031,6 +3032,12 @@ def poisoned_memory(monkeypatch):
 poisoned = pytest.mark.usefixtures("poisoned_memory")
 
 
+@pytest.fixture(autouse=True)
+def without_hopper(monkeypatch):
+    """On such a GPU, too, the tests of this file are of kernels.py; extras/hopper.py has its own."""
+    monkeypatch.setattr(kernels, "hopper", lambda device: None)
+
+
 # ---- codes of a token, queries of blocks, scores
 
 APPENDED = [(2, 2, 64, 20, 10, 50, 2), (3, 1, 32, 16, 8, 40, 4), (2, 3, 96, 33, 7, 9, 4)]
@@ -3042,7 +3049,7 @@ def appended(B, Hkv, D, lead, width, S, bits, dtype):
     shapes = [((1, S, lead), torch.int8), ((1, S), torch.float32), ((1, S, width), torch.uint8)]
     shapes += [((S, Hkv, D * bits // 8), torch.uint8), ((S, Hkv), torch.float16)]
     stores = [torch.full((B, *shape), 77, dtype=kind, device=DEVICE) for shape, kind in shapes]
-    levels = compress.LEVELS_APART[bits], compress.LEVELS_APART[4]
+    levels = kernels.LEVELS_APART[bits], kernels.LEVELS_APART[4]
     return latent, v.unflatten(1, (Hkv, D)), positions(*[S - 1, 0, S // 2][:B]), *stores, *levels
 
 
@@ -3051,11 +3058,11 @@ def appended(B, Hkv, D, lead, width, S, bits, dtype):
 def test_kernel_append(dtype, sizes):
     """Codes and scales of the token at pos; all others stay as they are."""
     latent, v, pos, *stores, _, _ = given = appended(*sizes, dtype)
-    codes = *compress.quantize_mixed(latent, sizes[3]), *compress.quantize_spread(v, sizes[-1])
+    codes = *kernels.quantize_mixed(latent, sizes[3]), *kernels.quantize_spread(v, sizes[-1])
     each, truth = torch.arange(len(v), device=DEVICE), [x.clone() for x in stores]
     for store, x in zip((*(t[:, 0] for t in truth[:3]), *truth[3:]), codes, strict=True):
         store[each, pos.long()] = x
-    kernels.append(*given)
+    kernels.launch_append(*given)
     for got, want in zip(stores, truth, strict=True):  # GPUs may round a half otherwise
         same = torch.isclose(got.float(), want.float(), rtol=1e-3).float().mean()
         assert same >= (1 if DEVICE == "cpu" else 0.995)
@@ -3074,8 +3081,8 @@ def placed_queries(B, n, Hkv, G, D, r, dtype):
 @poisoned
 def test_kernel_block_queries(dtype, sizes):
     given = placed_queries(*sizes, dtype)
-    truth = compress.block_queries(*given)
-    for got, want in zip(kernels.block_queries(*given), truth, strict=True):
+    truth = kernels.block_queries_reference(*given)
+    for got, want in zip(kernels.launch_block_queries(*given), truth, strict=True):
         assert got.dtype == want.dtype
         close(got, want, got.dtype)
 
@@ -3087,7 +3094,7 @@ def poison(x, dead):
     return x
 
 
-def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, run=0):
+def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run=0):
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
     x = randn(B, S, H, r, dtype=dtype)
@@ -3107,7 +3114,7 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, 
     if rule == "each":
         truth = logits.flatten(1, 2)
     elif rule == "largest":  # ranks alike without the constant of a single query
-        truth = compress.group_scores(logits, live) if N > 1 else logits[:, :, 0]
+        truth = kernels.group_scores(logits, live) if N > 1 else logits[:, :, 0]
     else:
         truth = logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
     if int8:
@@ -3115,7 +3122,7 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, ops=kernels, 
     else:
         rows = poison(rows, ~live)
     queries = queries if block else queries[:, 0]
-    out = ops.scores(queries, rows.transpose(1, 2), scale, pos, 0.3, rule, block, offset, run or 1)
+    out = kernels.launch_scores(queries, rows.transpose(1, 2), scale, pos, 0.3, rule, block, offset, run or 1)
     assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
     close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
@@ -3158,7 +3165,7 @@ def test_kernel_scores_beyond_two_to_the_31_numbers():
     rows = torch.zeros(B, 1, S, r, dtype=torch.int8, device=DEVICE)
     rows[1, :, -4096:] = 1
     scale, queries = torch.ones(B, 1, S, device=DEVICE), torch.ones(B, 1, 1, 64, device=DEVICE)
-    out = kernels.scores(queries, rows, scale, positions(S - 1, S - 1), 1.0, "each")
+    out = kernels.launch_scores(queries, rows, scale, positions(S - 1, S - 1), 1.0, "each")
     assert out.sum((1, 2)).tolist() == [0, 4096 * 64]
 
 
@@ -3231,13 +3238,12 @@ def test_kernel_select_chunks_keep_enough_of_every_row():
 @pytest.mark.parametrize("wanted", [None, 3])
 def test_kernel_select_leaves_long_rows_to_topk(S, y, to_topk, wanted, monkeypatch):
     """In several passes over the row the kernel would take longer."""
-    calls, select_kernel = [], kernels.select
-    monkeypatch.setattr(kernels, "select", lambda *x: calls.append(x) or select_kernel(*x))
-    context, scores, pos = Context(tiny_model().to(DEVICE), 1, S, True), randn(1, S), positions(S - 1)
-    wanted = wanted and positions(wanted)
-    index = context.select(scores, pos, (4, y, 16), wanted)
+    calls, launch = [], kernels.launch_select
+    monkeypatch.setattr(kernels, "launch_select", lambda *x: calls.append(x) or launch(*x))
+    scores, pos, wanted = randn(1, S), positions(S - 1), wanted and positions(wanted)
+    index = kernels.select(scores, pos, (4, y, 16), wanted, kernel=True)
     assert bool(calls) == (not to_topk)
-    truth = compress.select(scores, pos, 4, y, 16, wanted)
+    truth = kernels.select_reference(scores, pos, 4, y, 16, wanted)
     assert set(index[0].tolist()) == set(truth[0].tolist())
 
 
@@ -3257,7 +3263,7 @@ def test_kernel_select_guesses_inside_its_bracket_and_soon_ends(kind, most, sign
     scores = SCORES[kind](randn(1, S)) * sign
     for y in (1, 100, 499, 501, 999, S):  # the last takes all
         steps.clear()
-        kernels.select(scores, positions(S - 1), 0, y, 0)
+        kernels.launch_select(scores, positions(S - 1), 0, y, 0)
         assert len(steps) <= most * (y < S)
 
 
@@ -3266,8 +3272,8 @@ def check_select(kind, S, x, y, z, pos, shares=None, ops=kernels):
     scores = SCORES[kind](randn(len(pos), S))
     scores[torch.arange(S, device=DEVICE) > pos[:, None]] = NAN
     wanted = shares and positions(*(int(share * y) for share in shares))
-    out, again = (ops.select(scores, pos, x, y, z, wanted) for _ in range(2))
-    truth = compress.select(scores, pos, x, y, z, wanted)
+    out, again = (ops.launch_select(scores, pos, x, y, z, wanted) for _ in range(2))
+    truth = kernels.select_reference(scores, pos, x, y, z, wanted)
     for b in range(len(pos)):
         got, want = (index[b][index[b] >= 0].long() for index in (out, truth))
         assert (out[b] >= -1).all() and len(got) == len(got.unique()) == len(want)
@@ -3297,7 +3303,7 @@ def with_ring(decoded, pos, read, seed, dtype):
 
 
 def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
-    """Random stores of a format as kernels.attend takes them, NaN where a KV head does not read a token
+    """Random stores of a format as launch_attend takes them, NaN where a KV head does not read a token
     (read [B, Hkv, S]); and the keys [B, Hkv, S, D] that they hold, in fp32."""
     B, Hkv, S = read.shape
     k = randn(B, S, Hkv, D, seed=1, dtype=dtype).transpose(1, 2)
@@ -3367,7 +3373,7 @@ def chosen_tokens(sets, n, B, S, pos):
 
 
 def attend_case(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=24, rise=None, written=False):
-    """Arguments of kernels.attend, with NaN in every slot that it must not read, or if `written` only where
+    """Arguments of launch_attend, with NaN in every slot that it must not read, or if `written` only where
     there is no token; and what it gives, in fp32.
 
     tokens: "all", or the kind of the index. rise: from the first to the last slot of the window keys are
@@ -3402,9 +3408,9 @@ def attend_case(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=
     return (q, kind, keys, values, bits, pos, index, window, D**-0.5), truth
 
 
-def check_attend(dtype, *case, ops=kernels, **options):
+def check_attend(dtype, *case, **options):
     given, truth = attend_case(dtype, *case, **options)
-    close(ops.attend(*given), truth, dtype)
+    close(kernels.launch_attend(*given), truth, dtype)
 
 
 ATTEND_SIZES = [  # B, S, Hkv, G, D, DV, bits, z, pos
@@ -3474,17 +3480,17 @@ def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
 
 
-PLANS = [("kernels", "ranks_at_once", 1), ("hopper", "streams_basis", -1)]  # and where they are told
-
-
-@pytest.mark.parametrize("module, plan, place", PLANS)
-@pytest.mark.parametrize("form", JOINT_LATENTS)
-def test_kernel_plans_count_numbers_of_fp32_where_the_model_is(monkeypatch, form, module, plan, place):
-    ops, seen = pytest.importorskip(module), []
-    own = getattr(ops, plan)
+def check_plan(monkeypatch, ops, plan, place, form):
+    """A plan of a launch counts numbers of fp32 where the model is."""
+    seen, own = [], getattr(ops, plan)
     monkeypatch.setattr(ops, plan, lambda *given: seen.append(given[place]) or own(*given))
-    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,), ops=ops)
+    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
     assert seen == [4]
+
+
+@pytest.mark.parametrize("form", JOINT_LATENTS)
+def test_kernel_plans_count_numbers_of_fp32_where_the_model_is(monkeypatch, form):
+    check_plan(monkeypatch, kernels, "ranks_at_once", 1, form)
 
 
 LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
@@ -3503,7 +3509,7 @@ def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
     weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
     truth = (weights @ v.float()).flatten(1, 2)
     logits, dead = logits.masked_fill(later[:, None, None], NAN), later[:, None].expand(-1, Hkv, -1)
-    close(kernels.attend_logits(logits, poison(v, dead), pos), truth, dtype)
+    close(kernels.attend_logits(logits, poison(v, dead), pos, kernel=True), truth, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -3523,18 +3529,19 @@ def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
 def test_kernel_attend_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
     """In one kernel, whose programs have several tiles; and rows too wide for it, by their logits."""
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: 1 if S == 500 else 3)
-    calls, scores = [], kernels.scores
-    monkeypatch.setattr(kernels, "scores", lambda *given: calls.append(given) or scores(*given))
+    calls, scores = [], kernels.launch_scores
+    monkeypatch.setattr(kernels, "launch_scores", lambda *given: calls.append(given) or scores(*given))
     pos, q, rows = positions(*pos), randn(B, Hq, W, dtype=dtype), randn(B, S, W, seed=1, dtype=dtype)
     later = torch.arange(S, device=DEVICE) > pos[:, None]
     logits = (q.float() @ rows.float().mT * W**-0.5).masked_fill(later[:, None], -torch.inf)
     truth = logits.softmax(-1) @ rows[..., :DV].float()
-    close(kernels.attend_latent(q, poison(rows, later), pos, DV, W**-0.5), truth, dtype)
+    out = kernels.attend_latent(q, poison(rows, later), pos, DV, scale=W**-0.5, kernel=True)
+    close(out, truth, dtype)
     assert bool(calls) == wide
 
 
 @pytest.mark.parametrize("name", ["attend", "scores", "select"])
-def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path):
+def test_an_operation_of_kernelruns_in_a_file_of_its_own(name, tmp_path):
     """Copied with the functions and constants that it names, and they name."""
     file, known, copied = ast.parse((ROOT / "kernels.py").read_text()), {}, []
     for node in file.body:
@@ -3590,6 +3597,7 @@ def run_for_hopper(*programs, capability=90):
         def zeros(*shape, dtype=torch.bfloat16):
             return torch.zeros(*shape, dtype=dtype)
         i8, i32, half, fp32 = torch.int8, torch.int32, torch.half, torch.float32
+        how = {{"scale": 1.0, "kernel": True}}
     """
     program = "".join(map(textwrap.dedent, (before, *programs)))
     done = python("-c", program, TRITON_INTERPRET="0")
@@ -3607,7 +3615,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             setattr(kernels, name, Compile(name))
         B, S, D = 2, 4992, 128
         pos, scores = zeros(B, dtype=i32), zeros(B, S, dtype=fp32)
-        kernels.select(scores, pos, 4, 200, 16)
+        kernels.launch_select(scores, pos, 4, 200, 16)
         for H, G in ((8, 4), (32, 1)):
             q, k = zeros(B, H * G, D), zeros(B, H, S, D)
             window = [zeros(B, 80, H, D)] * 2
@@ -3621,32 +3629,32 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             mixed += [zeros(H, D, 512, dtype=i8), bias, bias, rope]
             wide = [zeros(*x.shape, dtype=fp32) for x in (rope, q, *window)]
             given = [*mixed[:-1], wide[0]], [codes[0], scale.half()], 4, pos, None, wide[2:], 1.0
-            kernels.attend(wide[1], "latents", *given)
+            kernels.launch_attend(wide[1], "latents", *given)
             spread = [codes[0], scale.half()]
             cases = [("plain", [k], [k], 16, []), ("latents", latent, codes, 4, window)]
             cases += [("latents", mixed, spread, 4, window)]
             cases += [("channels", channels, [*codes, ring], 4, [])]
             for kind, keys, values, bits, beside in cases:
                 for index in (None, zeros(B, H * G, 448, dtype=i32)):
-                    kernels.attend(q, kind, keys, values, bits, pos, index, beside, 1.0)
+                    kernels.launch_attend(q, kind, keys, values, bits, pos, index, beside, 1.0)
             for rule in ("each", "largest", "softmax"):
-                kernels.scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
-            kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos)
+                kernels.launch_scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
+            kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos, kernel=True)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
-                kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, 1.0)
+                kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, **how)
         tables = zeros(39, D // 2, dtype=fp32), zeros(39, D // 2, dtype=fp32)
         codes = [mixed[0][:, :1].contiguous(), scale[:, :1].contiguous(), mixed[2][:, :1].contiguous()]
         codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
-        kernels.append(zeros(B, 512), zeros(B, 32, D), pos, *codes, 1.0, 1.0)
-        kernels.block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
+        kernels.launch_append(zeros(B, 512), zeros(B, 32, D), pos, *codes, 1.0, 1.0)
+        kernels.launch_block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
         latents = mixed[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
-        kernels.scores(zeros(B, 39, 1, 32, 128), *latents)
+        kernels.launch_scores(zeros(B, 39, 1, 32, 128), *latents)
         ranks = [96, 48, 80, 16]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
-        kernels.attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
+        kernels.launch_attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
         for M, dtype in ((1, half), (64, half), (8, fp32), (64, fp32)):
             given = zeros(6144, 4096, dtype=i8), zeros(6144), zeros(6144, dtype=dtype)
-            kernels.linear(zeros(M, 4096, dtype=dtype), *given)
+            kernels.launch_linear(zeros(M, 4096, dtype=dtype), *given)
         assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
         small = len(compiled)
         if overlaps:  # Hopper GPUs, which have more: a basis that is held, wide plain values
@@ -3654,7 +3662,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             keys = [latent[0][:, :8].contiguous(), None, None, *(x[:8].contiguous() for x in latent[3:4])]
             keys = [*keys, None, bias[:8].contiguous(), rope]
             window = [x[:, :, :8].contiguous() for x in window]
-            kernels.attend(q, "latents", keys, [k[:, :8].contiguous()], 16, pos, None, window, 1.0)
+            kernels.launch_attend(q, "latents", keys, [k[:, :8].contiguous()], 16, pos, None, window, 1.0)
         for i, (name, kernel) in enumerate(compiled):
             most = 99 if i < small else 227
             assert kernel.metadata.shared <= most * 1024, (name, kernel.metadata.shared)
@@ -3674,7 +3682,7 @@ def test_operations_compile_with_two_tiles_of_rows_that_are_loaded_early():
         kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
         kernels.merge_splits, pos = lambda out, *_: out, zeros(2, dtype=i32)
         for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
-            kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, 1.0)
+            kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, **how)
             code = compiled[-1][1].asm["ttgir"]
             assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
     """
@@ -3712,7 +3720,7 @@ def test_kernel_fdc_attend(dtype, sizes):
         q[:, h, :, rank:] = NAN
     packed = torch.cat([poison(part, later).flatten() for part in parts])
     stored = packed, kernels.rank_table(ranks, DEVICE), ranks
-    out = kernels.attend_ragged(q.flatten(1, 2), *stored, pos, 0.2).unflatten(1, (Hkv, G))
+    out = kernels.launch_attend_ragged(q.flatten(1, 2), *stored, pos, 0.2).unflatten(1, (Hkv, G))
     for h, rank in enumerate(ranks[Hkv:]):
         close(out[:, h, :, :rank], truth[h], dtype)
         assert not out[:, h, :, rank:].any()
@@ -3730,8 +3738,8 @@ def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
     for share in (0.0, 0.4, 1.0):
         miss = (torch.rand(B, Hkv, n) < share).to(DEVICE)
         truth = hot.clone()
-        compress.fetch_rows(rows, index, place, miss, truth)
-        kernels.fetch_rows(rows, index, place, miss, hot)
+        kernels.fetch_rows_reference(rows, index, place, miss, truth)
+        kernels.launch_fetch_rows(rows, index, place, miss, hot)
         assert torch.equal(hot, truth)
         assert share < 1 or torch.equal(hot[0, 0, place[0, 0]], rows[0, 0, index[0, 0]])
 
@@ -3744,12 +3752,12 @@ def test_kernel_linear(dtype, M, N, K):
     x, bias, scale = randn(M, K, dtype=dtype), randn(N, dtype=dtype), randn(N).abs().bfloat16()
     codes = (randn(N, K) * 40).clamp(-127, 127).to(torch.int8)
     truth = F.linear(x.double(), codes.double() * scale.double()[:, None])
-    close(kernels.linear(x, codes, scale, None), truth, dtype)
-    close(kernels.linear(x, codes, scale, bias), truth + bias.double(), dtype)
+    close(kernels.launch_linear(x, codes, scale, None), truth, dtype)
+    close(kernels.launch_linear(x, codes, scale, bias), truth + bias.double(), dtype)
 
 
 @needs_cuda
-def test_kernels_reach_host_memory_through_its_address():
+def test_kernelreach_host_memory_through_its_address():
     context = Context(tiny_model().cuda(), 2, 50)
     rows = compress.host_rows(context, 3, 50, 16)
     assert rows.is_cuda and not rows.any()
@@ -3763,29 +3771,22 @@ def test_kernels_reach_host_memory_through_its_address():
 # ---- operators: torch.compile, CUDA graphs, refusals
 
 
-def check_attend_operator(ops, dtype, forms, B, S):
-    for i, form in enumerate(forms):
-        tokens, bits = ("all", "row")[i % 2], (16, 4)[i // 2 % 2]
-        given, _ = attend_case(dtype, form, tokens, B, S, 2, 2, 32, 32, bits, 4, (S - 1, 3)[:B], written=True)
-        torch.library.opcheck(ops.attend, given)
-
-
 def test_kernel_operators_do_what_torch_compile_is_told():
     B, S, Hkv, D, check = 2, 32, 2, 32, torch.library.opcheck
-    check_attend_operator(kernels, torch.float32, FORMATS, B, S)
+    for i, form in enumerate(FORMATS):
+        tokens, bits = ("all", "row")[i % 2], (16, 4)[i // 2 % 2]
+        case = torch.float32, form, tokens, B, S, 2, 2, 32, 32, bits, 4, (S - 1, 3)
+        check(kernels.launch_attend, attend_case(*case, written=True)[0])
     pos, v = positions(S - 1, 3), randn(B, Hkv, S, D)
-    check(kernels.append, appended(*APPENDED[0], torch.float32))
-    check(kernels.block_queries, placed_queries(*PLACED[0], torch.float32))
-    check(kernels.attend_logits, (randn(B, Hkv, 2, S), v, pos))
-    for W in (32, 600):
-        check(kernels.attend_latent, (randn(B, 4, W), randn(B, S, W), pos, 20, 0.1))
+    check(kernels.launch_append, appended(*APPENDED[0], torch.float32))
+    check(kernels.launch_block_queries, placed_queries(*PLACED[0], torch.float32))
     for rule in RULES:
-        check(kernels.scores, (randn(B, Hkv, 2, 16), v, None, pos, 0.1, rule))
-    check(kernels.select, (randn(B, S), pos, 2, 5, 4))
+        check(kernels.launch_scores, (randn(B, Hkv, 2, 16), v, None, pos, 0.1, rule))
+    check(kernels.launch_select, (randn(B, S), pos, 2, 5, 4))
     index = torch.arange(3, device=DEVICE).expand(B, Hkv, 3).contiguous()
-    check(kernels.fetch_rows, (v, index, index, index > 1, randn(B, Hkv, 4, D)))
+    check(kernels.launch_fetch_rows, (v, index, index, index > 1, randn(B, Hkv, 4, D)))
     table = kernels.rank_table([16] * 4, DEVICE)
-    check(kernels.attend_ragged, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
+    check(kernels.launch_attend_ragged, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
@@ -3805,15 +3806,16 @@ def test_kernel_graph_follows_pos(form):
     wide = randn(B, 4, 96, dtype=bf16)
 
     def step():
-        scores = [kernels.scores(queries, *joint, pos, scale, rule)[:, 0] for rule in ("each", "softmax")]
-        chosen = [kernels.select(x.contiguous(), pos, 4, 100, z) for x in scores]
+        rules = "each", "softmax"
+        scores = [kernels.launch_scores(queries, *joint, pos, scale, rule)[:, 0] for rule in rules]
+        chosen = [kernels.launch_select(x.contiguous(), pos, 4, 100, z) for x in scores]
         made = [*scores, *chosen]
         for index in (*chosen, None):
-            made.append(kernels.attend(q, "latents", keys, values, 4, pos, index, window, scale))
+            made.append(kernels.launch_attend(q, "latents", keys, values, 4, pos, index, window, scale))
         for name in ("plain", "channels"):
             _, kind, *stores, _, _, beside, _ = cases[name]  # keys, values and their bits
-            made.append(kernels.attend(q, kind, *stores, pos, None, beside, scale))
-        made.append(kernels.attend_latent(wide, rows, pos, 64, scale))
+            made.append(kernels.launch_attend(q, kind, *stores, pos, None, beside, scale))
+        made.append(kernels.attend_latent(wide, rows, pos, 64, scale=scale, kernel=True))
         return made
 
     step()
@@ -3830,7 +3832,7 @@ def test_kernel_graph_follows_pos(form):
 
 
 SALS_0, DOUBLE = SPARSE | {"skip": "0"}, {"keep": 32, "channels": 0.25, "skip": ""}
-OPERATIONS = "append attend attend_latent attend_logits attend_ragged block_queries scores select".split()
+OPERATIONS = "append attend attend_ragged block_queries scores select".split()
 CHOSEN = "block_queries latents scores select"
 SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of attend, the kinds of keys)
     ("dense", {}, 4, "plain"),
@@ -3847,8 +3849,8 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("palu", {}, 2, "latents"),
     ("kivi", {"residual": 32}, 4, "channels"),
     ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
-    ("elitekv", {}, 2, "attend_latent rows"),
-    ("h2o", {"keep": 24}, 2, "attend_logits logits scores"),
+    ("elitekv", {}, 2, "rows"),
+    ("h2o", {"keep": 24}, 2, "logits scores"),
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
     ("loki", {"reduced": True, "d": 0.5}, 2, "plain"),
     ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
@@ -3870,17 +3872,17 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
     shape = {"n_layers": 2, "n_heads": 2 * group, "n_kv_heads": 2, "head_dim": options.pop("head_dim", 16)}
     shape["qkv_bias"] = options.pop("qkv_bias", False)
     for name in OPERATIONS:
-        operation = getattr(kernels, name)
+        operation = getattr(kernels, f"launch_{name}")
 
         def spy(*given, name=name, operation=operation):
             calls.add(given[1] if name == "attend" else name)
             return operation(*given)
 
-        monkeypatch.setattr(kernels, name, spy)
-    for kernels_ in (False, True):
-        engine = make_engine(tiny_model(**shape).to(DEVICE), method, 3, 64, kernels_=kernels_, **options)
+        monkeypatch.setattr(kernels, f"launch_{name}", spy)
+    for kernel in (False, True):
+        engine = make_engine(tiny_model(**shape).to(DEVICE), method, 3, 64, kernel=kernel, **options)
         logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 31, 58)], [random_ids(3)] * 3))
-        assert calls == (set(operations.split()) if kernels_ else set())
+        assert calls == (set(operations.split()) if kernel else set())
         cache = engine.caches[0]
         calibrate.cold_sets(cache, 240e6, 1, [cache.context])  # the benchmark can copy it
     assert error(logits[1], logits[0]) < 1e-5
@@ -3908,8 +3910,7 @@ def good_arguments(name: str) -> dict:
         "block_queries": placed,
         "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
         "scores": scores | {"pos": pos, "scale": 1.0},
-        "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos},
-        "attend_latent": {"q": randn(1, 2, 8), "latent": randn(1, 9, 8), "pos": pos, "DV": 8, "scale": 1.0},
+        "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos, "kernel": True},
         "attend_ragged": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch,
         "linear": {"x": randn(3, 8), "codes": codes, "scale": randn(9).bfloat16(), "bias": None},
@@ -3975,9 +3976,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
     ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
     ("attend_logits", {"logits": lambda x: x.half()}, "must be torch.float32"),
-    ("attend_logits", {"v": lambda v: v[:, :, :8]}, "v must be"),
-    ("attend_latent", {"DV": instead(9)}, "leading 1 to 8"),
-    ("attend_latent", {"latent": lambda _: randn(1, 9, 16)}, "latent must be"),
+    ("attend_logits", {"v": lambda v: v[:, :1]}, "do not divide|logits must be"),
     ("attend_ragged", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
@@ -3986,18 +3985,14 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("linear", {"bias": lambda _: randn(3)}, "bias must be"),
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
-REFUSED = [("kernels", *row) for row in REFUSED]
-REFUSED += [("hopper", *row) for _, *row in REFUSED if row[0] in ("latents", "channels")]
 
 
-@pytest.mark.parametrize("module, name, changes, message", REFUSED)
-def test_operations_refuse_what_they_would_get_wrong(module, name, changes, message, monkeypatch):
-    """Those of hopper.py before kernels of its own begin."""
-    ops, given = pytest.importorskip(module), good_arguments(name)
-    operation = ops.attend if "kind" in given else getattr(ops, name)
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_operations_refuse_what_they_would_get_wrong(name, changes, message):
+    given = good_arguments(name)
+    operation = getattr(kernels, "launch_attend" if "kind" in given else f"launch_{name}", None)
+    operation = operation or getattr(kernels, name)
     operation(**given)
-    for plan in ("streams_basis", "shares_keys"):
-        monkeypatch.setattr(ops, plan, lambda *_: True, raising=False)
     with pytest.raises(ValueError, match=message):
         operation(**given | {key: change(given.get(key)) for key, change in changes.items()})
 
@@ -5367,14 +5362,14 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     assert int8.output.weight.dtype == torch.int8 and int8.tok_embeddings.weight.dtype == torch.bfloat16
 
 
-def test_the_kernels_multiply_int8_weights(monkeypatch):
+def test_the_kernelmultiply_int8_weights(monkeypatch):
     made, seen = [], []
-    for kernels_ in (False, True):
+    for kernel in (False, True):
         model = tiny_model().to(DEVICE)
         for linear in (model.output, *(linear for layer in model.layers for linear in layer.linears())):
             linear.quantize()
-        made.append(make_engine(model, "dense", 2, 40, kernels_=kernels_))
-    linear = kernels.linear
+        made.append(make_engine(model, "dense", 2, 40, kernel=kernel))
+    linear = kernels.launch_linear
     monkeypatch.setattr(kernels, "linear", lambda *args: seen.append(len(args[0])) or linear(*args))
     prompts, more = [random_ids(30), random_ids(20, 1)], [random_ids(4, 2), random_ids(4, 3)]
     assert error(*(logits_through(engine, prompts, more) for engine in made)) < 6e-2
@@ -5685,530 +5680,3 @@ def test_a_rank_has_its_share_of_elitekvs_latent(folder, monkeypatch):
 
 if __name__ == "__main__":
     generate.run_command(lambda: ranked_main(Path(sys.argv[1])))
-
-
-# -------------------------------------------------------------------------------------------------- hopper.py
-# Skipped where there is no such file, or no Gluon. No interpreter runs Gluon: its kernels run on Hopper GPUs
-# only, and elsewhere are compiled.
-
-
-ON_HOPPER = kernels.nvidia_generation(torch.device(DEVICE)) == 9
-needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
-
-
-@pytest.fixture
-def hopper():
-    return pytest.importorskip("hopper")
-
-
-def test_hopper_takes_the_place_of_kernels_on_such_a_gpu(hopper, monkeypatch):
-    cuda, config = torch.device("cuda"), tiny_model().config
-    for capability, module in (((8, 0), kernels), ((9, 0), hopper), ((10, 0), kernels)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert compress.triton_kernels(config, cuda, None) is module
-    for name in vars(kernels):
-        assert name.startswith("__") or hasattr(hopper, name)
-    with pytest.raises(AttributeError, match="no attribute 'nosuch'"):
-        hopper.nosuch  # noqa: B018
-
-
-def test_hopper_may_be_deleted(checkpoint, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "hopper", None)  # as if there were no such file
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert compress.triton_kernels(tiny_model().config, torch.device("cuda"), None) is kernels
-    for file in ("kernels.py", "model.py", "compress.py", "generate.py"):
-        shutil.copy(ROOT / file, tmp_path)
-    line = "generate.py --prompt hello --kernels --method sals --max_new_tokens 2 --skip 0"
-    done = python(*line.split(), "--checkpoint", checkpoint, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
-    """On Hopper linear_chain, and attention over KIVI's keys, run kernels of this file."""
-    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    check_attend_operator(hopper, dtype, FORMATS if ON_HOPPER else FORMATS[:1], 2, 64)
-    given, _ = attend_case(dtype, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
-    torch.library.opcheck(hopper.attend, given)
-    if ON_HOPPER:
-        torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
-
-
-@pytest.fixture
-def streamed(hopper, monkeypatch):
-    """hopper.py, whose own way is the only one to attend latents."""
-    monkeypatch.setattr(hopper, "streams_basis", lambda *_: True)
-    monkeypatch.setitem(kernels.KEYS, "plain", None)
-    return hopper
-
-
-# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
-# the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
-# hardly begun: B, Hkv, G, D, chunks, n, bits, z, programs.
-LATENT_SIZES = [
-    (1, 2, 1, 128, 1, 64, 2, 24, 2),
-    (3, 4, 1, 128, 2, 128, 4, 64, 1),
-    (3, 3, 2, 128, 4, 70, 2, 100, 3),
-    (9, 5, 1, 64, 3, 9, 2, 1, 5),
-    (17, 4, 1, 128, 2, 8, 4, 130, 3),
-    (2, 32, 1, 128, 8, 448, 2, 300, 7),
-    (16, 32, 1, 128, 8, 444, 2, 68, None),
-    (8, 8, 4, 128, 4, 444, 2, 68, None),
-    (5, 8, 3, 64, 5, 130, 4, 33, 2),
-    (1, 3, 4, 64, 8, 300, 4, 24, 2),
-    (2, 4, 1, 128, 8, 257, 4, 24, None),
-]
-
-
-@needs_hopper
-@pytest.mark.parametrize("sizes", LATENT_SIZES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", JOINT_LATENTS)
-@poisoned
-def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes):
-    B, Hkv, G, D, chunks, n, bits, z, programs = sizes
-    if programs:
-        monkeypatch.setattr(streamed, "SMS", programs)
-    pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (64 if form == JOINT_LATENTS[0] else 128)
-    case = (dtype, form, "row", B, 600, Hkv, G, D, D, bits, z, pos)
-    if "mixed" not in form or chunks > 2:
-        check_attend(*case, n=n, r=r, written=True, ops=streamed)
-
-
-@needs_hopper
-@poisoned
-def test_kernel_hopper_attend_windows_of_several_tiles(streamed):
-    for rise in RISES:
-        case = (torch.float16, "joint latents", "row", 3, 200, 2, 1, 64, 64, 4, 100, (199, 120, 30))
-        check_attend(*case, r=64, rise=rise, written=True, ops=streamed)
-
-
-HALF, WHOLE = torch.float16, torch.float32
-WINDOWED = [(HALF, 2, 16, 33), (WHOLE, 4, 130, 90), (WHOLE, 2, 5, 84), (HALF, 4, 300, 9)]
-
-
-@pytest.mark.parametrize("dtype, bits, z, n", WINDOWED)
-@poisoned
-def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkeypatch, dtype, bits, z, n):
-    """As _streamed_logits makes them, for which no interpreter is; where there is no token anything."""
-    S = z + 84
-    case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
-    (q, kind, keys, *rest), truth = attend_case(*case, n=n, written=True)
-    every = torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE)
-    _, k = stored_keys("joint latents", dtype, every, 32, rest[2])
-
-    def make_logits(q, index, *_):
-        logits = torch.einsum("bhd,bhsd->bhs", q.float(), k)
-        logits = logits.gather(2, index.clamp(min=0).long()[:, None].expand(-1, 2, -1))
-        return logits.masked_fill(index[:, None] < 0, torch.nan)[:, :, None]
-
-    monkeypatch.setattr(streamed, "_streamed_logits", make_logits)
-    close(streamed.attend(q, kind, keys, *rest), truth, dtype)
-
-
-def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    takes, cuda = hopper.streams_basis, torch.device("cuda")
-    fits = [16, 448, 32, 32, 128, 512, 0, 2]  # B, n, Hq, Hkv, D, r, width, itemsize
-    assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:5], 1024, 0, 1)
-    assert takes(cuda, *fits[:5], 256, 384, 1) and not takes(cuda, *fits[:5], 256, 96, 1)
-    assert takes(cuda, 8, 444, 32, 8, 128, 128, 192, 1) and not takes(cuda, 8, 60, 32, 8, 128, 128, 192, 1)
-    assert not takes(cuda, *fits[:5], 500, 0, 2)  # no whole chunks
-    assert not takes(cuda, *fits[:5], 256, 0, 4)  # fp32
-    for i, other in ((0, 1), (1, 7), (2, 320), (3, 2), (4, 256), (5, 1024)):  # each too few or too many
-        assert not takes(cuda, *fits[:i], other, *fits[i + 1 :])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not takes(cuda, *fits)
-
-
-SHARED = (2, 4)  # bits of keys and of values
-
-
-@needs_hopper
-@pytest.mark.parametrize("bits", SHARED)
-@pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
-@poisoned
-def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs):
-    """One program a head, which writes the result itself, several, and more than short rows have tiles."""
-    monkeypatch.setattr(hopper, "SMS", programs)
-    monkeypatch.setattr(kernels, "attend", None)
-    for B, S, Hkv, pos in ((4, 1001, 3, (1000, 0, 511, 32)), (2, 7, 1, (6, 2)), (3, 96, 2, (95, 64, 63))):
-        check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, 0, pos, ops=hopper)
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
-    asked = []
-    for plan in ("streams_basis", "shares_keys"):
-        monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
-    for kernel in ("_streamed_logits", "_attend_shared"):
-        monkeypatch.setattr(hopper, kernel, None)
-    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("channels", "all", 1, 96, 2, 4)
-    given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
-    first, *others = given[2]
-    stored = first[:, :1] if joint else first
-    context = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
-    shifted = context[1:].view(stored.shape).copy_(stored).expand(first.shape)
-    close(hopper.attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
-    assert asked
-
-
-@needs_hopper
-@pytest.mark.parametrize("form", JOINT_LATENTS)
-def test_kernel_hopper_attends_latents_with_the_same_bits_again(streamed, form):
-    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
-    would show."""
-    cases = []
-    for B, pos in ((4, 4095), (4, 4086), (3, 4095)):
-        case = (torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (pos,) * B)
-        cases.append(attend_case(*case, n=432, r=512, written=True)[0])
-    truths = [streamed.attend(*given) for given in cases]
-    assert not torch.equal(*truths[:2])
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        outs = [streamed.attend(*given) for given in cases * 10]
-    for _ in range(10):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(out, truths[i % 3]) for i, out in enumerate(outs))
-
-
-PLAIN, MIXED = JOINT_LATENTS
-OVERLAPPING = [("hopper", 8, 2, 2, PLAIN), ("hopper", 8, 2, 4, MIXED), ("hopper", 4, 4, 2, PLAIN)]
-OVERLAPPING += [("streamed", 32, 32, bits, PLAIN) for bits in (2, 4)]
-
-
-@needs_hopper
-@pytest.mark.parametrize("rule", ["each", "softmax"])
-@pytest.mark.parametrize("fixture, Hq, Hkv, bits, form", OVERLAPPING)
-def test_kernel_launches_that_overlap_agree(request, monkeypatch, rule, fixture, Hq, Hkv, bits, form):
-    """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
-    B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
-    hopper = request.getfixturevalue(fixture)
-    widths, scale = [Hq * D, r, 32 * (1 if rule == "each" else Hq)], D**-0.5
-    first_attended, first_x, *linears = chain_inputs(B, Hq * D, Hq * D, ffn, sum(widths))
-    case = (torch.bfloat16, form, "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
-    layers = [attend_case(*case, r=r, written=True)[0] for _ in range(2)]
-    written, pos = [given[2][0][:, 0] for given in layers], layers[0][5]
-    begin = [t.clone() for t in written]
-
-    def steps():
-        attended, x_, seen = first_attended, first_x, []
-        for _, kind, keys, values, _, _, _, window, _ in layers * 3:
-            x_, new = hopper.linear_chain(attended, x_, *linears)
-            q, latent, queries = new.split(widths, 1)
-            keys[0][:, 0, -1] = latent[:, : keys[0].shape[-1]].to(keys[0].dtype)  # of codes the leading ones
-            q, queries = q.unflatten(1, (-1, D)).contiguous(), queries.unflatten(1, (1, -1, 32))
-            joint = [t if t is None else t[:, :1] for t in keys[:2]]
-            scores = hopper.scores(queries, *joint, pos, scale, rule)[:, 0]
-            index = hopper.select(scores, pos, x, y, z)
-            attended = hopper.attend(q, kind, keys, values, bits, pos, index, window, scale).flatten(1)
-            seen += [x_, index, attended]
-        return seen
-
-    def replayed(times):
-        steps()  # before a capture, as linear_chain asks
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            seen = steps()
-        for _ in range(times):
-            # Were it all there from the replay before, what is read too early would look right.
-            for t, start in zip(written, begin, strict=True):
-                t.copy_(start)
-            for t in seen:
-                t.zero_()
-            graph.replay()
-            yield [t.clone() for t in seen]
-
-    assert kernels.overlapped(torch.device("cuda"))["launch_pdl"]
-    overlapped = list(replayed(20))
-    for module in (hopper, kernels):
-        monkeypatch.setattr(module, "overlapped", lambda device: {})
-    (truth,) = replayed(1)
-    assert all(t.count_nonzero() for t in truth)
-    for result in overlapped:
-        assert all(torch.equal(a, b) for a, b in zip(result, truth, strict=True))
-
-
-def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
-    """Arguments of hopper.linear_chain."""
-    shapes, dtype = [(dim, heads_dim), (2 * ffn, dim), (dim, ffn), (N, dim)], torch.bfloat16
-    weights = [randn(*shape, seed=i, dtype=dtype) * shape[1] ** -0.5 for i, shape in enumerate(shapes)]
-    biases = [randn(len(w), seed=4 + i, dtype=dtype) if biased else None for i, w in enumerate(weights)]
-    norms = [(1 + randn(dim, seed=i) / 4).to(dtype) for i in range(2)]
-    attended, x = randn(rows, heads_dim, dtype=dtype) * size, randn(rows, dim, seed=1, dtype=dtype) * size
-    return attended, x, weights, biases, norms, [0.1, 1e-5]
-
-
-def chain_truth(attended, x, weights, biases, norms, eps):
-    """linear_chain in fp32, as model.Layer has it."""
-    w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
-
-    def norm(x, i):
-        return F.rms_norm(x, norms[i].shape, norms[i].float(), eps[i])
-
-    dtype, x = x.dtype, x.float() + F.linear(attended.float(), w[0], b[0])
-    gate, up = F.linear(norm(x, 0), w[1], b[1]).chunk(2, -1)
-    x = x + F.linear(F.silu(gate) * up, w[2], b[2])
-    return x.to(dtype), F.linear(norm(x, 1), w[3], b[3]).to(dtype)
-
-
-def share_of_chain(given, rank, n):
-    """What one of n ranks gives linear_chain: columns of W_o and W_2, rows of W_13."""
-    attended, x, (wo, w13, w2, w), (b, b13, b2, last), *others = given
-
-    def part(t, dim):
-        return t if t is None else t.chunk(n, dim)[rank].contiguous()
-
-    w13, b13 = (t if t is None else torch.cat([part(half, 0) for half in t.chunk(2)]) for t in (w13, b13))
-    b, b2 = (t if t is None or rank == 0 else torch.zeros_like(t) for t in (b, b2))
-    return part(attended, 1), x, [part(wo, 1), w13, part(w2, 1), w], [b, b13, b2, last], *others
-
-
-def check_chain(given, outs):
-    for out, truth in zip(outs, chain_truth(*given), strict=True):
-        close(out, truth.float(), torch.bfloat16)
-        wrong, size = ((x.float() ** 2).mean(0) for x in (out - truth, truth))  # of each output
-        assert wrong.max() < 3e-3 * size.mean()
-
-
-# Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer than a
-# layer; 1 to 16 rows.
-CHAINS = [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
-REAL_CHAINS = [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
-
-
-@needs_hopper
-@pytest.mark.parametrize("sizes", CHAINS)
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
-@pytest.mark.parametrize("programs", [3, 20, 132])
-@pytest.mark.parametrize("biased", [False, True])
-@poisoned
-def test_kernel_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased):
-    names = ("shared_memory_per_block_optin", "major", "minor")
-    device = {name: getattr(torch.cuda.get_device_properties(0), name) for name in names}
-    few = SimpleNamespace(multi_processor_count=programs, **device)
-    programs = min(programs, sizes[1] // 8)
-    counters = hopper._chain_counters(torch.device("cuda", 0), programs)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
-    given, before = chain_inputs(rows, *sizes, biased), counters.clone()
-    first = hopper.linear_chain(*given)
-    check_chain(given, first)
-    for _ in range(10):  # the same to the bit: no order of programs shows
-        assert all(map(torch.equal, hopper.linear_chain(*given), first))
-    assert (counters - before).tolist() == [11 * programs] * 3
-
-
-@needs_hopper
-@pytest.mark.parametrize("rows, sizes", [(3, (96, 72, 288, 200)), (16, (768, 4096, 2664, 999))])
-def test_kernel_hopper_linear_chain_sums_over_ranks(hopper, rows, sizes):
-    """One rank of three at a time. The others' parts lie in its memory already, so that it waits for none."""
-    given, dim, MP = chain_inputs(rows, *sizes, biased=True), sizes[1], 8 if rows <= 8 else 16
-    shares, x = [share_of_chain(given, rank, 3) for rank in range(3)], given[1].float()
-    w, b = zip(*[[[t.float() for t in ts] for ts in share[2:4]] for share in shares], strict=True)
-    parts = torch.zeros(2, 3, dim, MP, device=DEVICE)  # what each rank adds to x by W_o, and by W_2
-    for place in range(2):
-        for rank, (attended, *_, norms, eps) in enumerate(shares):
-            y = attended.float()
-            if place:
-                normed = F.rms_norm(x, (dim,), norms[0].float(), eps[0])
-                gate, up = F.linear(normed, w[rank][1], b[rank][1]).chunk(2, -1)
-                y = F.silu(gate) * up
-            parts[place, rank, :, :rows] = F.linear(y, w[rank][2 * place], b[rank][2 * place]).T
-        x = x + parts[place].sum(0).T[:rows]
-    for rank, share in enumerate(shares):
-        memories = torch.zeros(3, 3 * dim * MP + dim // 8 * 3, dtype=torch.int64, device=DEVICE)
-        got = memories[:, : 3 * dim * MP].view(torch.float32).unflatten(1, parts.shape)
-        counts = memories[:, 3 * dim * MP :].unflatten(1, (-1, 3))
-        others = [other for other in range(3) if other != rank]
-        got[rank, :, others], counts[rank, :, others] = parts[:, others], 1 << 40
-        addresses = torch.tensor([memory.data_ptr() for memory in memories], device=DEVICE)
-        check_chain(given, hopper.linear_chain(*share, addresses, rank))
-        for memory in got:
-            close(memory[:, rank, :, :rows], parts[:, rank, :, :rows], torch.bfloat16)
-        assert (counts[..., rank] > 0).any(1).all()
-
-
-@needs_hopper
-@pytest.mark.parametrize("rows, sizes, size", pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300]))
-def test_kernel_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
-    """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
-    epsilons."""
-    chains, outs, graphs = [chain_inputs(rows, *sizes, size=size), chain_inputs(2, 64, 512, 96, 200)], [], []
-    for given in chains:
-        outs.append([hopper.linear_chain(*given)])
-        check_chain(given, outs[-1][0])
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            outs[-1] += [hopper.linear_chain(*given) for _ in range(5)]
-    for _ in range(10):
-        for graph in graphs:
-            graph.replay()
-    for first, *others in outs:
-        assert all(torch.equal(a, b) for out in others for a, b in zip(out, first, strict=True))
-
-
-@needs_hopper
-@pytest.mark.parametrize("method", ["dense", "elitekv"])
-def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
-    """Compiled and in a CUDA graph, with the logits of PyTorch's products."""
-    logits, launches, kernel = [], mock.MagicMock(), hopper._linear_chain_kernel
-    launches.__getitem__.side_effect = lambda grid: kernel[grid]
-    monkeypatch.setattr(hopper, "_linear_chain_kernel", launches)
-    ids = random_ids(260, 1)
-    for kernels_ in (False, True):
-        how = dict.fromkeys(("kernels_", "compiled", "graphed"), kernels_)
-        engine = fitted_engine(NANO, method, 1, 300, "cuda", torch.bfloat16, **how)
-        engine.prefill([ids[:200]])
-        made = []
-        for token in ids[200:]:
-            engine.tokens.fill_(token)
-            engine.step()
-            made.append(engine.logits[0].float().cpu())
-        logits.append(torch.stack(made))
-        assert launches.__getitem__.called == kernels_
-    assert error(logits[1], logits[0]) < 5e-2
-
-
-def test_kernel_hopper_linear_chain_refuses(hopper):
-    names = ("attended", "x", "weights", "biases", "norms", "eps")
-    given = dict(zip(names, chain_inputs(2, 48, 64, 32, 40, biased=True), strict=True))
-
-    def refused(message, **changes):
-        with pytest.raises(ValueError, match=message):
-            hopper.linear_chain(**given | {name: change(given[name]) for name, change in changes.items()})
-
-    for place, name in enumerate(("wo", "w13", "w2", "w")):
-        for what in ("weights", "biases"):
-            refused(f"{name} must be torch.bfloat16", **{what: other(place, torch.Tensor.float)})
-            must = "bias of w must be" if name == "w" else f"{name} must be"
-            refused(must, **{what: other(place, lambda x: x[1:].clone())})
-    refused("attended must be", attended=lambda x: x[:1])
-    refused("x must be", x=lambda x: x[None])
-    refused("attended must be", x=lambda x: x[:0])
-    refused("4 weights and biases, 2 norms", norms=lambda norms: norms[:1])
-    refused("x .* must be contiguous", x=turned)
-    refused("next norm must be", norms=other(1, lambda norm: norm[:32]))
-    askew = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32)
-    refused("w2 must start at a multiple of 16", weights=other(2, instead(askew)))
-    if not ON_HOPPER:
-        refused("on a Hopper GPU: not torch.bfloat16 \\[2, 64\\] on ")
-    for rows, heads_dim in ((17, 48), (2, 44)):
-        given = dict(zip(names, chain_inputs(rows, heads_dim, 64, 32, 40), strict=True))
-        refused("at most 16 rows")
-
-
-@pytest.mark.parametrize(
-    "method, changes",
-    [
-        ("dense", {"qkv_bias": True, "mlp_bias": True, "out_bias": True}),
-        ("dense", {"qk_norm": True, "n_kv_heads": 2}),
-        ("dense", {"tied": True}),
-        ("sals", {}),
-        ("elitekv", {}),
-        ("fdc", {"n_heads": 5, "n_kv_heads": 5, "head_dim": 16}),  # whose wo has 80 inputs
-    ],
-)
-def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes, monkeypatch):
-    """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
-    calls, logits = [], []
-    monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
-    monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given[:6]))
-    monkeypatch.setattr(model_file, "shared_memory", lambda *_: (None, "addresses", 3))
-    for chained in (False, True):
-        monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
-        model = tiny_model(**({"dim": 64, "ffn_dim": 192, "n_layers": 2} | changes)).to(DEVICE)
-        for layer in model.layers:
-            layer.ffn_norm.eps = 0.1  # another than the first norm's
-        options = {"sals": SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
-        engine = make_engine(model, method, 2, 40, **options)
-        decode = getattr(engine.decode, "func", engine.decode)
-        assert decode is (hopper.decode_in_chains if chained else Llama.decode)
-        logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 21)], [random_ids(2)] * 2))
-        assert len(calls) == 2 * len(model.layers) * chained
-    assert error(logits[1], logits[0]) < 1e-5
-    assert all(given[0].is_contiguous() and given[6:] == ("addresses", 3) for given in calls)
-
-
-@pytest.mark.parametrize("chained", [False, True])
-def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch):
-    """Whatever follows them: a graph for each of two kinds, and those of a step's ends and of greedy."""
-    monkeypatch.setattr(compress, "triton_kernels", lambda *_: hopper)
-    monkeypatch.setattr(hopper, "linear_chain", lambda *given: chain_truth(*given))
-    monkeypatch.setattr(hopper, "chains_linears", lambda *_: chained)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    model = tiny_model(dim=64, ffn_dim=192, n_layers=6).to(DEVICE)
-    make_engine(model, "sals", 2, 40, compiled=True, **SPARSE | {"skip": "0,1,-1"})
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
-
-
-def test_which_rows_chains_serve(hopper, monkeypatch):
-    def served(rows, *inputs, generation=9, device="cuda", dtype=torch.bfloat16):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
-        with torch._subclasses.FakeTensorMode():  # no GPU need be there
-            return hopper.chains_linears(torch.empty(rows, 128, dtype=dtype, device=device), *inputs)
-
-    assert served(16, 128, 200)
-    assert not served(16, 128, 100) and not served(17, 128, 200)
-    assert not served(16, 128, device="cpu") and not served(16, 128, dtype=torch.float16)
-    assert not served(16, 128, generation=8) and not served(16, 128, generation=10)
-    monkeypatch.setattr(hopper, "chains_linears", lambda *_: True)
-    model = tiny_model()
-    assert hopper.chained_decode(model, 2, lambda *_: ()) and not hopper.chained_decode(
-        model, 2, lambda *_: None
-    )
-
-
-# No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
-# Of attend: form, Hkv, G, D, bits, z, r.
-LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
-LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
-COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
-    ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
-    ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 0, 0) for bits in SHARED]),
-    ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),  # the consumer, and who loads its inputs
-]
-
-
-@pytest.mark.parametrize("kernel, multiply, waits, cases", COMPILED, ids=["latents", "shared", "chain"])
-def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
-    def arguments(what, *sizes):
-        if kernel == "_linear_chain_kernel":
-            given = chain_inputs(what, 512, 256, 768, 1000, biased=sizes[0] > 1)
-            return given + (torch.zeros(sizes[0], dtype=torch.int64), sizes[0] - 1) * (sizes[0] > 1)
-        Hkv, G, D, bits, z, r = sizes
-        case = (torch.bfloat16, what, "row" if z else "all", 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
-        return attend_case(*case, n=448, r=r)[0]
-
-    torch.save([arguments(*case) for case in cases], tmp_path / "calls")
-    program = f"""
-        import hopper
-        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
-            multi_processor_count=132, shared_memory_per_block_optin=227 << 10,
-            shared_memory_per_multiprocessor=228 << 10)
-        hopper.{kernel} = Compile("{kernel}", hopper)
-        kernels._attend_kernel = Compile("_attend_kernel")
-        kernels.merge_splits = hopper.merge_splits = lambda out, *_: out
-        hopper.streams_basis = hopper.shares_keys = hopper.chains_linears = lambda *_: True
-        hopper.SMS, operation = 1, hopper.linear_chain if "chain" in "{kernel}" else hopper.attend
-        for given in torch.load("{tmp_path}/calls", map_location="cpu"):
-            operation(*given)
-        made = [kernel for name, kernel in compiled if name == "{kernel}"]
-        assert len(made) == {len(cases)}
-        for kernel in made:
-            ptx = kernel.asm["ptx"]
-            assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
-            assert "{multiply}" in ptx and "cp.async.bulk" in ptx
-            assert ptx.count("griddepcontrol.wait") == {waits}
-            if operation is hopper.linear_chain:  # no GPU need show that one of these is missing
-                assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
-                assert ptx.count(".gpu.release.add") == 3
-                assert ptx.count("ld.volatile.global") == 1
-                summed = 2 * 2 * (kernel is made[1])  # in two layers of two ranks
-                assert len(re.findall(r"(red|atom)[.]global[.]sys[.]release", ptx)) == summed
-                assert ptx.count("ld.global.sys.acquire") == summed * 3 // 2
-    """
-    run_for_hopper(program)
