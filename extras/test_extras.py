@@ -417,8 +417,8 @@ def test_kernel_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
 @pytest.mark.parametrize("method", ["dense", "elitekv"])
 def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
     """Compiled and in a CUDA graph, with the logits of PyTorch's products."""
-    logits, launches, kernel = [], mock.MagicMock(), hopper._linear_chain_kernel
-    launches.__getitem__.side_effect = lambda grid: kernel[grid]
+    logits, launches, chain = [], mock.MagicMock(), hopper._linear_chain_kernel
+    launches.__getitem__.side_effect = lambda grid: chain[grid]
     monkeypatch.setattr(hopper, "_linear_chain_kernel", launches)
     ids = random_ids(260, 1)
     for kernel in (False, True):
