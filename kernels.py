@@ -1885,8 +1885,8 @@ def attend(
     keys, values: stores (compress.py), which give kind, bits, kernel_form() and what attend_stores calls.
     index [B, n], [B, Hkv, n] or [B, Hq, n]: tokens, negative for none; else all up to pos. window: two
     Windows, attended besides (without an index: in the place of the last z)."""
-    DV = values.kernel_form()[0].shape[3] * max(1, 8 // values.bits)
-    if not kernel or DV % 16 or keys.kind not in KEYS or index is not None and not index.numel():
+    unpackable = values.bits < 16 and q.shape[-1] % 16  # see value_packing
+    if not kernel or unpackable or keys.kind not in KEYS or index is not None and not index.numel():
         return attend_stores(q, keys, values, pos, index, window, scale)
     if index is not None:  # of one set a row, rows may lie apart
         index = index.int() if index.ndim == 2 else index.int().contiguous()
@@ -1897,7 +1897,7 @@ def attend(
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, live: Tensor, *, scale: float, kernel: bool) -> Tensor:
     """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
-    if not kernel or v.shape[-1] % 16:
+    if not kernel:
         return attend_reference(q, k, v, live, scale)
     index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
     pos = index.new_full((len(q),), k.shape[2])
