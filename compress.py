@@ -1347,6 +1347,24 @@ def lrqk_step(
     return weights @ values[near], near, stored, tuple(bases)
 
 
+def lrqk_step_ours(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, w_q: Tensor, w_k: Tensor, n: int, recent: int
+) -> tuple:
+    """The same step as it runs by default: the prompt's projections W_Q, W_K [D, r] are its best
+    (lrqk_optimum) and stay. A step does not refit them, and so needs nothing of Omega before it selects."""
+    # 1-7. The new token's proxies are products. 8. Append.
+    q_hat, (a_k, keys, values) = q @ w_q, appended(stored, k @ w_k, k, v)
+    # 9. The best of the tokens that are not recent.
+    old = max(0, len(a_k) - recent)
+    logits = q_hat @ a_k[:old].mT * q.shape[-1] ** -0.5
+    chosen = logits.log_softmax(-1).amax(0).topk(min(n, old)).indices
+    # 10-13. What is chosen and is in no slot on the GPU is fetched into the least recently used one.
+    near = torch.cat((chosen, torch.arange(old, len(a_k))))
+    # 14. Attend.
+    weights = (q @ keys[near].mT * q.shape[-1] ** -0.5).softmax(-1)
+    return weights @ values[near], near, (a_k, keys, values)
+
+
 def lrqk_refit(q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor) -> tuple:
     """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
 
@@ -1557,15 +1575,8 @@ class LrqkCache(Cache):
 
     def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
         """Selects the k best tokens that left the ring, by the entries' q^, and brings them to hot slots."""
-        scores = kernels.scores(
-            q_hat.flatten(1, 2),
-            self.a_k[batch],
-            None,
-            pos - self.z,
-            self.scale,
-            "largest",
-            kernel=self.kernel,
-        )
+        stored = self.a_k[batch], None, pos - self.z, self.scale
+        scores = kernels.scores(q_hat.flatten(1, 2), *stored, "largest", kernel=self.kernel)
         index = kernels.select(scores, pos, (0, self.chosen, self.z), kernel=self.kernel)  # [B, Hkv, k]
         live = index >= 0
         index = index.where(live, pos[:, None, None]).long()  # the newest stands for none: it has no slot
