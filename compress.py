@@ -11,8 +11,7 @@ A cache belongs to one layer and holds all entries of a batch. It gets q, k, v B
     decode(pos, q, k, v, *folded)          one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
     formula(), bytes_read()                the byte ledger: what the method says it stores and reads
 `folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
-(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v, and
-InfiniGen's decode besides the queries that it guessed.
+(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
@@ -65,13 +64,6 @@ def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | Non
         with suppress(ImportError):  # the file is optional, and triton may have no Gluon
             import hopper as kernels
     return kernels
-
-
-def inside(value: float, interval: str) -> bool:
-    """Does the value lie in an interval such as "(0, 1]"?"""
-    low, high = map(float, interval[1:-1].split(","))
-    above = low < value if interval[0] == "(" else low <= value
-    return above and (value < high if interval[-1] == ")" else value <= high)
 
 
 # ---------------------------------------------------------------------------- the operations of a decode step
@@ -804,18 +796,13 @@ def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, d
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
-    its lowest bits up, so that unpacking gives contiguous runs of channels. 3 bits are packed as 2 and 1."""
-    if bits == 3:
-        return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
+    its lowest bits up, so that unpacking gives contiguous runs of channels."""
     planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
     return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse."""
-    if bits == 3:
-        low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
-        return unpack(low, 2) | unpack(high, 1) << 2
     return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
 
 
@@ -2409,20 +2396,26 @@ def method_named(name: str) -> Method:
 
 
 def settings_from(method: str, options: dict) -> object:
-    """The method's settings: `options` over the defaults of their `variant`. UserError for unknown ones."""
-    row, options = method_named(method), dict(options)
-    known = {f.name: f for f in dataclasses.fields(row.settings)}
-    if row.paper and (variant := options.pop("variant", "ours")) != "ours":
-        if variant != "paper":
-            raise UserError(f"--variant {variant}: choose from {', '.join(VARIANTS)}")
-        options = row.paper | options
+    """The method's settings: `options` over the defaults of their `variant`. UserError where one is unknown,
+    or has a value that its field does not allow."""
+    row = method_named(method)
+    known = {f.name: f.metadata for f in dataclasses.fields(row.settings)}
+    allowed = known | ({"variant": {"choices": VARIANTS}} if row.paper else {})
     for name, value in options.items():
-        if name not in known:
+        if name not in allowed:
             fault = f"--{name} is not a setting of {method}"
             raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
-        choices, interval = (known[name].metadata[key] for key in ("choices", "within"))
+        choices, interval = map(allowed[name].get, ("choices", "within"))
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-        if not isinstance(value, str) and not inside(value, interval):
+        if not (choices or isinstance(value, str) or inside(value, interval)):
             raise UserError(f"--{name} {value}: give a number in {interval}")
-    return row.settings(**options)
+    chosen = (row.paper if options.get("variant") == "paper" else {}) | options
+    return row.settings(**{name: value for name, value in chosen.items() if name in known})
+
+
+def inside(value: float, interval: str) -> bool:
+    """Does the value lie in an interval such as "(0, 1]"?"""
+    low, high = map(float, interval[1:-1].split(","))
+    above = low < value if interval[0] == "(" else low <= value
+    return above and (value < high if interval[-1] == ")" else value <= high)

@@ -450,6 +450,17 @@ def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
     return as_fp16(norm) * (levels[codes] @ Pi)  # 9, 10. Decode, and rotate back.
 
 
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """`pack`, which 3 bits enter as 2 and 1."""
+    return pack(codes, bits) if bits != 3 else torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse."""
+    low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
+    return unpack(packed, bits) if bits != 3 else unpack(low, 2) | unpack(high, 1) << 2
+
+
 class LevelStore(ScaledStore):
     """Codes of a rotated row's numbers, each of the nearest level of a unit vector's, and the row's norm."""
 
@@ -465,10 +476,10 @@ class LevelStore(ScaledStore):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2
         rotated = x.float() / norm.clamp(min=1e-20)[..., None] @ self.rotation
-        return pack(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
+        return pack_codes(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
 
     def rotated(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return self.levels[unpack(rows, self.bits).int()] * scale[..., None].float()
+        return self.levels[unpack_codes(rows, self.bits).int()] * scale[..., None].float()
 
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)

@@ -6,6 +6,7 @@ extras/baselines.py.
 
 import itertools
 import math
+import re
 import sys
 
 import pytest
@@ -140,6 +141,21 @@ def test_head_dims_that_codes_cannot_take_may_do_without():
     for method, options in (("turboquant", {"bits": 3}), ("sals_cann", {})):
         engine = make_engine(tiny_model(head_dim=80), method, 1, 64, **options)
         assert logits_through(engine, [random_ids(9)], [[7]]).isfinite().all()
+
+
+def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
+    """In a process in which calibrate, which fit_palu imports, is __main__."""
+    size = f"--out {tmp_path} --windows 2 --window 64".split()
+    run = test_all.python("calibrate.py", "fit", "--method", "palu", "--checkpoint", checkpoint, *size)
+    assert run.returncode == 0 and "energy of 50% 0." in run.stdout, run.stderr
+
+
+def test_the_names_in_the_docs_are_true():
+    """A name in code style is in the code."""
+    code = "".join(file.read_text() for file in test_all.ROOT.glob("**/*.py") if "test_" not in file.name)
+    docs = (test_all.ROOT / "docs" / "methods.md").read_text()
+    for name in re.findall(r"`([a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", docs):
+        assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
 
 
 def test_report_of_a_cache_with_values_in_host_memory(cli):
