@@ -1207,7 +1207,6 @@ class EliteSettings:
     d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)", sets="bytes")
     pairs: str = setting("elite", "which pairs are rotated", ("elite", "uniform", "contribution"))
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
-    shared: bool = setting(False, "one elite key for all heads of a layer, as MLA has it (ours)")
 
 
 def elitekv_step(q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tensor, b_v: Tensor) -> tuple:
@@ -1263,17 +1262,6 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
     """Squared singular values [dim] and left singular vectors [dim, dim] of m [dim, ...], largest first."""
     values, vectors = torch.linalg.eigh(m.flatten(1) @ m.flatten(1).T)
     return values.flip(-1), vectors.flip(-1)
-
-
-def shared_elite(q: Tensor, k: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n]. Pairs are
-    complex numbers: k_h ~ conj(f_h) k, by the SVD over the heads, and q_h takes f_h. root: see low_rank."""
-    keys = torch.complex(*k.double().chunk(2, 1)).transpose(0, 1)  # [r, Hkv, n]
-    seen = keys if root is None else keys[..., : len(root)] @ root.to(keys)
-    factors = torch.linalg.svd(seen.mT, full_matrices=False)[2][:, :1].conj()  # [r, 1, Hkv]
-    shared = (factors @ keys)[:, 0]  # [r, n]
-    q = torch.complex(*q.double().chunk(2, 2)) * factors.permute(2, 1, 0)[..., None]  # [Hkv, G, r, n]
-    return torch.cat((q.real, q.imag), 2), torch.cat((shared.real, shared.imag))[None]
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
@@ -1380,17 +1368,13 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
     wqkv, root = attention.wqkv, artifact.get(f"{i}.root")  # only of uptraining
     uniform = uniform_order(d // 2, r).expand(heads, -1)  # [Hkv, D/2]
     order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
-    if settings.shared:  # the pairs that come first in the mean over the heads
-        order = order.argsort(-1).float().mean(0, keepdim=True).argsort(-1)
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
     rows = wqkv.weight if wqkv.bias is None else torch.cat((wqkv.weight, wqkv.bias[:, None]), 1)
     q, k, v = rows.split(attention.widths)
     q, k, v = in_order(q, dims), in_order(k, dims)[:, 0], v.unflatten(0, (heads, -1))
     elite, rest = k.split((2 * r, d - 2 * r), 1)
-    if len(order) < heads:
-        turned, elite = shared_elite(q[:, :, : 2 * r], elite, root)
-        q = torch.cat((turned.to(q), q[:, :, 2 * r :]), 2)
+    elite = elite[: len(order)]  # uptrained with one elite key for all heads: all have the same
     if f"{i}.A" in artifact and (r, d_ckv, settings.lrd) == (artifact["r"], artifact["d_ckv"], "joint"):
         a, b = (artifact[f"{i}.{name}"].to(order.device) for name in "AB")
     else:

@@ -155,7 +155,7 @@ CASES = [  # every method, in each way in which it stores and selects; a new met
     ("lrqk", LRQK | {"mode": "paper", "slots": 2.0}),
     ("lrqk", LRQK | {"slots": 0.0}),
     ("elitekv", {"r": 3, "d_ckv": 20}),
-    ("elitekv", {"pairs": "uniform", "lrd": "separate", "shared": True}),
+    ("elitekv", {"pairs": "uniform", "lrd": "separate"}),
     ("fdc", {"rate": 0.3}),
     ("dense", {}),
     ("topk", {"keep": 24, "sinks": 2, "recent": 4}),
@@ -1186,16 +1186,15 @@ def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch
     return attention(x, lambda q, k, v: model_file.causal_attention(turned(q), turned(k), v))
 
 
-@pytest.mark.parametrize("qkv_bias", [False, True])
-def test_a_shared_elite_key_is_exact_where_heads_differ_by_complex_factors(qkv_bias):
-    """RoPE turns a pair as a complex number: keys k_h = f_h k, f_h of a head and pair, share k."""
-    model, x, f = tiny_model(group=2, qkv_bias=qkv_bias), torch.randn(40, 48), torch.randn(4, 8, 1) + 0.5j
+def test_a_checkpoint_may_have_one_elite_key_for_all_heads():
+    """As nano-elitekv: its artifact has one order a layer, and the heads' elite keys are the same."""
+    model, x = tiny_model(), torch.randn(40, 48)
     dense, tables = model.layers[1].attention, rope_tables(model.config, 40, CPU)
-    for rows in (dense.wqkv.weight, *([dense.wqkv.bias[:, None]] if qkv_bias else [])):
-        k = rows[128:192].view(4, 2, 8, -1)
-        k.copy_(torch.view_as_real(torch.complex(k[0, 0], k[0, 1]) * f).movedim(-1, 1))
-    settings = compress.EliteSettings(8, 48, shared=True)
-    method_named("elitekv").fold_all(model, settings, artifact_of("elitekv", model))
+    k = dense.wqkv.weight[128:192].view(4, 16, 48)
+    k.copy_(k[:1].clone().expand(4, -1, -1))
+    artifact = artifact_of("elitekv", model)
+    artifact["elite"] = artifact["elite"][:, :1]
+    method_named("elitekv").fold_all(model, compress.EliteSettings(8, 48), artifact)
     elite = model.layers[1].attention
     assert elite.widths == [128, 16, 48]
     assert error(elite(x, elite.causal(*tables)), dense(x, dense.causal(*tables))) < 1e-4
@@ -1346,7 +1345,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     source, out, log = tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
     tokens = torch.randint(3, 4096, (1, 50))
     seen = trained_logits(monkeypatch, tokens)
-    method = "elitekv:r=3,d_ckv=24,shared=1"
+    method = "elitekv:r=3,d_ckv=24"
     uptrain = f"train --from {source} --method {method} --out {out} --text {ROOT / 'model.py'} "
     uptrain += f"--stages 2x64x40 --workers 1 --log {log} --lr 5e-3"
     code, text, err = cli(uptrain)
@@ -1357,7 +1356,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
     assert model.config.elitekv
     method_named("elitekv").fold_all(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
-    settings = compress.EliteSettings(3, 24, shared=True)
+    settings = compress.EliteSettings(3, 24)
     method_named("elitekv").fold_all(start, settings, load_artifact(source, "elitekv", start))
     assert error(model.output(model(tokens)), seen[0]) < 5e-2  # bf16 weights
     before, after = (m.layers[2].attention for m in (start, model))
@@ -1366,7 +1365,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     assert torch.equal(after.pairs, before.pairs)
 
     report = cli.json(f"generate --checkpoint {out} --prompt hello --max_new_tokens 4 --method elitekv")
-    assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (2 * 3 + 24)  # one elite key
+    assert report["cache_bytes_measured"] == report["cache_tokens"] * 4 * 4 * (4 * 2 * 3 + 24)
     assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
     assert "only elitekv and palu are uptrained" in cli.refusal(uptrain.replace(method, "sals"))
     table = f"eval --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
