@@ -1824,7 +1824,7 @@ def lrqk_cache(context: Context, settings: LrqkSettings) -> Cache:
     return LrqkCache(context, settings)
 
 
-# -------------------------------------------------- exact top-k, and what the rows that select have in common
+# ----------------------------------------------------------------------------------------------- exact top-k
 
 
 def keep_setting(tokens: int, sets: str = "tokens"):
@@ -1835,7 +1835,7 @@ def keep_setting(tokens: int, sets: str = "tokens"):
 
 @dataclass
 class KeepSettings:
-    """What exact top-k and Double Sparsity are given: tokens in all, and those that are always among them."""
+    """What a method that selects is given: tokens in all, and those that are always among them."""
 
     keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")

@@ -4978,18 +4978,6 @@ def test_the_readmes_own_method_runs(cli):
     assert "keynorm" not in METHODS
 
 
-def test_the_readmes_line_ranges_are_true():
-    """A range begins where a function, a class or a chapter does."""
-    file, ranges = "", 0
-    for name, first, last in re.findall(r"`(\w+\.py)`|\bL(\d+)-(\d+)", (ROOT / "README.md").read_text()):
-        file = name or file
-        if first:
-            lines, ranges = (ROOT / file).read_text().splitlines(), ranges + 1
-            assert lines[int(first) - 1].startswith(("def ", "class ", "@", "# --")), (file, first)
-            assert int(first) < int(last) <= len(lines), (file, last)
-    assert ranges > 10
-
-
 def test_the_top_works_without_extras(tmp_path):
     """In a copy of the tree that lacks the folder. A file that is there and broken says so where needed."""
     for file in ROOT.glob("*.py"):
@@ -5005,6 +4993,25 @@ def test_the_top_works_without_extras(tmp_path):
     look_up = "import compress; [compress.method_named(name) for name in ('sals', 'h2o')]"
     told = python("-c", look_up, cwd=tmp_path).stderr
     assert "'h2o'" not in told and told.endswith("No module named 'nowhere'\n")
+
+
+def test_the_readmes_line_ranges_and_the_names_of_the_docs_are_true():
+    """A range begins where a function, a class or a chapter does; a name in code style is in the code."""
+    readme, methods = (ROOT / "README.md").read_text(), (ROOT / "docs" / "methods.md").read_text()
+    sources = {
+        name: (ROOT / name).read_text() for name in ("model.py", "compress.py", "kernels.py", "calibrate.py")
+    }
+    file, ranges = "", 0
+    for name, first, last in re.findall(r"`(\w+\.py)`|\bL(\d+)-(\d+)", readme):
+        file = name or file
+        if first:
+            lines, ranges = sources[file].splitlines(), ranges + 1
+            assert lines[int(first) - 1].startswith(("def ", "class ", "@", "# --")), (file, first)
+            assert int(first) < int(last) <= len(lines), (file, last)
+    assert ranges > 10
+    code = "".join(sources.values()) + (ROOT / "generate.py").read_text()
+    for name in re.findall(r"`([a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods):
+        assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
 
 
 def test_the_docs_key_format_passes_its_own_test_on_the_kernel(tmp_path):

@@ -6,7 +6,6 @@ extras/baselines.py.
 
 import itertools
 import math
-import re
 import sys
 
 import pytest
@@ -153,14 +152,6 @@ def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
     size = f"--out {tmp_path} --windows 2 --window 64".split()
     run = test_all.python("calibrate.py", "fit", "--method", "palu", "--checkpoint", checkpoint, *size)
     assert run.returncode == 0 and "energy of 50% 0." in run.stdout, run.stderr
-
-
-def test_the_names_in_the_docs_are_true():
-    """A name in code style is in the code."""
-    code = "".join(file.read_text() for file in test_all.ROOT.glob("**/*.py") if "test_" not in file.name)
-    docs = (test_all.ROOT / "docs" / "methods.md").read_text()
-    for name in re.findall(r"`([a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", docs):
-        assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
 
 
 def test_report_of_a_cache_with_values_in_host_memory(cli):
