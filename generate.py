@@ -44,7 +44,7 @@ from torch.distributed.rendezvous import rendezvous
 import compress
 import kernels
 import model as model_file
-from compress import METHODS, Cache, Context, dense_bytes, load_artifact, method_named, settings_from
+from compress import Cache, Context, dense_bytes, load_artifact, method_named, settings_from
 from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gathered, human, ranks
 
 try:
@@ -170,10 +170,9 @@ class Engine:
         shape = (context.batch_size, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=context.dtype, device=context.device)  # of the last step
         started = time.time()
-        # A method may have a decode step of its own, or extras/hopper.py one with the same logits.
+        # extras/hopper.py may have a decode step of its own, with the same logits.
         hopper = kernels.hopper(context.device) if context.kernel else None
-        offer = hopper and hopper.chained_decode(model, context.batch_size, model_file.shared_memory)
-        chained = context.decode_steps or offer
+        chained = hopper and hopper.chained_decode(model, context.batch_size, model_file.shared_memory)
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]
@@ -436,7 +435,7 @@ def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or 
 def fold_of(method: str, options: dict, args: argparse.Namespace) -> Callable | None:
     """With --weights int8: what folds a method into layer i of a model, before its weights are quantised."""
     settings, artifact = settings_from(method, options), lru_cache(partial(artifact_for, method, args=args))
-    fold_all = METHODS[method].fold_all
+    fold_all = method_named(method).fold_all
     return args.weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
 
 
@@ -475,8 +474,6 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
 
 def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[str, Tensor]:
     """The tensors that `calibrate.py fit` made for this method and model."""
-    if not METHODS[method].fitted:
-        return {}
     if args.random_weights:
         return compress.random_artifact(method, model.config)
     return load_artifact(args.checkpoint, method, model)
@@ -488,7 +485,7 @@ def plan_caches(
     """The method's caches on the meta device: their bytes and their refusals, without their memory."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.norm.weight.dtype)
-    return METHODS[method].build(shadow, settings, Context(shadow, rows, capacity), artifact)
+    return method_named(method).build(shadow, settings, Context(shadow, rows, capacity), artifact)
 
 
 def check_memory(
@@ -544,7 +541,7 @@ def build_engine(
     model: Llama, args, method: str, settings: object, context: Context, artifact: dict[str, Tensor]
 ) -> Engine:
     """An engine of what prepare returned; it may change the model's weights."""
-    caches = METHODS[method].build(model, settings, context, artifact)
+    caches = method_named(method).build(model, settings, context, artifact)
     if text := idle_note(method, settings, caches):
         print(f"note: {text}", file=sys.stderr)
     graphed = context.device.type == "cuda"
@@ -776,7 +773,7 @@ def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
 
 
 def chosen_settings(args: argparse.Namespace, method: str) -> dict:
-    names = ["variant", *(f.name for f in dataclasses.fields(METHODS[method].settings))]
+    names = ["variant", *(f.name for f in dataclasses.fields(method_named(method).settings))]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
@@ -800,7 +797,8 @@ def add_weights_option(parser: Parser) -> None:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    about = "\n".join(f"  {name:13}{m.settings.__doc__}" for name, m in METHODS.items())
+    names = compress.method_names() if {"-h", "--help"} & {*argv} else ()
+    about = "\n".join(f"  {name:13}{method_named(name).settings.__doc__}" for name in names)
     title, epilog = __doc__.split("\n\n")
     parser = Parser(description=f"{title}\n\nmethods:\n{about}", epilog=epilog)
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")

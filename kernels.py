@@ -190,18 +190,13 @@ LEVELS_APART = {2: 0.9957, 4: 0.3352}
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
-    its lowest bits up, so that unpacking gives contiguous runs of channels. 3 bits are packed as 2 and 1."""
-    if bits == 3:
-        return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
+    its lowest bits up, so that unpacking gives contiguous runs of channels."""
     planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
     return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse."""
-    if bits == 3:
-        low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
-        return unpack(low, 2) | unpack(high, 1) << 2
     return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
 
 
