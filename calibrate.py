@@ -539,7 +539,8 @@ def run_ranks(args: argparse.Namespace) -> dict:
     for name, of_layers in ranks.items():
         print(f"{name}-RoPE, mean {np.mean(of_layers):.1f}, by layer:", *of_layers)
     if args.csv:
-        rows = [{"layer": i, "pre": pre, "post": post} for i, (pre, post) in enumerate(zip(*ranks.values()))]
+        layers = enumerate(zip(*ranks.values(), strict=True))
+        rows = [{"layer": i, "pre": pre, "post": post} for i, (pre, post) in layers]
         save_csv(args.csv, [*rows[0]], rows)
     return {"width": model.config.kv_dim, **ranks}
 

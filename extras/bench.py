@@ -35,6 +35,7 @@ from model import SHAPES, UserError
 
 SHAPES["nano"] = NANO  # which --random_weights then takes
 ROOM = 256  # tokens of a cache beyond those that it holds
+COSTS = ("bytes/token", "read/step")  # columns of eval's table
 
 # ------------------------------------------------------------------------------------------------------- rows
 
@@ -56,7 +57,7 @@ class Row(NamedTuple):
 
 
 def filled_engine(row: Row, device: str, *more: str) -> Engine:
-    """An engine over random weights. Its caches hold random numbers, of each buffer's kind, in every place."""
+    """An engine over random weights. In each place its caches hold random numbers of the buffer's kind."""
     line = f"--random_weights {row.shape} --prompt {row.tokens} --batch_size {row.sequences} {row.options}"
     args = generate.parse_args([*line.split(), "--device", device, *more])
     chosen = generate.chosen_settings(args, args.method)
@@ -167,8 +168,8 @@ def bytes_moved(name: str, args: tuple, out) -> float:
 
 def time_layer(row: Row, device: str) -> Iterator[dict]:
     """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results, then of
-    each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's attention over plain
-    K and V, on CUDA cuDNN's. limit_us: a large read of as many bytes. share: limit_us / us."""
+    each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's attention over
+    plain K and V, on CUDA cuDNN's. limit_us: a large read of as many bytes. share: limit_us / us."""
     SHAPES["bench"] = dataclasses.replace(SHAPES[row.shape], n_layers=4, vocab_size=256)
     engine = filled_engine(row._replace(shape="bench"), device, "--no-compile")
     layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos  # first and last may be others
@@ -226,7 +227,7 @@ def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, fl
     else:
         dense = {row["method"]: row for row in rows}["dense"]
         tasks = [c for c in dense if c.startswith(tuple(TASKS)) and float(dense[c] or 0) > 0]
-        for row, cost in itertools.product(rows, ("bytes/token", "read/step")):
+        for row, cost in itertools.product(rows, COSTS):
             method = re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0]
             shares = [100 * float(row[task]) / float(dense[task]) for task in tasks if row[task]]
             losses = [float(row[c]) for c in row if c.startswith("kl ") and row[c]]
@@ -237,13 +238,14 @@ def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, fl
 
 
 def draw(path: Path, png: Path) -> None:
-    """The picture of a table: a panel for each title and pair of axes. Logarithmic where the range is wide."""
+    """The picture of a table: a panel for each title and pair of axes, logarithmic where a range is wide."""
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
     panels, styles, shown = {}, {}, {}
     for *panel, line, x, y in points(list(csv.DictReader(generate.read_text(path).splitlines())), path.stem):
         panels.setdefault(tuple(panel), {}).setdefault(line, []).append((float(x), float(y)))
-        styles.setdefault(line, {"color": f"C{len(styles)}", "marker": "os^vDP*X"[len(styles) // 10 % 8]})
+        form = ("os^vDP*X"[len(styles) // 10 % 8], "") if panel[1] in COSTS else (".", "-")
+        styles.setdefault(line, {"color": f"C{len(styles)}", "marker": form[0], "linestyle": form[1]})
     columns = 2 if len(panels) == 4 else min(4, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure((5.5 * columns, 4.5 * lines), layout="constrained")
@@ -251,12 +253,12 @@ def draw(path: Path, png: Path) -> None:
         axis = figure.add_subplot(lines, columns, i, title=title, xlabel=xlabel, ylabel=ylabel)
         axis.grid(alpha=0.3)
         for line, at in of_panel.items():
-            (shown[line],) = axis.plot(*zip(*sorted(at), strict=True), linewidth=1, **styles[line])
+            (shown[line],) = axis.plot(*zip(*sorted(at), strict=True), **styles[line])
         x, y = zip(*itertools.chain(*of_panel.values()), strict=True)
         axis.set_xscale("log" if max(x) > 8 * min(x) > 0 else "linear")
         axis.set_yscale("log" if max(y) > 20 * min(y) > 0 else "linear")
     labels = [line.replace("$", r"\$") for line in shown]  # matplotlib would read it as mathematics
-    figure.legend(shown.values(), labels, loc="outside lower center", ncols=4)
+    figure.legend(shown.values(), labels, loc="outside lower center", ncols=min(4, 2 * columns))
     with replacing(png.parent, png.name) as partial:
         figure.savefig(partial / png.name, dpi=150)
     print(png)
