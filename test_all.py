@@ -3615,7 +3615,6 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
         engine = make_engine(tiny_model(**shape).to(DEVICE), method, 3, 64, kernels_=kernels_, **options)
         logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 31, 58)], [random_ids(3)] * 3))
         assert calls == (set(operations.split()) if kernels_ else set())
-        cache = engine.caches[0]
     assert error(logits[1], logits[0]) < 1e-5
 
 
