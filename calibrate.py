@@ -776,10 +776,6 @@ def run_train(args: argparse.Namespace) -> None:
     files = [text_files(path, held=False) for path in paths]
     model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
-    largest = max(stages, key=lambda stage: stage.batch * stage.length)
-    needed = largest.batch * largest.length * model.config.dim * 4 * model.config.n_layers
-    what = f"hidden states of {largest.batch} x {largest.length} tokens"
-    model_file.check_free(needed, device, what, "lower --stages")
     if not args.source:
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(files, NANO.vocab_size)
@@ -904,6 +900,7 @@ bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple n
 raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
 juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
 """.split()
+MOST_FACTS = min(len(ADJECTIVES), len(NOUNS)) ** 2 * 2 // 3  # with keys that share words
 ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2  # of the loss, where a token of plain text has 1
 
 
@@ -924,8 +921,6 @@ class Task:
 def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
     """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
     side = max(2, math.ceil(math.sqrt(1.5 * n)))
-    if side > (words := min(len(ADJECTIVES), len(NOUNS))):
-        raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
     return numbered(rng, rng.sample(pairs, n), each)
 
@@ -1108,9 +1103,9 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
 class Watched:
     """A cache with the exact keys beside it: how many it attends of as many tokens of the largest attention
     weights, which are of a query head, or of all heads that share a selection. Sinks and recent tokens count.
-    sums [5]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA graph adds to them)."""
+    sums [4]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA graph adds to them)."""
 
-    NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a fraction of the length
+    NAMES = ("attended", "recall", "mass")  # the first is a fraction of the length
 
     def __init__(self, cache: Cache):
         c, context = cache.config, cache.context
@@ -1152,8 +1147,8 @@ class Watched:
         n = chosen.sum(-1)
         least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
         hits = (chosen & (scores >= least)).sum(-1)
-        means = [each.mean() for each in (n / (pos + 1)[:, None, None], hits / n, hits / (2 * n - hits))]
-        self.sums += torch.stack((*means, mass, torch.ones_like(mass)))
+        attended, recall = (n / (pos + 1)[:, None, None]).mean(), (hits / n).mean()
+        self.sums += torch.stack((attended, recall, mass, torch.ones_like(mass)))
 
     def result(self) -> dict[str, float]:
         """Means over the steps; empty for a cache that attends all its tokens."""
@@ -1315,8 +1310,7 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
 
 
 def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
-    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`. In the
-    JSON only, "mass TEXT": of each layer of this rank (SALS's overlap score), null where it attends all."""
+    """Perplexity, KL and what is attended (means over texts); the first candidate fills `reference`."""
     row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
@@ -1325,9 +1319,8 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
         ppl = loss.mean().exp().item()  # inf beyond fp64's numbers
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl.mean().item()}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
-        own = [cache.result() for cache in engine.caches]
-        row[f"mass {name}"] = [figures.get("mass") for figures in own]
-        seen += filter(None, itertools.chain(*model_file.gathered(own)))
+        watched = model_file.gathered([cache.result() for cache in engine.caches])
+        seen += filter(None, itertools.chain(*watched))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
 
@@ -1415,7 +1408,7 @@ def run_eval(args: argparse.Namespace) -> dict:
                 continue
             row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
             results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
-            named = {key for row in results for key, x in row.items() if not isinstance(x, dict | list)}
+            named = {key for row in results for key, x in row.items() if isinstance(x, str | float | int)}
             leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
             columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
             figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
@@ -1522,7 +1515,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--tasks", str, KINDS, "retrieval tasks; uuid: a text of UUIDs alone", nargs="+", choices=TASKS)
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
-    p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
+    p.option("--facts", whole(4, MOST_FACTS), 16, "facts in the multi-key and multi-query tasks")
 
     command(commands, run_ranks, model, text_options, result_options)
 

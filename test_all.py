@@ -4026,7 +4026,7 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
                 best = set(heads.sum(0).topk(len(chosen)).indices.tolist())
                 mass = heads[:, list(chosen)].sum().item() / len(heads)
                 hits = len(best & chosen)
-                figures.append((len(chosen) / n, hits / len(best), hits / len(best | chosen), mass))
+                figures.append((len(chosen) / n, hits / len(best), mass))
         truth = dict(zip(calibrate.Watched.NAMES, np.mean(figures, axis=0), strict=True))
         assert cache.result() == pytest.approx(truth, abs=1e-5)
         assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
@@ -4412,7 +4412,7 @@ BAD_COMMANDS = {
     "eval --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
     "eval --text few.txt --text few.txt": "a text named few already",
     "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
-    "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts 3000: there are words for",
+    "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts: 3000 is more than",
     "eval --lengths 200 --prefix 9": "ask for longer prompts",
     "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals": "calibrated already",
@@ -4427,7 +4427,6 @@ BAD_COMMANDS = {
     "train --out new --text few.txt --lr -1": "--lr: -1 is not above 0",
     "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
     "train --out new --text few.txt --log again": "--log: no file can be written at again",
-    "train --out again --text few.txt --stages 2147483647x64x1": "not enough memory: hidden states of",
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
     "train --out again --text few.txt --workers 300": "--workers: 300 is more than 256",
     "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
@@ -4710,10 +4709,9 @@ def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
     dense, sals, streaming = cli.json(line)["rows"]
     assert "dense *" in cli.out and f"{sals_}, 64 tokens: " in cli.out and ", keep=0.25, rank=" in cli.out
     assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
-    assert dense["mass python"] == [None] * 4 and sals["mass"] in sals["mass python"]
     for row in (sals, streaming):
         assert row["over"] == [] and row["bytes/token"] <= dense["bytes/token"] / 2
-        assert row["attended"] < 0.3 and 0 < row["jaccard"] <= row["recall"] < 1 and 0 < row["mass"] < 1
+        assert row["attended"] < 0.3 and 0 < row["recall"] < 1 and 0 < row["mass"] < 1
     assert sals["settings"]["64"]["keep"] == 0.25 and streaming["settings"]["64"] == {"recent": 12}
 
 
