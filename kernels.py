@@ -51,7 +51,8 @@ def operator(fake, mutates: tuple = (), library: str = "kv_kernels"):
     """Makes a wrapper a PyTorch operator. torch.compile calls it as it is; `fake` shapes its result."""
 
     def wrap(function):
-        made = torch.library.custom_op(f"{library}::{function.__name__}", function, mutates_args=mutates)
+        name = f"{library}::{function.__name__.removeprefix('launch_')}"
+        made = torch.library.custom_op(name, function, mutates_args=mutates)
         made.register_fake(fake)
         return made
 
