@@ -166,7 +166,7 @@ REFUSED_SETTINGS = [
 NANO_CASES = [("turboquant", {}), ("sals_cann", {})]
 SAME_WITH_KERNELS = [
     ("palu", {}, 2, "latents"),
-    ("h2o", {"keep": 24}, 2, "attend_logits logits scores"),
+    ("h2o", {"keep": 24}, 2, "logits scores"),
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
     ("quest", {"keep": 32, "page": 4, "skip": ""}, 2, "plain scores select"),
     ("doublesparse", DOUBLE | {"sinks": 2, "recent": 4}, 2, "plain scores select"),
