@@ -662,8 +662,8 @@ def first_reads(read: Callable[[], str]) -> str:
     return gathered(None if ranks()[0] else read())[0]
 
 
-def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], list[str]]:
-    """Token ids of each row's prompt, and the questions to ask after it: the folder's demo.txt by default."""
+def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], int, list[str]]:
+    """Token ids of the prompts, the rows that they fill in turn, and the questions to ask after them."""
     texts, asks, prompts = args.prompt or [], args.ask or [], []
     if not texts:
         path = args.checkpoint / "demo.txt"
@@ -687,7 +687,7 @@ def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]],
     rows = args.batch_size or len(prompts)
     if rows < len(prompts) or asks and rows > 1:
         raise UserError("--batch_size is at least the number of prompts, and with --ask 1")
-    return [prompts[i % len(prompts)] for i in range(rows)], asks
+    return prompts, rows, asks
 
 
 def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], Callable[[], None]]:
@@ -708,13 +708,14 @@ def run_generate(args: argparse.Namespace) -> None:
         check_capacity(capacity, c, "--context")
         engine = build_engine(source, model, args.method, args.options, 1, capacity, *how)
         return run_interactive(engine, tokenizer, args)
-    prompts, asks = read_prompts(args, tokenizer, model.config)
+    prompts, rows, asks = read_prompts(args, tokenizer, model.config)
     asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
     capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
-    size, run = (len(prompts), capacity), (prompts, asks, args.max_new_tokens, args.ignore_eos, args.seed)
 
-    engine = build_engine(source, model, args.method, args.options, *size, *how)
-    streamed = tokenizer is not None and len(prompts) == 1 and not asks and not args.json
+    engine = build_engine(source, model, args.method, args.options, rows, capacity, *how)
+    prompts = [prompts[i % len(prompts)] for i in range(rows)]
+    run = prompts, asks, args.max_new_tokens, args.ignore_eos, args.seed
+    streamed = tokenizer is not None and rows == 1 and not asks and not args.json
     emit, finish = streamer(tokenizer, prompts[0]) if streamed else (None, None)
     output = run_prompts(engine, tokenizer, *run, emit)
     figures = {
@@ -729,7 +730,7 @@ def run_generate(args: argparse.Namespace) -> None:
     answers = {args.method: output.answers}
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
         del engine, model  # the method may have changed the weights
-        engine = build_engine(source, load(*folder)[0], "dense", {}, *size, *how)
+        engine = build_engine(source, load(*folder)[0], "dense", {}, rows, capacity, *how)
         answers["dense"] = run_prompts(engine, tokenizer, *run).answers
     for i, ask in enumerate(asks):
         print(ask.split("\n")[0])
