@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, Dataset
 import compress
 import model as model_file
 from compress import Cache, Context, EliteSettings, artifact_path, load_artifact, method_named, settings_from
-from generate import Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
+from generate import Engine, Parser, Progress, Sampling, fraction, load, positive, whole
 from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
@@ -53,6 +53,14 @@ from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ran
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 STDLIB = Path(os.__file__).parent  # the text that every machine has: the standard library's sources
 INSTALLED = ("site-packages", "dist-packages")  # in its folder, but other on every machine
+
+
+def tracked(label: str, items: Collection) -> Iterator:
+    """The items, one by one, with their progress."""
+    with Progress(label, len(items)) as progress:
+        for item in items:
+            yield item
+            progress.tick()
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
@@ -482,7 +490,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
     if not can_write(folder := args.out or args.checkpoint):
         raise UserError(f"no file can be written into {folder}; give --out FOLDER")
-    model, tokenizer = load(args)
+    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
     tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -515,7 +523,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
     like it compress. RoPE raises it.
 
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
-    model, tokenizer = load(args)
+    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
     tokens = text_windows(args, model.config, tokenizer)
     moments = key_moments(model, tokens, "ranks")
     ranks = {name: compress.rank_at(eigen(m.second)[0], 0.9).tolist() for name, m in moments.items()}
@@ -756,7 +764,7 @@ def run_train(args: argparse.Namespace) -> None:
         raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*args.text, strict=True)
-    device, dtype = generate.device_and_dtype(args)
+    device, dtype = generate.device_and_dtype(args.device, args.dtype)
     files = [text_files(path, held=False) for path in paths]
     model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
@@ -1193,9 +1201,8 @@ class Candidate:
 
     def load(self, args: argparse.Namespace, capacity: int = 0) -> Llama:
         """The model, of the candidate's own folder where it names one."""
-        own = {"checkpoint": self.folder or args.checkpoint, "weights": self.weights}
-        args = argparse.Namespace(**vars(args) | own)
-        return load(args, True, generate.fold_of(self.method, self.used.get(capacity, self.options), args))[0]
+        where = self.folder or args.checkpoint, args.device, args.dtype
+        return load(*where, self.weights, self.method, self.used.get(capacity, self.options))[0]
 
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
         """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
@@ -1207,7 +1214,7 @@ class Candidate:
         def costs(options: dict, capacity: int) -> dict[str, float]:
             settings = settings_from(self.method, options)
             caches = generate.plan_caches(model, self.method, settings, artifact, 1, capacity)
-            return generate.cost_shares(settings, caches)
+            return cost_shares(settings, caches)
 
         for capacity in sorted(rows):
             if capacity not in self.used:
@@ -1217,6 +1224,14 @@ class Candidate:
             settings = settings_from(self.method, self.used[capacity])
             generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
         return artifact
+
+
+def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
+    """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
+    capacity, dense = caches[0].context.capacity, len(caches) * compress.dense_bytes(caches[0].context)
+    budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
+    held = sum(cache.formula() for cache in caches)
+    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
 
 
 def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:
@@ -1388,7 +1403,7 @@ def run_eval(args: argparse.Namespace) -> dict:
             except (UserError, MemoryError, torch.OutOfMemoryError) as error:
                 if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
                     raise
-                bar.note(f"{candidate.label}: no row: {error or 'not enough memory'}")
+                print(f"{candidate.label}: no row: {error or 'not enough memory'}", file=sys.stderr)
                 continue
             row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
             results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
@@ -1396,7 +1411,7 @@ def run_eval(args: argparse.Namespace) -> dict:
             leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
             columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
             figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
-            bar.note(f"{candidate.label}: {figures}")
+            print(f"{candidate.label}: {figures}", file=sys.stderr, flush=True)
             if table:
                 save_csv(table, columns, results)
     print_table(results, columns[1:])

@@ -1470,21 +1470,6 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
         assert time.time() - started < 20
 
 
-IDLE = [
-    ("fdc", {"rate": 0.2}, "keeps no fewer bytes than dense, and reads no fewer"),  # D 16: no rank below
-    ("sals", SPARSE | {"skip": "0,1,2,3"}, "--skip 0,1,2,3 names all 4 layers"),
-    ("sals", {"rank": 0.25, "critical": 200}, "the budget covers the context of 80 tokens"),
-    *((method, options, "") for method, options in (("topk", {"keep": 20}), ("dense", {}))),
-]
-
-
-@pytest.mark.parametrize("method, options, note", IDLE)
-def test_a_method_with_nothing_to_do_says_so(method, options, note):
-    engine = make_engine(tiny_model(), method, 2, 80, **options)
-    text = generate.idle_note(method, compress.settings_from(method, options), engine.caches)
-    assert note in text and bool(text) == bool(note)
-
-
 # ------------------------------------------------------------------------------------------- Loki invariants
 
 
@@ -1820,14 +1805,12 @@ def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options,
     assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
 
 
-@pytest.mark.parametrize(
-    "where", [(Llama, "MLP_CHUNK"), (Llama, "PROMPT_CHUNK"), (model_file, "QUERY_CHUNK")]
-)
-def test_long_prompts_are_read_in_chunks(where, monkeypatch):
+@pytest.mark.parametrize("size", ["MLP_CHUNK", "prefill_chunk", "QUERY_CHUNK"])
+def test_long_prompts_are_read_in_chunks(size, monkeypatch):
     """Up to the capacity's end: by the MLP, by the whole model, by attention over a past."""
     whole, parts = (make_engine(tiny_model(), "dense", 1, 30) for _ in range(2))
     whole.prefill([random_ids(30)])
-    monkeypatch.setattr(*where, 7)
+    monkeypatch.setattr(next(x for x in (Llama, parts, model_file) if hasattr(x, size)), size, 7)
     parts.prefill([random_ids(30)[:5]])
     parts.feed([random_ids(30)[5:]])
     assert error(parts.logits, whole.logits) < 1e-5 and torch.equal(parts.pos, whole.pos)
@@ -2242,7 +2225,8 @@ def test_added_tokens_above_sentencepiece(tmp_path):
         with pytest.raises(UserError, match=f"{bad} is outside"):
             tokenizer.decode([15043, bad])
     hello = real(LLAMA2).encode("Hello", bos=False)
-    chat = generate.encode_chat(tokenizer, "phi-3", [{"role": "user", "content": "Hello"}])
+    tokenizer.chat_template = TEMPLATES["Phi-3"]
+    chat = generate.encode_chat(tokenizer, [{"role": "user", "content": "Hello"}])
     assert chat == [32010, *hello, 32007, 32001]  # Phi-3's tokens swallow the line breaks after them
     assert encode_named(tokenizer, "<|user|>\nHello<|end|>\n<|assistant|>\n") == chat
     tokens = tokenizer.encode("Hello", bos=False), tokenizer.encode_continuation("Hello")
@@ -2252,48 +2236,6 @@ def test_added_tokens_above_sentencepiece(tmp_path):
 
 
 # ---- chat
-
-SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
-CHAT = [SYSTEM, USER, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": " Why? "}]
-L3_SYSTEM, L3_USER, L3_ASSISTANT = (
-    f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")
-)
-PROMPTS = {  # of CHAT
-    "llama-2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Why? [/INST]",
-    "llama-3": f"<|begin_of_text|>{L3_SYSTEM}Be brief.<|eot_id|>{L3_USER}Hi<|eot_id|>"
-    f"{L3_ASSISTANT}Hello.<|eot_id|>{L3_USER}Why?<|eot_id|>{L3_ASSISTANT}",
-    "mistral": "<s>[INST] Be brief.\n\nHi [/INST] Hello.</s>[INST]  Why?  [/INST]",
-    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\n Why? <|im_end|>\n<|im_start|>assistant\n",
-    "phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n"
-    "<|user|>\n Why? <|end|>\n<|assistant|>\n",
-}
-
-
-def test_chat_prompts():
-    styles = generate.CHAT_STYLES.items()
-    assert {style: generate.render_chat(template, messages=CHAT) for style, template in styles} == PROMPTS
-
-
-def test_chat_ids():
-    encode, llama2, sp = generate.encode_chat, real(LLAMA2), sentencepiece_of(LLAMA2)
-    first = sp.encode("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. ")
-    expected = [1, *first, 2, 1, *sp.encode("[INST] Why? [/INST]")]
-    assert encode(llama2, "llama-2", CHAT[1:], "Be brief.") == expected
-    answered = sp.encode("[INST] Hi [/INST] Hello.")
-    expected = [1, *answered, 2, *sp.encode("[INST]  Why?  [/INST]")]
-    assert encode(llama2, "mistral", CHAT[1:]) == expected
-    llama3 = [128000, 128006, 882, 128007, 271, 13347, 128009, 128006, 78191, 128007, 271]
-    chatml = [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
-    for name, style, expected in ((LLAMA3, "llama-3", llama3), (QWEN, "chatml", chatml)):
-        tokenizer = real(name)
-        assert encode(tokenizer, style, [USER]) == expected
-        assert encode_named(tokenizer, PROMPTS[style]) == encode(tokenizer, style, CHAT)
-    with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
-        encode(real(LLAMA3), "chatml", [USER])
-    with pytest.raises(UserError, match="name one, such as --chat llama-2, of llama-3, chatml"):
-        encode(real(LLAMA3), "auto", [USER])
-
 
 TEMPLATES = {  # what the templates of models do: text between tokens, refusals, dates, a look into answers
     "Llama 2, Mistral": """{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
@@ -2355,9 +2297,9 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
             expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:
             with pytest.raises(UserError, match=f"chat template refuses this chat: {error}"):
-                generate.encode_chat(tokenizer, "auto", chat, system)
+                generate.encode_chat(tokenizer, chat, system)
         else:
-            assert generate.encode_chat(tokenizer, "auto", chat, system) == expected
+            assert generate.encode_chat(tokenizer, chat, system) == expected
 
 
 def test_no_message_becomes_a_control_token(tmp_path):
@@ -2369,14 +2311,14 @@ def test_no_message_becomes_a_control_token(tmp_path):
     alphabet = [*names, *"<a>[]bx", " ", "\ue000", "\ue002", "\U000f0000"]
     for _ in range(300):
         text = "".join(rng.choices(alphabet, k=8))
-        ids = generate.encode_chat(tokenizer, "auto", [{"role": "user", "content": text}])
+        ids = generate.encode_chat(tokenizer, [{"role": "user", "content": text}])
         assert ids == [258, *tokenizer.encode(text.strip()), 257]
     settings["chat_template"] = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
     assert tokenizer_of(tmp_path, tokenizer_config=settings).chat_template == "b"
     settings["chat_template"] = "{{ ''.__class__.mro() }}"  # a template may not look into Python
     tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings)
     with pytest.raises(UserError, match="unsafe"):
-        generate.encode_chat(tokenizer, "auto", [USER])
+        generate.encode_chat(tokenizer, [{"role": "user", "content": "Hi"}])
     (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
     assert tokenizer_of(tmp_path).chat_template == "file"
 
@@ -3743,7 +3685,7 @@ def knobs_of(method: str, aim: str) -> list[str]:
 def costs_of(model: Llama, method: str, options: dict, capacity: int) -> dict[str, float]:
     settings, artifact = method_named(method).settings(**options), artifact_of(method, model)
     caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
-    return generate.cost_shares(settings, caches)
+    return calibrate.cost_shares(settings, caches)
 
 
 def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
@@ -3976,21 +3918,6 @@ DAMAGE = [
 ]
 
 
-def test_a_long_stop_text_stops(cli):
-    line = "generate --prompt hello --max_new_tokens 60 --ignore_eos"
-    (whole,) = cli.json(line)["text"]
-    stop = whole[20:100]  # far longer than any one token
-    assert len(cli.json(f"{line} --stop {shlex.quote(stop)}")["text"][0]) < 105 < len(whole)
-
-
-def test_a_stop_text_may_begin_with_the_space_of_the_first_token(cli):
-    line = "generate --ignore_eos --max_new_tokens 9 --prompt"
-    texts = {word: cli.json(f"{line} '{word}'")["text"][0] for word in ("the", "hello", "one", "two", "a")}
-    word, text = next((word, text) for word, text in texts.items() if text[0] == " " and text[1:2].strip())
-    report = cli.json(f"{line} '{word}' --stop '{text[:2]}'")
-    assert report["new_tokens"] == [0]  # the token that completes it is not part of the text
-
-
 def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
     norm = load_file(folder / WEIGHTS)["model.norm.weight"]
     put_weight(folder, "model.norm.weight", torch.full_like(norm, 6e4))
@@ -4013,29 +3940,10 @@ def test_a_prompt_without_tokens_is_refused(cli, folder):
     assert "the prompt has no tokens" in cli.refusal("generate --prompt \x04")
 
 
-def test_a_failed_compile_ends_in_one_line_or_falls_back(cli, capsys):
-    broken = {"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}
-    with torch._inductor.config.patch(broken):
+def test_a_failed_compile_ends_in_one_line(cli):
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}):
         told = cli.refusal("generate --prompt hello --compile")
     assert "/no/compiler" in told and told.endswith("; use --no-compile\n")
-    error = torch._inductor.exc.InductorError(
-        ValueError("C++ compile error\n\nOutput:\ng++: no context\nx"), None
-    )
-    engines = mock.Mock(side_effect=[error, "eager", "short", error, "long"])
-    with (
-        mock.patch.dict(METHODS, dense=mock.Mock()),
-        mock.patch.object(generate, "idle_note", lambda *_: ""),
-        mock.patch.object(generate, "Engine", engines),
-    ):
-        for device, tokens, made in (("cuda", 9, "eager"), ("cpu", 3999, "short"), ("cpu", 4000, "long")):
-            args = SimpleNamespace(compile=None, max_new_tokens=tokens, temperature=0, top_k=0, top_p=1)
-            context = SimpleNamespace(device=torch.device(device))
-            assert generate.build_engine(None, args, "dense", None, context, {}) == made
-    how = [(True, True), (False, True), (False, False), (True, False), (False, False)]
-    assert [call.args[-2:] for call in engines.call_args_list] == how
-    assert (
-        "the step is not compiled (ValueError: C++ compile error: g++: no context)" in capsys.readouterr().err
-    )
 
 
 @pytest.mark.parametrize(
@@ -4064,33 +3972,32 @@ def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
 # Command lines and what their errors say. few.txt is a text, again a folder with a tokenizer.
 BAD_COMMANDS = {
     "generate --prompt 5 --batch_size 2147483647": "not enough memory",
-    "generate --checkpoint few.txt --prompt 5": "a file of another format",
+    "generate --checkpoint few.txt --prompt 5": "no such folder",
     "generate --method magic": "unknown method 'magic'; the methods are: "
     "dense, sals, elitekv, loki, lrqk, fdc, topk, kivi",
-    "generate --rank 0.5": "--rank is neither an option nor a setting of dense",
-    f"generate --method kivi --residual {10**20}": f"--residual: {10**20} is too large a number",
+    "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
+    f"generate --method kivi --residual {10**20}": f"--residual: {10**20}: give a number in (-4294967296",
     "generate --method sals --rank x": "--rank: invalid number value: 'x'",
     f"generate --prompt {'1' * 5000}": "more than the model's 512",
     "generate --prompt ''": "empty",
     "generate --checkpoint again --prompt hi --system x": "--system needs --chat",
-    "generate --chat --prompt hi --system ''": "not empty",
-    "generate --prompt 0": "empty",
+    "generate --prompt 0": "no tokens",
     "generate --prompt @nowhere.txt": "No such file",
     "generate --prompt @/dev/zero": "no regular file",
-    "generate --prompt 5 --batch_size 0": "--batch_size: 0 is not a whole number of at least 1",
-    "generate --prompt 5 --temperature nan": "nan is not a finite number",
-    "generate --device meta --prompt 5": "--device meta is not supported",
-    "generate --chat --prompt hello": "no chat template; name one, such as --chat llama-2",
+    "generate --prompt 5 --batch_size 0": "--batch_size: 0: give a number in [1, 4294967296]",
+    "generate --prompt 5 --temperature nan": "--temperature: nan: give a number in [0, inf)",
+    "generate --device meta --prompt 5": "--device: invalid choice: 'meta'",
+    "generate --chat --prompt hello": "no chat template; put a chat_template.jinja into its folder",
     "generate --chat": "--chat needs a --prompt",
-    "generate --random_weights llama-2-7b --prompt 5 --stop x": "tokenizer",
+    "generate --random_weights llama-2-7b --prompt 5 --ask x": "tokenizer",
     "generate --interactive --prompt hello": "--interactive takes no --prompt",
     "generate --interactive --context 600": "more than the model's 512; shorten --context",
     "generate --prompt 60 --context 40": "raise --context",
     "generate --checkpoint nowhere": "no such folder",
-    "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "stands in for a --checkpoint",
-    "generate --random_weights llama-2-7b --prompt hi": "give --prompt INTEGER",
+    "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "not both",
+    "generate --random_weights llama-2-7b --prompt hi": "give --prompt N",
     "generate --prompt caf\udce9": "not UTF-8",
-    "generate --chat llama-2 --prompt hi --ask who?": "--interactive",
+    "generate --chat --prompt hi --ask who?": "--interactive",
     "generate": "no demo.txt",
     "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
@@ -4101,7 +4008,7 @@ BAD_COMMANDS = {
     "generate --method lrqk --rank 8 --kv_device cuda --device cpu --prompt 5": "the model runs on the CPU",
     "generate --method sals --sinks -1 --prompt 5": "--sinks -1: give a number in [0, inf)",
     "generate --method sals --skip first --prompt 5": "layer numbers",
-    "generate --prompt 5 --prompt 6 --batch_size 1": "less than the 2 prompts",
+    "generate --prompt 5 --prompt 6 --batch_size 1": "at least the number of prompts",
     "generate --device cuda": "--device cpu",
     "generate --checkpoint nano --method sals --rank 2": "in [0, 1]",  # before the dense run of the demo
     "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
@@ -4121,16 +4028,16 @@ BAD_COMMANDS = {
     "fit --method sals --text none": "No such file",
     "fit --method sals --text /dev/zero": "no regular file",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
-    "fit --method fdc --accuracy 2": "--accuracy: 2 does not lie in (0, 1]",
+    "fit --method fdc --accuracy 2": "--accuracy: 2: give a number in (0, 1]",
     "train --out new --text few.txt": "too little text for a tokenizer",
     "train --out new --text few.txt --method elitekv": "with --from FOLDER",
     "train --out new --text few.txt --distill": "with --from FOLDER",
-    "train --out new --text few.txt:nan": "--text: nan is not a finite number",
-    "train --out new --text few.txt --lr -1": "--lr: -1 is not above 0",
+    "train --out new --text few.txt:nan": "--text: nan: give a number in (0, inf)",
+    "train --out new --text few.txt --lr -1": "--lr: -1: give a number in (0, inf)",
     "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
     "train --out new --text few.txt --log again": "--log: no file can be written at again",
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
-    "train --out again --text few.txt --workers 300": "--workers: 300 is more than 256",
+    "train --out again --text few.txt --workers 300": "--workers: 300: give a number in [1, 256]",
     "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
     "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
     "torchrun 2 generate --checkpoint nano-elitekv --prompt a": "one latent of all heads",
@@ -4232,31 +4139,25 @@ def test_commands_run_on_cuda(method, cli):
 def test_report_of_a_mixed_cache(cli):
     line = "generate --prompt 60 --ignore_eos --max_new_tokens 20"
     report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4")
-    assert 0 < report["miss_rate"] < 1
+    assert 0 < report["miss_rate"] < 1 and f"miss_rate             {report['miss_rate']}\n" in cli.err
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
-    assert f"{report['miss_rate']:.1%} of the selected rows come from there" in cli.err
     report = cli.json(line)
     assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None
-    assert "host memory" not in cli.err and "every token is attended" not in cli.err
+    assert "cache_bytes_host" not in cli.err and "every token is attended" not in cli.err
 
 
-def test_prompts_from_text_file_and_stdin_agree(cli, tmp_path, monkeypatch):
+def test_prompts_from_text_file_and_stdin_agree(cli, folder, tmp_path):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}?")
     text, file, lengths = "some words\nand caf\u00e9", tmp_path / "prompt.txt", []
     raw = "\ufeff" + text.replace("\n", "\r\n")
     file.write_bytes(raw.encode())
-    for chat in ("", "--chat mistral"):
+    for chat in ("", "--chat"):
         line = f"generate {chat} --max_new_tokens 12 --prompt"
         first, *others = (cli.json(f"{line} '{prompt}'", stdin=raw) for prompt in (text, f"@{file}", "-"))
         for name in ("prompt_tokens", "token_ids", "text"):
             assert all(other[name] == first[name] for other in others)
         lengths += first["prompt_tokens"]
-    assert lengths[0] == len(load_tokenizer(NANO).encode(text)) < lengths[1]
-    monkeypatch.setattr(generate, "LONGEST_PROMPT", len(text))
-    assert cli(f"{line} -", stdin=text)[0] == 0
-    assert "longer than any model reads" in cli(f"{line} -", stdin=text + "!")[2]
-    os.truncate(file, 5 * 10**9)  # takes no room on the disk
-    for command, most in ((f"{line} @{file}", "19 B"), (f"fit --method sals --text {file}", "4 GB")):
-        assert f"no regular file of at most {most}" in cli(command, stdin="")[2]
+    assert lengths[0] == len(load_tokenizer(NANO).encode(text)) == lengths[1]  # "?" in the place of BOS
 
 
 @over("method", lambda tests: tests.METHODS)
@@ -4286,7 +4187,7 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, 
 def test_interactive_s_context_fits_the_model_s_window(cli, folder):
     edit_json(folder / "config.json", model_type="mistral", sliding_window=40)
     assert cli("generate --interactive --max_new_tokens 3", stdin="hello\n")[0] == 0
-    assert "sliding window of 40" in cli.refusal("generate --interactive --context 41")
+    assert "40 (its sliding window); shorten --context" in cli.refusal("generate --interactive --context 41")
 
 
 def test_a_script_called_by_a_symbolic_link_finds_nano(tmp_path):
@@ -4294,8 +4195,10 @@ def test_a_script_called_by_a_symbolic_link_finds_nano(tmp_path):
     assert runpy.run_path(str(tmp_path / "link.py"))["NANO"] == NANO
 
 
-@pytest.mark.parametrize("chat", ["", "--chat mistral --system brief"])
-def test_a_full_chat_forgets_its_oldest_turns(chat, cli, checkpoint, monkeypatch):
+@pytest.mark.parametrize("chat", ["", "--chat --system brief"])
+def test_a_full_chat_forgets_its_oldest_turns(chat, cli, folder, monkeypatch):
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     prefill = mock.Mock(side_effect=Engine.prefill, autospec=True)
     monkeypatch.setattr(Engine, "prefill", lambda engine, prompts: prefill(engine, prompts))
     turns = [f"turn {i} of the chat" for i in range(6)]
@@ -4303,7 +4206,7 @@ def test_a_full_chat_forgets_its_oldest_turns(chat, cli, checkpoint, monkeypatch
     code, out, err = cli(line, stdin="\n".join(turns))
     assert code == 0 and out.count("> ") == 7
     assert "note: the cache is full; the oldest turn is forgotten" in err and prefill.call_count > 1
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(folder)
     ((last,),) = prefill.call_args.args[1:]
     text = tokenizer.decode(last)
     assert last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(chat)
@@ -4505,12 +4408,9 @@ def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
         assert model.config.tied == (own is expected)
 
 
-def test_random_prompts_differ_and_need_no_tokenizer(cli, folder):
-    (folder / "tokenizer.model").unlink()
-    line = "generate --prompt 9 --prompt 9 --max_new_tokens 8 --ignore_eos"
-    first, second = cli.json(line)["token_ids"]
+def test_random_prompts_differ(cli):
+    first, second = cli.json("generate --prompt 9 --prompt 9 --max_new_tokens 8 --ignore_eos")["token_ids"]
     assert len(first) == len(second) == 8 and first != second
-    assert "no tokenizer.model" in cli.refusal(f"{line} --stop x")
 
 
 def test_streams_that_know_other_characters(cli, monkeypatch):
@@ -4519,12 +4419,10 @@ def test_streams_that_know_other_characters(cli, monkeypatch):
         assert "not UTF-8" in cli.refusal("generate --prompt -")
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setattr(sys, "stdin", None)  # closed
+    for name in ("stdin", "stderr"):
+        monkeypatch.setattr(sys, name, None)  # closed
     generate.run_command(lambda: print("snow \u2603", flush=True))
     assert stdout.buffer.getvalue() == b"snow ?\n"
-    monkeypatch.setattr(sys, "stderr", None)
-    generate.run_command(lambda: print(sys.stdin.read(), file=sys.stderr, flush=True))
-    assert stdout.buffer.getvalue() == b"snow ?\n"  # where print(file=None) writes
 
 
 def test_files_are_utf_8_in_every_locale(tmp_path):
@@ -4660,16 +4558,16 @@ def test_generate_stops_at_the_models_stop_token(cli, folder, monkeypatch):
 @over("method", lambda tests: tests.METHODS)
 def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     """A layer is folded and quantised before the next one takes memory. Every method decodes over them."""
-    args = generate.parse_args(["--method", method, "--weights", "int8", "--prompt", "9", "--device", "cpu"])
-    made, fold = [], generate.fold_of(method, {}, args)
+    made, fold_all = [], compress.Method.fold_all
 
-    def folded(model, i):
+    def folded(row, model, settings, artifact, layers):
         weights = [layer.feed_forward.w2.weight for layer in model.layers]
         made.append([str(w.dtype) if w.device == CPU else "none" for w in weights])
-        fold(model, i)
+        fold_all(row, model, settings, artifact, layers)
 
-    model, (device, dtype) = load_model(folder, CPU, torch.float32), generate.device_and_dtype(args)
-    int8 = load_model(folder, device, dtype, folded)
+    model = load_model(folder, CPU, torch.float32)
+    with mock.patch.object(compress.Method, "fold_all", folded):
+        int8, _ = generate.load(folder, "cpu", weights="int8", method=method)
     assert made == [["torch.int8"] * i + ["torch.float32"] + ["none"] * (3 - i) for i in range(4)]
     artifact = load_artifact(folder, method, model)
     prompts, more = [random_ids(30), random_ids(20, 1)], [random_ids(4, 2), random_ids(4, 3)]
@@ -4713,9 +4611,7 @@ def test_eval_of_int8_weights_holds_them_to_the_folders_own(cli):
 def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
     engine, tokenizer = make_engine(tiny_model(), "dense", 3, 60), load_tokenizer(NANO)
     prompts, new = [tokenizer.encode("hello")] * 3, tokenizer.encode_continuation(" world")
-    args = argparse.Namespace(random_weights="tiny", checkpoint=None, seed=0, weights=None)
-    output = Output([new] * 3, decode_s=2.0, steps=8)
-    report = generate.report(engine, "dense", {}, prompts, output, args, tokenizer)
+    report = generate.report(engine, tokenizer, prompts, Output([new] * 3, decode_s=2.0, steps=8))
     assert report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
     length = len(prompts[0]) + len(new)
     assert report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
@@ -4729,27 +4625,21 @@ def test_a_prompt_may_fill_all_positions():
             generate.check_capacity(most + 1, config)
 
 
-def test_the_progress_bar_is_on_stderr(monkeypatch, capsys):
+def test_progress_is_on_stderr(monkeypatch, capsys):
     monkeypatch.setattr(generate.Progress, "outer", None)
-    with generate.Progress("slow", 4) as bar:
-        bar.started -= 30
-        bar.tick()
-        bar.shown = 0
-        bar.tick(9)
-    out, err = capsys.readouterr()
-    assert out == "" and "slow [#######...." in err and "1/4, 90 s left" in err and "4/4, 0 s left" in err
+    with generate.Progress("slow", 4) as progress:
+        progress.tick()
+        progress.shown = progress.started = progress.started - 30
+        progress.tick()
+    assert capsys.readouterr() == ("", "slow 2/4, 30 s left\n")
 
 
 def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(capsys):
-    text = "first\x1b[31m\n\u202e" + "x\r" * 9999 + "last"
-    for mistake, code in ((KeyboardInterrupt(), 130), (UserError(text), 2)):
+    for mistake, code in ((KeyboardInterrupt(), 130), (UserError("first\x1b[31m\n\u202ex\rlast"), 2)):
         with pytest.raises(SystemExit) as stop:
             generate.run_command(mock.Mock(side_effect=mistake))
         assert stop.value.code == code
-    _, interrupted, line = capsys.readouterr().err.split("\n", 2)
-    assert interrupted == "interrupted"
-    assert line[:-1].isprintable() and line[-1] == "\n" and len(line) < 310
-    assert line.startswith("error: first?[31m??x?x") and line.endswith("x?last\n")
+    assert capsys.readouterr().err == "interrupted\nerror: first?[31m??x?last\n"
 
 
 def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, monkeypatch):

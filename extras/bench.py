@@ -14,7 +14,6 @@ import gc
 import itertools
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from calibrate import NANO, TASKS, replacing, save_csv, writable_file, writable_folder
-from generate import Engine, Parser, synchronize
+from generate import Engine, Parser, Sampling, clock
 from model import SHAPES, UserError
 
 SHAPES["nano"] = NANO  # which --random_weights then takes
@@ -60,10 +59,10 @@ def filled_engine(row: Row, device: str, *more: str) -> Engine:
     """An engine over random weights. In each place its caches hold random numbers of the buffer's kind."""
     line = f"--random_weights {row.shape} --prompt {row.tokens} --batch_size {row.sequences} {row.options}"
     args = generate.parse_args([*line.split(), "--device", device, *more])
-    chosen = generate.chosen_settings(args, args.method)
-    model, _ = generate.load(args, False, generate.fold_of(args.method, chosen, args))
-    plan = generate.prepare(model, args.method, chosen, args, row.sequences, row.tokens + ROOM)
-    engine = generate.build_engine(model, args, *plan)
+    model, _ = generate.load(row.shape, device, args.dtype, args.weights, args.method, args.options)
+    size = row.sequences, row.tokens + ROOM
+    how = Sampling(), args.compile, args.kernels
+    engine = generate.build_engine(row.shape, model, args.method, args.options, *size, *how)
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
         for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
             if part.dtype in (torch.uint8, torch.int8):
@@ -78,11 +77,9 @@ def times_of(run: Callable, device: torch.device, runs: int) -> list[float]:
     """Microseconds of each run but a first one, rising."""
     times = []
     for _ in range(1 + runs):
-        synchronize(device)
-        started = time.perf_counter()
+        started = clock(device)
         run()
-        synchronize(device)
-        times.append((time.perf_counter() - started) * 1e6)
+        times.append((clock(device) - started) * 1e6)
     return sorted(times[1:])
 
 
