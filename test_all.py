@@ -39,7 +39,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -377,20 +376,15 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
 def test_what_a_config_leaves_out():
     hf = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
     hf |= {"vocab_size": 96, "max_position_embeddings": 99, "rms_norm_eps": 1e-6, "sliding_window": 32}
-    for family, windowed in (
-        ("llama", False),
-        ("mistral", True),
-        ("qwen2", False),
-        ("qwen3", False),
-        ("phi3", True),
+    for family, uses, window in (
+        ("llama", 0, None),
+        ("mistral", 0, 32),
+        ("qwen2", 0, None),
+        ("qwen2", 1, 32),
     ):
-        made = model_file.ModelConfig.from_hf(hf | {"model_type": family})
+        made = model_file.ModelConfig.from_hf(hf | {"model_type": family, "use_sliding_window": bool(uses)})
         assert (made.n_kv_heads, made.head_dim, made.rope_theta, made.rope_scaling) == (4, 12, 10000.0, None)
-        assert made.sliding_window == (32 if windowed else None) and not made.tied and not made.out_bias
-        assert model_file.ModelConfig.from_hf(made.to_hf()) == made
-    assert model_file.ModelConfig.from_hf(
-        hf | {"model_type": "qwen2", "use_sliding_window": True}
-    ).sliding_window
+        assert made.sliding_window == window and not made.tied and not made.out_bias
 
 
 def test_linear_and_yarn_scaling_extend_the_positions():
@@ -2146,21 +2140,15 @@ def test_causal_attention_over_a_past(group, dim, monkeypatch):
 LLAMA2, LLAMA3, QWEN, STORIES = "tokenizers/llama2", "tokenizers/llama3", "tokenizers/qwen2.5", "stories260k"
 TEXTS = [
     "",
-    "Hello, world!",
     " leading and  double   spaces ",
     "\n\n\ttabs\r\nand lines\n",
     "def f(x):\n    return x**2  # ü",
     "0 12 345 6789 3.14159 1e-10 ²½",
-    "I'll don't WE'RE it's",
-    "naïve café Ångström Straße İstanbul",
-    "你好，世界。こんにちは 안녕하세요",
-    "Привет мир مرحبا नमस्ते",
-    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 end",
-    "zero\u200bwidth \u00a0 nbsp \u3000 wide",
-    "<|eot_id|> </s> <s> <|im_end|> [INST]",
-    "a" * 1000,
-    "\x00\x01\x7f",
-    "\U0001f9ffx\U00020000",
+    "I'll don't WE'RE it's naïve café Ångström İstanbul",
+    "你好，世界。こんにちは 안녕하세요 Привет мир مرحبا नमस्ते",
+    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 zero\u200bwidth \u00a0 nbsp \u3000 wide",
+    "<|eot_id|> </s> <s> <|im_end|> [INST]" + "a" * 1000,
+    "\x00\x01\x7f\U0001f9ffx\U00020000",
 ]
 
 
@@ -2277,91 +2265,79 @@ def test_qwen_against_transformers():
     assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
 
 
-UNSPLIT = BYTE_LEVEL | {"use_regex": False}
 PREPEND = {"type": "Prepend", "prepend": "▁"}
 ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 FIRST, ALWAYS, NEVER = (METASPACE | {"prepend_scheme": scheme} for scheme in ("first", "always", "never"))
-WORDS = [*GPT2_BYTES[:188], "12", "the12", "<|end|>"]  # lacks some of the bytes
-VOCAB = {word: i for i, word in enumerate(WORDS)}
-UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0], ["▁the", -5.0]]
-UNIGRAM += [[c, -9.0] for c in "▁<>|/sendabht12."]
-CUT = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-KINDS = {  # parts of a tokenizer.json, and of the same one that puts no space first; some make control tokens
-    "bytes": ({"merges": MERGES, "normalizer": {"type": "NFC"}}, None),
-    "spaced": (
-        {"merges": MERGES, "pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
-        {"merges": MERGES},
-    ),
-    "whole": (
-        {"vocab": VOCAB, "pre_tokenizer": in_turn(SPLIT, UNSPLIT), "model": {"ignore_merges": True}},
-        None,
-    ),
-    "lacking": ({"vocab": VOCAB, "model": {"unk_token": "<|end|>"}}, None),
-    "unigram": ({"model": {"type": "Unigram", "vocab": UNIGRAM, "unk_id": 0}, "pre_tokenizer": FIRST}, None),
-    # of the one that transformers makes of nano's tokenizer.model
-    "prepend": ({"normalizer": in_turn(PREPEND, ESCAPE)}, {"normalizer": ESCAPE}),
-    "first": ({"pre_tokenizer": FIRST}, {"pre_tokenizer": NEVER}),
-    "always": ({"pre_tokenizer": ALWAYS}, {"pre_tokenizer": NEVER}),
-}
-NAMES = ["<think>", "  ", "   ", "xx", " x", "a<t", "e\u0301x", "<t>", "<t>>", "<|end|>", "<s>"]
+VOCAB = {word: i for i, word in enumerate([*GPT2_BYTES[:188], "12", "<|end|>"])}  # lacks some of the bytes
+UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0], *([c, -9.0] for c in "▁<>|/sendabht12.")]
+WHOLE_WORDS = in_turn(SPLIT, BYTE_LEVEL | {"use_regex": False})
 
 
-def with_added(parts: dict, kind: str) -> dict:
-    """A tokenizer.json of a kind, with added tokens of all flags, two of them special."""
-    if kind in ("prepend", "first", "always"):
-        data = json.loads(with_auto(NANO)[1].backend_tokenizer.to_str())
-        data |= {"normalizer": None, "pre_tokenizer": None} | parts
-    else:
-        data = tokenizer_json(**parts)
-    words = [word if isinstance(word, str) else word[0] for word in data["model"]["vocab"]]
-    ids = {word: i for i, word in enumerate(dict.fromkeys([*words, *NAMES]))}
-    tokens = [special_tokens(name, first=ids[name])[0] for name in NAMES]
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"vocab": VOCAB, "pre_tokenizer": WHOLE_WORDS, "model": {"ignore_merges": True}},
+        {"vocab": VOCAB, "model": {"unk_token": "<|end|>"}},
+        {"model": {"type": "Unigram", "vocab": UNIGRAM, "unk_id": 0}, "pre_tokenizer": FIRST},
+    ],
+    ids=["word", "unknown", "unigram"],
+)
+def test_no_text_becomes_a_control_token_that_the_library_makes_of_it(parts, tmp_path):
+    i = 2 if "Unigram" in str(parts) else VOCAB["<|end|>"]
+    data = tokenizer_json(**parts, added=special_tokens("<|end|>", first=i))
+    tokenizer = tokenizer_of(tmp_path, tokenizer=data)
+    for text in ("<|end|>", "a.<|end|>", "a<|end|>b", "你"):
+        assert i not in tokenizer.encode(text)
+    letters = [j for c in "<|end|>" for j in tokenizer.encode_continuation(c)]
+    assert tokenizer.encode("a.<|end|>")[-7:] == letters
+    assert encode_named(tokenizer, "<|end|>") == [i]
+
+
+@pytest.mark.parametrize(
+    "parts, unspaced",
+    [
+        ({"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}}, {"pre_tokenizer": BYTE_LEVEL}),
+        ({"normalizer": in_turn(PREPEND, ESCAPE)}, {"normalizer": ESCAPE}),
+        *(({"pre_tokenizer": step}, {"pre_tokenizer": NEVER}) for step in (FIRST, ALWAYS)),
+    ],
+    ids=["bytes", "prepend", "first", "always"],
+)
+def test_text_that_goes_on_gets_no_space(parts, unspaced, tmp_path):
+    byte_level = "ByteLevel" in str(parts)
+    base = (
+        tokenizer_json(merges=MERGES)
+        if byte_level
+        else json.loads((with_auto(NANO)[1]).backend_tokenizer.to_str())
+    )
+    first = max(base["model"]["vocab"].values()) + 1
+    base |= {"normalizer": None, "added_tokens": special_tokens("<|end|>", first=first)}
+    base |= {} if byte_level else {"pre_tokenizer": None}
+    spaced, plain = (
+        tokenizer_of(tmp_path / n, tokenizer=base | x) for n, x in (("a", parts), ("b", unspaced))
+    )
+    assert [*map(spaced.encode_continuation, TEXTS)] == [*map(plain.encode, TEXTS)]
+    assert spaced.encode("the") != plain.encode("the")
+    after = (plain if parts.get("pre_tokenizer") == FIRST else spaced).encode("the")
+    assert encode_named(spaced, "the<|end|>the") == [*spaced.encode("the"), first, *after]
+
+
+def test_a_tokenizer_model_with_added_tokens_is_as_transformers_has_it(tmp_path):
+    shutil.copy(NANO / "tokenizer.model", tmp_path)
+    names = ["<think>", "  ", "   ", "xx", " x", "a<t", "e\u0301x", "<t>", "<t>>", "<|end|>"]
     flags = itertools.cycle([{}, *({flag: True} for flag in FLAGS), {"lstrip": True, "rstrip": True}])
-    data["added_tokens"] += [t | {"special": False} | next(flags) for t in tokens[:-2]] + tokens[-2:]
-    return data | {"truncation": CUT}
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "tokenizer.model"])
-def test_ids_and_text_are_those_of_hugging_face(kind, tmp_path):
-    """No text becomes a control token, in no kind; and one that goes on gets no space."""
-    rng = random.Random(0)
-    alphabet = ["the", "  ", " ", "\n", "\u00e9", *"< <t <t> <think> <|end|> <s> xx x a A ! .".split(" ")]
-    texts = [*TEXTS, "the  the 12 1212 12.12 a..!!", "a\x04b", "\U00040000ab\U0010ffff", "▁a", "<0x0A>"]
-    texts += ["".join(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(500)]
-    parts, unspaced = KINDS.get(kind, KINDS["first"])
-    data = with_added(parts, kind if kind in KINDS else "first")
-    if kind == "tokenizer.model":
-        shutil.copy(NANO / kind, tmp_path)
-        added = {token.pop("id"): token for token in data["added_tokens"]}
-        settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "added_tokens_decoder": added}
-        tokenizer_of(tmp_path, config={"model_type": "llama"}, tokenizer_config=settings)
-        tokenizer, oracle = with_auto(tmp_path)
-        oracle, unspaced = oracle.backend_tokenizer, None
-    else:
-        tokenizer = tokenizer_of(tmp_path, tokenizer=data)
-        oracle = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    added = {token.pop("id"): token | next(flags) for token in special_tokens(*names, first=4096)}
+    for token in added.values():
+        token["special"] = token["content"] == "<|end|>"
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "added_tokens_decoder": added}
+    tokenizer_of(tmp_path, config={"model_type": "llama"}, tokenizer_config=settings)
+    tokenizer, oracle = with_auto(tmp_path)
+    oracle, rng = oracle.backend_tokenizer, random.Random(0)
     oracle.encode_special_tokens = True
-    oracle.no_truncation()
-    special, became = tokenizer.special_tokens, 0
-    control = {i for name, i in special.items() if name != "<unk>"}
-    for text in texts:
-        ids, expected = tokenizer.encode(text, bos=False), oracle.encode(text, add_special_tokens=False).ids
-        became += (wrong := not control.isdisjoint(expected))
-        assert control.isdisjoint(ids) and (wrong or ids == expected), text
-        assert tokenizer.decode(ids) == oracle.decode(ids)
-    assert bool(became) == (kind in ("whole", "lacking", "unigram"))
-    assert kind != "lacking" or tokenizer.encode("a b") == tokenizer.encode("ab")
-    letters = [i for c in "<|end|>" for i in tokenizer.encode_continuation(c)]
-    assert not became or tokenizer.encode("a <|end|>")[-7:] == letters
-    if unspaced:
-        plain, end = (
-            tokenizer_of(tmp_path / "plain", tokenizer=with_added(unspaced, kind)),
-            special["<|end|>"],
-        )
-        assert [*map(tokenizer.encode_continuation, TEXTS)] == [*map(plain.encode, TEXTS)]
-        after = (plain if kind == "first" else tokenizer).encode("the")
-        assert encode_named(tokenizer, "the<|end|>the") == [*tokenizer.encode("the"), end, *after]
+    alphabet = ["the", "  ", " ", "\n", "\u00e9", *"< <t <t> <think> <|end|> <s> xx x a A ! .".split(" ")]
+    for text in [*TEXTS, *("".join(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(500))]:
+        ids = oracle.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, bos=False) == ids and tokenizer.decode(ids) == oracle.decode(ids)
 
 
 def test_vocab_and_merges(tmp_path):
@@ -2382,7 +2358,7 @@ def test_a_sentencepiece_model_without_bos_or_first_space_and_one_of_another_kin
     habits |= {"user_defined_symbols": ["<|im_end|>", "<think>"], "normalization_rule_name": "identity"}
     habits |= {"hard_vocab_limit": False, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
     settings = {"added_tokens_decoder": {}}
-    for other in ({}, {"normalization_rule_name": "nmt_nfkc"}, {"model_type": "unigram"}):
+    for other in ({}, {"normalization_rule_name": "nmt_nfkc"}):
         texts, file = iter(["hello there", "hello world"] * 9), io.BytesIO()
         SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, **habits | other)
         (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
@@ -2416,23 +2392,16 @@ def test_long_and_broken_text(tmp_path):
 def test_stream_decoder(name):
     """It gives what decoding at once gives, which is the text (of all but the stories' few pieces)."""
     tokenizer, rng = real(name), random.Random(0)
-
-    def streamed(ids):
-        stream = model_file.StreamDecoder(tokenizer)
-        return [*(stream.push(i) for i in ids), stream.flush()]
-
     for text in [*TEXTS, "👩‍👩‍👧‍👦你好🧿" * 5]:
-        ids = tokenizer.encode(text)
-        *pieces, rest = streamed(ids)
-        assert not any("\ufffd" in piece for piece in pieces) and rest == ""
+        ids, stream = tokenizer.encode(text), model_file.StreamDecoder(tokenizer)
+        pieces = [stream.push(i) for i in ids]
+        assert not any("\ufffd" in piece for piece in pieces) and stream.flush() == ""
         assert "".join(pieces) == tokenizer.decode(ids)
         assert name == STORIES or tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
-    words = range(
-        259 if name in (LLAMA2, STORIES) else 0, tokenizer.vocab_size
-    )  # no bytes, which may be no text
+    words = range(259 if name in (LLAMA2, STORIES) else 0, tokenizer.vocab_size)  # no bytes
     for _ in range(200):
         ids = [i for i in rng.choices(words, k=20) if i not in tokenizer.spelled]
-        assert "".join(streamed(ids)) == tokenizer.decode(ids) == tokenizer.decode_ids(ids)
+        assert tokenizer.decode(ids) == tokenizer.decode_ids(ids)
 
 
 def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
@@ -2509,28 +2478,23 @@ def test_stop_ids_come_from_every_file(tmp_path):
 
 
 def test_added_tokens_above_sentencepiece(tmp_path):
-    """Llama 2's tokenizer.model with the added tokens of Phi-3."""
+    """Llama 2's tokenizer.model with added tokens such as Phi-3's."""
     shutil.copy(folder_of(LLAMA2) / "tokenizer.model", tmp_path)
-    names = "endoftext assistant step function system end reserved continue user"
-    added = {
-        32000 + i: {"content": f"<|{name}|>", "special": True, "rstrip": i > 0}
-        for i, name in enumerate(names.split())
-    }
+    names = ["<|endoftext|>", "<|assistant|>", "<|user|>", "<|end|>"]
+    added = {32000 + i: {"content": name, "special": True, "rstrip": i > 0} for i, name in enumerate(names)}
     settings, config = {"added_tokens_decoder": added, "add_bos_token": False}, {"vocab_size": 32064}
     tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, config=config)
-    assert tokenizer.vocab_size == 32009 and tokenizer.stop_ids == {2, 32000, 32005}
-    assert tokenizer.decode([32008, 15043, 32005, 32063]) == "Hello"
+    assert tokenizer.vocab_size == 32004 and tokenizer.stop_ids == {2, 32000, 32003}
+    assert tokenizer.decode([32002, 15043, 32003, 32063]) == "Hello"
     for bad in (32064, -1):
         with pytest.raises(UserError, match=f"{bad} is outside"):
             tokenizer.decode([15043, bad])
     hello = real(LLAMA2).encode("Hello", bos=False)
     chat = generate.encode_chat(tokenizer, "phi-3", [{"role": "user", "content": "Hello"}])
-    assert chat == [32008, *hello, 32005, 32001]  # Phi-3's tokens swallow the line breaks after them
-    assert encode_named(tokenizer, "<|user|>\nHello<|end|>\n<|assistant|>\n") == chat
-    tokens = tokenizer.encode("Hello", bos=False), tokenizer.encode_continuation("Hello")
+    assert chat == [32002, *hello, 32003, 32001]  # these tokens swallow the line breaks after them
+    later = tokenizer.encode_continuation("Hello")
     tokenizer = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32000})
-    assert encode_named(tokenizer, "Hello<|end|>Hello") == [1, *tokens[0], 32000, *tokens[1]]
-    assert tokenizer_of(tmp_path, tokenizer=tokenizer_json(), added_tokens={}).encode("!") == [0]  # it wins
+    assert encode_named(tokenizer, "Hello<|end|>Hello") == [1, *hello, 32000, *later]
 
 
 # ---- chat
@@ -2562,19 +2526,16 @@ def test_chat_ids():
     first = sp.encode("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. ")
     expected = [1, *first, 2, 1, *sp.encode("[INST] Why? [/INST]")]
     assert encode(llama2, "llama-2", CHAT[1:], "Be brief.") == expected
-    answered = sp.encode("[INST] Hi [/INST] Hello.")
-    expected = [1, *answered, 2, *sp.encode("[INST]  Why?  [/INST]")]
-    assert encode(llama2, "mistral", CHAT[1:]) == expected
     llama3 = [128000, 128006, 882, 128007, 271, 13347, 128009, 128006, 78191, 128007, 271]
     chatml = [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
     for name, style, expected in ((LLAMA3, "llama-3", llama3), (QWEN, "chatml", chatml)):
-        tokenizer = real(name)
-        assert encode(tokenizer, style, [USER]) == expected
-        assert encode_named(tokenizer, PROMPTS[style]) == encode(tokenizer, style, CHAT)
-    with pytest.raises(UserError, match="no token <|im_start|>".replace("|", r"\|")):
-        encode(real(LLAMA3), "chatml", [USER])
-    with pytest.raises(UserError, match="name one, such as --chat llama-2, of llama-3, chatml"):
-        encode(real(LLAMA3), "auto", [USER])
+        assert encode(real(name), style, [USER]) == expected
+    for style, message in (
+        ("chatml", r"no token <\|im_start"),
+        ("auto", "such as --chat llama-2, of llama-3"),
+    ):
+        with pytest.raises(UserError, match=message):
+            encode(real(LLAMA3), style, [USER])
 
 
 TEMPLATES = {  # what the templates of models do: text between tokens, refusals, dates, a look into answers
@@ -2595,21 +2556,15 @@ TEMPLATES = {  # what the templates of models do: text between tokens, refusals,
     <|im_start|>{{ m['role'] }}:{{ m['content'] | trim }}<|im_end|>
     {% endgeneration %}
         {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}""",
-    "Qwen3, SmolLM2": """{%- for m in messages %}{% set content = m.content %}
-            {%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nHi<|im_end|>\n' }}{% endif %}
-            {%- if m.role == 'assistant' and '</think>' in content %}
-                {%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
-            {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' + '\n' }}
-        {%- endfor %}{{- '<|im_start|>assistant\n' }}""",
 }
 TURNS = ("Hi, I'm  \u00fc", " Four. ", "\nwhy?\n", "<think>\nwell\n</think>\n\nSo.", "a b c \ue000")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", ["first", "always", "json", "bytes"])
+@pytest.mark.parametrize("kind", ["first", "always", "bytes"])
 def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
-    """Of a sentencepiece model whose texts get a space at the start or after each token, as tokenizer.model
-    and as tokenizer.json, and of a byte-level BPE; with up to three questions."""
+    """Of a sentencepiece model whose texts get a space at the start or after each token, and of a byte-level
+    BPE; with up to three questions."""
     names = "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
     added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
     for i in (4098, 4099, 4100, 4101):
@@ -2626,10 +2581,6 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
         shutil.copy(NANO / "tokenizer.model", tmp_path)
     tokenizer_of(tmp_path, tokenizer_config=settings, config={"model_type": "llama"})
     tokenizer, oracle = with_auto(tmp_path)
-    if kind == "json":
-        oracle.save_pretrained(tmp_path)
-        (tmp_path / "tokenizer.model").unlink()
-        tokenizer = load_tokenizer(tmp_path)
     for n, system in itertools.product((1, 3, 5), (None, "Be brief.")):
         chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(TURNS[:n])]
         messages = ([{"role": "system", "content": system}] if system else []) + chat
@@ -2665,8 +2616,8 @@ def test_no_message_becomes_a_control_token(tmp_path):
 
 # ---- bad files
 
-NO_FILES = "no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt"
 DAMAGED = ": not a valid tokenizer; download it again"
+TOKEN, GOOD = {"content": "<x>"}, json.dumps(tokenizer_json())
 BAD_MODELS = [  # contents of a tokenizer.model
     "",
     "version https://git-lfs.github.com/spec/v1\noid sha256:12\n",
@@ -2674,25 +2625,22 @@ BAD_MODELS = [  # contents of a tokenizer.model
     "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99)),  # bytes are missing
     (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape"),  # truncated
 ]
-TOKEN = {"content": "<x>"}
 BAD_BESIDE = [  # a file beside a good tokenizer.json, and what it holds
-    *(("added_tokens.json", {name: i}) for name, i in (("<x>", "256"), ("\ud800", 256))),
-    *(
-        ("tokenizer_config.json", {"added_tokens_decoder": decoder})
-        for decoder in ({"-99": TOKEN}, {"256": {}})
-    ),
+    ("added_tokens.json", {"<x>": "256"}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"-99": TOKEN}}),
     *(("config.json", entry) for entry in ({"vocab_size": "x"}, {"eos_token_id": [[2]]})),
     ("chat_template.jinja", "\udcff"),
 ]
 BAD_PARTS = [  # of a tokenizer.json
-    *({"vocab": {word: i for i, word in enumerate(GPT2_BYTES)} | {"你": i}} for i in (-1, "0")),
+    {"vocab": {word: i - 1 for i, word in enumerate(GPT2_BYTES)}},
     *({"added": [TOKEN | {"id": i}]} for i in ("x", 300)),
-    *({"model": {"merges": merges}} for merges in (5, ["a b c"], ["a b"])),
-    {"model": {"byte_fallback": True, "vocab": []}, "normalizer": ESCAPE, "pre_tokenizer": None},
+    *({"model": {"merges": merges}} for merges in (5, ["a b"])),
 ]
-GOOD = json.dumps(tokenizer_json())
 BAD_TOKENIZERS = [  # files, message
-    *((files, NO_FILES) for files in ({}, {"vocab.json": "{}"}, {"merges.txt": "a b"})),
+    *(
+        (files, "no tokenizer.model, no tokenizer.json, no vocab.json")
+        for files in ({}, {"vocab.json": "{}"})
+    ),
     *(({"tokenizer.model": contents}, DAMAGED) for contents in BAD_MODELS),
     ({"vocab.json": '{"a": 0}', "merges.txt": "a b"}, DAMAGED),
     ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
@@ -2701,7 +2649,7 @@ BAD_TOKENIZERS = [  # files, message
     *(({"tokenizer.json": tokenizer_json(**p)}, DAMAGED) for p in BAD_PARTS),
     *(
         ({"tokenizer.json": GOOD, "config.json": x}, "config.json: not valid JSON")
-        for x in ('{"a":' * 99_999, "5", "{")
+        for x in ('{"a":' * 99_999, "5")
     ),
 ]
 
