@@ -19,7 +19,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
@@ -34,47 +34,26 @@ from torch import Tensor, nn
 
 from kernels import linear_int8
 
-FAMILIES = {  # the first fields of ModelConfig, which a config.json may leave out as in transformers
-    "llama": (4096, 32, 32, None, None, 11008, 32000, 2048, 10000.0, None, 1e-6),
-    "mistral": (4096, 32, 32, 8, None, 14336, 32000, 131072, 10000.0, None, 1e-6),
-    "qwen2": (4096, 32, 32, 32, None, 22016, 151936, 32768, 10000.0, None, 1e-6),
-    "qwen3": (4096, 32, 32, 32, 128, 22016, 151936, 32768, 10000.0, None, 1e-6),
-    "phi3": (3072, 32, 32, None, None, 8192, 32064, 4096, 10000.0, None, 1e-5),
-}
-
 
 class UserError(Exception):
     """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
 
 
-def absent(folder: Path, fault: str) -> UserError:
-    """The error for a folder without some file; of a Hugging Face cache it names the folder inside."""
-    snapshot = max(folder.glob("snapshots/*/config.json"), default=None)
-    return UserError(f"{folder}: {fault}" + (f", such as {snapshot.parent}" if snapshot else ""))
-
-
 @contextmanager
-def checked(path: Path, fault: str = "not a valid tokenizer file") -> Iterator[None]:
+def checked(path: Path, fault: str) -> Iterator[None]:
     """Around what is made of a file's content: what goes wrong with it is a UserError that names the file."""
     try:
         yield
     except (UserError, OSError, MemoryError, ImportError, NameError):
         raise
     except Exception as error:
-        # Python says both of a wrong type in a JSON file and of a mistake here or in a package.
-        json_type = re.search(r"\b(dict|list|sequence|str|string|int|float|bool|NoneType)\b", str(error))
-        if isinstance(error, AttributeError | TypeError) and not json_type:
-            raise
         raise UserError(f"{path}: {fault}; download it again ({error!r})") from error
 
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
     with checked(path, "not valid JSON"):
-        data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: not a JSON object; download it again")
-    return data
+        return dict(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
 
 
 # ---------------------------------------------------------------------------------------------- several ranks
@@ -136,6 +115,8 @@ def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, in
 
 # ---------------------------------------------------------------------------------------------- configuration
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+
 
 def named(hf: str, default: object = MISSING) -> object:
     """A field of ModelConfig that config.json has under the name `hf`."""
@@ -166,8 +147,6 @@ class ModelConfig:
     family: str = named("model_type", "llama")
     elitekv: bool = False  # uptrained for EliteKV: only each head's elite pairs are rotated
 
-    LARGEST = 1 << 19  # of any width and count: so that no product of three of them overflows 63 bits
-
     @property
     def group(self) -> int:
         return self.n_heads // self.n_kv_heads
@@ -181,66 +160,30 @@ class ModelConfig:
         """Reads folder/config.json. Raises UserError for anything that this file cannot compute exactly."""
         path = folder / "config.json"
         if not path.is_file():
-            raise absent(folder, "no config.json there; give the folder of a Hugging Face download")
+            advice = "give the folder of a Hugging Face download (of its cache, a folder in snapshots/)"
+            raise UserError(f"{folder}: no config.json there; {advice}")
         with checked(path, "not a usable config"):
             config = cls.from_hf(read_json(path))
             config.check()
         return config
 
-    def check(self) -> None:
-        """Raises ValueError for a field of the wrong type or size, and for RoPE without finite angles."""
-        for f in fields(self):
-            value, limit = getattr(self, f.name), self.LARGEST << 5 * (f.name == "max_positions")
-            typed = isinstance(value, float | int if f.type is float else f.type)
-            fits = typed and isinstance(value, bool) == (f.type is bool)
-            if not fits or type(value) in (int, float) and not 0 < value < math.inf:
-                raise ValueError(f"{f.name} is {value!r}")
-            if f.type is int and value > limit:
-                raise ValueError(f"{f.name} is more than {limit}")
-        for key, value in (self.rope_scaling or {}).items():
-            if "type" not in key and not isinstance(value, float | int | None):
-                raise ValueError(f"{key} is {value!r}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, and RoPE rotates pairs of dims")
-        if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
-            raise ValueError(f"RoPE with rope_theta {self.rope_theta} and {self.rope_scaling} is not finite")
-
-    def shard(self, n: int) -> "ModelConfig":
-        """The config of one of n ranks; several may share a KV head. UserError where sizes do not divide."""
-
-        def fits(n: int) -> bool:
-            shared = self.n_kv_heads % n == 0 or n % self.n_kv_heads == 0
-            return shared and self.n_heads % n == self.ffn_dim % n == 0
-
-        if n > 1 and self.elitekv:
-            raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
-        if (most := next(m for m in range(n, 0, -1) if fits(m))) < n:
-            shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
-            raise UserError(f"{n} ranks cannot evenly share {shapes}; use --nproc_per_node {most}")
-        heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
-        return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
-
     @classmethod
     def from_hf(cls, hf: dict) -> "ModelConfig":
-        family = hf.get("model_type")
-        if family not in FAMILIES:
-            raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
-        if hf.get("hidden_act", "silu") != "silu":
-            raise UserError(f"hidden_act {hf['hidden_act']!r} is not supported; only silu (SwiGLU) is")
-        hf = dict(zip((f.metadata["hf"] for f in fields(cls)[:11]), FAMILIES[family], strict=True)) | hf
-        if quantised := hf.get("quantization_config"):
-            method = quantised.get("quant_method", "some method")
-            raise UserError(f"quantised by {method}: not supported; give the bf16, fp16 or fp32 checkpoint")
-        rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ROPE_SCALINGS:
-            raise UserError(f"RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_SCALINGS)}")
-        if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise UserError("partial_rotary_factor below 1 is not supported: every head dim must be rotated")
-        n_heads = hf["num_attention_heads"]
-        n_kv_heads, positions = hf.get("num_key_value_heads") or n_heads, hf["max_position_embeddings"]
-        if n_heads % n_kv_heads:
-            raise UserError(f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly")
+        """What a config.json says. Raises UserError for what this file does not compute."""
+        family, rope = hf.get("model_type"), dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+        kind, rotated = rope.get("rope_type", rope.get("type", "default")), "partial_rotary_factor"
+        supported = {  # what config.json says, and what may stand there
+            "model_type": (family, FAMILIES),
+            "hidden_act": (hf.get("hidden_act", "silu"), ["silu"]),
+            "RoPE type": (kind, ROPE_SCALINGS),
+            rotated: (rope.get(rotated, hf.get(rotated, 1.0)), [1.0]),
+            "quant_method": ((hf.get("quantization_config") or {}).get("quant_method"), [None]),
+        }
+        for name, (given, known) in supported.items():
+            if given not in known:
+                only = ", ".join(map(str, known))
+                raise UserError(f"{name} {given!r} is not supported; supported: {only}")
+        n_heads, positions = hf["num_attention_heads"], hf["max_position_embeddings"]
         original = "original_max_position_embeddings"
         rope |= {"rope_type": kind, original: hf.get(original) or rope.get(original) or positions}
         if kind in ("linear", "yarn"):  # they reach beyond what the model was made for
@@ -249,24 +192,51 @@ class ModelConfig:
         windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
         given = {f.name: value for f in fields(cls) if (value := hf.get(f.metadata.get("hf"))) is not None}
         made = {
-            "n_kv_heads": n_kv_heads,
-            "max_positions": positions,
+            "n_kv_heads": hf.get("num_key_value_heads") or n_heads,
             "head_dim": hf.get("head_dim") or hf["hidden_size"] // n_heads,
-            "rope_theta": rope.get("rope_theta") or hf["rope_theta"],
+            "max_positions": positions,
+            "rope_theta": float(rope.get("rope_theta") or hf.get("rope_theta", 10000.0)),
             "rope_scaling": None if kind == "default" else rope,
+            "norm_eps": float(hf["rms_norm_eps"]),
             "qkv_bias": bias or family == "qwen2",
             "out_bias": bias and family != "qwen2",
             "qk_norm": family == "qwen3",
-            "sliding_window": windowed and hf.get("sliding_window", 4096 * (family != "phi3")) or None,
+            "sliding_window": windowed and hf.get("sliding_window") or None,
             "elitekv": hf.get("elitekv") or False,
         }
-        required = dict.fromkeys(f.name for f in fields(cls) if f.default is MISSING)  # None: `check` refuses
-        return cls(**required | given | made)
+        return cls(**given | made)
 
     def to_hf(self) -> dict:
         """What from_hf reads, as a config.json has it."""
         named = {f.metadata["hf"]: getattr(self, f.name) for f in fields(self) if f.metadata}
         return {"architectures": [f"{self.family.title()}ForCausalLM"], "hidden_act": "silu"} | named
+
+    def check(self) -> None:
+        """Raises ValueError for a field of the wrong type or size, and for RoPE without finite angles."""
+        for f in fields(self):
+            value, limit = getattr(self, f.name), 1 << 25 if f.type is int else math.inf
+            if not isinstance(value, f.type) or type(value) in (int, float) and not 0 < value < limit:
+                raise ValueError(f"{f.name} is {value!r}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, and RoPE rotates pairs of dims")
+        if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
+            raise ValueError(f"RoPE with rope_theta {self.rope_theta} and {self.rope_scaling} is not finite")
+
+    def shard(self, n: int) -> "ModelConfig":
+        """The config of one of n ranks; several may share a KV head. UserError where sizes do not divide."""
+        if n > 1 and self.elitekv:
+            raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
+        if self.n_heads % n or self.ffn_dim % n or self.n_kv_heads % n and n % self.n_kv_heads:
+            shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
+            raise UserError(
+                f"{n} ranks cannot evenly share {shapes}; use a --nproc_per_node that divides them"
+            )
+        heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
+        return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
 
 
 # Published shapes, for benchmarks without weights (--random_weights NAME).
@@ -508,71 +478,75 @@ class Llama(nn.Module):
 
 # ------------------------------------------------------------------------------------------------ checkpoints
 
-
-def weight_slots(
-    model: Llama, names: Collection[str] = ("model.embed_tokens.weight",), parts: Iterable | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Where each Hugging Face tensor goes: its name, and a view of the parameter (or part of a fused one).
-
-    names: those of the files: a tied model's one matrix may have either of two. parts: of `allocated`."""
-    c, embeddings = model.config, "model.embed_tokens.weight"
-    first = embeddings if not c.tied or embeddings in names else "lm_head.weight"
-    for i, part in enumerate(parts or (None, *model.layers), -1):
-        if i < 0:
-            yield from {first: model.tok_embeddings.weight, "model.norm.weight": model.norm.weight}.items()
-            yield from () if c.tied else [("lm_head.weight", model.output.weight)]
-            continue
-        attention, mlp = part.attention, part.feed_forward
-        modules = {  # the names that a module's rows have, and how many rows each takes (None: all)
-            part.attention_norm: {"input_layernorm": None},
-            part.ffn_norm: {"post_attention_layernorm": None},
-            attention.q_norm: {"self_attn.q_norm": None},
-            attention.k_norm: {"self_attn.k_norm": None},
-            attention.wo: {"self_attn.o_proj": None},
-            mlp.w2: {"mlp.down_proj": None},
-            attention.wqkv: {f"self_attn.{x}_proj": n for x, n in zip("qkv", attention.widths, strict=True)},
-            mlp.w13: {"mlp.gate_proj": c.ffn_dim, "mlp.up_proj": c.ffn_dim},
-        }
-        if c.family == "phi3":
-            modules |= {attention.wqkv: {"self_attn.qkv_proj": None}, mlp.w13: {"mlp.gate_up_proj": None}}
-        for module, rows in modules.items():
-            for kind, parameter in module.named_parameters():
-                views = parameter.split([n or len(parameter) for n in rows.values()])
-                yield from zip((f"model.layers.{i}.{x}.{kind}" for x in rows), views, strict=True)
+HF_NAMES = {  # of our modules: one name, or one for each part of a fused matrix's rows
+    "tok_embeddings": "embed_tokens",
+    "norm": "norm",
+    "output": "lm_head",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wqkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w13": "mlp.gate_proj mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}
+PHI3_NAMES = {"attention.wqkv": "self_attn.qkv_proj", "feed_forward.w13": "mlp.gate_up_proj"}
 
 
-def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The safetensors files of a folder, with the tensors to take from each by the index (None: all).
-    Raises UserError where one is missing."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():
-        return {single: None}
-    if not index.is_file():
-        raise UserError(f"{folder}: neither {single.name} nor {index.name}; save the model as safetensors")
-    files = {}
-    with checked(index, "not a usable index"):
-        for name, file in sorted(read_json(index)["weight_map"].items(), key=lambda item: item[1]):
-            files.setdefault(folder / file, set()).add(name)
-        if any(file.parent != folder for file in files):
-            raise ValueError("a shard lies outside of the folder")
+def projections(rows: Tensor, name: str, c: ModelConfig) -> tuple[Tensor, ...]:
+    """The rows of a matrix or bias of this name by projection, as views: some matrices are fused."""
+    if re.search(r"\.(wqkv|qkv_proj)\.", name):
+        return rows.split([c.n_heads * c.head_dim, c.kv_dim, c.kv_dim])
+    return rows.split(c.ffn_dim if re.search(r"\.(w13|gate_up_proj)\.", name) else len(rows))
+
+
+def weight_slots(model: Llama, of: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Where each Hugging Face tensor goes: its name, and a view of a parameter (or of part of a fused one).
+    of: the name of a module, for its tensors alone."""
+    names = HF_NAMES | (PHI3_NAMES if model.config.family == "phi3" else {})
+    for path, parameter in model.get_submodule(of).named_parameters(of):
+        layer, module, kind = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(\w+)", path).groups()
+        hf, prefix = names[module].split(), "" if module == "output" else "model."
+        views = projections(parameter, path, model.config) if len(hf) > 1 else [parameter]
+        yield from zip((f"{prefix}{layer}{name}.{kind}" for name in hf), views, strict=True)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, as its index names them. Raises UserError where one is missing."""
+    files, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
+    if index.is_file() and not files[0].is_file():
+        with checked(index, "not a usable index"):
+            files = sorted({folder / Path(name).name for name in read_json(index)["weight_map"].values()})
     if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{missing[0]}: this shard of the checkpoint is missing; download it again")
+        raise UserError(f"{missing[0]} is missing; download the model again, saved as safetensors")
     return files
 
 
-def weight_headers(files: dict[Path, set[str] | None]) -> dict[str, tuple[Path, list[int], str]]:
-    """What the files say of their tensors: name -> file, shape, dtype; UserError for a damaged file."""
-    found = {}
-    for file, named in files.items():
+def find_weights(files: list[Path], config: ModelConfig) -> dict[str, Path]:
+    """Which file holds each tensor, by the files' headers. UserError for a damaged file, and for the first
+    tensor that is not as the config asks.
+
+    A tied model's one matrix may have either of two names. A model whose files have both is not tied."""
+    found, embeddings, head = {}, "model.embed_tokens.weight", "lm_head.weight"
+    for file in files:
         with checked(file, "truncated or not a safetensors file"), safe_open(file, "pt") as tensors:
-            for name in (names := tensors.offset_keys()):
-                if named is None or name in named:
-                    part = tensors.get_slice(name)
-                    found[name] = file, part.get_shape(), part.get_dtype()
-        if named is not None and (others := set(names) - named):
-            text = f"left out {len(others)} tensors, such as {min(others)}: the index does not name them here"
-            print(f"note: {file}: {text}", file=sys.stderr)
-    return found
+            names = (name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq"))  # unused
+            found |= {name: (file, tensors.get_slice(name).get_shape()) for name in names}
+    if config.tied and head in found:
+        config.tied = embeddings not in found
+        if config.tied:
+            found[embeddings] = found.pop(head)
+    if config.n_layers > len(found):
+        raise UserError(f"{files[0].parent}: {len(found)} tensors cannot be {config.n_layers} layers")
+    with torch.device("meta"):
+        asked = {name: list(slot.shape) for name, slot in weight_slots(Llama(config))}
+    for name in asked | found:
+        file, shape = found.get(name, (files[0].parent, "missing"))
+        if shape != asked.get(name):
+            fault = f"is {shape}, config.json asks for {asked.get(name, 'none')}"
+            raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
+    return {name: file for name, (file, _) in found.items()}
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -593,30 +567,17 @@ def human(n: float) -> str:
     return f"{n / 1000**power:.4g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     """Bytes that can still be allocated on the device; of the CPU as Linux tells it, elsewhere no limit."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, unused
-        return torch.cuda.mem_get_info(device)[0] + kept
-    return min(cpu_memory(Path("/")), default=sys.maxsize)
-
-
-def cpu_memory(root: Path) -> Iterator[int]:
-    """Free bytes of the machine, and of each control group (as containers have) that limits this process."""
-    with suppress(OSError, TypeError):
-        yield int(re.search(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())[1]) * 1024
-    paths, groups = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    lines = paths.read_text() if os.access(paths, os.R_OK) else ""
-    for version1, path in re.findall(r"^\d+:(memory)?:/(.*)", lines, re.M):
-        files = ("limit_in_bytes", "usage_in_bytes") if version1 else ("max", "current")
-        for part in (Path(path), *Path(path).parents):
-            # "max" is no limit, and a container may not see its host's folders.
-            with suppress(OSError, LookupError, ValueError):
-                folder = groups / version1 / part
-                limit, used = (int((folder / f"memory.{file}").read_text()) for file in files)
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                cached = (stat.get(f"total_{key}", stat[key]) for key in ("active_file", "inactive_file"))
-                yield limit - used + sum(map(int, cached))  # files' pages can be dropped
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by PyTorch
+        return torch.cuda.mem_get_info(device)[0] + unused
+    limits, groups = [sys.maxsize], ("memory.max", "memory/memory.limit_in_bytes")  # a container's
+    for file, unit in (("proc/meminfo", 1024), *((f"sys/fs/cgroup/{name}", 1) for name in groups)):
+        with suppress(OSError, LookupError):
+            found = re.findall(r"^(?:MemAvailable: *)?(\d+)", (root / file).read_text(), re.M)
+            limits.append(int(found[0]) * unit)
+    return min(limits)
 
 
 def check_free(needed: int, device: torch.device, what: str, advice: str) -> None:
@@ -626,111 +587,74 @@ def check_free(needed: int, device: torch.device, what: str, advice: str) -> Non
         raise UserError(f"not enough memory: {fault}; {advice}")
 
 
-def outline(whole: ModelConfig, device: torch.device, dtype: torch.dtype, int8: bool = False) -> Llama:
-    """The network, or this rank's share of it, on the meta device; UserError where it would not fit."""
+def build(c: ModelConfig, device: torch.device, dtype: torch.dtype, fill, fold=None, name="random") -> Llama:
+    """The network, or this rank's share of it; fill(model, part) gives the module `part` its weights.
+
+    With fold they become int8 before the next part takes memory, a layer's after fold(model, i).
+    name: the fingerprint. Raises UserError where the weights would not fit."""
     with torch.device("meta"):
-        model = Llama(whole.shard(ranks()[1])).to(dtype).eval().requires_grad_(False)
-    model.whole = whole
-    if int8:  # what stays in floating point need not take four bytes
+        model = Llama(c.shard(ranks()[1])).to(dtype).eval().requires_grad_(False)
+    model.whole, model.fingerprint = c, name
+    if fold:  # what stays in floating point need not take four bytes
         model.tok_embeddings.to(torch.bfloat16)
-    needed = sum(p.numel() if int8 else p.nbytes for p in model.parameters())
-    advice = "use a smaller model" if int8 else "use a smaller model or --weights int8"
-    check_free(needed, device, "the weights", advice + " or --dtype bf16" * (dtype == torch.float32))
+    needed = sum(p.numel() if fold else p.nbytes for p in model.parameters())
+    check_free(needed, device, "the weights", "use a smaller model, --dtype bf16 or --weights int8")
+    parts = ["tok_embeddings", "norm", "output", *(f"layers.{i}" for i in range(c.n_layers))]
+    for i, part in enumerate(parts, -3):
+        module = model.get_submodule(part)
+        if part == "output" and c.tied:
+            module.weight = model.tok_embeddings.weight
+        else:
+            module.to_empty(device=device)
+            fill(model, part)
+        if fold and i >= 0:
+            fold(model, i)
+        if fold and i >= -1:
+            for linear in module.linears() if i >= 0 else [module]:
+                linear.quantize()
     return model
 
 
-def allocated(model: Llama, device: torch.device, fold: Callable | None = None) -> Iterator[nn.Module]:
-    """Gives an outline its memory, to be filled part by part: first what lies in no layer, then each layer.
-
-    With fold weights become int8 before the next part, a layer's after fold(model, i) has changed them."""
-    ends = nn.ModuleList((model.tok_embeddings, model.norm, model.output))
-    for i, part in enumerate((ends, *model.layers), -1):
-        part.to_empty(device=device)
-        if part is ends and model.config.tied:
-            model.output.weight = model.tok_embeddings.weight
-        yield part
-        if fold and part is not ends:
-            fold(model, i)
-        for linear in ([model.output] if part is ends else part.linears()) if fold else ():
-            linear.quantize()
-
-
-def copy_local_part(tensor: Tensor, slot: Tensor, name: str, *configs: ModelConfig) -> None:
-    """Copies this rank's share of a file's tensor. configs: the whole model's and this rank's.
-    Phi-3 fuses projections: a rank has its share of each."""
-
-    def parts(rows: Tensor, c: ModelConfig) -> Iterable[Tensor]:
-        heads = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
-        fused = heads if "qkv_proj" in name else [c.ffn_dim] * 2 if "gate_up_proj" in name else len(rows)
-        return rows.split(fused)
-
-    for part, target in zip(*map(parts, (tensor, slot), configs), strict=True):
-        target.copy_(local_part(part, target.shape))
-
-
-def check_weights(folder: Path, model: Llama, headers: dict[str, tuple[Path, list[int], str]]) -> None:
-    """Raises UserError for the first tensor of the files that is not the model's, or that they lack."""
-    slots, unused = dict(weight_slots(model, headers)), ("lm_head.weight", "rotary_emb.inv_freq")
-    for name, (file, shape, dtype) in headers.items():
-        fault = ""
-        if name not in slots and not name.endswith(unused):
-            fault = f"has no place in a {model.config.family} model of this config.json"
-        elif name in slots and list(slots[name].shape) != shape:
-            fault = f"is {shape}, but config.json asks for {list(slots[name].shape)}"
-        elif name in slots and dtype not in ("F64", "F32", "F16", "BF16"):
-            raise UserError(f"{file}: tensor {name} holds {dtype} numbers; give bf16, fp16 or fp32 weights")
-        if fault:
-            raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
-    if missing := [name for name in slots if name not in headers]:
-        fault = f"the weights lack {len(missing)} of {len(slots)} tensors"
-        raise UserError(f"{folder}: {fault}, the first is {missing[0]}")
-
-
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Callable | None = None) -> Llama:
-    """Loads a Hugging Face folder, tensor by tensor into the final weights. fold: as in `allocated`.
+    """Loads a Hugging Face folder, tensor by tensor into the final weights. fold: as in `build`.
 
     Raises UserError for a missing, truncated or foreign file, for tensors that disagree with config.json
     (before any memory is taken), and for numbers that are not finite."""
     config, files = ModelConfig.from_folder(folder), weight_files(folder)
-    headers = weight_headers(files)
-    pair = {"lm_head.weight", "model.embed_tokens.weight"}
-    if config.tied and headers.keys() >= pair:  # the files may hold a head of its own
-        matrices = (safe_open(headers[name][0], "pt").get_tensor(name) for name in pair)
-        config.tied = torch.equal(*(matrix.flatten().view(torch.uint8) for matrix in matrices))
-    if config.n_layers > len(headers):
-        fault = f"config.json asks for {config.n_layers} layers, there are {len(headers)} tensors"
-        raise UserError(f"{folder}: {fault}; the two do not belong together")
-    with torch.device("meta"):
-        check_weights(folder, Llama(config), headers)
-    model, rank = outline(config, device, dtype, bool(fold)), ranks()[0]
-    model.fingerprint = fingerprint(files)
-    for name, slot in weight_slots(model, headers, allocated(model, device, fold)):
-        file = headers[name][0]
-        with safe_open(file, "pt") as tensors:  # opened for each, so that its pages leave the memory again
-            copy_local_part(tensors.get_tensor(name), slot, name, config, model.config)
-        if rank and name.endswith(("o_proj.bias", "down_proj.bias")):
-            slot.zero_()  # one rank adds it to the sum
-        if not torch.stack(slot.aminmax()).isfinite().all():
-            sound = safe_open(file, "pt").get_tensor(name).isfinite().all()
-            advice = "use --dtype bf16" if sound else "download it again"
-            raise UserError(f"{file}: tensor {name} is not finite in {dtype}; {advice}")
-    return model
+    file_of = find_weights(files, config)
+
+    def fill(model: Llama, part: str) -> None:
+        for name, slot in weight_slots(model, part):
+            with safe_open(file_of[name], "pt") as file:  # opened for each: its pages leave the memory again
+                tensor = file.get_tensor(name if name in file.keys() else "lm_head.weight")
+            pair = (projections(rows, name, c) for rows, c in ((tensor, config), (slot, model.config)))
+            for whole, share in zip(*pair, strict=True):
+                share.copy_(local_part(whole, share.shape))
+            if ranks()[0] and name.endswith(("o_proj.bias", "down_proj.bias")):
+                slot.zero_()  # one rank adds it to the sum
+            if not torch.stack(slot.aminmax()).isfinite().all():
+                fault = f"tensor {name} is not finite in {dtype}; use --dtype bf16, or download it again"
+                raise UserError(f"{file_of[name]}: {fault}")
+
+    return build(config, device, dtype, fill, fold, fingerprint(files))
 
 
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed=0, fold=None) -> Llama:
-    """A model with random weights, for benchmarks. fold: as in `allocated`."""
-    model, generator = outline(config, device, dtype, bool(fold)), torch.Generator(device).manual_seed(seed)
-    for part in allocated(model, device, fold):
-        for name, parameter in part.named_parameters():
+    """A model with random weights, for benchmarks. fold: as in `build`."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def fill(model: Llama, part: str) -> None:
+        for name, parameter in model.get_submodule(part).named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 parameter.normal_(0, 0.02, generator=generator)
-    return model
+
+    return build(config, device, dtype, fill, fold)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
-# Three packages read them: tokenizers (Hugging Face's files), sentencepiece (Llama 2), tiktoken (Llama 3).
+# Hugging Face's package runs them all, as a tokenizer.json says it. Other files become such a one.
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -750,36 +674,83 @@ NO_SPACE = {  # what steps of a tokenizer.json become where text goes on
     "ByteLevel": {"add_prefix_space": False},
 }
 
-AddedTokens = dict[str, dict]  # by name, with flags as a tokenizer.json has them
 
-
-@dataclass
 class Tokenizer:
-    """Turns text into token ids and back; made by `load_tokenizer`."""
+    """A checkpoint folder's tokenizer: text into token ids and back.
 
-    encode_text: Callable[[str, bool], list[int]]  # of text and whether it gets the space that some put first
-    decode_ids: Callable[[list[int]], str]  # "" for the padding of the embedding
-    vocab: dict[str, int]  # ids by name
-    special_tokens: dict[str, int]  # by name; no text of a user's ever becomes one
-    unknown_id: int | None  # what a text becomes that the vocabulary lacks
-    bos_id: int | None = None
-    add_bos: bool = False  # do this model's prompts start with BOS?
-    rows: int = 0  # of the model's embedding, which may have more ids
-    stop_ids: set[int] = field(default_factory=set)
-    strip_before: set[int] = field(default_factory=set)  # special tokens that swallow the blanks before them
-    strip_after: set[int] = field(default_factory=set)  # and those after them
-    space_after: str = ""  # "first": text after a token gets no space; "always": only if it has none; "": one
-    split: Callable[[str], Iterable] = lambda text: [(text, None)]  # at added tokens that encode_text lacks
-    chat_template: str = ""  # the model's own, in Jinja
-    chat_variables: dict[str, str] = field(default_factory=dict)  # what it may name, such as bos_token
-    folder: Path | None = None  # where it lies
+    special_tokens: ids by name; no text of a user's ever becomes one. rows: of the model's embedding, which
+    may have more ids than the vocabulary. add_bos: do this model's prompts start with bos_id?
+    chat_template: the model's own, in Jinja. chat_variables: what it may name, such as bos_token."""
 
-    def __reduce__(self) -> tuple:  # what encodes cannot be pickled for another process, which loads it again
+    def __init__(self, folder: Path):
+        """Raises an Exception for files that are damaged."""
+        import tokenizers  # only now: random prompts need none
+
+        self.folder = folder
+        names = ("tokenizer_config", "special_tokens_map", "config", "generation_config", "added_tokens")
+        settings, mapped, config, generation, added = (read_json(folder / f"{name}.json") for name in names)
+        settings |= {} if "added_tokens_decoder" in settings else mapped  # as in transformers
+        data, defaults = tokenizer_json(folder, settings)
+        settings = defaults | {key: value for key, value in settings.items() if value is not None}
+
+        # Special tokens: those that the settings name, and the added ones that are called so.
+        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or {}
+        more = more if isinstance(more, dict) else dict(enumerate(more))
+        more = more | {key: token for key, token in settings.items() if key.endswith("_token")}
+        texts = {key: {"content": token} for key, token in more.items() if isinstance(token, str)}
+        named = {key: FLAGS | t for key, t in (more | texts).items() if isinstance(t, dict)}
+        self.chat_variables = {key: t["content"] for key, t in named.items() if isinstance(key, str)}
+        named.pop("unk_token", None)  # a text may become that one
+        special = {token["content"]: token for token in named.values()}
+        tokens = {name: {"content": name, "id": i, "special": True} for name, i in added.items()}
+        tokens |= {token["content"]: token for token in data.get("added_tokens") or []}
+        decoder = settings.get("added_tokens_decoder") or {}
+        tokens |= {token["content"]: token | {"id": int(i)} for i, token in decoder.items()}
+        for name, token in tokens.items():
+            is_special = token.get("special") or name in {*special, *STOP_TOKENS}
+            tokens[name] = FLAGS | token | {"special": bool(is_special)}
+        special |= {name: token for name, token in tokens.items() if token["special"]}
+
+        def library(steps: dict) -> tokenizers.Tokenizer:
+            made = tokenizers.Tokenizer.from_str(json.dumps(data | steps))
+            made.encode_special_tokens = True  # as text
+            return made
+
+        data |= {"added_tokens": sorted(tokens.values(), key=lambda token: token["id"])}
+        data |= {"truncation": None, "padding": None}  # a prompt stays as it is
+        text = json.dumps({key: data.get(key) for key in ("normalizer", "pre_tokenizer")})
+        steps, self.space_once = json.loads(text), '"first"' in text
+        later = json.loads(text, object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
+        self.library = self.continuing = library(steps)
+        if later != steps:
+            self.continuing = library(later)
+        vocab, lead = self.library.get_vocab(), self.library.encode("a")
+        if any(vocab.get(name, token["id"]) != token["id"] for name, token in tokens.items()):
+            raise ValueError("the ids of added tokens do not follow those of the vocabulary")
+
+        special = {name: token for name, token in special.items() if name in vocab}
+        self.special_tokens = {name: vocab[name] for name in special}
+        self.strips_before = {vocab[name] for name, token in special.items() if token["lstrip"]}
+        self.strips_after = {vocab[name] for name, token in special.items() if token["rstrip"]}
+        self.unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
+        # The template of a tokenizer.json says what leads a text.
+        self.bos_id = lead.ids[0] if lead.special_tokens_mask[:1] == [1] else None
+        self.add_bos = bool(settings.get("add_bos_token", self.bos_id is not None))
+        if self.bos_id is None:
+            self.bos_id = self.special_tokens.get(self.chat_variables.get("bos_token"))
+        ends = [self.chat_variables.get("eos_token"), *STOP_TOKENS]
+        self.stop_ids = {self.special_tokens[name] for name in ends if name in special}
+        for ids in (file.get("eos_token_id") for file in (config, generation)):
+            self.stop_ids |= {*ids} if isinstance(ids, list) else {ids} - {None}
+        self.vocab_size = max(vocab.values()) + 1
+        self.rows = max(self.vocab_size, config.get("vocab_size", 0))
+        jinja, template = folder / "chat_template.jinja", settings.get("chat_template")
+        if isinstance(template, list):  # several, each for a use
+            template = {choice["name"]: choice["template"] for choice in template}.get("default")
+        self.chat_template = jinja.read_text(encoding="utf-8") if jinja.exists() else str(template or "")
+
+    def __reduce__(self) -> tuple:  # the library cannot be pickled for another process, which loads it again
         return load_tokenizer, (self.folder,)
-
-    @cached_property
-    def vocab_size(self) -> int:
-        return max(self.vocab.values()) + 1
 
     @cached_property
     def spelled(self) -> dict[int, str]:
@@ -801,9 +772,9 @@ class Tokenizer:
             if is_special:
                 ids.append(self.special_tokens[text])
             else:
-                text = text.lstrip() if ids and ids[-1] in self.strip_after else text
-                text = text.rstrip() if ends and self.special_tokens[name] in self.strip_before else text
-                ids += self.encode_continuation(text, self.spaced(text) if ids else True)
+                text = text.lstrip() if ids and ids[-1] in self.strips_after else text
+                text = text.rstrip() if ends and self.special_tokens[name] in self.strips_before else text
+                ids += self.encode_continuation(text, not (ids and self.space_once))
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -812,18 +783,16 @@ class Tokenizer:
         """Token ids, none special, of text that goes on. space: does it get the space that some put first?"""
         # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids: list[int] = []
-        for part, token in self.split(text):
-            space = self.spaced(part) if ids else space
-            for i in self.encode_text(part, space) if token is None else [token]:
-                # some vocabularies have special tokens as words
-                letters = [j for c in self.spelled.get(i, "") for j in self.encode_text(c, False)]
-                ids += [j for j in letters if j not in self.spelled] if i in self.spelled else [i]
+        library, ids = self.library if space else self.continuing, []
+        for i in library.encode(text, add_special_tokens=False).ids:
+            # some vocabularies have special tokens as words
+            letters = [j for c in self.spelled.get(i, "") for j in self.encode_continuation(c)]
+            ids += [j for j in letters if j not in self.spelled] if i in self.spelled else [i]
         return ids
 
-    def spaced(self, text: str) -> bool:
-        """Does text after a token get the space that sentencepiece puts first?"""
-        return not self.space_after or self.space_after == "always" and not text.startswith(" ")
+    def decode_ids(self, ids: list[int]) -> str:
+        """Text of ids, special tokens by name, "" for the padding of the embedding."""
+        return self.library.decode(ids, skip_special_tokens=False)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
@@ -831,25 +800,6 @@ class Tokenizer:
         after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b)."""
         stream = StreamDecoder(self, after)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
-
-
-def splitter(tokens: AddedTokens) -> Callable[[str], Iterator[tuple[str, int | None]]]:
-    """The function that cuts text at these added tokens: parts, with their ids or None."""
-    import tokenizers
-
-    finder = tokenizers.Tokenizer(tokenizers.models.BPE())
-    flags = ({flag: token[flag] for flag in FLAGS} for token in tokens.values())
-    finder.add_tokens([tokenizers.AddedToken(name, **each) for name, each in zip(tokens, flags, strict=True)])
-
-    def split(text: str) -> Iterator[tuple[str, int | None]]:
-        found, end = finder.encode(text), 0
-        for i, (start, stop) in zip(found.ids, found.offsets, strict=True):
-            yield text[end:start], None
-            yield text[start:stop], tokens[finder.id_to_token(i)]["id"]
-            end = stop
-        yield text[end:], None
-
-    return split
 
 
 class StreamDecoder:
@@ -879,181 +829,27 @@ class StreamDecoder:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load a checkpoint folder's tokenizer.json, else its vocab.json + merges.txt, else its tokenizer.model.
-
-    The JSON files beside it count, too. UserError for files that are missing or damaged."""
-    names = ("tokenizer", "tokenizer_config", "special_tokens_map", "config", "generation_config")
-    data, settings, mapped, config, generation = (read_json(folder / f"{name}.json") for name in names)
-    files = ["tokenizer.json", *["merges.txt"] * (folder / "vocab.json").exists()]
-    files = [folder / name for name in (*files, "tokenizer.model", "tokenizer.model.v3")]
-    if not (path := next(filter(Path.exists, files), None)):
-        raise absent(folder, "no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
-    kind, is_model = str(settings.get("tokenizer_class") or ""), path.name.startswith("tokenizer.model")
-    with checked(folder / "tokenizer_config.json"):
-        settings |= {} if "added_tokens_decoder" in settings else mapped  # as in transformers
-        if "Llama" in kind or is_model:  # transformers' class has them by itself
-            settings = {"bos_token": "<s>", "eos_token": "</s>"} | settings
-        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or {}
-        more = more if isinstance(more, dict) else dict(enumerate(more))
-        more = more | {key: token for key, token in settings.items() if key.endswith("_token")}
-        more = {key: {"content": token} if isinstance(token, str) else token for key, token in more.items()}
-        more = {key: token for key, token in more.items() if isinstance(token, dict)}
-        variables = {key: token["content"] for key, token in more.items()}
-        bos, eos = variables.get("bos_token"), variables.get("eos_token")
-        more.pop("unk_token", None)  # a text may become that one
-        named = {token["content"]: FLAGS | token | {"special": True} for token in more.values()}
-    tokens = added_tokens(folder, data, settings, named)
-    with checked(path):
-        if path.name == "merges.txt":  # of GPT-2 and Qwen2
-            is_gpt2 = "GPT2" in kind
-            lines = path.read_text(encoding="utf-8").split("\n")
-            merges = list(filter(None, lines[lines[0].startswith("#version") :]))  # others with # are merges
-            splits = [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT]
-            data = byte_level_json(read_json(folder / "vocab.json"), merges, splits, nfc=not is_gpt2)
-        if is_model:
-            tokenizer = load_tokenizer_model(path.read_bytes(), tokens)
-        else:
-            tokenizer = load_tokenizer_json(data, tokens)
-    special, vocab = tokenizer.special_tokens, tokenizer.vocab
-    flags = {name: t for name, t in (named | tokens).items() if t["special"] and name in vocab}
-    special |= {name: vocab[name] for name in flags}
-    tokenizer.strip_before = {vocab[name] for name, token in flags.items() if token["lstrip"]}
-    tokenizer.strip_after = {vocab[name] for name, token in flags.items() if token["rstrip"]}
-    if is_model and (settings.get("legacy") is False or "Llama" in kind):
-        tokenizer.space_after = "always" if settings.get("legacy") else "first"
-    if is_model or tokenizer.bos_id is None:  # the template of a tokenizer.json says what leads a text
-        tokenizer.bos_id = special.get(bos, tokenizer.bos_id)
-    if settings.get("add_bos_token") is not None:
-        tokenizer.add_bos = bool(settings["add_bos_token"])
-    tokenizer.chat_variables = {key: name for key, name in variables.items() if isinstance(key, str)}
-    tokenizer.stop_ids = {special[name] for name in [eos, *STOP_TOKENS] if name in special}
-    for name, data in (("config.json", config), ("generation_config.json", generation)):
-        with checked(folder / name):
-            ids = data.get("eos_token_id")
-            tokenizer.stop_ids |= set(ids) if isinstance(ids, list) else {ids} - {None}
-    with checked(folder / "config.json"):
-        tokenizer.rows = max(tokenizer.vocab_size, token_id(config.get("vocab_size", 0)))
-    with checked(jinja := folder / "chat_template.jinja"):
-        template = jinja.read_text(encoding="utf-8") if jinja.exists() else settings.get("chat_template")
-        if isinstance(template, list):  # several, each for a use
-            template = {each["name"]: each["template"] for each in template}.get("default")
-        tokenizer.chat_template = str(template or "")
-    tokenizer.folder = folder
-    return tokenizer
+    """Loads a checkpoint folder's tokenizer. UserError for files that are missing or damaged."""
+    with checked(folder, "not a valid tokenizer"):
+        return Tokenizer(folder)
 
 
-def added_tokens(folder: Path, data: dict, settings: dict, named: Collection[str]) -> AddedTokens:
-    """Those of a tokenizer.json, a tokenizer_config.json and an added_tokens.json; the last file counts.
-
-    Those that are `named` are special. Raises UserError."""
-    tokens: AddedTokens = {}
-
-    def add(token: dict, i: int) -> None:
-        name, known = token["content"], tokens.get(token["content"], {})
-        name.encode()  # ValueError for half a surrogate pair
-        special = name in {*named, *STOP_TOKENS} or known.get("special") or token.get("special")
-        tokens[name] = FLAGS | token | {"id": token_id(i), "special": bool(special)}
-
-    with checked(folder / "tokenizer.json"):
-        for token in data.get("added_tokens") or []:
-            add(token, token["id"])
-    with checked(folder / "tokenizer_config.json"):
-        for i, token in (settings.get("added_tokens_decoder") or {}).items():
-            add(token, int(i))
-    with checked(folder / "added_tokens.json"):  # it does not say which are special
-        for name, i in read_json(folder / "added_tokens.json").items():
-            if name not in tokens:
-                add({"content": name, "special": True}, i)
-    tokens.pop("", None)
-    return tokens
-
-
-def token_id(value) -> int:
-    """`value`, where it can be a token id. Raises ValueError for others, before memory goes to so many."""
-    if type(value) is not int or not 0 <= value < 1 << 22:  # several times what any vocabulary has
-        raise ValueError(f"{value!r:.40} is no token id")
-    return value
-
-
-def load_tokenizer_model(data: bytes, tokens: AddedTokens) -> Tokenizer:
-    """A tokenizer.model with these added tokens: lines of "base64 rank" (Llama 3), else a sentencepiece model
-    as its trainer wrote it. Raises ValueError or RuntimeError for other bytes."""
-    unknown_id, spaced = None, ""
-    if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", data):
-        import regex  # tiktoken depends on it, whose own overflows on many blanks
-        import tiktoken
-
-        lines = [line.split() for line in data.splitlines()]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-        if list(ranks.values()) != list(range(len(lines))):
-            raise ValueError("its ranks are not 0, 1, 2, ...")
-        if not {bytes([byte]) for byte in range(256)} <= ranks.keys():  # tiktoken would panic
-            raise ValueError("it lacks some of the 256 bytes")
-        bpe = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
-        split = regex.compile(LLAMA3_SPLIT)
-        vocab = special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL)}
-        pieces, bos_id = dict(enumerate(ranks)), len(ranks)
-
-        def encode(text: str, space: bool) -> list[int]:
-            return [i for part in split.findall(text) for i in bpe._encode_single_piece(part.encode())]
-
-    elif not data:  # sentencepiece would load this as a model without pieces
-        raise ValueError("empty file")
-    else:
-        from sentencepiece import SentencePieceProcessor
-
-        sp = SentencePieceProcessor(model_proto=data)
-        vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
-        special = {name: i for name, i in vocab.items() if sp.is_control(i)}
-        pieces = {i: name.replace("▁", " ").encode() for name, i in vocab.items()}
-        pieces |= {i: bytes([int(name[3:5], 16)]) for name, i in vocab.items() if sp.is_byte(i)}  # "<0x0A>"
-        unknown_id = sp.unk_id()
-        pieces[unknown_id] = sp.decode([unknown_id]).encode()  # each model has its own sign for it
-        bos_id = None if sp.bos_id() < 0 else sp.bos_id()
-        spaced = "".join(sp.encode("a", out_type=str))  # some models have the space after each word
-
-        def encode(text: str, space: bool) -> list[int]:
-            lead = "" if space or not spaced.startswith("▁") else "\n"
-            return sp.encode(lead + text)[len(sp.encode(lead)) :]
-
-    def decode(ids: list[int]) -> str:
-        text = b"".join(pieces.get(i, b"") for i in ids).decode(errors="replace")
-        return text.removeprefix(" ") if "▁" in spaced else text
-
-    pieces |= {token["id"]: name.encode() for name, token in tokens.items()}
-    vocab = vocab | {name: token["id"] for name, token in tokens.items()}
-    plain = {name: token for name, token in tokens.items() if not token["special"]}
-    return Tokenizer(encode, decode, vocab, special, unknown_id, bos_id, True, split=splitter(plain))
-
-
-def load_tokenizer_json(data: dict, tokens: AddedTokens) -> Tokenizer:
-    """A tokenizer.json with these added tokens, by Hugging Face's package, which raises an Exception for what
-    it cannot read."""
-    import tokenizers
-
-    data = data | {"added_tokens": sorted(tokens.values(), key=lambda token: token["id"])}
-    data |= {"truncation": None, "padding": None}  # a prompt stays as it is
-    steps = json.dumps({key: data.get(key) for key in ("normalizer", "pre_tokenizer")})
-    goes_on = json.loads(steps, object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
-    goes_on = json.dumps(goes_on)
-
-    @lru_cache
-    def library(steps: str) -> tokenizers.Tokenizer:
-        made = tokenizers.Tokenizer.from_str(json.dumps(data | json.loads(steps)))
-        made.encode_special_tokens = True
-        return made
-
-    def encode(text: str, space: bool) -> list[int]:
-        return library(steps if space else goes_on).encode(text, add_special_tokens=False).ids
-
-    vocab, lead = library(steps).get_vocab(), library(steps).encode("a")
-    if any(vocab[name] != token["id"] for name, token in tokens.items()):
-        raise ValueError("the ids of added tokens do not follow those of the vocabulary")
-    token_id(max(vocab.values()))
-    bos_id = token_id(lead.ids[0]) if lead.special_tokens_mask[:1] == [1] else None
-    unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
-    decode, after = partial(library(steps).decode, skip_special_tokens=False), "first" * ('"first"' in steps)
-    return Tokenizer(encode, decode, vocab, {}, unknown_id, bos_id, bos_id is not None, space_after=after)
+def tokenizer_json(folder: Path, settings: dict) -> tuple[dict, dict]:
+    """A folder's tokenizer.json, or what its vocab.json + merges.txt or its tokenizer.model are as one; and
+    what its tokenizer_config.json, which `settings` are, may leave out."""
+    path, merges, model = (folder / name for name in ("tokenizer.json", "merges.txt", "tokenizer.model"))
+    if path.exists():
+        return read_json(path), {}
+    if merges.exists() and (vocab := read_json(folder / "vocab.json")):  # of GPT-2 and Qwen2
+        lines = merges.read_text(encoding="utf-8").split("\n")
+        pairs = list(filter(None, lines[lines[0].startswith("#version") :]))  # others with # are merges
+        is_gpt2 = "GPT2" in str(settings.get("tokenizer_class"))
+        return byte_level_json(vocab, pairs, [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT], nfc=not is_gpt2), {}
+    if not model.exists():
+        raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
+    content = model.read_bytes()
+    is_tiktoken = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", content)
+    return tiktoken_json(content) if is_tiktoken else sentencepiece_json(content, settings)
 
 
 def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -> dict:
@@ -1067,6 +863,74 @@ def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -
         "decoder": level,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
+
+
+def merges_of(words: list[str]) -> list[tuple[str, str]]:
+    """The pairs of words that make a word, by the order of what they make."""
+    known = {*words}
+    cuts = ((word[:i], word[i:]) for word in words for i in range(1, len(word)))
+    return [pair for pair in cuts if known.issuperset(pair)]
+
+
+def tiktoken_json(content: bytes) -> tuple[dict, dict]:
+    """Llama 3's tokenizer.model, lines of "base64 rank", as a tokenizer.json and a tokenizer_config.json."""
+    lines = [line.split() for line in content.splitlines()]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = dict(zip(printable + others, map(chr, [*printable, *range(256, 324)]), strict=True))
+    vocab = {"".join(map(letters.get, base64.b64decode(word, validate=True))): int(i) for word, i in lines}
+    if list(vocab.values()) != list(range(len(lines))) or not vocab.keys() >= {*letters.values()}:
+        raise ValueError("its ranks are not 0, 1, 2, ..., or it lacks some of the 256 bytes")
+    made = byte_level_json(vocab, merges_of([*vocab]), [LLAMA3_SPLIT], nfc=False)
+    made["model"]["ignore_merges"] = True
+    names = [f"<|{name}|>" for name in LLAMA3_SPECIAL]
+    tokens = [{"id": len(vocab) + i, "content": name, "special": True} for i, name in enumerate(names)]
+    return made | {"added_tokens": tokens}, {"bos_token": names[0], "add_bos_token": True}
+
+
+def sentencepiece_json(content: bytes, settings: dict) -> tuple[dict, dict]:
+    """A tokenizer.model that holds a BPE with byte fallback, as a tokenizer.json and a tokenizer_config.json.
+    Raises ValueError or RuntimeError for other contents."""
+    import tokenizers
+    from sentencepiece import SentencePieceProcessor
+
+    if not content:  # sentencepiece would load this as a model without pieces
+        raise ValueError("empty file")
+    sp = SentencePieceProcessor(model_proto=content)
+    vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+    not_text = (sp.is_control, sp.is_unknown, sp.is_byte, sp.is_unused)
+    words = [name for name, i in vocab.items() if not any(is_kind(i) for is_kind in not_text)]
+    merges = merges_of(sorted(words, key=lambda name: -sp.get_score(vocab[name])))
+    made = {a + b for a, b in merges}
+    defined = {name for name in words if len(name) > 1 and name not in made}  # by users: found as a whole
+    added = [(name, name not in defined) for name, i in vocab.items() if name in defined or sp.is_control(i)]
+
+    spaced = sp.encode("a", out_type=str)[0].startswith("▁")
+    escape = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    steps = [escape]
+    if sp.encode("a  a") == sp.encode("a a"):  # it keeps one of several spaces
+        steps = [escape | {"pattern": {"Regex": r"(?<= ) +| +\z"}, "content": ""}, escape]
+    back = [escape | {"pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * spaced
+    data = {
+        "added_tokens": [FLAGS | {"id": vocab[n], "content": n, "special": special} for n, special in added],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "decoder": {"type": "Sequence", "decoders": back},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": True, "fuse_unk": True}
+        | {"unk_token": sp.id_to_piece(sp.unk_id())},
+    }
+    legacy, is_llama = settings.get("legacy"), "Llama" in str(settings.get("tokenizer_class"))
+    if spaced and (is_llama or legacy is False):  # transformers puts a space elsewhere
+        data["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "split": False}
+        data["pre_tokenizer"]["prepend_scheme"] = "always" if legacy else "first"
+    elif spaced:
+        steps.insert(0, {"type": "Prepend", "prepend": " "})
+    text = "a" + "".join(name for name in words if name not in defined).replace("▁", " ") + "½ﬁ"
+    if sp.encode(text) != tokenizers.Tokenizer.from_str(json.dumps(data)).encode(text).ids:
+        raise UserError("tokenizer.model is no BPE with byte fallback; save the tokenizer as tokenizer.json")
+    ends = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id()}
+    defaults = {key: sp.id_to_piece(i) for key, i in ends.items() if i >= 0}
+    return data, defaults | {"add_bos_token": True}
 
 
 def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: bool = False) -> bytes:

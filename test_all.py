@@ -39,7 +39,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -375,28 +374,23 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
     assert load_model(tmp_path, CPU, torch.float32).fingerprint != loaded.fingerprint
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"])
-def test_a_config_that_leaves_out_fields_is_transformers_default(name):
-    theirs = getattr(pytest.importorskip("transformers"), f"{name}Config")
-
-    def check(**given):
-        ours, hf = model_file.ModelConfig.from_hf({"model_type": name.lower(), **given}), theirs(**given)
-        expected, made = hf.to_dict() | hf.rope_parameters, ours.to_hf()
-        expected["head_dim"] = expected.get("head_dim") or hf.hidden_size // hf.num_attention_heads
-        compared = made.keys() & expected.keys() - {"architectures", "attention_bias"}
-        assert {key: made[key] for key in compared} == {key: expected[key] for key in compared}
-        assert len(compared) > 12
-
-    check()
-    check(hidden_size=96, num_hidden_layers=3)
-    check(hidden_act="silu", intermediate_size=80, max_position_embeddings=99, rope_theta=5.0)
-    for windowed in (False, True) if name != "Llama" else ():
-        check(sliding_window=32, use_sliding_window=windowed)
+def test_what_a_config_leaves_out():
+    hf = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
+    hf |= {"vocab_size": 96, "max_position_embeddings": 99, "rms_norm_eps": 1e-6, "sliding_window": 32}
+    for family, uses, window in (
+        ("llama", 0, None),
+        ("mistral", 0, 32),
+        ("qwen2", 0, None),
+        ("qwen2", 1, 32),
+    ):
+        made = model_file.ModelConfig.from_hf(hf | {"model_type": family, "use_sliding_window": bool(uses)})
+        assert (made.n_kv_heads, made.head_dim, made.rope_theta, made.rope_scaling) == (4, 12, 10000.0, None)
+        assert made.sliding_window == window and not made.tied and not made.out_bias
 
 
 def test_linear_and_yarn_scaling_extend_the_positions():
     def config(**rope):
-        hf = {"model_type": "qwen2", "rope_scaling": rope}
+        hf = tiny_config(family="qwen2", qkv_bias=True, max_positions=32768).to_hf() | {"rope_scaling": rope}
         made = model_file.ModelConfig.from_hf(hf | {"rope_parameters": LLAMA3_ROPE})  # which counts less
         assert model_file.ModelConfig.from_hf(made.to_hf()) == made  # once, not at every saving
         return made
@@ -448,33 +442,16 @@ def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
     assert resident("VmHWM") - before < 1.1 * size == 1.1 * sum(p.nbytes for p in loaded.parameters())
 
 
-V1, V2 = ("limit_in_bytes", "usage_in_bytes", "total_"), ("max", "current", "")
-GROUPS = [  # names of a version's files, /proc/self/cgroup, folders with limit and use, what is left in each
-    (V2, "0::/", {".": (100, 60)}, [47]),  # of a container that sees its own group as the root
-    (V2, "0::/a/b", {"a/b": ("max", 60), "a": (90, 60)}, [37]),
-    (V1, "5:cpu:/x\n4:memory:/docker/id\n0::/", {"memory": (100, 60)}, [47]),  # the host's name of the root
-    (V1, "4:memory:/a", {"memory/a": (100, 60), "memory": (2**62, 7)}, [47, 2**62]),
-    (V2, "0::/a", {}, []),
-]
-
-
-@pytest.mark.parametrize("version, groups, folders, left", GROUPS)
-def test_a_container_has_the_least_of_its_limit_and_the_machine_s_memory(
-    version, groups, folders, left, tmp_path, monkeypatch
-):
-    limit, used, whole = version
-    files = f"active_file 0\ninactive_file 0\n{whole}active_file 3\n{whole}inactive_file 4"
-    texts = {"proc/self/cgroup": groups, "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n"}
-    for folder, numbers in folders.items():
-        names = (f"sys/fs/cgroup/{folder}/memory.{name}" for name in (limit, used, "stat"))
-        texts |= dict(zip(names, (*map(str, numbers), files), strict=True))
-    for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    found = list(model_file.cpu_memory(tmp_path))
-    assert found == [2048, *left] and list(model_file.cpu_memory(tmp_path / "other")) == []
-    monkeypatch.setattr(model_file, "cpu_memory", lambda root: iter(found))
-    assert model_file.free_memory(CPU) == min(found)
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])  # control groups 2 and 1
+def test_a_container_has_the_least_of_its_limit_and_the_machine_s_memory(name, tmp_path):
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n", f"sys/fs/cgroup/{name}": "max\n"}
+    for limit, free in (("max", 2048), ("9999", 2048), ("100", 100)):
+        files[f"sys/fs/cgroup/{name}"] = f"{limit}\n"
+        for file, text in files.items():
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(text)
+        assert model_file.free_memory(CPU, tmp_path) == free
+    assert model_file.free_memory(CPU, tmp_path / "other") == sys.maxsize
 
 
 # --------------------------------------------------------------------------------------- the exactness ladder
@@ -1847,21 +1824,15 @@ def test_causal_attention_over_a_past(group, dim, monkeypatch):
 LLAMA2, LLAMA3, QWEN, STORIES = "tokenizers/llama2", "tokenizers/llama3", "tokenizers/qwen2.5", "stories260k"
 TEXTS = [
     "",
-    "Hello, world!",
     " leading and  double   spaces ",
     "\n\n\ttabs\r\nand lines\n",
     "def f(x):\n    return x**2  # ü",
     "0 12 345 6789 3.14159 1e-10 ²½",
-    "I'll don't WE'RE it's",
-    "naïve café Ångström Straße İstanbul",
-    "你好，世界。こんにちは 안녕하세요",
-    "Привет мир مرحبا नमस्ते",
-    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 end",
-    "zero\u200bwidth \u00a0 nbsp \u3000 wide",
-    "<|eot_id|> </s> <s> <|im_end|> [INST]",
-    "a" * 1000,
-    "\x00\x01\x7f",
-    "\U0001f9ffx\U00020000",
+    "I'll don't WE'RE it's naïve café Ångström İstanbul",
+    "你好，世界。こんにちは 안녕하세요 Привет мир مرحبا नमस्ते",
+    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 zero\u200bwidth \u00a0 nbsp \u3000 wide",
+    "<|eot_id|> </s> <s> <|im_end|> [INST]" + "a" * 1000,
+    "\x00\x01\x7f\U0001f9ffx\U00020000",
 ]
 
 
@@ -1963,7 +1934,6 @@ def test_sentencepiece_oracle(name):
         assert tokenizer.encode(text, bos=False) == ids and tokenizer.encode(text) == [1, *ids]
         assert tokenizer.decode(ids) == oracle.decode(ids)
     words = [i for i in range(259, oracle.vocab_size()) if not oracle.id_to_piece(i).startswith("▁▁")]
-    words = [0, 1, 2, *words]
     rng = random.Random(0)
     for _ in range(300):
         ids = [words[-1], *rng.choices(words, k=6)]
@@ -1984,92 +1954,79 @@ def test_qwen_against_transformers():
     assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
 
 
-NFC, LOWER = {"type": "NFC"}, {"type": "Lowercase"}
-DIGITS, UNSPLIT = {"type": "Digits", "individual_digits": True}, BYTE_LEVEL | {"use_regex": False}
 PREPEND = {"type": "Prepend", "prepend": "▁"}
 ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 FIRST, ALWAYS, NEVER = (METASPACE | {"prepend_scheme": scheme} for scheme in ("first", "always", "never"))
-LETTERS = "▁<>|/sendabht12."
-WORDS = [*GPT2_BYTES[:188], "12", "the12", "<|end|>"]  # lacks some of the bytes
-UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0], ["▁the", -5.0], *([c, -9.0] for c in LETTERS)]
-WORD_PIECES = ["[UNK]", "<|end|>", *LETTERS, *(f"##{c}" for c in LETTERS), "the", "##he"]
-VOCABS = [{word: i for i, word in enumerate(words)} for words in (WORDS, WORD_PIECES)]
-WORD_PIECE = {"type": "WordPiece", "vocab": VOCABS[1], "unk_token": "[UNK]"}
-WORD_PIECE |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
-CUT = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-KINDS = {  # parts of a tokenizer.json
-    "bytes": {"merges": MERGES, "normalizer": NFC},
-    "split": {"merges": MERGES, "pre_tokenizer": in_turn(SPLIT, DIGITS, UNSPLIT)},
-    "spaced": {"merges": MERGES, "pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
-    "lower": {"merges": MERGES, "normalizer": in_turn(NFC, LOWER)},
-    "whole": {"vocab": VOCABS[0], "pre_tokenizer": in_turn(SPLIT, UNSPLIT), "model": {"ignore_merges": True}},
-    "lacking": {"vocab": VOCABS[0], "model": {"unk_token": "<|end|>"}},
-    "unigram": {"model": {"type": "Unigram", "vocab": UNIGRAM, "unk_id": 0}, "pre_tokenizer": FIRST},
-    "words": {"model": WORD_PIECE, "pre_tokenizer": {"type": "WhitespaceSplit"}},
-}
-OF_NANO = {  # of the one that transformers makes of nano's tokenizer.model
-    "prepend": {"normalizer": in_turn(PREPEND, ESCAPE)},
-    "escape": {"normalizer": ESCAPE},
-    **{step["prepend_scheme"]: {"pre_tokenizer": step} for step in (FIRST, ALWAYS, NEVER)},
-    "old": {"pre_tokenizer": METASPACE | {"add_prefix_space": True}},
-}
-# kinds without the space that these put first
-NO_SPACE = {"spaced": "bytes", "prepend": "escape", "first": "never", "always": "never", "old": "never"}
-NAMES = ["<think>", "  ", "   ", "xx", " x", "a<t", "e\u0301x", "<t>", "<t>>", "<|end|>", "<s>"]
+VOCAB = {word: i for i, word in enumerate([*GPT2_BYTES[:188], "12", "<|end|>"])}  # lacks some of the bytes
+UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0], *([c, -9.0] for c in "▁<>|/sendabht12.")]
+WHOLE_WORDS = in_turn(SPLIT, BYTE_LEVEL | {"use_regex": False})
 
 
-def json_of(kind: str) -> dict:
-    """Of this kind, with added tokens of all flags, two of them special."""
-    if kind in KINDS:
-        data = tokenizer_json(**KINDS[kind])
-    else:
-        data = json.loads(with_auto(NANO)[1].backend_tokenizer.to_str())
-        data |= {"normalizer": None, "pre_tokenizer": None} | OF_NANO[kind]
-    words = [word if isinstance(word, str) else word[0] for word in data["model"]["vocab"]]
-    ids = {word: i for i, word in enumerate(dict.fromkeys([*words, *NAMES]))}
-    tokens = [special_tokens(name, first=ids[name])[0] for name in NAMES]
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"vocab": VOCAB, "pre_tokenizer": WHOLE_WORDS, "model": {"ignore_merges": True}},
+        {"vocab": VOCAB, "model": {"unk_token": "<|end|>"}},
+        {"model": {"type": "Unigram", "vocab": UNIGRAM, "unk_id": 0}, "pre_tokenizer": FIRST},
+    ],
+    ids=["word", "unknown", "unigram"],
+)
+def test_no_text_becomes_a_control_token_that_the_library_makes_of_it(parts, tmp_path):
+    i = 2 if "Unigram" in str(parts) else VOCAB["<|end|>"]
+    data = tokenizer_json(**parts, added=special_tokens("<|end|>", first=i))
+    tokenizer = tokenizer_of(tmp_path, tokenizer=data)
+    for text in ("<|end|>", "a.<|end|>", "a<|end|>b", "你"):
+        assert i not in tokenizer.encode(text)
+    letters = [j for c in "<|end|>" for j in tokenizer.encode_continuation(c)]
+    assert tokenizer.encode("a.<|end|>")[-7:] == letters
+    assert encode_named(tokenizer, "<|end|>") == [i]
+
+
+@pytest.mark.parametrize(
+    "parts, unspaced",
+    [
+        ({"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}}, {"pre_tokenizer": BYTE_LEVEL}),
+        ({"normalizer": in_turn(PREPEND, ESCAPE)}, {"normalizer": ESCAPE}),
+        *(({"pre_tokenizer": step}, {"pre_tokenizer": NEVER}) for step in (FIRST, ALWAYS)),
+    ],
+    ids=["bytes", "prepend", "first", "always"],
+)
+def test_text_that_goes_on_gets_no_space(parts, unspaced, tmp_path):
+    byte_level = "ByteLevel" in str(parts)
+    base = (
+        tokenizer_json(merges=MERGES)
+        if byte_level
+        else json.loads((with_auto(NANO)[1]).backend_tokenizer.to_str())
+    )
+    first = max(base["model"]["vocab"].values()) + 1
+    base |= {"normalizer": None, "added_tokens": special_tokens("<|end|>", first=first)}
+    base |= {} if byte_level else {"pre_tokenizer": None}
+    spaced, plain = (
+        tokenizer_of(tmp_path / n, tokenizer=base | x) for n, x in (("a", parts), ("b", unspaced))
+    )
+    assert [*map(spaced.encode_continuation, TEXTS)] == [*map(plain.encode, TEXTS)]
+    assert spaced.encode("the") != plain.encode("the")
+    after = (plain if parts.get("pre_tokenizer") == FIRST else spaced).encode("the")
+    assert encode_named(spaced, "the<|end|>the") == [*spaced.encode("the"), first, *after]
+
+
+def test_a_tokenizer_model_with_added_tokens_is_as_transformers_has_it(tmp_path):
+    shutil.copy(NANO / "tokenizer.model", tmp_path)
+    names = ["<think>", "  ", "   ", "xx", " x", "a<t", "e\u0301x", "<t>", "<t>>", "<|end|>"]
     flags = itertools.cycle([{}, *({flag: True} for flag in FLAGS), {"lstrip": True, "rstrip": True}])
-    data["added_tokens"] += [t | {"special": False} | next(flags) for t in tokens[:-2]] + tokens[-2:]
-    return data | {"truncation": CUT}
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *OF_NANO, "tokenizer.model"])
-def test_ids_and_text_are_those_of_hugging_face(kind, tmp_path):
-    """No text becomes a control token, in no kind; and one that goes on gets no space."""
-    rng = random.Random(0)
-    alphabet = ["the", "  ", " ", "\n", "\u00e9", *"< <t <t> <think> <|end|> <s> xx x a A ! .".split(" ")]
-    texts = [*TEXTS, "the  the 12 1212 12.12 a..!!", "a\x04b", "\U00040000ab\U0010ffff", "▁a", "<0x0A>"]
-    texts += ["".join(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(500)]
-    if kind == "tokenizer.model":
-        shutil.copy(NANO / kind, tmp_path)
-        added = {token.pop("id"): token for token in json_of("first")["added_tokens"]}
-        settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "added_tokens_decoder": added}
-        tokenizer_of(tmp_path, config={"model_type": "llama"}, tokenizer_config=settings)
-        tokenizer, oracle = with_auto(tmp_path)
-        oracle = oracle.backend_tokenizer
-        texts = [text for text in texts if text[:1] not in " ▁"]  # there it is not as sentencepiece
-    else:
-        tokenizer = tokenizer_of(tmp_path, tokenizer=json_of(kind))
-        oracle = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    added = {token.pop("id"): token | next(flags) for token in special_tokens(*names, first=4096)}
+    for token in added.values():
+        token["special"] = token["content"] == "<|end|>"
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "added_tokens_decoder": added}
+    tokenizer_of(tmp_path, config={"model_type": "llama"}, tokenizer_config=settings)
+    tokenizer, oracle = with_auto(tmp_path)
+    oracle, rng = oracle.backend_tokenizer, random.Random(0)
     oracle.encode_special_tokens = True
-    oracle.no_truncation()
-    special, became = tokenizer.special_tokens, 0
-    control = {i for name, i in special.items() if name != "<unk>"}
-    for text in texts:
-        ids, expected = tokenizer.encode(text, bos=False), oracle.encode(text, add_special_tokens=False).ids
-        became += (wrong := not control.isdisjoint(expected))
-        assert control.isdisjoint(ids) and (wrong or ids == expected), text
-        assert tokenizer.decode(ids) == oracle.decode(ids)
-    assert bool(became) == (kind in ("whole", "lacking", "unigram", "words"))
-    assert kind != "lacking" or tokenizer.encode("a b") == tokenizer.encode("ab")
-    letters = [i for c in "<|end|>" for i in tokenizer.encode_continuation(c)]
-    assert not became or tokenizer.encode("a <|end|>")[-7:] == letters
-    if kind in NO_SPACE:
-        plain, end = tokenizer_of(tmp_path / "plain", tokenizer=json_of(NO_SPACE[kind])), special["<|end|>"]
-        assert [*map(tokenizer.encode_continuation, TEXTS)] == [*map(plain.encode, TEXTS)]
-        after = (plain if kind == "first" else tokenizer).encode("the")
-        assert encode_named(tokenizer, "the<|end|>the") == [*tokenizer.encode("the"), end, *after]
+    alphabet = ["the", "  ", " ", "\n", "\u00e9", *"< <t <t> <think> <|end|> <s> xx x a A ! .".split(" ")]
+    for text in [*TEXTS, *("".join(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(500))]:
+        ids = oracle.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, bos=False) == ids and tokenizer.decode(ids) == oracle.decode(ids)
 
 
 def test_vocab_and_merges(tmp_path):
@@ -2084,31 +2041,36 @@ def test_vocab_and_merges(tmp_path):
     assert tokenizer_of(tmp_path, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"}).encode("12") == [258]
 
 
-@pytest.mark.parametrize(
-    "options", [{"bos_id": -1, "add_dummy_prefix": False}, {"treat_whitespace_as_suffix": True}]
-)
-def test_sentencepiece_models_of_other_habits(options, tmp_path):
-    """No BOS and no first space, or spaces after words; names that are words of the model."""
-    options |= {"user_defined_symbols": ["<|im_end|>", "<think>"], "remove_extra_whitespaces": False}
-    options |= {"vocab_size": 300, "hard_vocab_limit": False, "model_type": "bpe", "byte_fallback": True}
-    texts, file = iter(["hello there", "hello world"] * 9), io.BytesIO()
-    SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, minloglevel=2, **options)
-    (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
-    sp = sentencepiece_of(tmp_path)
-    bos, end = [] if "bos_id" in options else [1], sp.piece_to_id("<|im_end|>")
-    added = {str(end): {"content": "<|im_end|>", "special": True}}
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"added_tokens_decoder": added})
-    for text in ("hello there", "  hello  world ", " ", "a<think>b"):
-        ids = sp.encode(text)
-        assert tokenizer.encode(text) == bos + ids and tokenizer.decode(ids) == sp.decode(ids)
-    assert end in sp.encode("<|im_end|>a") and end not in tokenizer.encode("hello<|im_end|> a")
-    assert tokenizer.encode_continuation("hello")[0] == sp.encode("hello")[0]
+def test_a_sentencepiece_model_without_bos_or_first_space_and_one_of_another_kind(tmp_path):
+    """Names that are words of the model are found in text, but for a control token's."""
+    habits = {"bos_id": -1, "add_dummy_prefix": False, "remove_extra_whitespaces": False, "vocab_size": 300}
+    habits |= {"user_defined_symbols": ["<|im_end|>", "<think>"], "normalization_rule_name": "identity"}
+    habits |= {"hard_vocab_limit": False, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
+    settings = {"added_tokens_decoder": {}}
+    for other in ({}, {"normalization_rule_name": "nmt_nfkc"}):
+        texts, file = iter(["hello there", "hello world"] * 9), io.BytesIO()
+        SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, **habits | other)
+        (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
+        if other:
+            with pytest.raises(
+                UserError, match="no BPE with byte fallback; save the tokenizer as tokenizer.json"
+            ):
+                load_tokenizer(tmp_path)
+            continue
+        sp = sentencepiece_of(tmp_path)
+        end = sp.piece_to_id("<|im_end|>")
+        settings["added_tokens_decoder"] = {str(end): {"content": "<|im_end|>", "special": True}}
+        tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings)
+        for text in ("hello there", "  hello  world ", " ", "a<think>b"):
+            ids = sp.encode(text)
+            assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == sp.decode(ids)
+        assert end in sp.encode("<|im_end|>a") and end not in tokenizer.encode("hello<|im_end|> a")
 
 
 def test_long_and_broken_text(tmp_path):
     tokenizer = load_tokenizer(write_tiktoken(tmp_path, ["  "]))
     assert len(tokenizer.encode(" " * 1_200_000, bos=False)) == 600_000
-    for each in (tokenizer, real(LLAMA2)) if REAL.exists() else (tokenizer,):
+    for each in (tokenizer, load_tokenizer(NANO)):
         assert each.decode(each.encode("a\udc80b")) == "a\ufffdb"
 
 
@@ -2119,20 +2081,16 @@ def test_long_and_broken_text(tmp_path):
 def test_stream_decoder(name):
     """It gives what decoding at once gives, which is the text (of all but the stories' few pieces)."""
     tokenizer, rng = real(name), random.Random(0)
-
-    def streamed(ids):
-        stream = model_file.StreamDecoder(tokenizer)
-        return [*(stream.push(i) for i in ids), stream.flush()]
-
     for text in [*TEXTS, "👩‍👩‍👧‍👦你好🧿" * 5]:
-        ids = tokenizer.encode(text)
-        *pieces, rest = streamed(ids)
-        assert not any("\ufffd" in piece for piece in pieces) and rest == ""
+        ids, stream = tokenizer.encode(text), model_file.StreamDecoder(tokenizer)
+        pieces = [stream.push(i) for i in ids]
+        assert not any("\ufffd" in piece for piece in pieces) and stream.flush() == ""
         assert "".join(pieces) == tokenizer.decode(ids)
         assert name == STORIES or tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
+    words = range(259 if name in (LLAMA2, STORIES) else 0, tokenizer.vocab_size)  # no bytes
     for _ in range(200):
-        ids = [i for i in rng.choices(range(tokenizer.vocab_size), k=20) if i not in tokenizer.spelled]
-        assert "".join(streamed(ids)) == tokenizer.decode(ids) == tokenizer.decode_ids(ids)
+        ids = [i for i in rng.choices(words, k=20) if i not in tokenizer.spelled]
+        assert tokenizer.decode(ids) == tokenizer.decode_ids(ids)
 
 
 def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
@@ -2173,13 +2131,9 @@ def test_bos_is_added_as_the_files_say(tmp_path):
 
 MAP = {"bos_token": "<bos>", "eos_token": "<end>"}
 MAPS = [  # tokenizer_config.json and special_tokens_map.json
-    ({}, MAP),
-    (MAP | {"eos_token": "<x>"}, MAP),
-    (MAP, {"eos_token": "<x>"}),
-    (MAP | {"added_tokens_decoder": {}}, {"eos_token": "<x>"}),
     ({}, {key: {"content": name, "lstrip": True} for key, name in MAP.items()}),
-    (MAP, {"additional_special_tokens": ["<x>"]}),
-    (MAP | {"additional_special_tokens": ["<x>"]}, {}),
+    (MAP | {"eos_token": "<x>"}, MAP | {"additional_special_tokens": ["<x>"]}),
+    (MAP | {"added_tokens_decoder": {}}, {"eos_token": "<x>"}),
     *((MAP | {"extra_special_tokens": more}, {}) for more in (["<x>"], {"image_token": "<x>"})),
 ]
 
@@ -2213,26 +2167,24 @@ def test_stop_ids_come_from_every_file(tmp_path):
 
 
 def test_added_tokens_above_sentencepiece(tmp_path):
-    """Llama 2's tokenizer.model with the added tokens of Phi-3."""
+    """Llama 2's tokenizer.model with added tokens such as Phi-3's."""
     shutil.copy(folder_of(LLAMA2) / "tokenizer.model", tmp_path)
-    names = {32000: "endoftext", 32001: "assistant", 32006: "system", 32007: "end", 32010: "user"}
-    added = {i: {"content": f"<|{name}|>", "special": True, "rstrip": i > 32000} for i, name in names.items()}
+    names = ["<|endoftext|>", "<|assistant|>", "<|user|>", "<|end|>"]
+    added = {32000 + i: {"content": name, "special": True, "rstrip": i > 0} for i, name in enumerate(names)}
     settings, config = {"added_tokens_decoder": added, "add_bos_token": False}, {"vocab_size": 32064}
     tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, config=config)
-    assert tokenizer.vocab_size == 32011 and tokenizer.stop_ids == {2, 32000, 32007}
-    assert tokenizer.decode([32010, 15043, 32007, 32063]) == "Hello"
+    assert tokenizer.vocab_size == 32004 and tokenizer.stop_ids == {2, 32000, 32003}
+    assert tokenizer.decode([32002, 15043, 32003, 32063]) == "Hello"
     for bad in (32064, -1):
         with pytest.raises(UserError, match=f"{bad} is outside"):
             tokenizer.decode([15043, bad])
     hello = real(LLAMA2).encode("Hello", bos=False)
     tokenizer.chat_template = TEMPLATES["Phi-3"]
     chat = generate.encode_chat(tokenizer, [{"role": "user", "content": "Hello"}])
-    assert chat == [32010, *hello, 32007, 32001]  # Phi-3's tokens swallow the line breaks after them
-    assert encode_named(tokenizer, "<|user|>\nHello<|end|>\n<|assistant|>\n") == chat
-    tokens = tokenizer.encode("Hello", bos=False), tokenizer.encode_continuation("Hello")
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32007})
-    assert encode_named(tokenizer, "Hello<|end|>Hello") == [1, *tokens[0], 32007, *tokens[1]]
-    assert tokenizer_of(tmp_path, tokenizer=tokenizer_json(), added_tokens={}).encode("!") == [0]  # it wins
+    assert chat == [32002, *hello, 32003, 32001]  # these tokens swallow the line breaks after them
+    later = tokenizer.encode_continuation("Hello")
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32000})
+    assert encode_named(tokenizer, "Hello<|end|>Hello") == [1, *hello, 32000, *later]
 
 
 # ---- chat
@@ -2255,21 +2207,15 @@ TEMPLATES = {  # what the templates of models do: text between tokens, refusals,
     <|im_start|>{{ m['role'] }}:{{ m['content'] | trim }}<|im_end|>
     {% endgeneration %}
         {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}""",
-    "Qwen3, SmolLM2": """{%- for m in messages %}{% set content = m.content %}
-            {%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nHi<|im_end|>\n' }}{% endif %}
-            {%- if m.role == 'assistant' and '</think>' in content %}
-                {%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
-            {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' + '\n' }}
-        {%- endfor %}{{- '<|im_start|>assistant\n' }}""",
 }
 TURNS = ("Hi, I'm  \u00fc", " Four. ", "\nwhy?\n", "<think>\nwell\n</think>\n\nSo.", "a b c \ue000")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", ["first", "always", "json", "bytes"])
+@pytest.mark.parametrize("kind", ["first", "always", "bytes"])
 def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
-    """Of a sentencepiece model whose texts get a space at the start or after each token, as tokenizer.model
-    and as tokenizer.json, and of a byte-level BPE; with up to three questions."""
+    """Of a sentencepiece model whose texts get a space at the start or after each token, and of a byte-level
+    BPE; with up to three questions."""
     names = "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
     added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
     for i in (4098, 4099, 4100, 4101):
@@ -2286,10 +2232,6 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
         shutil.copy(NANO / "tokenizer.model", tmp_path)
     tokenizer_of(tmp_path, tokenizer_config=settings, config={"model_type": "llama"})
     tokenizer, oracle = with_auto(tmp_path)
-    if kind == "json":
-        oracle.save_pretrained(tmp_path)
-        (tmp_path / "tokenizer.model").unlink()
-        tokenizer = load_tokenizer(tmp_path)
     for n, system in itertools.product((1, 3, 5), (None, "Be brief.")):
         chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(TURNS[:n])]
         messages = ([{"role": "system", "content": system}] if system else []) + chat
@@ -2325,8 +2267,8 @@ def test_no_message_becomes_a_control_token(tmp_path):
 
 # ---- bad files
 
-NO_FILES = "no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt"
-DAMAGED = ": not a valid tokenizer file; download it again"
+DAMAGED = ": not a valid tokenizer; download it again"
+TOKEN, GOOD = {"content": "<x>"}, json.dumps(tokenizer_json())
 BAD_MODELS = [  # contents of a tokenizer.model
     "",
     "version https://git-lfs.github.com/spec/v1\noid sha256:12\n",
@@ -2334,34 +2276,32 @@ BAD_MODELS = [  # contents of a tokenizer.model
     "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(99)),  # bytes are missing
     (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape"),  # truncated
 ]
-TOKEN = {"content": "<x>"}
-DECODERS = [*({i: TOKEN} for i in ("x", "-99999", "1000000000")), {"256": {}}]
-BAD_BESIDE = [  # a JSON file beside a good tokenizer.json, and what it holds
-    *(("added_tokens", {name: i}) for name, i in (("<x>", "256"), ("\ud800", 256))),
-    *(("tokenizer_config", {"added_tokens_decoder": decoder}) for decoder in DECODERS),
-    *(("config", entry) for entry in ({"vocab_size": 10**9}, {"vocab_size": "x"}, {"eos_token_id": [[2]]})),
+BAD_BESIDE = [  # a file beside a good tokenizer.json, and what it holds
+    ("added_tokens.json", {"<x>": "256"}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"-99": TOKEN}}),
+    *(("config.json", entry) for entry in ({"vocab_size": "x"}, {"eos_token_id": [[2]]})),
+    ("chat_template.jinja", "\udcff"),
 ]
-FLOODS = ['{"a":' * 99_999, f'{{"a": 1{"0" * 9999}}}', "\udcff"]
 BAD_PARTS = [  # of a tokenizer.json
-    *({"vocab": {word: i for i, word in enumerate(GPT2_BYTES)} | {"你": i}} for i in (2**31, -1, "0", 0.5)),
-    *({"added": [TOKEN | {"id": i}]} for i in (10**9, "x", 300)),
-    *({"post_processor": bos_first(ids)} for ids in (["x"], [10**9])),
-    *({"model": {"merges": merges}} for merges in (5, ["a b c"], ["a b"])),
-    {"model": {"byte_fallback": True, "vocab": []}, "normalizer": ESCAPE, "pre_tokenizer": None},
+    {"vocab": {word: i - 1 for i, word in enumerate(GPT2_BYTES)}},
+    *({"added": [TOKEN | {"id": i}]} for i in ("x", 300)),
+    *({"model": {"merges": merges}} for merges in (5, ["a b"])),
 ]
-GOOD = json.dumps(tokenizer_json())
 BAD_TOKENIZERS = [  # files, message
-    *((files, NO_FILES) for files in ({}, {"vocab.json": "{}"}, {"merges.txt": "a b"})),
-    *(({"tokenizer.model": contents}, "tokenizer.model" + DAMAGED) for contents in BAD_MODELS),
-    ({"vocab.json": "{}", "merges.txt": "a b"}, "merges.txt" + DAMAGED),
+    *(
+        (files, "no tokenizer.model, no tokenizer.json, no vocab.json")
+        for files in ({}, {"vocab.json": "{}"})
+    ),
+    *(({"tokenizer.model": contents}, DAMAGED) for contents in BAD_MODELS),
+    ({"vocab.json": '{"a": 0}', "merges.txt": "a b"}, DAMAGED),
     ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
-    ({"tokenizer.json": "[]"}, "tokenizer.json: not a JSON object; download it again"),
-    ({"tokenizer.json": "{}"}, "tokenizer.json" + DAMAGED),
-    ({"tokenizer.json": GOOD, "generation_config.json": "{"}, "config.json: not valid JSON"),
-    ({"tokenizer.json": GOOD, "chat_template.jinja": "\udcff"}, "chat_template.jinja" + DAMAGED),
-    *(({"tokenizer.json": GOOD, f"{name}.json": x}, f"{name}.json{DAMAGED}") for name, x in BAD_BESIDE),
-    *(({"tokenizer.json": tokenizer_json(**p)}, "tokenizer.json" + DAMAGED) for p in BAD_PARTS),
-    *(({"tokenizer.json": "{}", "config.json": flood}, "config.json: not valid JSON") for flood in FLOODS),
+    *(({"tokenizer.json": text}, DAMAGED) for text in ("{}", "[]")),
+    *(({"tokenizer.json": GOOD, name: contents}, DAMAGED) for name, contents in BAD_BESIDE),
+    *(({"tokenizer.json": tokenizer_json(**p)}, DAMAGED) for p in BAD_PARTS),
+    *(
+        ({"tokenizer.json": GOOD, "config.json": x}, "config.json: not valid JSON")
+        for x in ('{"a":' * 99_999, "5")
+    ),
 ]
 
 
@@ -3883,33 +3823,29 @@ def truncate(path: Path, share: float = 0.5) -> None:
 WEIGHTS, NORM, UP = "model.safetensors", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 # What the error says, and the change of config.json, or of the folder, that it is about.
 DAMAGE = [
-    ("head_dim is more than", {"head_dim": 1 << 31}),
-    ("there are 38 tensors", {"num_hidden_layers": 500_000}),
+    ("head_dim is", {"head_dim": 1 << 31}),
+    ("38 tensors cannot be 500000 layers", {"num_hidden_layers": 500_000}),
     ("rope_theta is inf", {"rope_theta": math.inf}),
     ("RoPE rotates pairs of dims", {"head_dim": 15}),
-    ("max_positions is None", {"max_position_embeddings": None}),
-    ("dim is None", {"hidden_size": None}),
-    ("factor is [2]", {"rope_scaling": {"rope_type": "llama3", "factor": [2]}}),
+    ("max_positions", {"max_position_embeddings": None}),
+    ("dim", {"hidden_size": None}),
+    ("not a usable config", {"rope_scaling": {"rope_type": "llama3", "factor": [2]}}),
     ("not a usable config", {"rope_scaling": {"rope_type": "linear"}}),
-    ("'longrope'", {"rope_scaling": {"rope_type": "longrope"}}),
+    ("'longrope' is not supported", {"rope_scaling": {"rope_type": "longrope"}}),
     ("'gpt2' is not supported", {"model_type": "gpt2"}),
-    ("only silu", {"hidden_act": "gelu"}),
+    ("'gelu' is not supported; supported: silu", {"hidden_act": "gelu"}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     ("do not belong together", {"intermediate_size": 63}),
-    ("do not belong together", {"num_hidden_layers": 2}),
+    ("asks for none; the two do not belong together", {"num_hidden_layers": 2}),
     ("cannot share", {"num_key_value_heads": 3}),
     ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
     ("no config.json", lambda f: (f / "config.json").unlink()),
     ("model.norm.weight is not finite", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
-    ("holds F8_E4M3 numbers", lambda f: put_weight(f, NORM, torch.ones(48).to(torch.float8_e4m3fn))),
-    ("quantised by fp8", {"quantization_config": {"quant_method": "fp8"}}),
-    ("/snapshots/abc", lambda f: shutil.move(f.rename(f.parent / "abc"), f / "snapshots" / "abc")),
-    (f"lack 1 of 38 tensors, the first is {UP}", lambda f: put_weight(f, UP, None)),
-    ("outside of the folder", lambda f: move_weights(f, "../outside.safetensors")),
-    ("shard", lambda f: move_weights(f, "model-00001-of-00002.safetensors")),
-    ("neither model.safetensors nor", lambda f: (f / WEIGHTS).unlink()),
+    ("'fp8' is not supported", {"quantization_config": {"quant_method": "fp8"}}),
+    (f"tensor {UP} is missing, config.json asks for [64, 48]", lambda f: put_weight(f, UP, None)),
+    ("outside.safetensors is missing", lambda f: move_weights(f, "../outside.safetensors")),
     ("download it again", lambda f: truncate(f / WEIGHTS)),
-    ("save the model as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
+    ("saved as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: compress.artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(compress.artifact_path(f, "sals"))),
@@ -3934,7 +3870,7 @@ def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
 
 
 def test_a_prompt_without_tokens_is_refused(cli, folder):
-    data = tokenizer_json(vocab=VOCABS[0] | {f"<{i}>": 300 + i for i in range(9)})
+    data = tokenizer_json(vocab=VOCAB | {f"<{i}>": 300 + i for i in range(9)})
     (folder / "tokenizer.model").unlink()
     tokenizer_of(folder, tokenizer=data)
     assert "the prompt has no tokens" in cli.refusal("generate --prompt \x04")
@@ -3949,10 +3885,8 @@ def test_a_failed_compile_ends_in_one_line(cli):
 @pytest.mark.parametrize(
     "fault",
     [
-        AttributeError("'builtins.safe_open' object has no attribute 'offset_keys'"),
         ImportError("cannot import name 'x' from 'gguf'"),
         NameError("name 'x' is not defined"),
-        TypeError("f() got an unexpected keyword argument 'x'"),
     ],
     ids=repr,
 )
@@ -4039,7 +3973,7 @@ BAD_COMMANDS = {
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
     "train --out again --text few.txt --workers 300": "--workers: 300: give a number in [1, 256]",
     "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
-    "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; ",
+    "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; use",
     "torchrun 2 generate --checkpoint nano-elitekv --prompt a": "one latent of all heads",
 }
 for line in "eval --csv,fit --out,train --out,train --state".split(","):
@@ -4381,17 +4315,16 @@ def test_two_that_write_one_file_do_not_meet(tmp_path):
     assert (tmp_path / "a").read_text() == "first" and list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
-def test_the_index_says_which_file_a_tensor_is_read_from(folder, capsys):
+def test_the_index_names_the_files(folder):
     tensors, before = load_file(folder / WEIGHTS), load_model(folder, CPU, torch.float32).state_dict()
     (folder / WEIGHTS).unlink()
-    index = dict(zip(tensors, itertools.cycle(["a", "b"]), strict=False))
-    for file in "ab":  # each has an older copy of the other's tensors
-        parts = {name: t if index[name] == file else t + 1 for name, t in tensors.items()}
-        save_file(parts | {"old": torch.ones(2)}, folder / file)
+    index = dict(zip(tensors, itertools.cycle("ab"), strict=False))
+    for file in "ab":
+        save_file({name: t for name, t in tensors.items() if index[name] == file}, folder / file)
+    save_file({"old": torch.ones(2)}, folder / "c.safetensors")  # which it does not name
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
     after = load_model(folder, CPU, torch.float32).state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert capsys.readouterr().err.count("left out 20 tensors") == 2
 
 
 def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
@@ -4400,12 +4333,10 @@ def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
     put_weight(folder, "lm_head.weight", expected)
     model = load_model(folder, CPU, torch.float32)
     assert model.output.weight is model.tok_embeddings.weight and torch.equal(model.output.weight, expected)
-    for own in (expected, expected + 1):  # the files may hold both, and they count
-        put_weight(folder, "model.embed_tokens.weight", expected)
-        put_weight(folder, "lm_head.weight", own)
-        model = load_model(folder, CPU, torch.float32)
-        assert torch.equal(model.output.weight, own) and torch.equal(model.tok_embeddings.weight, expected)
-        assert model.config.tied == (own is expected)
+    put_weight(folder, "model.embed_tokens.weight", expected + 1)  # the files may hold both, and they count
+    model = load_model(folder, CPU, torch.float32)
+    assert torch.equal(model.output.weight, expected) and not model.config.tied
+    assert torch.equal(model.tok_embeddings.weight, expected + 1)
 
 
 def test_random_prompts_differ(cli):
