@@ -3454,14 +3454,9 @@ def test_the_loss_in_chunks_is_that_of_whole_logits(monkeypatch):
 
 def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
     """The KL falls, and the teacher stays as it was."""
-<<<<<<< HEAD
-    teacher, model = (load_model(NANO, CPU, torch.float32).requires_grad_(False) for _ in range(2))
-    artifact = load_artifact(NANO, "elitekv", model)
-    method_named("elitekv").fold_all(model, compress.EliteSettings(8, 96), artifact)
-=======
     teacher, model = (tiny_model(vocab_size=4096) for _ in range(2))
-    METHODS["elitekv"].fold_all(model, compress.EliteSettings(3, 24), artifact_of("elitekv", model))
->>>>>>> cal
+    artifact = artifact_of("elitekv", model)
+    method_named("elitekv").fold_all(model, compress.EliteSettings(3, 24), artifact)
     before = [p.clone() for p in teacher.parameters()]
     tokens, weights = calibrate.TrainingBatches(nano_haystack, [Stage(4, 128, 1)], 1)[0]
 
@@ -3627,25 +3622,16 @@ def knobs_of(method: str, aim: str) -> list[str]:
     return [f.name for f in fields if aim in f.metadata["sets"].split()]
 
 
-<<<<<<< HEAD
-def costs_of(model: Llama, method: str, options: dict, capacity: int) -> dict[str, float]:
-    settings, artifact = method_named(method).settings(**options), artifact_of(method, model)
-=======
 def costs_of(model: Llama, method: str, artifact: dict, options: dict, capacity: int) -> dict[str, float]:
-    settings = METHODS[method].settings(**options)
->>>>>>> cal
+    settings = method_named(method).settings(**options)
     caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
     return calibrate.cost_shares(settings, caches)
 
 
 def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
-<<<<<<< HEAD
-    settings, costs = method_named(method).settings, functools.partial(costs_of, model, method)
-    return calibrate.equal_options(settings, options, shares, costs, capacity)
-=======
+    settings = method_named(method).settings
     costs = functools.partial(costs_of, model, method, artifact_of(method, model))
-    return calibrate.equal_options(METHODS[method].settings, options, shares, costs, capacity)
->>>>>>> cal
+    return calibrate.equal_options(settings, options, shares, costs, capacity)
 
 
 @pytest.mark.parametrize("aim,share", [("bytes", 0.3), ("tokens", 0.25)])
