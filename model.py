@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import permutations
 from pathlib import Path
 
@@ -687,7 +687,6 @@ FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": T
 NO_SPACE = {  # what steps of a tokenizer.json become where text goes on
     "Prepend": {"prepend": ""},
     "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
-    "ByteLevel": {"add_prefix_space": False},
 }
 
 
@@ -759,6 +758,9 @@ class Tokenizer:
         for ids in (file.get("eos_token_id") for file in (config, generation)):
             self.stop_ids |= {*ids} if isinstance(ids, list) else {ids} - {None}
         self.vocab_size = max(vocab.values()) + 1
+        # Ids that no text may become, with the characters to encode instead.
+        letters = ((i, name * (i != self.unknown_id)) for name, i in self.special_tokens.items())
+        self.spelled = {i: name for i, name in letters if name or i in {self.bos_id, *self.stop_ids}}
         self.rows = max(self.vocab_size, config.get("vocab_size", 0))
         jinja, template = folder / "chat_template.jinja", settings.get("chat_template")
         if isinstance(template, list):  # several, each for a use
@@ -767,13 +769,6 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple:  # the library cannot be pickled for another process, which loads it again
         return load_tokenizer, (self.folder,)
-
-    @cached_property
-    def spelled(self) -> dict[int, str]:
-        """Ids that no text may become, with the characters to encode instead."""
-        ends = {self.bos_id, *self.stop_ids}
-        names = ((i, name * (i != self.unknown_id)) for name, i in self.special_tokens.items())
-        return {i: name for i, name in names if name or i in ends}
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of a user's text, none of a special token. bos: as in encode_segments."""
